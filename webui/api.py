@@ -61,8 +61,8 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
     def events(id: str, offset: int = 0) -> dict:
         """A run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
         view, _ = find_run(id)
-        found, behind = queue.events(view.id, max(0, offset))
-        return {"events": found, "offset": behind}
+        new_events, behind = queue.events(view.id, max(0, offset))
+        return {"events": new_events, "offset": behind}
 
     def stop(id: str) -> dict:
         """Save and stop, what runs; take out of the queue, what waits. Returns the job's status."""

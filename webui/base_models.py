@@ -45,8 +45,8 @@ def list_vram_presets() -> tuple[str, ...]:
 
 def parse_vram_preset(name: str) -> int:
     """Return the GB of GPU memory that a preset is for; 0 for other presets."""
-    found = re.fullmatch(r"vram_(\d+)gb", name)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"vram_(\d+)gb", name)
+    return int(match[1]) if match else 0
 
 
 def list_usual_bases(family: str) -> list[str]:
@@ -88,11 +88,11 @@ def find_base_models(models: Iterable[Path], roots: Iterable[Path]) -> list[tupl
     Below `roots` only single files of at least `LARGE` bytes are listed; below `models` all files of a known
     architecture.
     """
-    found: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for tops, least in ((list(models), 0), (list(roots), LARGE)):
         for path in _walk_files(tops):
             base = path.parent if path.name in INDEXES else path
-            if str(base) in found or (
+            if str(base) in labels or (
                 base == path and (path.suffix != ".safetensors" or _lies_in_diffusers_folder(path))
             ):
                 continue
@@ -103,8 +103,8 @@ def find_base_models(models: Iterable[Path], roots: Iterable[Path]) -> list[tupl
                 title = families.get(known.family).title if known.family else ""
                 top = next(top for top in tops if base.is_relative_to(top))
                 name = base.name if base == top else base.relative_to(top).as_posix()
-                found[str(base)] = " · ".join(filter(None, (name, title)))
-    return [(label, path) for path, label in found.items()]
+                labels[str(base)] = " · ".join(filter(None, (name, title)))
+    return [(label, path) for path, label in labels.items()]
 
 
 def _lies_in_diffusers_folder(path: Path) -> bool:
@@ -190,19 +190,19 @@ def _has_config_marks(path: Path, name: str) -> bool:
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
-    found = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
+    paths = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
     base = values["model.path"]
     if isinstance(base, str) and base != "demo" and not is_hub_id(base):
-        found.append(("model.path", base))
+        paths.append(("model.path", base))
     rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
     for row in rows:
         names = [row.get(name) for name in ("path", "control", "mask")] if isinstance(row, dict) else []
         if names and not (isinstance(names[-1], str) and settings.names_a_folder_of_masks(names[-1])):
             del names[-1]
-        found += [("dataset.folders", name) for name in names]
+        paths += [("dataset.folders", name) for name in names]
     controls = values.get("preview.controls")
-    found += [("preview.controls", one) for one in controls] if isinstance(controls, list) else []
-    return [(key, path) for key, path in found if isinstance(path, str) and path]
+    paths += [("preview.controls", control) for control in controls] if isinstance(controls, list) else []
+    return [(key, path) for key, path in paths if isinstance(path, str) and path]
 
 
 def list_own_presets(home: Path) -> list[Path]:
@@ -232,10 +232,10 @@ def save_preset(home: Path, name: str, text: str) -> Path:
 
 def find_configs(roots: Iterable[Path]) -> list[tuple[str, Path]]:
     """Find runs and configs near the roots. Returns (name, path)."""
-    found = []
+    configs = []
     for path in _walk_files(roots):
         if path.name == "config.toml" and (path.parent / "events.jsonl").exists():
-            found.append((path.parent.name, path))
+            configs.append((path.parent.name, path))
         elif path.suffix == ".toml" and path.name != "config.toml" and path.parent.name != "presets":
-            found.append((path.name, path))
-    return found
+            configs.append((path.name, path))
+    return configs

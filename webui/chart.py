@@ -37,17 +37,19 @@ def render_chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = F
         empty: text while there is nothing to draw.
         log: use a logarithmic y axis, without values of 0 and below.
     """
-    lines = [Line(one.label, [p for p in one.points if not log or p[1] > 0], one.colour, one.faint) for one in lines]
-    lines = [one for one in lines if one.points]
+    lines = [
+        Line(line.label, [p for p in line.points if not log or p[1] > 0], line.colour, line.faint) for line in lines
+    ]
+    lines = [line for line in lines if line.points]
     head = f"<figcaption><b>{escape(title)}</b>"
     if not lines:
         return f'<figure class="chart">{head}</figcaption><p class="empty">{escape(empty)}</p></figure>'
-    for one in lines:
-        if one.label:
-            faint = " faint" if one.faint else ""
-            head += f'<span class="key c{one.colour % 8}{faint}"><i></i>{escape(one.label)}</span>'
-    x_low, x_high = _find_range([x for one in lines for x, _ in one.points])
-    y_low, y_high, y_ticks = _choose_axis([y for one in lines for _, y in one.points], log)
+    for line in lines:
+        if line.label:
+            faint = " faint" if line.faint else ""
+            head += f'<span class="key c{line.colour % 8}{faint}"><i></i>{escape(line.label)}</span>'
+    x_low, x_high = _find_range([x for line in lines for x, _ in line.points])
+    y_low, y_high, y_ticks = _choose_axis([y for line in lines for _, y in line.points], log)
 
     def across(x: float) -> float:
         return (x - x_low) / (x_high - x_low)
@@ -63,21 +65,21 @@ def render_chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = F
     for value in _choose_ticks(x_low, x_high, 5):
         if value == round(value):
             below += f'<span style="left:{100 * across(value):.2f}%">{format_number(value)}</span>'
-    for one in lines:
-        places = [(WIDTH * across(x), HEIGHT * (1 - up(y))) for x, y in one.points]
+    for line in lines:
+        places = [(WIDTH * across(x), HEIGHT * (1 - up(y))) for x, y in line.points]
         places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        drawn += f'<path class="line c{one.colour % 8}{" faint" if one.faint else ""}" d="{path}"/>'
+        drawn += f'<path class="line c{line.colour % 8}{" faint" if line.faint else ""}" d="{path}"/>'
     of = f'<div class="of">{escape(x_label)}</div>' if x_label else ""
     data = {
         "x": [x_low, x_high],
         "lines": [
             {
-                "label": strip_unseen(one.label),
-                "colour": one.colour % 8,
-                "at": [[x, float(f"{y:.4g}")] for x, y in one.points],
+                "label": strip_unseen(line.label),
+                "colour": line.colour % 8,
+                "at": [[x, float(f"{y:.4g}")] for x, y in line.points],
             }
-            for one in lines
+            for line in lines
         ],
         "unit": x_label,
     }
@@ -155,10 +157,10 @@ element.addEventListener('pointermove', event => {
   if (!svg) return hide();
   const box = svg.getBoundingClientRect(), share = (event.clientX - box.left) / box.width;
   if (share < 0 || share > 1) return hide();
-  const told = JSON.parse(svg.closest('figure').dataset.chart);
-  const x = told.x[0] + share * (told.x[1] - told.x[0]);
+  const chart = JSON.parse(svg.closest('figure').dataset.chart);
+  const x = chart.x[0] + share * (chart.x[1] - chart.x[0]);
   let nearest = null;
-  const rows = told.lines.map(line => {
+  const rows = chart.lines.map(line => {
     let low = 0, high = line.at.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -169,11 +171,11 @@ element.addEventListener('pointermove', event => {
     if (nearest === null || Math.abs(point[0] - x) < Math.abs(nearest - x)) nearest = point[0];
     return [line.label, point];
   });
-  const shown = rows.filter(row => Math.abs(row[1][0] - nearest) <= (told.x[1] - told.x[0]) / 50);
-  const values = shown.map(([label, point]) => (label ? label + ': ' : '') + point[1]);
-  tip.textContent = [told.unit + ' ' + nearest, ...values].join('\\n');
+  const near = rows.filter(row => Math.abs(row[1][0] - nearest) <= (chart.x[1] - chart.x[0]) / 50);
+  const values = near.map(([label, point]) => (label ? label + ': ' : '') + point[1]);
+  tip.textContent = [chart.unit + ' ' + nearest, ...values].join('\\n');
   tip.style.display = rule.style.display = 'block';
-  const at = box.left + (nearest - told.x[0]) / (told.x[1] - told.x[0]) * box.width;
+  const at = box.left + (nearest - chart.x[0]) / (chart.x[1] - chart.x[0]) * box.width;
   Object.assign(rule.style, {left: at + 'px', top: box.top + 'px', height: box.height + 'px'});
   const right = at + tip.offsetWidth + 24 > window.innerWidth;
   Object.assign(tip.style, {left: (right ? at - tip.offsetWidth - 12 : at + 12) + 'px', top: box.top + 8 + 'px'});

@@ -56,12 +56,12 @@ class Place:
         version = (status.st_mtime_ns, status.st_ino, status.st_size)
         if version != self._settings[0]:
             try:
-                found = read_toml(reading.load_text(self.settings_file))
+                content = read_toml(reading.load_text(self.settings_file))
             except ValueError as error:
                 raise UserError(
                     Message("{path}: {why}; repair it or remove it", path=self.settings_file, why=error)
                 ) from None
-            self._settings = (version, found)
+            self._settings = (version, content)
         return self._settings[1]
 
     def write_settings(self, **values: Any) -> None:
@@ -117,11 +117,11 @@ class Place:
         self._remove_from_list("models", self.models, text)
 
     def _add_to_list(self, name: str, held: Iterable[Path], path: Path) -> Path:
-        self.write_settings(**{name: [str(one) for one in dict.fromkeys([*held, path])]})
+        self.write_settings(**{name: [str(folder) for folder in dict.fromkeys([*held, path])]})
         return path
 
     def _remove_from_list(self, name: str, held: Iterable[Path], text: str) -> None:
-        self.write_settings(**{name: [str(one) for one in held if str(one) != text]})
+        self.write_settings(**{name: [str(folder) for folder in held if str(folder) != text]})
 
     def _check_new_root(self, text: str) -> Path:
         if self.fixed:

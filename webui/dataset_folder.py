@@ -145,20 +145,20 @@ def open_folder(folder: Path, fresh: bool = False, mask: str = "") -> DatasetFol
     """
     key = (folder, mask)
     with _lock:
-        found = _albums.pop(key, None) or DatasetFolder(folder, mask)
-        _albums[key] = found
+        dataset = _albums.pop(key, None) or DatasetFolder(folder, mask)
+        _albums[key] = dataset
         while len(_albums) > KEPT:
             _albums.pop(next(iter(_albums)))
-        if fresh or time.monotonic() - found.read_at > FRESH_SECONDS:
-            found.refresh()
-        return found
+        if fresh or time.monotonic() - dataset.read_at > FRESH_SECONDS:
+            dataset.refresh()
+        return dataset
 
 
 def open_cached(folder: Path, mask: str = "") -> DatasetFolder:
     """Return a folder as it was read last, for ticks. It is read only if it never was."""
     with _lock:
-        found = _albums.get((folder, mask))
-    return open_folder(folder, mask=mask) if found is None else found
+        cached = _albums.get((folder, mask))
+    return open_folder(folder, mask=mask) if cached is None else cached
 
 
 # --------------------------------------------------------------------------------------------------------- the doctor
@@ -210,8 +210,13 @@ class Examination:
 
     def list_files(self, *kinds: str) -> dict[str, str]:
         """Return the files that findings of these kinds name, with the detail of each; {} before there is a report."""
-        found = (self.report or {}).get("findings", ())
-        return {one["file"]: one["detail"] for each in found if each["kind"] in kinds for one in each["files"]}
+        findings = (self.report or {}).get("findings", ())
+        return {
+            file["file"]: file["detail"]
+            for finding in findings
+            if finding["kind"] in kinds
+            for file in finding["files"]
+        }
 
 
 CUT = ("frames", "fps", "clip")
@@ -248,13 +253,13 @@ def examine(
     """
     key = (folder, family, resolution, settings, mask)
     with _lock:
-        found = _examinations.pop(key, None)
-        if found is None or (again and not found.running):
-            found = Examination(place, folder, family, resolution, settings, mask)
-        _examinations[key] = found
+        examination = _examinations.pop(key, None)
+        if examination is None or (again and not examination.running):
+            examination = Examination(place, folder, family, resolution, settings, mask)
+        _examinations[key] = examination
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
-        return found
+        return examination
 
 
 # -------------------------------------------------------------------------------------------------- captioning as a job

@@ -168,11 +168,11 @@ async def _send_error(send: Send, status: int, line: str) -> None:
 
 def _name_handler(pages: gr.Blocks, block_fn: Any) -> str:
     """Return the name of a handler in the log: "new-start.click"."""
-    found = []
+    triggers = []
     for id, event in block_fn.targets[:1]:
         part = pages.blocks.get(id)
-        found.append(f"{getattr(part, 'elem_id', None) or id}.{event}")
-    return " ".join(found) or str(block_fn.api_name)
+        triggers.append(f"{getattr(part, 'elem_id', None) or id}.{event}")
+    return " ".join(triggers) or str(block_fn.api_name)
 
 
 def _log_error(where: str, error: Exception) -> None:

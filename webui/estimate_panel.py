@@ -45,9 +45,9 @@ class Epochs:
     epochs: float
 
 
-def count_epochs(samples: int, found: dict[str, Any]) -> Epochs | None:
+def count_epochs(samples: int, values: dict[str, Any]) -> Epochs | None:
     """Count epochs from a form's values; None if the values are not valid."""
-    numbers = [found["train.batch_size"], found["train.accumulate"], found["train.steps"]]
+    numbers = [values["train.batch_size"], values["train.accumulate"], values["train.steps"]]
     if not samples or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
         return None
     per_step = numbers[0] * numbers[1]
@@ -60,9 +60,13 @@ def count_examples(report: dict[str, Any], skipping: bool) -> int:
     Args:
         skipping: images without a caption are skipped.
     """
-    missing = [one for one in report["findings"] if skipping and one["kind"] in ("caption_missing", "caption_empty")]
-    left_out = {file["file"] for one in missing for file in one["files"]}
-    return sum(one.get("pieces", 1) for one in report["pictures"] if one["file"] not in left_out)
+    missing = [
+        finding
+        for finding in report["findings"]
+        if skipping and finding["kind"] in ("caption_missing", "caption_empty")
+    ]
+    left_out = {file["file"] for finding in missing for file in finding["files"]}
+    return sum(picture.get("pieces", 1) for picture in report["pictures"] if picture["file"] not in left_out)
 
 
 def find_pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:
@@ -83,12 +87,12 @@ def find_pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:
     return None
 
 
-def check_disk_space(found: dict[str, Any]) -> tuple[list[str], list[str]]:
+def check_disk_space(estimate: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Compare an estimate with the free disk space. Returns (errors, warnings).
 
     Free space is read now, because files may have been deleted since the estimate.
     """
-    return disk_space.shortages(map(disk_space.Need.from_json, found["writes"]))
+    return disk_space.shortages(map(disk_space.Need.from_json, estimate["writes"]))
 
 
 @dataclass

@@ -69,13 +69,13 @@ def _load_picture(place: Place, decoders: Decoders, text: str, width: int, movin
     """Return an image as WebP, from home/thumbnails if it was made before, and its ETag. Raises UserError."""
     path = place.resolve(text)
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         raise _missing(text) from None
     if not path.is_file():
         raise UserError(Message("{path}: not a file", path=sanitize.shorten(text)))
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)
-    what = f"{path}\0{found.st_mtime_ns}\0{found.st_size}\0{found.st_ino}\0{width}{' moving' * moving}"
+    what = f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_ino}\0{width}{' moving' * moving}"
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
     kept = place.home / "thumbnails" / key[:2] / f"{key}.webp"
     try:

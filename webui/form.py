@@ -84,24 +84,24 @@ class Problem(NamedTuple):
 @cache
 def settings() -> dict[str, Setting]:
     """Return every setting by key, in the order of the declarations."""
-    return {one.key: one for one in _list_settings(Job, "")}
+    return {setting.key: setting for setting in _list_settings(Job, "")}
 
 
 @cache
 def sections() -> dict[str, str]:
     """Return every table of the config with its description; "" is the job itself."""
-    found = {"": Job.__doc__ or ""}
+    descriptions = {"": Job.__doc__ or ""}
     for name, field in Job.model_fields.items():
         if model := _find_section(field.annotation):
-            found[name] = model.__doc__ or ""
-    return found
+            descriptions[name] = model.__doc__ or ""
+    return descriptions
 
 
 def _find_section(annotation: Any) -> type[Section] | None:
     """Return the section that an annotation is, or is a list of; None for other types."""
-    for one in (annotation, *get_args(annotation)):
-        if isinstance(one, type) and issubclass(one, Section):
-            return one
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
     return None
 
 
@@ -161,16 +161,16 @@ def to_component(setting: Setting, value: Any) -> Any:
     """Convert a value to what the field of this setting holds. Values of a wrong type are shown as in the file."""
     if setting.kind == "table":
         rows = value if isinstance(value, list) else []
-        return [[to_component(one, _get_cell(row, one)) for one in setting.columns] for row in rows]
+        return [[to_component(column, _get_cell(row, column)) for column in setting.columns] for row in rows]
     if setting.kind == "flag" and isinstance(value, bool):
         return value
     if setting.kind == "choices" and isinstance(value, list):
-        return [str(one) for one in value]
-    if setting.kind == "lines" and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return [str(item) for item in value]
+    if setting.kind == "lines" and isinstance(value, list) and all(isinstance(item, str) for item in value):
         return "\n".join(map(_quote_line, value))
     if setting.kind == "entries" and isinstance(value, dict) and all(map(_fits_a_line, value.items())):
-        return "\n".join(f"{name} = {one}" for name, one in value.items())
-    if setting.kind == "numbers" and isinstance(value, list) and all(type(one) is int for one in value):
+        return "\n".join(f"{name} = {entry}" for name, entry in value.items())
+    if setting.kind == "numbers" and isinstance(value, list) and all(type(item) is int for item in value):
         return ", ".join(map(str, value))
     if setting.kind in ("number", "mixed") and isinstance(value, int | float) and not isinstance(value, bool):
         text = repr(value)
@@ -201,7 +201,7 @@ def from_component(setting: Setting, held: Any) -> Any:
     if setting.kind in ("number", "mixed"):
         return _parse_number(text.strip(), (int, float) if setting.whole else (float,))
     if setting.kind == "numbers" and not text.lstrip().startswith(("[", '"', "'")):
-        return [_parse_number(one, (int,)) for one in re.split(r"[,，\s]+", text) if one]
+        return [_parse_number(part, (int,)) for part in re.split(r"[,，\s]+", text) if part]
     if setting.kind == "entries" and not text.lstrip().startswith(("{", "[", '"', "'")):
         return Entries(table_of_lines(line for line in text.splitlines() if line.strip()))
     if setting.kind in ("numbers", "entries", "toml"):
@@ -231,14 +231,17 @@ def _fits_a_line(entry: tuple[str, Any]) -> bool:
 
 def _read_row(setting: Setting, cells: Any) -> Tables:
     """Convert a row of a table to a dict without values at their defaults; {} for an empty row."""
-    found = {one.name: (one, from_component(one, cell)) for one, cell in zip(setting.columns, cells, strict=False)}
-    if all(value in ("", None) or is_same_value(value, one.default) for one, value in found.values()):
+    cell_values = {
+        column.name: (column, from_component(column, cell))
+        for column, cell in zip(setting.columns, cells, strict=False)
+    }
+    if all(value in ("", None) or is_same_value(value, column.default) for column, value in cell_values.values()):
         return {}
     # An emptied number means its default. The check reports a required value that is missing.
     return {
         name: value
-        for name, (one, value) in found.items()
-        if not is_same_value(value, one.default) and (value not in ("", None) or one.default is None)
+        for name, (column, value) in cell_values.items()
+        if not is_same_value(value, column.default) and (value not in ("", None) or column.default is None)
     }
 
 
@@ -283,10 +286,10 @@ def read_values(text: str, folder: Path = Path()) -> dict[str, Any]:
 
 
 def _resolve(layers: list[tuple[str, Tables]]) -> dict[str, Any]:
-    found = {key: one.default for key, one in settings().items()}
+    values = {key: setting.default for key, setting in settings().items()}
     for _, tables in layers:
-        found |= {key: _entries(key, value) for key in found if (value := _look_up(tables, key)) is not None}
-    return found
+        values |= {key: _entries(key, value) for key in values if (value := _look_up(tables, key)) is not None}
+    return values
 
 
 def _entries(key: str, value: Any) -> Any:
@@ -305,10 +308,10 @@ def _look_up(tables: Tables, key: str) -> Any:
 
 def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
     """Return where each setting that has a line comes from: the name of a preset, or "" for the text itself."""
-    found: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for name, tables in config.layers(text, folder=folder):
-        found |= {key: name for key in settings() if _look_up(tables, key) is not None}
-    return found
+        origins |= {key: name for key in settings() if _look_up(tables, key) is not None}
+    return origins
 
 
 def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
@@ -321,10 +324,10 @@ def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
     given = layers[-1][1]
     *tables, name = key.split(".")
     given, wanted = _copy(given), _copy(given)
-    for one in (given, wanted):
+    for document in (given, wanted):
         for table in (key for key in settings() if settings()[key].kind == "entries"):
-            if isinstance(found := _look_up(one, table), dict):
-                one[table.partition(".")[0]][table.partition(".")[2]] = _entries(table, found)
+            if isinstance(entries := _look_up(document, table), dict):
+                document[table.partition(".")[0]][table.partition(".")[2]] = _entries(table, entries)
     if tables and not isinstance(wanted.setdefault(tables[0], {}), dict):
         raise UserError(Message("{key}: expected a table, got {given}", key=tables[0], given=repr(wanted[tables[0]])))
     home = wanted[tables[0]] if tables else wanted
@@ -340,15 +343,15 @@ def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
     return text if is_same_value(wanted, given) else _write(text, wanted)
 
 
-def is_same_value(one: Any, other: Any) -> bool:
+def is_same_value(value: Any, other: Any) -> bool:
     """Compare values, where true is not 1, 1.0 is not 1, and the order of `Entries` counts."""
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(is_same_value, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        if isinstance(one, Entries) and list(one) != list(other):
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(is_same_value, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        if isinstance(value, Entries) and list(value) != list(other):
             return False
-        return one.keys() == other.keys() and all(is_same_value(one[key], other[key]) for key in one)
-    return type(one) is type(other) and one == other
+        return value.keys() == other.keys() and all(is_same_value(value[key], other[key]) for key in value)
+    return type(value) is type(other) and value == other
 
 
 def _copy(node: Any) -> Any:
@@ -408,7 +411,7 @@ def _read_entries(item: Any) -> Any:
 
 
 def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
 def _item(value: Any) -> Any:
@@ -421,8 +424,8 @@ def _item(value: Any) -> Any:
     rows = tomlkit.aot()
     for row in value:
         row_table = tomlkit.table()
-        for key, one in row.items():
-            row_table[key] = one
+        for key, cell in row.items():
+            row_table[key] = cell
         rows.append(row_table)
     return rows
 
@@ -451,6 +454,6 @@ def _find_key(line: str) -> str:
     return ""
 
 
-def find_unused(found: dict[str, Any]) -> set[str]:
+def find_unused(values: dict[str, Any]) -> set[str]:
     """Return the settings that have no effect with these values; see `settings.setting`."""
-    return set(find_idle(found)) & settings().keys()
+    return set(find_idle(values)) & settings().keys()

@@ -87,17 +87,17 @@ class Guard:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         refusal = self._find_refusal(scope, headers)
         if refusal is None and self.login is not None:
-            found = dict(headers)
+            header = dict(headers)
             if _parse_login_language(scope["path"]):
-                return await self._serve_login(self.login, scope, found, receive, send)
+                return await self._serve_login(self.login, scope, header, receive, send)
             if scope["path"] == "/logout":
-                return await self._serve_logout(self.login, found, scope, send)
-            known, waits = self._authenticate(self.login, found, scope)
+                return await self._serve_logout(self.login, header, scope, send)
+            known, waits = self._authenticate(self.login, header, scope)
             if not known:
                 refusal = (429, f"too many wrong passwords; try again in {waits} s") if waits else (401, "log in first")
-                if not waits and scope["type"] == "http" and "text/html" in found.get("accept", ""):
+                if not waits and scope["type"] == "http" and "text/html" in header.get("accept", ""):
                     wanted = quote(_get_requested_url(scope), safe="")
-                    start = f"/{_choose_language(scope['path'], found)}/login?next={wanted}"
+                    start = f"/{_choose_language(scope['path'], header)}/login?next={wanted}"
                     return await _send_answer(send, 303, "", {"location": start})
         if refusal is not None:
             return await _refuse(scope, receive, send, *refusal)
@@ -113,15 +113,15 @@ class Guard:
             return 403, "the address in your browser is none of this page's (see lora-fp8 ui --name)"
         if len(origins) > 1 or any(origin.partition("://")[2].lower() != hosts[0].lower() for origin in origins):
             return 403, "asked by a page of another site"
-        found = dict(headers)
-        if found.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        header = dict(headers)
+        if header.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             # A link on another site may open a page here, and nothing else.
-            opens = found.get("sec-fetch-mode") == "navigate" and found.get("sec-fetch-dest") == "document"
+            opens = header.get("sec-fetch-mode") == "navigate" and header.get("sec-fetch-dest") == "document"
             if scope["type"] != "http" or scope["method"] != "GET" or not opens or not _is_page(scope["path"]):
                 return 403, "asked by a page of another site"
         if CLOSED.fullmatch(scope["path"]):
             return 404, "there is nothing here"
-        length = found.get("content-length", "0")
+        length = header.get("content-length", "0")
         if not length.isdigit() or int(length) > _max_body_size(scope["path"]):
             return 413, "too large"
         return None
@@ -241,10 +241,10 @@ def _check_local_path(path: str) -> str:
 
 def _read_cookie(headers: dict[str, str]) -> str:
     try:
-        found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return cookie.value if cookie else ""
 
 
 def _get_client_address(scope: Scope) -> str:

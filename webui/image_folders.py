@@ -109,21 +109,21 @@ def find_likely_masks(names: Collection[str], captioned: Callable[[str], bool]) 
 
 def find_folders(roots: Iterable[Path]) -> list[Path]:
     """Find folders with images or videos near the roots."""
-    found: list[Path] = []
+    folders: list[Path] = []
     for root in roots:
         waiting = [(root, 0)]
-        while waiting and len(found) < 200:
+        while waiting and len(folders) < 200:
             folder, depth = waiting.pop(0)
             try:
                 entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
             except OSError:
                 continue  # deleted or not readable: not offered
             if any(Path(entry.name).suffix.lower() in (*EXTENSIONS, *clips.VIDEOS) for entry in entries):
-                found.append(folder)
+                folders.append(folder)
             if depth < DEEP:
                 inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
                 waiting += [(Path(entry.path), depth + 1) for entry in inner]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(folders))
 
 
 def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:

@@ -78,12 +78,12 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
 
 def _summarize(ui: "Ui", made: Import) -> str:
     """Say in one line whether it is the same training, and if not, why."""
-    found = importing.differences(made)
-    if not found:
+    differences = importing.differences(made)
+    if not differences:
         return ui.say("new.import.same")
     reasons = [
         ui.say(f"new.import.unlike.{kind}", count=len(names), names=importing.few(names))
-        for kind, names in found.items()
+        for kind, names in differences.items()
     ]
     return ui.say("new.import.unlike", reasons=ui.say("new.import.unlike.and").join(reasons))
 
@@ -131,14 +131,14 @@ def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str
         except UserError:
             return False
 
-    found, wrong = {}, {}
+    imports, wrong = {}, {}
     for name in given:
         try:
-            found[name] = importing.import_file(folder / name, reach=reach)
+            imports[name] = importing.import_file(folder / name, reach=reach)
         except UserError as error:
             wrong[name] = str(error).replace(f"{folder}/", "")
-    named = {file.name for name, made in found.items() for file in made.files if file != folder / name}
-    first = [made for name, made in found.items() if name not in named] or [*found.values()]
+    named = {file.name for name, made in imports.items() for file in made.files if file != folder / name}
+    first = [made for name, made in imports.items() if name not in named] or [*imports.values()]
     first = [made for made in first if not made.only_pictures] or first
     if len(first) > 1:
         names = ", ".join(made.source.name for made in first)

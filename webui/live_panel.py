@@ -21,38 +21,39 @@ element.addEventListener('click', event => {
   const button = event.target.closest('[data-do]');
   if (!button || button.disabled) return;
   const data = {...button.dataset}, what = JSON.stringify(data);
-  window.pressed = (window.pressed || []).filter(one => Date.now() - one.at < 15000);  // an answer may never come
-  if (window.pressed.some(one => one.what === what)) return;
+  window.pressed = (window.pressed || []).filter(press => Date.now() - press.at < 15000);  // an answer may never come
+  if (window.pressed.some(press => press.what === what)) return;
   window.pressed.push({what, at: Date.now()});
   trigger('click', data);
 });
 // Gradio patches by place: the button that has the focus may become another's, or go. The focus stays with what it was
 // on; where that has gone, it goes to the next button of the same job, or to the first of the panel, or to the panel.
-const told = one => one && {do: one.dataset.do, id: one.dataset.id, name: one.dataset.name, text: one.innerText};
+const describe = button =>
+  button && {do: button.dataset.do, id: button.dataset.id, name: button.dataset.name, text: button.innerText};
 let held = null;
-element.addEventListener('focusin', event => { held = told(event.target.closest('[data-do]')); });
+element.addEventListener('focusin', event => { held = describe(event.target.closest('[data-do]')); });
 element.addEventListener('focusout', event => setTimeout(() => {
   const now = document.activeElement;
   if (now === document.body ? event.target.isConnected : !element.contains(now)) held = null;
 }));
 new MutationObserver(() => {
   const now = document.activeElement;
-  const same = (one, names) => names.every(name => told(one)[name] === held[name]);
+  const same = (button, names) => names.every(name => describe(button)[name] === held[name]);
   if (!held || (now !== document.body && (!element.contains(now) || same(now, ['do', 'id', 'name', 'text'])))) return;
-  const all = [...element.querySelectorAll('[data-do]')].filter(one => !one.disabled);
-  const next = all.find(one => same(one, ['do', 'id', 'name', 'text']))
-    || all.find(one => same(one, ['do', 'id', 'name'])) || (held.id && all.find(one => same(one, ['id'])));
+  const all = [...element.querySelectorAll('[data-do]')].filter(button => !button.disabled);
+  const next = all.find(button => same(button, ['do', 'id', 'name', 'text']))
+    || all.find(button => same(button, ['do', 'id', 'name'])) || (held.id && all.find(button => same(button, ['id'])));
   const goal = next || element.querySelector('a[href], [data-do]') || element;
-  held = told(goal.closest('[data-do]'));  // a window in the background tells of no focus: this would go on for ever
+  held = describe(goal.closest('[data-do]'));  // without focus events, as in the background, this would go on for ever
   if (goal === element) element.tabIndex = -1;
   goal.focus();
 }).observe(element, {subtree: true, childList: true, attributes: true, characterData: true});
 // What became of a button may name a page to go to.
 const go = () => {
-  const told = element.querySelector('[data-go]');
-  if (!told) return;
-  const address = told.dataset.go;
-  delete told.dataset.go;  // who comes back stays
+  const link = element.querySelector('[data-go]');
+  if (!link) return;
+  const address = link.dataset.go;
+  delete link.dataset.go;  // who comes back stays
   location.assign(address);
 };
 new MutationObserver(go).observe(element, {subtree: true, childList: true, attributes: true});
@@ -76,7 +77,7 @@ ASKED = """async () => {
   const from = document.activeElement;
   if (!['force', 'kill', 'delete'].includes(from?.dataset.do)) return;
   for (let turn = 0; turn < 200; turn++) {  // it is drawn a moment after the answer
-    const question = [...document.querySelectorAll('.ask')].find(one => one.checkVisibility());
+    const question = [...document.querySelectorAll('.ask')].find(panel => panel.checkVisibility());
     if (question) {
       window.asking = {...from.dataset};
       return question.querySelector('input, textarea, button').focus();
@@ -88,11 +89,12 @@ ASKED = """async () => {
 """Moves the focus to the question that a button opened, for people without a pointer."""
 ANSWERED = """async () => {
   const {do: what, id} = window.asking || {};
-  const open = () => [...document.querySelectorAll('.ask')].some(one => one.checkVisibility());
+  const open = () => [...document.querySelectorAll('.ask')].some(panel => panel.checkVisibility());
   for (let turn = 0; turn < 200 && open(); turn++) await new Promise(done => setTimeout(done, 25));
   if (!what || open() || document.activeElement !== document.body) return;
-  const all = [...document.querySelectorAll('[data-do]')].filter(one => one.dataset.id === id);
-  const next = all.find(one => one.dataset.do === what) || all[0] || document.querySelector('.card a[href], [data-do]');
+  const all = [...document.querySelectorAll('[data-do]')].filter(button => button.dataset.id === id);
+  const next = all.find(button => button.dataset.do === what) || all[0]
+    || document.querySelector('.card a[href], [data-do]');
   next?.focus();
   window.asking = null;
 }"""

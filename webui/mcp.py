@@ -42,7 +42,7 @@ def run(roots: Sequence[Path] = (), home: Path | None = None) -> None:
 
 def make_server(place: Place) -> MCPServer:
     """Make the server with its tools, on this place's queue."""
-    found = MCPServer("lora_fp8", instructions=ABOUT, log_level="ERROR")
+    server = MCPServer("lora_fp8", instructions=ABOUT, log_level="ERROR")
 
     def template(family: str = "sd15", presets: list[str] = []) -> str:  # noqa: B006 - shown as the default
         """A config as TOML text: every setting, its meaning, what it accepts. Says which folders may be named."""
@@ -57,5 +57,5 @@ def make_server(place: Place) -> MCPServer:
 
     tools: dict[str, Callable[..., Any]] = {"template": template, "check": check, **api.make_endpoints(place)}
     for name, function in tools.items():
-        found.add_tool(api.convert_errors(function, ToolError), name=name, structured_output=False)
-    return found
+        server.add_tool(api.convert_errors(function, ToolError), name=name, structured_output=False)
+    return server

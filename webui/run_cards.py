@@ -98,24 +98,24 @@ def render_progress(view: JobView) -> str:
 
 def render_figures(ui: Ui, view: JobView) -> str:
     """Render step, loss, time left, GPU, place in the queue and priority, as far as each is known."""
-    found = []
+    figures = []
     if view.step is not None and view.steps:
         counted = "runs.step" if view.kind == "train" else "runs.pictures"
-        found.append((ui.say(counted), f"{view.step} / {view.steps}"))
+        figures.append((ui.say(counted), f"{view.step} / {view.steps}"))
     if view.loss is not None:
-        found.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
+        figures.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
     if view.eta_s is not None:
-        found.append((ui.say("runs.left"), format_duration(ui, view.eta_s)))
+        figures.append((ui.say("runs.left"), format_duration(ui, view.eta_s)))
     if view.attempts > 1:
-        found.append((ui.say("runs.attempt"), str(view.attempts)))
+        figures.append((ui.say("runs.attempt"), str(view.attempts)))
     if view.assigned and view.assigned != "cpu":
-        found.append(("GPU", view.assigned))
+        figures.append(("GPU", view.assigned))
     if view.place:
-        found.append((ui.say("runs.place"), str(view.place)))
+        figures.append((ui.say("runs.place"), str(view.place)))
     if view.priority:
-        found.append((ui.say("runs.priority"), str(view.priority)))
-    shown_ = "".join(f"<span><span>{name}</span> <b>{escape(value)}</b></span>" for name, value in found)
-    return f'<div class="figures">{shown_}</div>' if found else ""
+        figures.append((ui.say("runs.priority"), str(view.priority)))
+    spans = "".join(f"<span><span>{name}</span> <b>{escape(value)}</b></span>" for name, value in figures)
+    return f'<div class="figures">{spans}</div>' if figures else ""
 
 
 def render_buttons(ui: Ui, view: JobView, without: Sequence[str] = (), links: str = "") -> str:
@@ -184,10 +184,10 @@ def render_table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def render_checks(ui: Ui, found: Sequence[dict[str, Any]]) -> str:
+def render_checks(ui: Ui, checks: Sequence[dict[str, Any]]) -> str:
     """Render the checks of verify: passed or not, name, and detail."""
     cells = []
-    for check in found:
+    for check in checks:
         kind = str(check.get("name", ""))
         mark = '<span class="yes">✓</span>' if check.get("ok") else '<span class="wrong">✗</span>'
         if not check.get("judged", True):

@@ -154,7 +154,7 @@ class RunLog:
         elif kind == "warning":
             facts.warnings = [*facts.warnings, event][-KEPT:]
         elif kind == "export":
-            facts.exports = [one for one in facts.exports if one.get("path") != event.get("path")] + [event]
+            facts.exports = [export for export in facts.exports if export.get("path") != event.get("path")] + [event]
         elif kind in ("done", "stopped", "error"):
             facts.end = event
 
@@ -207,14 +207,14 @@ def smooth(points: Sequence[Point], amount: float) -> list[Point]:
     """
     if amount <= 0 or not points:
         return list(points)
-    found, weight, total, before = [], 0.0, 0.0, points[0][0] - 1
+    smoothed, weight, total, before = [], 0.0, 0.0, points[0][0] - 1
     for step, value in points:
         kept = amount ** (step - before)
         # Divided by the weights so far, so that the first values are not biased towards zero.
         total, weight = total * kept + value * (1 - kept), weight * kept + (1 - kept)
-        found.append((step, total / weight))
+        smoothed.append((step, total / weight))
         before = step
-    return found
+    return smoothed
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:

@@ -240,11 +240,11 @@ def list_gpus() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except Exception:  # noqa: BLE001 - no driver or library: there is no GPU to show
         return []
-    found = []
+    gpus = []
     for number in range(pynvml.nvmlDeviceGetCount()):
         handle = pynvml.nvmlDeviceGetHandleByIndex(number)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        found.append(
+        gpus.append(
             {
                 "name": pynvml.nvmlDeviceGetName(handle),
                 "busy": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
@@ -253,7 +253,7 @@ def list_gpus() -> list[dict[str, Any]]:
                 "degrees": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             }
         )
-    return found
+    return gpus
 
 
 def read_log_tail(view: JobView) -> list[str]:

@@ -114,17 +114,17 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             Message("--host {host}: {why}; give a name or address of this machine", host=host, why=error.strerror)
         ) from None
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(where)
-        found.listen(128)
+        listener.bind(where)
+        listener.listen(128)
     except OSError as error:
-        found.close()
+        listener.close()
         holder = f" by {_find_port_holder(port)}" if error.errno == 98 else ""
         what = f"taken{holder}; choose another port" if error.errno == 98 else error.strerror
         raise UserError(Message("--host {host} --port {port}: {line}", host=host, port=port, line=what)) from None
-    return found
+    return listener
 
 
 def _find_port_holder(port: int) -> str:
@@ -143,8 +143,8 @@ def _find_port_holder(port: int) -> str:
 
 
 def _format_address(host: str, port: int) -> str:
-    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+    reachable = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}/"
 
 
 def _set_up(home: Path) -> None:

@@ -73,7 +73,9 @@ def _list_paths(data: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
                 entry
                 for key, value in inner
                 for entry in (
-                    [(f"{key}{i}.", one) for i, one in enumerate(value)] if isinstance(value, list) else [(key, value)]
+                    [(f"{key}{i}.", item) for i, item in enumerate(value)]
+                    if isinstance(value, list)
+                    else [(key, value)]
                 )
             ]
         for key, table in tables:

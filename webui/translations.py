@@ -32,15 +32,15 @@ SETTINGS = "settings.toml"
 @cache
 def load_catalogue() -> dict[str, dict[str, str]]:
     """Load every text by key; each has every language."""
-    found: dict[str, dict[str, str]] = {}
+    catalogue: dict[str, dict[str, str]] = {}
     for file in sorted(FOLDER.glob("*.toml")):
         if file.name == SETTINGS:
             continue
         for key, texts in tomllib.loads(file.read_text(encoding="utf-8")).items():
-            if key in found:
+            if key in catalogue:
                 raise ValueError(f"{file.name}: {key!r} stands in another file of texts/, too")
-            found[key] = texts
-    return found
+            catalogue[key] = texts
+    return catalogue
 
 
 def say(language: str, key: str, **values: Any) -> str:
@@ -101,6 +101,6 @@ def get_choice_label(language: str, key: str, word: str) -> str:
 def _map_descriptions(language: str) -> dict[str, str]:
     """Map the engine's descriptions of settings to their translations."""
     known = {f"section.{name}" if name else "section": text for name, text in form.sections().items()}
-    for one in form.settings().values():
-        known |= {column.key: column.description for column in one.columns} | {one.key: one.description}
+    for setting in form.settings().values():
+        known |= {column.key: column.description for column in setting.columns} | {setting.key: setting.description}
     return {text.strip(): get_help(language, key, text) for key, text in known.items()}

@@ -64,13 +64,13 @@ class Uploads(set):
     def _check_files(self, part: gr.File, value: Any, window: str) -> Any:
         if value is None:
             return None
-        one = part.file_count == "single"
-        if isinstance(value, list) == one:
+        is_single = part.file_count == "single"
+        if isinstance(value, list) == is_single:
             raise UserError(
-                f"{part.elem_id or part.get_block_name()}: takes {'one file' if one else 'a list of files'}"
+                f"{part.elem_id or part.get_block_name()}: takes {'one file' if is_single else 'a list of files'}"
             )
-        files = [self._check_file(part, given, window) for given in ([value] if one else value)]
-        return files[0] if one else files
+        files = [self._check_file(part, given, window) for given in ([value] if is_single else value)]
+        return files[0] if is_single else files
 
     def _check_file(self, part: gr.File, given: Any, window: str) -> dict[str, Any]:
         """Return a description of an upload that holds nothing but what was checked."""
@@ -104,11 +104,11 @@ def _names_file(value: Any) -> bool:
     """Return True if nested data contains anything like a description of a file."""
     waiting = [value]
     while waiting:
-        found = waiting.pop()
-        if isinstance(found, dict):
-            if "path" in found or "meta" in found:
+        value_inside = waiting.pop()
+        if isinstance(value_inside, dict):
+            if "path" in value_inside or "meta" in value_inside:
                 return True
-            waiting += found.values()
-        elif isinstance(found, list | tuple):
-            waiting += found
+            waiting += value_inside.values()
+        elif isinstance(value_inside, list | tuple):
+            waiting += value_inside
     return False

@@ -142,9 +142,9 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
     return sorted(sizes, key=lambda size: (Fraction(*size), size))
 
 
-def _distance(one: Size, other: Size) -> Fraction:
+def _distance(shape: Size, other: Size) -> Fraction:
     """Return how many times wider or taller one shape is than the other, at least 1; its log is the distance."""
-    ratio = Fraction(one[0] * other[1], one[1] * other[0])
+    ratio = Fraction(shape[0] * other[1], shape[1] * other[0])
     return max(ratio, 1 / ratio)
 
 
@@ -260,8 +260,8 @@ def named(bucket: Bucket) -> str:
 def group(placed: Sequence[Placed]) -> dict[Bucket, list[Placed]]:
     """Group examples by bucket; buckets are sorted by size, and the order inside each is kept."""
     groups: dict[Bucket, list[Placed]] = {}
-    for one in placed:
-        groups.setdefault(one.bucket, []).append(one)
+    for image in placed:
+        groups.setdefault(image.bucket, []).append(image)
     return dict(sorted(groups.items()))
 
 

@@ -63,7 +63,7 @@ from .examples import Control, Example
 if TYPE_CHECKING:
     from ..families._prompts import Overlong
 from .caption_variants import dataset_captions, truncation_warnings
-from .prompts import Prompt, Shown, text_of
+from .prompts import ControlCrop, Prompt, text_of
 
 PREPROCESSING_VERSION = 2
 """Increase it when the same file or text reaches the encoders as other pixels or tokens: it is part of every key."""
@@ -131,7 +131,7 @@ class Missing:
     images: list[tuple[Placed, bool]]
     captions: list[str | Prompt]
     reused: int
-    controls: list[tuple[Shown, bool]]
+    controls: list[tuple[ControlCrop, bool]]
     masks: list[tuple[Placed, bool]]
 
     def __bool__(self) -> bool:
@@ -205,13 +205,13 @@ class Cache:
             flip=flipped,
         )
 
-    def control_key(self, shown: Shown, flipped: bool) -> str:
+    def control_key(self, control: ControlCrop, flipped: bool) -> str:
         """Return the key of a control image's latents."""
         return self._key(
             "latents",
-            control=shown.control.sha256,
-            box=shown.box,
-            size=shown.size,
+            control=control.control.sha256,
+            box=control.box,
+            size=control.size,
             background=self.section.background.lower(),
             flip=flipped,
         )
@@ -236,40 +236,40 @@ class Cache:
         return self._key(
             "conds",
             caption=caption.text,
-            seen=[(shown.control.sha256, shown.box) for shown in caption.seen],
+            seen=[(control.control.sha256, control.box) for control in caption.seen],
             background=self.section.background.lower(),
             flip=caption.flipped,
         )
 
     # prompts
 
-    def prompt(self, text: str, shown: Sequence[Shown], flipped: bool = False) -> str | Prompt:
+    def prompt(self, text: str, controls: Sequence[ControlCrop], flipped: bool = False) -> str | Prompt:
         """Return what the conditioning of a text depends on: the text, and any control images that its encoder sees."""
-        return Prompt(text, tuple(shown), flipped) if self.family.prompts_see_controls else text
+        return Prompt(text, tuple(controls), flipped) if self.family.prompts_see_controls else text
 
     def prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
         """Return all prompts that training may ask for: see `dataset_captions`."""
         if not self.family.prompts_see_controls:
-            return list(dataset_captions([one.example for one in placed], self.section, seed))
-        found: dict[str | Prompt, None] = {}
-        for one in placed:
-            shown = self.shown(one)
-            for text in dataset_captions([one.example], self.section, seed):
-                found.update((self.prompt(text, shown, flipped), None) for flipped in self._flips())
-        return list(found)
+            return list(dataset_captions([image.example for image in placed], self.section, seed))
+        prompts: dict[str | Prompt, None] = {}
+        for image in placed:
+            controls = self.control_crops(image)
+            for text in dataset_captions([image.example], self.section, seed):
+                prompts.update((self.prompt(text, controls, flipped), None) for flipped in self._flips())
+        return list(prompts)
 
     # control images
 
-    def shown(self, placed: Placed) -> tuple[Shown, ...]:
+    def control_crops(self, placed: Placed) -> tuple[ControlCrop, ...]:
         """Return the control images of an example, with the crop and size that the denoiser gets."""
         asked = self.section.control_resolution
-        found = []
+        controls = []
         for control in placed.example.controls:
             box = control_box(placed.placement, (control.width, control.height))
             cut = box[2] - box[0], box[3] - box[1]
             size = self.family.control_size(*cut, None if asked == "auto" else asked)
-            found.append(Shown(control, box, size))
-        return tuple(found)
+            controls.append(ControlCrop(control, box, size))
+        return tuple(controls)
 
     def _flips(self) -> tuple[bool, ...]:
         return (False, True) if self.section.flip else (False,)
@@ -293,11 +293,13 @@ class Cache:
 
     def _missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
         flips = self._flips()
-        images = {self.image_key(one, flipped): (one, flipped) for one in placed for flipped in flips}
-        shown = [each for one in placed for each in self.shown(one)]
-        controls = {self.control_key(each, flipped): (each, flipped) for each in shown for flipped in flips}
-        masked = [one for one in placed if one.example.mask is not None]
-        masks = {self.mask_key(one, flipped): (one, flipped) for one in masked for flipped in flips}
+        images = {self.image_key(image, flipped): (image, flipped) for image in placed for flipped in flips}
+        all_controls = [control for image in placed for control in self.control_crops(image)]
+        controls = {
+            self.control_key(control, flipped): (control, flipped) for control in all_controls for flipped in flips
+        }
+        masked = [image for image in placed if image.example.mask is not None]
+        masks = {self.mask_key(image, flipped): (image, flipped) for image in masked for flipped in flips}
         texts = {self.caption_key(caption): caption for caption in captions}
         images_left = [images[key] for key in images if not self._good("latents", key)]
         controls_left = [controls[key] for key in controls if not self._good("latents", key)]
@@ -335,21 +337,23 @@ class Cache:
             self._check_place()
         if missing.images or missing.controls:
             self.family.load_vae()
-        for one, flipped in missing.images:
-            written += self._store("latents", self.image_key(one, flipped), self._encode_image(one, flipped))
+        for image, flipped in missing.images:
+            written += self._store("latents", self.image_key(image, flipped), self._encode_image(image, flipped))
             done += 1
             if log:
                 log(done, total)
         self._leave_video()
-        for shown, flipped in missing.controls:
-            written += self._store("latents", self.control_key(shown, flipped), self._encode_control(shown, flipped))
+        for control, flipped in missing.controls:
+            written += self._store(
+                "latents", self.control_key(control, flipped), self._encode_control(control, flipped)
+            )
             done += 1
             if log:
                 log(done, total)
         if missing.images or missing.controls:
             self.family.free_encoders()  # free the VAE before the text encoders are loaded
-        for one, flipped in missing.masks:  # after the images, whose latents give the size
-            written += self._store("latents", self.mask_key(one, flipped), self._reduce_mask(one, flipped))
+        for image, flipped in missing.masks:  # after the images, whose latents give the size
+            written += self._store("latents", self.mask_key(image, flipped), self._reduce_mask(image, flipped))
             done += 1
             if log:
                 log(done, total)
@@ -384,12 +388,12 @@ class Cache:
         return {"latents": self._latents_of(values, example.path)}
 
     @torch.no_grad()
-    def _encode_control(self, shown: Shown, flipped: bool) -> dict[str, Tensor]:
-        image = self._opened(shown.control.path, shown.control.sha256).crop(shown.box)
-        image = image.resize(shown.size, Image.Resampling.LANCZOS)
+    def _encode_control(self, control: ControlCrop, flipped: bool) -> dict[str, Tensor]:
+        image = self._opened(control.control.path, control.control.sha256).crop(control.box)
+        image = image.resize(control.size, Image.Resampling.LANCZOS)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return {"latents": self._latents_of(pixels(image), shown.control.path)}
+        return {"latents": self._latents_of(pixels(image), control.control.path)}
 
     def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         mask = placed.example.mask
@@ -465,7 +469,9 @@ class Cache:
         if isinstance(caption, str):
             (cond,) = self.family.encode_prompts([caption])
         else:
-            pictures = [self._opened(one.control.path, one.control.sha256).crop(one.box) for one in caption.seen]
+            pictures = [
+                self._opened(control.control.path, control.control.sha256).crop(control.box) for control in caption.seen
+            ]
             if caption.flipped:
                 pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
             (cond,) = self.family.encode_prompts([caption.text], [pictures])
@@ -603,8 +609,10 @@ class Cache:
     def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
         """Return the latents (C, H, W) of an example's control images, named control_0, control_1, ..."""
         return {
-            f"control_{i}": self._get("latents", self.control_key(shown, flipped), str(shown.control.path))["latents"]
-            for i, shown in enumerate(self.shown(placed))
+            f"control_{i}": self._get("latents", self.control_key(control, flipped), str(control.control.path))[
+                "latents"
+            ]
+            for i, control in enumerate(self.control_crops(placed))
         }
 
     def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
@@ -620,7 +628,7 @@ def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, 
     Returns:
         control_picture_0, control_picture_1, ...: uint8 (H, W, 3).
     """
-    opened = [np.array(open_image(one.path, background), dtype=np.uint8) for one in controls]
+    opened = [np.array(open_image(control.path, background), dtype=np.uint8) for control in controls]
     return {f"control_picture_{i}": torch.from_numpy(picture) for i, picture in enumerate(opened)}
 
 

@@ -42,13 +42,13 @@ def stored(root: Path) -> list[Stored]:
         raise UserError(
             Message("{key}: no such folder; give the cache folder (dataset.cache_dir) of your runs", key=root)
         )
-    found = []
+    entries = []
     for path in root.glob("*/*/*.safetensors"):
         if _ENTRY.fullmatch(path.relative_to(root).as_posix()):
             with contextlib.suppress(FileNotFoundError):  # another prune may delete it now
                 status = path.stat()
-                found.append(Stored(path, status.st_size, status.st_mtime))
-    return sorted(found, key=lambda entry: (entry.used, entry.path))
+                entries.append(Stored(path, status.st_size, status.st_mtime))
+    return sorted(entries, key=lambda entry: (entry.used, entry.path))
 
 
 def prune(root: Path, days: float) -> list[Stored]:

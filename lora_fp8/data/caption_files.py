@@ -20,7 +20,7 @@ from ..common.writing import sync_files, sync_folder
 from ..errors import Message, UserError
 from . import caption_text
 
-TOLD_EVERY = 50
+PROGRESS_EVERY = 50
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,10})(\.old)?\.tmp", re.DOTALL)
 """Names of our temporary files: `.a.txt.4711.tmp` has the new bytes of a.txt, `.a.txt.4711.old.tmp` the old ones."""
 
@@ -81,23 +81,23 @@ class Swap:
         self.done = False
         """All files have their new bytes, durably."""
 
-    def stage(self, told: Callable[[int, int], object] | None = None) -> None:
+    def stage(self, progress: Callable[[int, int], object] | None = None) -> None:
         """Write old and new bytes under temporary names, durably. No caption changes.
 
         Args:
-            told: called now and then with the number of staged files and the number of all.
+            progress: called now and then with the number of staged files and the number of all.
 
         Raises:
             OSError: the disk is full, or writing is not permitted.
         """
-        _staged.update(path for one in self.changing for path in (_new(one), _old(one)))
+        _staged.update(path for path_of in self.changing for path in (_new(path_of), _old(path_of)))
         for count, (path, sides) in enumerate(self.changing.items(), start=1):
             mode = stat.S_IMODE(os.stat(path).st_mode) if sides[0] is not None else None
             for temporary, raw in zip((_old(path), _new(path)), sides, strict=True):
                 if raw is not None:
                     _write(temporary, raw, mode)
-            if told and count % TOLD_EVERY == 0:
-                told(count, len(self.changing))
+            if progress and count % PROGRESS_EVERY == 0:
+                progress(count, len(self.changing))
         # The old bytes are not synced: only this process needs them. After a crash the journal has them.
         sync_files([_new(path) for path, sides in self.changing.items() if sides[1] is not None])
 
@@ -153,7 +153,7 @@ class Swap:
 
     def forget(self) -> None:
         """Release the temporary files, so that `sweep` may delete them."""
-        _staged.difference_update(path for one in self.changing for path in (_new(one), _old(one)))
+        _staged.difference_update(path for path_of in self.changing for path in (_new(path_of), _old(path_of)))
 
 
 def _new(path: Path) -> Path:
@@ -194,8 +194,8 @@ def find_leftovers(folder: Path, names: tuple[str, ...] = ()) -> list[Path]:
 
 
 def _temporaries(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    for here, _, found in os.walk(os.path.realpath(os.path.expanduser(folder))):
-        for name in found:
+    for here, _, file_names in os.walk(os.path.realpath(os.path.expanduser(folder))):
+        for name in file_names:
             match = TEMPORARY.fullmatch(name)
             if match is None or not _is_ours(match["name"], names) or _is_alive(int(match["pid"])):
                 continue

@@ -48,10 +48,10 @@ class Change:
 
     def texts(self) -> tuple[str, str]:
         """Return the texts before and after for display; invalid bytes are replaced."""
-        return _shown(self.before), _shown(self.after)
+        return _display(self.before), _display(self.after)
 
 
-def _shown(raw: bytes | None) -> str:
+def _display(raw: bytes | None) -> str:
     try:
         return caption_text.decode_caption(raw or b"")[0]
     except ValueError:
@@ -219,19 +219,19 @@ class Journal:
         if self.path.is_symlink():
             raise UserError(Message("{path}: is a link; remove it, so that edits can be written down", path=self.path))
         try:
-            found = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            opened = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return self._forget()
         except OSError as error:
             raise cannot_read(self.path, error) from None
-        status = os.fstat(found)
+        status = os.fstat(opened)
         descriptor = self._descriptor
         same = descriptor is not None and os.path.samestat(os.fstat(descriptor), status)
         if descriptor is not None and same and status.st_size >= self._size:
-            os.close(found)
+            os.close(opened)
         else:
             self._forget()
-            descriptor = self._descriptor = found
+            descriptor = self._descriptor = opened
             # It is kept open, so that its inode number is not reused and `samestat` can be trusted.
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
@@ -279,17 +279,17 @@ class Journal:
         Raises:
             UserError: one of them is damaged.
         """
-        found = []
+        changes = []
         for number in numbers:
             try:
-                found += unpack(self.records[number].changes)
+                changes += unpack(self.records[number].changes)
             except ValueError:
                 raise UserError(
                     Message(
                         "{path}: edit {number} is damaged and cannot be undone or redone", path=self.path, number=number
                     )
                 ) from None
-        return found
+        return changes
 
     def group(self, number: int) -> str:
         """Return the key of the edits that are undone together: the group, or one of the edit's own."""
@@ -297,16 +297,16 @@ class Journal:
 
     def together(self, stack: list[int]) -> list[list[int]]:
         """Group the edits of a stack as they are undone or redone, the next first. No file is in one group twice."""
-        found: list[list[int]] = []
+        groups: list[list[int]] = []
         names: set[str] = set()
         for number in reversed(stack):
             these = set(self.records[number].names)
-            if not found or self.group(found[-1][0]) != self.group(number) or names & these:
-                found.append([])
+            if not groups or self.group(groups[-1][0]) != self.group(number) or names & these:
+                groups.append([])
                 names = set()
-            found[-1].append(number)
+            groups[-1].append(number)
             names |= these
-        return found
+        return groups
 
     def entry(self, numbers: Sequence[int], done: bool) -> Entry:
         """Return edits of one group as one entry of the history."""

@@ -42,10 +42,10 @@ def warn_of_sentences(captions: Sequence[str], section: settings.Dataset) -> lis
     prose = find_sentences_used_as_tags(captions, section)
     if not prose:
         return []
-    found = f"{len(prose)} of {len(captions)} captions look like sentences, such as {shorten(prose[0])!r}"
+    finding = f"{len(prose)} of {len(captions)} captions look like sentences, such as {shorten(prose[0])!r}"
     if section.shuffle_tags:
-        return [f"dataset.shuffle_tags: {found}, and are shuffled at their commas. Set it to false"]
-    return [f"dataset.tag_dropout: {found}, and lose parts at their commas. Set it to 0"]
+        return [f"dataset.shuffle_tags: {finding}, and are shuffled at their commas. Set it to false"]
+    return [f"dataset.tag_dropout: {finding}, and lose parts at their commas. Set it to 0"]
 
 
 def shorten(caption: str) -> str:

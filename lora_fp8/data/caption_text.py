@@ -35,8 +35,8 @@ def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
         text = raw[len(mark) :].decode(codec)
     except UnicodeDecodeError as error:
         at = error.start + len(mark)
-        shown = f" (0x{raw[at]:02x})" if at < len(raw) else ""
-        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{shown}; save it as UTF-8") from None
+        byte = f" (0x{raw[at]:02x})" if at < len(raw) else ""
+        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{byte}; save it as UTF-8") from None
     # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
     if "\0" in text:
         raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
@@ -59,7 +59,7 @@ CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
 
 def choice_in(caption: str) -> str:
     """Return the first `{a|b}` of a caption that contains a letter or digit (emoticons do not); "" if there is none."""
-    return next((found[0] for found in CHOICE.finditer(caption) if re.search(r"\w", found[1])), "")
+    return next((choice[0] for choice in CHOICE.finditer(caption) if re.search(r"\w", choice[1])), "")
 
 
 # Characters that join with their neighbours into one word. Thai, kana, ideographs and hangul are left out: they are

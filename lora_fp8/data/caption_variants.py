@@ -30,7 +30,7 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
         return []
     lost = [cut.num_lost for cut in truncated]
     limit = min(cut.limit for cut in truncated)
-    shown = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
+    examples = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
     more = f" and {len(lost) - most} more" if len(lost) > most else ""
     return [
         Message(
@@ -41,7 +41,7 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
             total=num_texts,
             limit=limit,
             most=max(lost),
-            what_lost=f"{shown}{more}",
+            what_lost=f"{examples}{more}",
         )
     ]
 
@@ -59,8 +59,8 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
     if section.wildcards:
         draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
 
-        def one_of(found: re.Match[str]) -> str:
-            words = found[1].split("|")
+        def one_of(match: re.Match[str]) -> str:
+            words = match[1].split("|")
             return words[int(draw() * len(words))]
 
         text = CHOICE.sub(one_of, text)

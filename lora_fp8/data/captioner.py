@@ -86,8 +86,8 @@ class Settings:
     @property
     def group(self) -> str:
         """Key of this captioning in the journal; settings that give the same captions have the same key."""
-        told = {**vars(self), "batch_size": 0, "overwrite": False}
-        return "caption " + hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        values = {**vars(self), "batch_size": 0, "overwrite": False}
+        return "caption " + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass
@@ -391,9 +391,9 @@ class _Writer(Captioner):
 
 def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
     """Load a model and require all of its weights: transformers fills missing ones with random numbers."""
-    model, told = Model.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    model, loading_info = Model.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     learned = {name for name, _ in model.named_parameters()}  # not buffers, which each version computes anew
-    if lost := sorted(learned.intersection(told["missing_keys"])):
+    if lost := sorted(learned.intersection(loading_info["missing_keys"])):
         raise UserError(
             Message(
                 "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another model's, or "

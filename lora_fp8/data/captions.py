@@ -57,11 +57,11 @@ def listed(folder: Path, mask: str = "") -> dict[str, Path]:
     """
     report = ScanReport()
     section = settings.Dataset(folders=[settings.Folder(path=str(folder), mask=mask)])
-    found = image_files.list_folder(0, section, report, videos=True)
+    images = image_files.list_folder(0, section, report, videos=True)
     unreadable = [line for line in report.problems if "file name" not in line]
-    if unreadable and not found:
+    if unreadable and not images:
         raise UserErrors(unreadable, "dataset")
-    return {path.relative_to(root).as_posix(): caption or path.with_suffix(".txt") for _, root, path, caption in found}
+    return {path.relative_to(root).as_posix(): caption or path.with_suffix(".txt") for _, root, path, caption in images}
 
 
 def select(
@@ -242,7 +242,7 @@ def apply(
     folder: Path,
     edit: Edit,
     group: str = "",
-    told: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] | None = None,
     journal: Journal | None = None,
 ) -> Entry:
     """Write all changes of a preview, or none of them. They are on the disk when this returns.
@@ -253,7 +253,7 @@ def apply(
         folder: the dataset folder.
         edit: from `preview` or `assign`.
         group: key of the group; "" for none.
-        told: called now and then with the number of staged captions and the number of all.
+        progress: called now and then with the number of staged captions and the number of all.
         journal: from `open_journal`, to make many edits in a row.
 
     Raises:
@@ -271,22 +271,22 @@ def apply(
         line |= {"files": len(changes)}
         line |= {"group": group, "names": [change.file for change in changes]} if group else {}
         wanted = {path: (now, change.after) for path, (change, now) in files.items()}
-        _carry_out(journal, {**line, "changes": pack(changes)}, wanted, told)
+        _carry_out(journal, {**line, "changes": pack(changes)}, wanted, progress)
         return Entry(number, line["t"], edit.title, len(changes), True)
 
 
-def undo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
+def undo(folder: Path, progress: Callable[[int, int], object] | None = None) -> Entry:
     """Restore the captions as they were before the last edit, or complete an undo that a crash interrupted.
 
     Raises:
         UserError: there is nothing to undo, or captions have changed since; these are listed, and nothing is written.
     """
-    return _step(folder, "undo", told)
+    return _step(folder, "undo", progress)
 
 
-def redo(folder: Path, told: Callable[[int, int], object] | None = None) -> Entry:
+def redo(folder: Path, progress: Callable[[int, int], object] | None = None) -> Entry:
     """Redo the edit that was undone last, or complete an edit that a crash interrupted. Raises as `undo` does."""
-    return _step(folder, "redo", told)
+    return _step(folder, "redo", progress)
 
 
 def history(folder: Path) -> list[Entry]:
@@ -305,12 +305,12 @@ def standing(folder: Path, group: str) -> set[str]:
     for number in journal.done:
         if journal.group(number) == group:
             last |= {change.file: change.after for change in journal.changes([number])}
-    found = set()
+    unchanged = set()
     for file, after in last.items():
         with contextlib.suppress(OSError, UserError):  # not a file of this folder any more
             if read_bytes(find_target(folder, file)) == after:
-                found.add(file)
-    return found
+                unchanged.add(file)
+    return unchanged
 
 
 @contextlib.contextmanager
@@ -330,7 +330,7 @@ def open_journal(folder: Path) -> Iterator[Journal]:
         journal.close()
 
 
-def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) -> Entry:
+def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None) -> Entry:
     side = "before" if what == "undo" else "after"
     with _editing(folder) as journal:
         line: dict[str, Any] = {}
@@ -346,7 +346,7 @@ def _step(folder: Path, what: str, told: Callable[[int, int], object] | None) ->
         since += f"; `lora-fp8 dataset repair {folder}` takes back the others" if journal.open else ""
         files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
         wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
-        _carry_out(journal, line, wanted, told)
+        _carry_out(journal, line, wanted, progress)
         return journal.entry(numbers, what == "redo")
 
 
@@ -512,7 +512,7 @@ def _carry_out(
     journal: Journal,
     line: dict[str, Any],
     files: dict[Path, _Sides],
-    told: Callable[[int, int], object] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Log an operation, write its files, and log its end. If a step fails, the operation is reverted.
 
@@ -520,7 +520,7 @@ def _carry_out(
         journal: the journal of the folder.
         line: the line for the journal; {} continues the open operation.
         files: bytes now and wanted.
-        told: as in `apply`.
+        progress: as in `apply`.
 
     Raises:
         UserError: the files or the journal cannot be written.
@@ -539,7 +539,7 @@ def _carry_out(
     opposite = {"after": "undo", "before": "redo"}[journal.open.side] if journal.open else "repair"
     swap = caption_files.Swap(files)
     try:
-        swap.stage(told)
+        swap.stage(progress)
         swap.place()
         journal.end()
     except BaseException as error:
@@ -608,13 +608,13 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
     def names(paths: Collection[Path]) -> list[str]:
         return [path.relative_to(root).as_posix() for path in paths]
 
-    found = Repair()
+    repair = Repair()
     with _editing(folder, sweeping=False) as journal:
         if begun := journal.open or _find_unended(folder, journal):
             number = begun.numbers[0]
-            found.title = journal.records[number].title or f"edit {number}"
-            half, found.others = _find_half_done(folder, journal, begun)
-            found.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
+            repair.title = journal.records[number].title or f"edit {number}"
+            half, repair.others = _find_half_done(folder, journal, begun)
+            repair.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
             if not dry_run and journal.open:
                 _take_back(folder, journal, journal.open)
             elif not dry_run:
@@ -622,10 +622,10 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
         damaged = _find_damaged(folder, journal, begun if dry_run else None)
         if damaged and not dry_run:
             _restore(journal, damaged)
-        found.restored = names(damaged)
+        repair.restored = names(damaged)
         leftovers = _leftovers(folder)
-        found.swept = names(leftovers if dry_run else caption_files.sweep(leftovers))
-    return found
+        repair.swept = names(leftovers if dry_run else caption_files.sweep(leftovers))
+    return repair
 
 
 def _leftovers(folder: Path) -> list[Path]:
@@ -658,7 +658,7 @@ def _find_damaged(folder: Path, journal: Journal, begun: Open | None) -> dict[Pa
                     if number in unfinished:
                         del wanted[change.file]
     pictures: set[str] | None = None
-    found: dict[Path, _Sides] = {}
+    damaged: dict[Path, _Sides] = {}
     for name, (raw, logged) in wanted.items():
         if not raw:
             continue
@@ -670,10 +670,10 @@ def _find_damaged(folder: Path, journal: Journal, begun: Open | None) -> dict[Pa
         if now is None and not logged:
             pictures = pictures or {os.path.splitext(picture)[0] for picture in listed(folder)}
             if os.path.splitext(name)[0] in pictures:
-                found[path] = now, raw
+                damaged[path] = now, raw
         elif now is not None and _is_damaged(now, raw, torn=False):
-            found[path] = now, raw
-    return found
+            damaged[path] = now, raw
+    return damaged
 
 
 @contextlib.contextmanager

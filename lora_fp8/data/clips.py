@@ -89,14 +89,14 @@ def resampled(timeline: Timeline, fps: float) -> list[int]:
     """
     rate, starts = Fraction(fps).limit_denominator(1001), timeline.starts
     first = starts[0]
-    found = []
+    nearest = []
     for k in range(num_resampled(timeline.end - first, fps)):
         moment = first + k / rate
         after = bisect.bisect_left(starts, moment)
         before = max(0, after - 1)
         near = after < len(starts) and starts[after] - moment < moment - starts[before]
-        found.append(after if near or starts[before] > moment else before)
-    return found
+        nearest.append(after if near or starts[before] > moment else before)
+    return nearest
 
 
 def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tuple[int, ...]]:
@@ -108,7 +108,7 @@ def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tup
         how: "head": one piece from the start; "middle": one from the middle; "chunks": as many as fit, one after
             another.
     """
-    length = max((one for one in lengths if one <= len(numbers)), default=0)
+    length = max((fitting for fitting in lengths if fitting <= len(numbers)), default=0)
     if not length:
         return []
     spare = len(numbers) - length
@@ -192,8 +192,8 @@ class Reader:
         Raises:
             ClipError: the file has fewer frames, or cannot be decoded.
         """
-        found = {number: picture for number, picture in self._last.items() if number in numbers}
-        missing = [number for number in numbers if number not in found]
+        pictures = {number: picture for number, picture in self._last.items() if number in numbers}
+        missing = [number for number in numbers if number not in pictures]
         try:
             frames = self._frames
             if missing and (frames is None or missing[0] < self._next):
@@ -203,13 +203,13 @@ class Reader:
                 if frame is None:
                     raise ClipError(Message("has fewer than {count} frames", count=numbers[-1] + 1))
                 if self._next in missing:
-                    found[self._next] = _picture(frame)
+                    pictures[self._next] = _picture(frame)
                 self._next += 1
         except ClipError:
             self.close()
             raise
-        self._last = {numbers[-1]: found[numbers[-1]]}
-        return [found[number] for number in numbers]
+        self._last = {numbers[-1]: pictures[numbers[-1]]}
+        return [pictures[number] for number in numbers]
 
     def _open(self, number: int, begins: Fraction | None) -> Generator[Any, None, None]:
         """Open the file so that frame `number` comes next if a seek to its time finds it, else at the first frame."""

@@ -16,7 +16,7 @@ from .scan_notes import as_text, list_names
 
 def find_controls(
     section: settings.Dataset,
-    found: list[tuple[int, Path, Path, Path | None]],
+    images: list[tuple[int, Path, Path, Path | None]],
     num_controls: tuple[int, int] | None,
     report: ScanReport,
 ) -> list[tuple[Control, ...] | None]:
@@ -25,7 +25,7 @@ def find_controls(
     for index, folder in enumerate(section.folders):
         pictures = {
             path: path.relative_to(root).with_suffix("").as_posix()
-            for number, root, path, _ in found
+            for number, root, path, _ in images
             if number == index
         }
         answers += _controls_in(folder.control, pictures, section, num_controls, report)
@@ -114,7 +114,7 @@ def preview_controls(
     Returns:
         The control images of each preview, and the problems with them.
     """
-    found: list[tuple[Control, ...]] = []
+    by_preview: list[tuple[Control, ...]] = []
     problems: list[str] = []
     for i, given in enumerate(section.controls):
         path = Path(os.path.expanduser(given))
@@ -140,5 +140,5 @@ def preview_controls(
                     between=between,
                 )
             )
-        found.append(tuple(controls))
-    return found, problems
+        by_preview.append(tuple(controls))
+    return by_preview, problems

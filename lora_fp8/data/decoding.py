@@ -266,13 +266,13 @@ def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image
     """
     if path.suffix.lower() in clips.VIDEOS:
         return clips.read(path, numbers)
-    found: dict[int, Image.Image] = {}
+    pictures: dict[int, Image.Image] = {}
     with _no_bomb_check(), _opened(path) as image:
         for number in numbers:
-            if number not in found:
+            if number not in pictures:
                 image.seek(number)
-                found[number] = _upright_rgb(image, background).rgb
-    return [found[number] for number in numbers]
+                pictures[number] = _upright_rgb(image, background).rgb
+    return [pictures[number] for number in numbers]
 
 
 def _light(greys: Image.Image) -> Light:

@@ -185,10 +185,10 @@ class Finding:
 
     def lines(self, most: int = 8) -> list[str]:
         """Return lines for people, with at most `most` files."""
-        shown = [f"  {file}: {self.what(detail)}" if file else f"  {detail}" for file, detail in self.files[:most]]
+        lines = [f"  {file}: {self.what(detail)}" if file else f"  {detail}" for file, detail in self.files[:most]]
         more = len(self.files) - most
-        shown += [f"  and {more} more"] if more > 0 else []
-        return [f"{self.level}, {len(self.files)}:", *shown, f"  -> {KINDS[self.kind][2]}"]
+        lines += [f"  and {more} more"] if more > 0 else []
+        return [f"{self.level}, {len(self.files)}:", *lines, f"  -> {KINDS[self.kind][2]}"]
 
 
 @dataclass
@@ -250,10 +250,10 @@ class Diagnosis:
             lines.append("shapes " + ", ".join(f"{shape}: {count}" for shape, count in shapes.items()))
             lines.append(f"buckets at {self.resolution} in steps of {self.step}:")
             lines += [
-                f"  {one['size']}: {one['count']} {'clips' if one['size'].count('x') > 1 else 'pictures'}, "
-                f"crops leave out {one['cut']:.0%} on average, at most {one['most_cut']:.0%}"
-                + (f", {one['enlarged']} enlarged" if one["enlarged"] else "")
-                for one in self.buckets
+                f"  {bucket['size']}: {bucket['count']} {'clips' if bucket['size'].count('x') > 1 else 'pictures'}, "
+                f"crops leave out {bucket['cut']:.0%} on average, at most {bucket['most_cut']:.0%}"
+                + (f", {bucket['enlarged']} enlarged" if bucket["enlarged"] else "")
+                for bucket in self.buckets
             ]
         if self.tags:
             lines.append("tags " + ", ".join(f"{tag}: {count}" for tag, count in self.tags.most_common(20)))
@@ -266,11 +266,11 @@ class Findings:
     """Collects findings."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+        self._files: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
 
     def add(self, kind: str, file: str, detail: str = "", level: str = "") -> None:
         """Add a file to a kind of finding; `level` replaces the kind's own."""
-        self.found[level or KINDS[kind][0], kind].append((file, detail))
+        self._files[level or KINDS[kind][0], kind].append((file, detail))
 
     def add_report(self, kind: str, report: ScanReport) -> None:
         """Add the problems and warnings of a scan as findings of one kind."""
@@ -282,15 +282,15 @@ class Findings:
     def in_order(self) -> list[Finding]:
         """Return the findings, most severe first, then in the order of `KINDS`."""
         order = list(KINDS)
-        keys = sorted(self.found, key=lambda key: (LEVELS.index(key[0]), order.index(key[1])))
-        return [Finding(kind, level, self.found[level, kind]) for level, kind in keys]
+        keys = sorted(self._files, key=lambda key: (LEVELS.index(key[0]), order.index(key[1])))
+        return [Finding(kind, level, self._files[level, kind]) for level, kind in keys]
 
 
 def _sizes(pictures: list[dict[str, Any]]) -> dict[str, Any]:
     if not pictures:
         return {}
-    ordered = sorted(pictures, key=lambda one: one["width"] * one["height"])
-    areas = [one["width"] * one["height"] for one in ordered]
+    ordered = sorted(pictures, key=lambda picture: picture["width"] * picture["height"])
+    areas = [picture["width"] * picture["height"] for picture in ordered]
     return {
         "smallest": f"{ordered[0]['width']} x {ordered[0]['height']}",
         "largest": f"{ordered[-1]['width']} x {ordered[-1]['height']}",
@@ -304,8 +304,8 @@ SHAPES = (("2:1", 2), ("16:9", 16 / 9), ("3:2", 1.5), ("4:3", 4 / 3), ("5:4", 1.
 def _shapes(pictures: list[dict[str, Any]]) -> dict[str, int]:
     """Count the images nearest to each common aspect ratio, by its name, most frequent first."""
     named = [*SHAPES, *((":".join(reversed(name.split(":"))), 1 / ratio) for name, ratio in SHAPES if ratio > 1)]
-    found: Counter[str] = Counter()
-    for one in pictures:
-        ratio = one["width"] / one["height"]
-        found[min(named, key=lambda shape: abs(np.log(ratio / shape[1])))[0]] += 1
-    return dict(found.most_common())
+    counts: Counter[str] = Counter()
+    for picture in pictures:
+        ratio = picture["width"] / picture["height"]
+        counts[min(named, key=lambda shape: abs(np.log(ratio / shape[1])))[0]] += 1
+    return dict(counts.most_common())

@@ -108,32 +108,32 @@ def examine(
         UserError: the bucket numbers contradict each other, or `remember` cannot be written.
     """
     findings = Findings()
-    found, names = _list_images(section, findings)
+    images, names = _list_images(section, findings)
     memory = Memory(remember, section)
-    facts = memory.facts("pictures", [path for _, _, path, _ in found], measure_pixels, progress)
-    masks = _look_at_masks(section, target.unmasked_weight, found, facts, memory, findings)
-    own = _own_names(found, names)
-    damaged = _look_at_edits(section, found, names, findings)
+    facts = memory.facts("pictures", [path for _, _, path, _ in images], measure_pixels, progress)
+    masks = _look_at_masks(section, target.unmasked_weight, images, facts, memory, findings)
+    own = _own_names(images, names)
+    damaged = _look_at_edits(section, images, names, findings)
     whole = [i for i, name in enumerate(names) if name not in damaged]
     texts = _look_at_captions(
-        section, [found[i] for i in whole], [names[i] for i in whole], own, findings, target.caption_tokens
+        section, [images[i] for i in whole], [names[i] for i in whole], own, findings, target.caption_tokens
     )
     usable = [i for i, fact in enumerate(facts) if not fact.error]
-    cut = _look_at_files(section, found, names, facts, target.clip_rate, findings)
+    cut = _look_at_files(section, images, names, facts, target.clip_rate, findings)
     _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], findings)
-    sides = [section.folders[index].resolution or target.resolution for index, *_ in found]
+    sides = [section.folders[index].resolution or target.resolution for index, *_ in images]
     entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
     placed = _look_at_buckets(entries, cut, section, target.bucket_step, findings)
-    _look_at_balance(section, found, usable, findings)
+    _look_at_balance(section, images, usable, findings)
     clip_names = [names[i] for i in usable if _is_clip(facts[i], section)]
-    repeats = [section.folders[index].repeats for index, *_ in found]
+    repeats = [section.folders[index].repeats for index, *_ in images]
     return Diagnosis(
         pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
         findings=findings.in_order(),
         buckets=placed,
         tags=_count_tags(texts.values(), section.tag_separator),
         counts={
-            "pictures": len(found),
+            "pictures": len(images),
             "readable": len(usable),
             "clips": len(clip_names),
             "masked": sum(mask is not None for mask in masks),
@@ -150,25 +150,25 @@ def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[An
     """Return the entries of `images.list_folder` for all folders, and the name of each in the dataset."""
     report = ScanReport()
     image_files.warn_of_nested(section, report)
-    found = [
+    images = [
         entry
         for index in range(len(section.folders))
         for entry in image_files.list_folder(index, section, report, videos=True)
     ]
     findings.add_report("folder", report)
-    names = [path.relative_to(root).as_posix() for _, root, path, _ in found]
+    names = [path.relative_to(root).as_posix() for _, root, path, _ in images]
     if len(section.folders) > 1:
-        names = [f"{index}/{name}" for (index, *_), name in zip(found, names, strict=True)]
-    return found, names
+        names = [f"{index}/{name}" for (index, *_), name in zip(images, names, strict=True)]
+    return images, names
 
 
-def _own_names(found: list[Any], names: list[str]) -> set[str]:
+def _own_names(images: list[Any], names: list[str]) -> set[str]:
     """Return the first name of each file.
 
     A folder may be listed twice, to be trained at two sizes: its files are not copies of themselves.
     """
     first: dict[str, str] = {}
-    for name, (_, _, path, _) in zip(names, found, strict=True):
+    for name, (_, _, path, _) in zip(names, images, strict=True):
         first.setdefault(os.path.realpath(path), name)
     return set(first.values())
 
@@ -233,7 +233,7 @@ def _look_at_clip(
 def _look_at_masks(
     section: settings.Dataset,
     unmasked_weight: float,
-    found: list[Any],
+    images: list[Any],
     facts: list[Facts],
     memory: Memory,
     findings: Findings,
@@ -246,14 +246,14 @@ def _look_at_masks(
         else mask_files.Seen((fact.width, fact.height), fact.sha256, _is_clip(fact, section), fact.opacity)
         for fact in facts
     ]
-    masks = mask_files.find_masks(section, unmasked_weight, found, seen, report, memory.masks)
+    masks = mask_files.find_masks(section, unmasked_weight, images, seen, report, memory.masks)
     findings.add_report("mask", report)
     return masks
 
 
 def _look_at_files(
     section: settings.Dataset,
-    found: list[Any],
+    images: list[Any],
     names: list[str],
     facts: list[Facts],
     clip_rate: int | None,
@@ -261,7 +261,7 @@ def _look_at_files(
 ) -> dict[str, list[int]]:
     """Report what is odd about each file. Returns what `_look_at_clip` does for each file that can be read, by name."""
     cut = {}
-    for (index, *_), name, fact in zip(found, names, facts, strict=True):
+    for (index, *_), name, fact in zip(images, names, facts, strict=True):
         _look_at_picture(name, fact, findings, _is_clip(fact, section), section.folders[index].mask)
         if not fact.error:
             cut[name] = _look_at_clip(name, fact, section, clip_rate, findings)
@@ -288,11 +288,11 @@ def _look_at_picture(name: str, fact: Facts, findings: Findings, clip: bool, mas
         findings.add("little_detail", name, f"{fact.detail:.1f}")
 
 
-def _look_at_edits(section: settings.Dataset, found: list[Any], names: list[str], findings: Findings) -> set[str]:
+def _look_at_edits(section: settings.Dataset, images: list[Any], names: list[str], findings: Findings) -> set[str]:
     """Report what crashes and killed caption edits left behind. Return the images whose captions are damaged."""
     of_stem = {
         (index, path.relative_to(root).with_suffix("").as_posix()): name
-        for name, (index, root, path, _) in zip(names, found, strict=True)
+        for name, (index, root, path, _) in zip(names, images, strict=True)
     }
     damaged = set()
     for index, folder in enumerate(section.folders):
@@ -312,13 +312,13 @@ def _look_at_edits(section: settings.Dataset, found: list[Any], names: list[str]
 
 
 def _look_at_captions(
-    section: settings.Dataset, found: list[Any], names: list[str], own: set[str], findings: Findings, limit: int
+    section: settings.Dataset, images: list[Any], names: list[str], own: set[str], findings: Findings, limit: int
 ) -> dict[str, str]:
     """Read all captions and report problems with them.
 
     Args:
         section: `[dataset]`.
-        found: entries of `images.list_folder`.
+        images: entries of `images.list_folder`.
         names: the image of each entry.
         own: names that no other entry of the same file has; only these count as repeated captions.
         findings: takes the findings.
@@ -328,7 +328,7 @@ def _look_at_captions(
         {image: caption} for the captions that can be read and are not empty.
     """
     texts: dict[str, str] = {}
-    for name, (index, _, path, caption_path) in zip(names, found, strict=True):
+    for name, (index, _, path, caption_path) in zip(names, images, strict=True):
         trigger = section.trigger_of(index).strip()
         helped = section.missing_caption == "skip" or section.missing_caption == "trigger" and trigger
         level = "warning" if helped else "problem"
@@ -357,17 +357,17 @@ def _look_at_captions(
     for name, text in texts.items():
         if name in own and times[text] > 1:
             findings.add("caption_repeated", name, str(times[text] - 1))
-    _look_for_sentences(section, found, names, texts, findings)
+    _look_for_sentences(section, images, names, texts, findings)
     return texts
 
 
 def _look_for_sentences(
-    section: settings.Dataset, found: list[Any], names: list[str], texts: dict[str, str], findings: Findings
+    section: settings.Dataset, images: list[Any], names: list[str], texts: dict[str, str], findings: Findings
 ) -> None:
     """Report sentences that training would change as if they were tags, judging each caption with its trigger word."""
     trained = {
         name: caption_text.with_trigger(texts[name], section.trigger_of(index))
-        for name, (index, *_) in zip(names, found, strict=True)
+        for name, (index, *_) in zip(names, images, strict=True)
         if name in texts
     }
     prose = set(find_sentences_used_as_tags(list(trained.values()), section))
@@ -430,11 +430,11 @@ def _look_at_buckets(
             findings.add("cut", name, f"{cut:.0%}")
         if mask and mask.white and any(mask.white) and not place.shows(mask.white):
             findings.add("mask_outside", name)
-        shown = f"{size[0]} x {size[1]}"
+        size_text = f"{size[0]} x {size[1]}"
         if 4 * size[0] * size[1] < resolution**2:
-            findings.add("tiny", name, shown)
+            findings.add("tiny", name, size_text)
         elif place.upscaled:
-            findings.add("small", name, shown)
+            findings.add("small", name, size_text)
     rows = []
     for bucket, members in sorted(groups.items()):
         cuts = [cut for _, cut, _ in members]
@@ -452,12 +452,12 @@ def _look_at_buckets(
     return rows
 
 
-def _look_at_balance(section: settings.Dataset, found: list[Any], usable: list[int], findings: Findings) -> None:
+def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[int], findings: Findings) -> None:
     """Report folders of the config (with repeats), or subfolders of a single one, that are trained far more often."""
     seen: Counter[str] = Counter()
     kohya: dict[str, str] = {}
     for i in usable:
-        index, root, path, _ = found[i]
+        index, root, path, _ = images[i]
         folder = section.folders[index]
         below = path.relative_to(root).parts
         inner = below[0] if len(below) > 1 else "."

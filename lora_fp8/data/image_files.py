@@ -224,20 +224,20 @@ def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> str:
     return "and this model is trained on pictures; take them out"
 
 
-def _describe_unreadable(root: Path, others: list[str], found: list[Path]) -> list[str]:
+def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> list[str]:
     """Return one message about the images, and one about the videos, whose formats cannot be read.
 
     Args:
         root: the folder that the messages name.
         others: names of the files that are not accepted.
-        found: the files that are.
+        paths: the files that are.
     """
     problems = []
     suffixes = {name: os.path.splitext(name)[1].lower() for name in others}
-    videos = sum(path.suffix.lower() in clips.VIDEOS for path in found)
+    videos = sum(path.suffix.lower() in clips.VIDEOS for path in paths)
     videos += sum(suffix in clips.VIDEOS for suffix in suffixes.values())
     for what, known, there, into in (
-        ("images", OTHER_IMAGES, sum(path.suffix.lower() in EXTENSIONS for path in found), "JPEG or PNG"),
+        ("images", OTHER_IMAGES, sum(path.suffix.lower() in EXTENSIONS for path in paths), "JPEG or PNG"),
         ("videos", dict.fromkeys(OTHER_VIDEOS, ""), videos, "MP4"),
     ):
         names = sorted(name for name, suffix in suffixes.items() if suffix in known)

@@ -71,25 +71,25 @@ def scan(
             Message("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
         )
     warn_of_nested(section, report)
-    found: list[tuple[int, Path, Path, Path | None]] = []
+    entries: list[tuple[int, Path, Path, Path | None]] = []
     for index in range(len(section.folders)):
-        found += list_folder(index, section, report, clip_rate)
+        entries += list_folder(index, section, report, clip_rate)
     transparent = any(folder.mask == "alpha" for folder in section.folders)
-    looks = list(look_all([path for _, _, path, _ in found], section, opacity_of if transparent else None))
-    controls = find_controls(section, found, num_controls, report)
-    masks = find_masks(section, unmasked_weight, found, [from_look(look) for look in looks], report)
+    looks = list(look_all([path for _, _, path, _ in entries], section, opacity_of if transparent else None))
+    controls = find_controls(section, entries, num_controls, report)
+    masks = find_masks(section, unmasked_weight, entries, [from_look(look) for look in looks], report)
     notes: dict[str, list[str]] = defaultdict(list)
-    for (index, root, path, caption_path), look, shown, mask in zip(found, looks, controls, masks, strict=True):
+    for (index, root, path, caption_path), look, given, mask in zip(entries, looks, controls, masks, strict=True):
         folder = section.folders[index]
         if look.error:
             report.problems.append(f"{path} {look.error}")
         caption = _caption(path, caption_path, section.trigger_of(index), section, report)
-        if look.error or caption is None or shown is None:
+        if look.error or caption is None or given is None:
             continue
-        _note_oddities(path, look, shown, notes)
+        _note_oddities(path, look, given, notes)
         if not section.wildcards and (choice := choice_in(caption)):
             notes["choices"].append(f"{path} ({choice})")
-        report.counts["controls"] += len(shown)
+        report.counts["controls"] += len(given)
         report.counts["masked"] += mask is not None
         report.counts["converted"] += look.converted
         report.examples += [
@@ -102,7 +102,7 @@ def scan(
                 width=look.width,
                 height=look.height,
                 image_sha256=look.sha256,
-                controls=shown,
+                controls=given,
                 frames=frames,
                 begins=look.timeline.only_at(frames[0]) if frames and look.timeline else None,
                 mask=mask,
@@ -154,8 +154,8 @@ def _pieces(
     if not rate:
         raise ValueError("dataset.fps = 'auto' needs clip_rate")
     numbers = clips.resampled(timeline, rate)
-    found = clips.pieces(numbers, section.frames, section.clip)
-    if not found:
+    pieces = clips.pieces(numbers, section.frames, section.clip)
+    if not pieces:
         least = min(section.frames)
         report.problems.append(
             Message(
@@ -168,13 +168,13 @@ def _pieces(
             )
         )
         return []
-    if len(found[0]) < max(section.frames):
-        notes["shorter"].append(f"{path} ({len(found[0])} of {len(numbers)})")
+    if len(pieces[0]) < max(section.frames):
+        notes["shorter"].append(f"{path} ({len(pieces[0])} of {len(numbers)})")
     if len(set(numbers)) < len(numbers):
         notes["slower"].append(f"{path} ({len(timeline.starts)} for {len(numbers)})")
     report.counts["clips"] += 1
     report.counts["clip_frames"] += len(numbers)
-    return found
+    return pieces
 
 
 def note_sizes(report: ScanReport, section: settings.Dataset, resolution: int) -> None:
@@ -267,8 +267,8 @@ def _caption(
 def describe(report: ScanReport) -> list[str]:
     """Return lines of figures about a scan, for people to read; warnings and problems are not among them."""
     counts, examples = report.counts, report.examples
-    shown = sum(example.repeats for example in examples)
-    lines = [f"{len(examples)} images, {shown} per epoch with repeats"]
+    per_epoch = sum(example.repeats for example in examples)
+    lines = [f"{len(examples)} images, {per_epoch} per epoch with repeats"]
     if examples:
         small = min(examples, key=lambda example: example.width * example.height)
         large = max(examples, key=lambda example: example.width * example.height)

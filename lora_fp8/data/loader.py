@@ -156,9 +156,9 @@ class Loader:
         # The control images of a batch have one size as well, so buckets are split by the sizes of the control images.
         self.items: dict[tuple[int, ...], list[Item]] = {}
         for bucket, placed in buckets.items():
-            for one in placed:
-                sides = [side for shown in cache.shown(one) for side in shown.size]
-                repeated = [Item(one, repeat) for repeat in range(one.example.repeats)]
+            for image in placed:
+                sides = [side for control in cache.control_crops(image) for side in control.size]
+                repeated = [Item(image, repeat) for repeat in range(image.example.repeats)]
                 self.items.setdefault((*bucket, *sides), []).extend(repeated)
         self.samples_per_epoch = sum(map(len, self.items.values()))
         self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
@@ -246,7 +246,7 @@ class Loader:
         """Return the caption's conditioning and, if the family has it, the image's: sizes, crop and control images."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
-        cond = self.cache.cond(self.cache.prompt(caption, self.cache.shown(placed), flipped))
+        cond = self.cache.cond(self.cache.prompt(caption, self.cache.control_crops(placed), flipped))
         image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
         image_cond = image_cond | self.cache.controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():

@@ -24,9 +24,9 @@ def outside_masks(placed: Sequence[Placed]) -> list[str]:
     Masks that are black all over are not counted: they have a warning of their own.
     """
     names = [
-        str(one.example.path)
-        for one in placed
-        if (mask := one.example.mask) and mask.white and any(mask.white) and not one.placement.shows(mask.white)
+        str(image.example.path)
+        for image in placed
+        if (mask := image.example.mask) and mask.white and any(mask.white) and not image.placement.shows(mask.white)
     ]
     return to_warnings({"outside": list(dict.fromkeys(names))})
 
@@ -63,7 +63,7 @@ def look_at_masks(paths: Sequence[Path], section: settings.Dataset) -> list[Look
 def find_masks(
     section: settings.Dataset,
     unmasked_weight: float,
-    found: Sequence[tuple[int, Path, Path, Path | None]],
+    entries: Sequence[tuple[int, Path, Path, Path | None]],
     seen: Sequence[Seen | None],
     report: ScanReport,
     look: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]] = look_at_masks,
@@ -73,7 +73,7 @@ def find_masks(
     Args:
         section: the `[dataset]` section.
         unmasked_weight: as in `scan`.
-        found: from `list_folder`, folder by folder.
+        entries: from `list_folder`, folder by folder.
         seen: properties of each found image; None for one that cannot be used.
         report: takes the problems and warnings.
         look: decodes the mask files.
@@ -85,7 +85,9 @@ def find_masks(
     notes: dict[str, list[str]] = defaultdict(list)
     for index, folder in enumerate(section.folders):
         images = [
-            (root, path, one) for (number, root, path, _), one in zip(found, seen, strict=True) if number == index
+            (root, path, seen_image)
+            for (number, root, path, _), seen_image in zip(entries, seen, strict=True)
+            if number == index
         ]
         if not folder.mask:
             answers += [None] * len(images)
@@ -114,7 +116,7 @@ def _masks_by_opacity(
     report: ScanReport,
 ) -> list[Mask | None]:
     answers: list[Mask | None] = []
-    if moving := [str(path) for _, path, one in images if one is not None and one.clip]:
+    if moving := [str(path) for _, path, seen in images if seen is not None and seen.clip]:
         report.problems.append(
             Message(
                 "folder {path} has {count} clip(s), which have no transparency that could be their mask; set "
@@ -125,15 +127,15 @@ def _masks_by_opacity(
                 names=list_names(moving),
             )
         )
-    for _, path, one in images:
+    for _, path, seen in images:
         answers.append(None)
-        if one is None or one.clip:
+        if seen is None or seen.clip:
             continue
-        if one.opacity is None or one.opacity.least == 255:
+        if seen.opacity is None or seen.opacity.least == 255:
             notes["unmasked"].append(str(path))
             continue
-        answers[-1] = Mask(path, one.sha256, alpha=True, white=one.opacity.white)
-        if one.opacity.most <= BLACK:
+        answers[-1] = Mask(path, seen.sha256, alpha=True, white=seen.opacity.white)
+        if seen.opacity.most <= BLACK:
             notes["black"].append(str(path))
     return answers
 
@@ -162,7 +164,7 @@ def _masks_by_file(
         if look.error
     ]
     answers: list[Mask | None] = []
-    for stem, (_, path, one) in zip(stems, images, strict=True):
+    for stem, (_, path, seen) in zip(stems, images, strict=True):
         candidates = files.get(stem, [])
         answers.append(None)
         if not candidates:
@@ -172,14 +174,14 @@ def _masks_by_file(
             report.problems.append(
                 Message("{path} has several candidates for its mask, {names}; keep one of them", path=path, names=names)
             )
-        elif one is not None and not (look := looks[candidates[0]]).error:
-            if not same_shape(one.size, (look.width, look.height)):
+        elif seen is not None and not (look := looks[candidates[0]]).error:
+            if not same_shape(seen.size, (look.width, look.height)):
                 report.problems.append(
                     Message(
                         "mask {path} has {size} pixels, another shape than its image's {other}; draw it on the image",
                         path=candidates[0],
                         size=f"{look.width} x {look.height}",
-                        other=f"{one.size[0]} x {one.size[1]}",
+                        other=f"{seen.size[0]} x {seen.size[1]}",
                     )
                 )
             if look.measured.most <= BLACK:

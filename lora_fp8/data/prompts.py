@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ControlCrop:
     """A control image as the denoiser gets it: the part inside `box` (left, top, right, bottom), resized to `size`."""
 
     control: Control
@@ -22,9 +22,12 @@ class Shown:
     size: Size
 
 
-def whole(controls: Sequence[Control]) -> tuple[Shown, ...]:
+def whole(controls: Sequence[Control]) -> tuple[ControlCrop, ...]:
     """Return the control images of a preview, uncropped and at their own size: the pipeline resizes them."""
-    return tuple(Shown(one, (0, 0, one.width, one.height), (one.width, one.height)) for one in controls)
+    return tuple(
+        ControlCrop(control, (0, 0, control.width, control.height), (control.width, control.height))
+        for control in controls
+    )
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Prompt:
     """A text with the control images that its encoder sees, mirrored or not: see `Cache.prompt`."""
 
     text: str
-    seen: tuple[Shown, ...]
+    seen: tuple[ControlCrop, ...]
     flipped: bool
 
 

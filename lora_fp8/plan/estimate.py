@@ -247,7 +247,7 @@ def _find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
 
 def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
     """Return the (width, height) of the control images of the example with the most control pixels."""
-    sizes = [[control.size for control in store.shown(placed)] for placed in members]
+    sizes = [[control.size for control in store.control_crops(placed)] for placed in members]
     return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
 
 

@@ -164,5 +164,5 @@ def _make_fingerprint(placed: bucketing.Placed, weight: float) -> list[Any]:
 def _count_pixels(store: Cache, items: list[Item]) -> int:
     """Count the pixels of a batch, control images included."""
     first = items[0].placed
-    controls = sum(math.prod(control.size) for control in store.shown(first))
+    controls = sum(math.prod(control.size) for control in store.control_crops(first))
     return len(items) * (count_pixels(store.family, first.bucket) + controls)

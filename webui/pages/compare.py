@@ -64,12 +64,12 @@ def build(ui: Ui) -> None:
         prompts = list(dict.fromkeys(text for _, events in chosen for text in run.list_prompts(events)))
         prompt = prompt if prompt in prompts else next(iter(prompts), None)
         menu = gr.skip() if seen.get("prompts") == prompts else gr.update(choices=prompts, value=prompt)
-        found = [
+        painted = [
             render_curves(ui, chosen, amount, log),
             render_previews(ui, chosen, prompt),
             render_settings(ui, chosen),
         ]
-        sent, now = live_panel.skip_unchanged(found, seen)
+        sent, now = live_panel.skip_unchanged(painted, seen)
         return [*sent, menu, {**now, "prompts": prompts}]
 
     inputs = {"which": which, "amount": amount, "log": log, "prompt": prompt, "seen": seen}
@@ -102,14 +102,14 @@ def label_run(view: JobView) -> str:
 
 def find_runs(ui: Ui, names: list[str]) -> list[tuple[JobView, RunLog]]:
     """Return the chosen runs and their logs. Runs that were deleted or are not allowed are left out, as in the menu."""
-    found = []
+    runs = []
     for name in names[:MOST]:
         try:
             view = run_monitor.find_job(ui, name)
-            found.append((view, run_monitor.read_run_log(ui, view)))
+            runs.append((view, run_monitor.read_run_log(ui, view)))
         except UserError:
             continue
-    return found
+    return runs
 
 
 def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, logarithmic: bool) -> str:
@@ -167,10 +167,10 @@ def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
     if len(chosen) < 2:
         return ""
     flat = [dict(_flatten(_read_config(ui, view))) for view, _ in chosen]
-    names = list(dict.fromkeys(name for one in flat for name in one))
+    names = list(dict.fromkeys(name for values in flat for name in values))
     rows = []
     for name in names:
-        values = [one.get(name) for one in flat]
+        values = [config.get(name) for config in flat]
         if name not in ("name", "output_dir") and any(value != values[0] for value in values):
             cells = ("<br>".join(map(escape, _format_lines(ui, name, value))) for value in values)
             key = f"section.{name}" if f"section.{name}" in translations.load_setting_texts() else name
@@ -201,9 +201,9 @@ def _flatten(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
 
 def _format_lines(ui: Ui, key: str, value: Any) -> list[str]:
     """Format a setting's value as the form names it: plain text, a line per row of a table."""
-    one = form.settings().get(key)
-    if one is not None and one.kind == "table" and isinstance(value, list):
-        lines = [_format_row(ui, one, row) for row in value]
+    setting = form.settings().get(key)
+    if setting is not None and setting.kind == "table" and isinstance(value, list):
+        lines = [_format_row(ui, setting, row) for row in value]
         more = len(lines) - MOST_ROWS
         return [*lines[:MOST_ROWS], *([f"+{more}"] if more > 0 else [])] or ["–"]
     return [sanitize.shorten(_format_value(ui, key, value), 300)]
@@ -214,11 +214,11 @@ def _format_row(ui: Ui, table: form.Setting, row: Any) -> str:
     if not isinstance(row, dict):
         return sanitize.shorten(_format_value(ui, table.key, row), 300)
     first, *others = table.columns
-    set_here = [one for one in others if row.get(one.name, one.default) != one.default]
+    set_here = [column for column in others if row.get(column.name, column.default) != column.default]
     parts = [_format_value(ui, first.key, row.get(first.name))]
     parts += [
-        f"{translations.get_label(ui.language, one.key)} {_format_value(ui, one.key, row[one.name])}"
-        for one in set_here
+        f"{translations.get_label(ui.language, column.key)} {_format_value(ui, column.key, row[column.name])}"
+        for column in set_here
     ]
     return sanitize.shorten(" · ".join(parts), 300)
 
@@ -232,8 +232,8 @@ def _format_value(ui: Ui, key: str, value: Any) -> str:
     if isinstance(value, str):
         return translations.get_choice_label(ui.language, key, value)
     if isinstance(value, list):
-        return " · ".join(_format_value(ui, key, one) for one in value)
+        return " · ".join(_format_value(ui, key, item) for item in value)
     if isinstance(value, dict):
-        named = ((f"{key}.{name}", name, one) for name, one in value.items())
-        return " · ".join(f"{name} {_format_value(ui, inner, one)}" for inner, name, one in named)
+        named = ((f"{key}.{name}", name, inner_value) for name, inner_value in value.items())
+        return " · ".join(f"{name} {_format_value(ui, inner, inner_value)}" for inner, name, inner_value in named)
     return str(value)

@@ -133,7 +133,7 @@ class _Page:
                     elem_id="dataset-new-set",
                 )
         self.head = panel(elem_id="dataset-head")
-        self.said = panel(elem_id="dataset-said", visible=False)
+        self.message = panel(elem_id="dataset-said", visible=False)
         with gr.Tabs(visible=False, elem_id="dataset-tabs") as self.tabs:
             with gr.Tab(say("dataset.tab.pictures"), id="pictures"):
                 self._lay_out_pictures()
@@ -163,14 +163,22 @@ class _Page:
                 self.press,
                 OPENED,
                 inputs_kwargs=self.here | self.editor,
-                outputs=[self.said, *self.everything, self.operation, self.first, self.second, self.edit, self.changes],
+                outputs=[
+                    self.message,
+                    *self.everything,
+                    self.operation,
+                    self.first,
+                    self.second,
+                    self.edit,
+                    self.changes,
+                ],
                 js=OPENING,
             )
         address = gr.Textbox(visible="hidden", elem_id="dataset-address")
         self.drop.upload(
             self.add_uploads,
             inputs_kwargs=self.here | {"files": self.drop, "name": self.new_set},
-            outputs=[self.drop, address, self.said],
+            outputs=[self.drop, address, self.message],
             **live_panel.private_event(show_progress="minimal", show_progress_on=[self.drop]),
         ).then(**self.afterwards)
         address.change(None, inputs=[address], js=GO, api_visibility="private")
@@ -260,7 +268,7 @@ class _Page:
             button.click(
                 partial(self.save, step),
                 inputs_kwargs=self.here | self.editor,
-                outputs=[self.said, *self.everything],
+                outputs=[self.message, *self.everything],
                 js=OPENING,
                 **NOW,
             ).then(None, js=OPENED)
@@ -275,20 +283,20 @@ class _Page:
         look.click(
             self.preview,
             inputs_kwargs=given | {"scope": self.scope},
-            outputs=[self.said, self.edit, self.changes],
+            outputs=[self.message, self.edit, self.changes],
             **NOW,
         )
         apply.click(
             self.apply,
             inputs_kwargs={"at": self.at, "edit": self.edit},
-            outputs=[self.said, self.edit, self.changes],
+            outputs=[self.message, self.edit, self.changes],
             **live_panel.private_event(show_progress="full", show_progress_on=[self.changes]),
         ).then(**self.afterwards)
         for button, what in ((undo, captions.undo), (redo, captions.redo)):
             button.click(
                 partial(self.undo_or_redo, what),
                 inputs_kwargs={"at": self.at},
-                outputs=[self.said],
+                outputs=[self.message],
                 **live_panel.private_event(show_progress="full", show_progress_on=[self.changes]),
             ).then(**self.afterwards)
 
@@ -313,7 +321,7 @@ class _Page:
         overwrite = gr.Checkbox(label=say("dataset.auto.overwrite"), value=False)
         begin = gr.Button(say("dataset.auto.begin"), variant="primary", elem_id="auto-begin", size="md")
         self.job = panel(elem_id="dataset-job")
-        live_panel.on_press(self.job, self.press_job, outputs=[self.said])
+        live_panel.on_press(self.job, self.press_job, outputs=[self.message])
         begin.click(
             self.start_captioning,
             inputs_kwargs={
@@ -324,24 +332,24 @@ class _Page:
                 "trigger": trigger,
                 "overwrite": overwrite,
             },
-            outputs=[self.said, self.seen],
+            outputs=[self.message, self.seen],
             **NOW,
         )
 
     def _make_field(self, key: str) -> Any:
         """Make a field for a training setting, to be rendered later."""
-        one, language = form.settings()[key], self.ui.language
+        setting, language = form.settings()[key], self.ui.language
         given = {
             "label": translations.get_label(language, key),
-            "value": form.to_component(one, one.default),
-            "elem_id": f"dataset-{one.name}",
+            "value": form.to_component(setting, setting.default),
+            "elem_id": f"dataset-{setting.name}",
             "render": False,
         }
-        if one.kind == "choice":
+        if setting.kind == "choice":
             return gr.Dropdown(
-                [(translations.get_choice_label(language, key, word), word) for word in one.choices], **given
+                [(translations.get_choice_label(language, key, word), word) for word in setting.choices], **given
             )
-        return gr.Textbox(info=translations.get_help(language, key, one.description), max_lines=1, **given)
+        return gr.Textbox(info=translations.get_help(language, key, setting.description), max_lines=1, **given)
 
     # -- what happens
 
@@ -358,19 +366,21 @@ class _Page:
         home = self.ui.place.home
         text = Draft(home).text()
         if text == form.START:
-            found = [
-                one
-                for one in run_monitor.get_monitor(self.ui.place).views()
-                if one.kind == "train" and type(one.id) is int
+            trainings = [
+                view
+                for view in run_monitor.get_monitor(self.ui.place).views()
+                if view.kind == "train" and type(view.id) is int
             ]
-            if found:
-                text = run_monitor.get_monitor(self.ui.place).queue.config(max(found, key=lambda one: one.created).id)
+            if trainings:
+                text = run_monitor.get_monitor(self.ui.place).queue.config(
+                    max(trainings, key=lambda training: training.created).id
+                )
         return form.read_values(text, home)
 
     def _choose_examination(self, folder: Path | None) -> tuple[str, int, dict[str, Any]]:
         """Return what to examine a folder for: family, resolution (0 is the family's), clip settings."""
         settings = {name: form.settings()[f"dataset.{name}"] for name in dataset_folder.CUT}
-        usual = {name: form.to_component(one, one.default) for name, one in settings.items()}
+        usual = {name: form.to_component(setting, setting.default) for name, setting in settings.items()}
         try:
             values = self._read_training_values()
         except UserError:  # New training and the list of runs report it
@@ -380,19 +390,19 @@ class _Page:
             return "sdxl", 0, usual
         rows = self._find_rows(values, folder) if folder else []
         side = (rows and rows[0].get("resolution")) or side
-        cut = {name: form.to_component(one, values[f"dataset.{name}"]) for name, one in settings.items()}
+        cut = {name: form.to_component(setting, values[f"dataset.{name}"]) for name, setting in settings.items()}
         return family, side if type(side) is int else 0, cut if families.traits(family)["clips"] else usual
 
     def _find_rows(self, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         """Return the entries of dataset.folders whose path is this folder."""
-        rows, found = values["dataset.folders"], []
+        rows, own_rows = values["dataset.folders"], []
         for row in rows if isinstance(rows, list) else []:
             path = row.get("path") if isinstance(row, dict) else None
             if isinstance(path, str) and path:
                 with contextlib.suppress(UserError):  # New training reports what is wrong with a path
                     if self.ui.path(self.ui.place.home / os.path.expanduser(path)) == folder:
-                        found.append(row)
-        return found
+                        own_rows.append(row)
+        return own_rows
 
     def _find_draft_mask(self, folder: Path) -> str:
         """Return where New training has the masks of a folder, as in dataset.folders; "" if it names none."""
@@ -471,7 +481,7 @@ class _Page:
                         note = self._show_note(self.say("dataset.unsaved", file=left))
                 at["picked"], editor = name, self._fill_editor(name, *self._find_texts(at, dataset, name))
             elif do == "choose" and name in dataset.files:
-                at["chosen"] = [one for one in at["chosen"] if one != name] + [name] * (name not in at["chosen"])
+                at["chosen"] = [other for other in at["chosen"] if other != name] + [name] * (name not in at["chosen"])
             elif do == "choose_all":
                 at["chosen"] = list(dict.fromkeys([*at["chosen"], *self._filter_names(at, dataset)]))
             elif do == "choose_none":
@@ -502,13 +512,13 @@ class _Page:
 
     def _repair(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, family: str, resolution: float) -> Any:
         """Repair caption edits that a crash interrupted, and read the folder again."""
-        found = captions.repair(dataset.folder)
+        repair = captions.repair(dataset.folder)
         dataset_folder.open_folder(dataset.folder, fresh=True, mask=at["mask"])
         self._examine(at, dataset, family, resolution, again=True)
-        counts = {"taken_back": len(found.taken_back), "restored": len(found.restored), "swept": len(found.swept)}
+        counts = {"taken_back": len(repair.taken_back), "restored": len(repair.restored), "swept": len(repair.swept)}
         lines = [self.say("dataset.repaired", **counts)]
-        lines += [self.say("dataset.repaired.others", files=", ".join(found.others[:8]))] if found.others else []
-        return self._show_note(" ".join(lines), wrong=bool(found.others))
+        lines += [self.say("dataset.repaired.others", files=", ".join(repair.others[:8]))] if repair.others else []
+        return self._show_note(" ".join(lines), wrong=bool(repair.others))
 
     def add_uploads(
         self, at: dict[str, Any], family: str, resolution: float, files: list[str] | None, name: str
@@ -614,7 +624,7 @@ class _Page:
             if edit is None or not edit.changes:
                 raise UserError(self.say("dataset.preview_first"))
             folder = self._get_dataset(at).folder
-            entry = captions.apply(folder, edit, told=self._count_progress(progress))
+            entry = captions.apply(folder, edit, progress=self._count_progress(progress))
         except UserError as error:
             return [self._show_error(error), None, ""]
         return [self._show_note(self.say("dataset.applied", count=entry.files)), None, ""]
@@ -627,7 +637,7 @@ class _Page:
     ) -> dict[str, Any]:
         """Undo or redo an edit; `what` is captions.undo or captions.redo."""
         try:
-            entry = what(self._get_dataset(at).folder, told=self._count_progress(progress))
+            entry = what(self._get_dataset(at).folder, progress=self._count_progress(progress))
         except UserError as error:
             return self._show_error(error)
         return self._show_note(self.say("dataset.redone" if entry.done else "dataset.undone", count=entry.files))
@@ -675,15 +685,15 @@ class _Page:
         painted: float | None = seen.get("told")
         try:
             dataset = dataset_folder.open_cached(self.ui.path(at["folder"]), at["mask"])
-            found = self._examine(at, dataset, family, resolution)
-            if found.report is not None and painted != found.begun:
-                painted = found.begun
-                if dataset.videos or found.report["counts"]["clips"]:
+            examination = self._examine(at, dataset, family, resolution)
+            if examination.report is not None and painted != examination.begun:
+                painted = examination.begun
+                if dataset.videos or examination.report["counts"]["clips"]:
                     grid = self._render_grid(at, dataset, family, resolution)
             view = self._render_view(at, dataset, family, resolution)
             panels = [
-                self._render_findings(found),
-                self._render_buckets(found, family),
+                self._render_findings(examination),
+                self._render_buckets(examination, family),
                 self._render_jobs(dataset.folder),
                 view,
             ]
@@ -814,20 +824,20 @@ class _Page:
         """Return what the report says of each clip: its entry among the images, or {"error": message}."""
         if not dataset.videos and not at["cut"]["frames"]:
             return {}
-        found = self._examine(at, dataset, family, resolution)
-        known = {one["file"]: one for one in (found.report or {}).get("pictures", ()) if "seconds" in one}
+        examination = self._examine(at, dataset, family, resolution)
+        known = {clip["file"]: clip for clip in (examination.report or {}).get("pictures", ()) if "seconds" in clip}
         return known | {
             name: {"error": why}
-            for name, why in found.list_files("unreadable").items()
+            for name, why in examination.list_files("unreadable").items()
             if dataset_folder.is_video(name)
         }
 
-    def _describe_clip(self, one: dict[str, Any]) -> list[str]:
+    def _describe_clip(self, clip: dict[str, Any]) -> list[str]:
         """Describe a clip: seconds, frames per second, and how many pieces of how many frames are trained."""
-        figures = [self.say("dataset.clip.seconds", seconds=run_cards.digits(one["seconds"]))]
-        figures.append(self.say("dataset.clip.rate", rate=run_cards.digits(one["fps"])))
-        if one["pieces"]:
-            figures.append(self.say("dataset.clip.pieces", count=one["pieces"], length=one["length"]))
+        figures = [self.say("dataset.clip.seconds", seconds=run_cards.digits(clip["seconds"]))]
+        figures.append(self.say("dataset.clip.rate", rate=run_cards.digits(clip["fps"])))
+        if clip["pieces"]:
+            figures.append(self.say("dataset.clip.pieces", count=clip["pieces"], length=clip["length"]))
         return figures
 
     def _render_cell(
@@ -865,8 +875,10 @@ class _Page:
         if name not in dataset.files:
             return f'<p class="empty">{self.say("dataset.pick")}</p>'
         side = self._choose_resolution(family, resolution)
-        found = self._examine(at, dataset, family, resolution)
-        size = next((one for one in (found.report or {}).get("pictures", ()) if one["file"] == name), None)
+        examination = self._examine(at, dataset, family, resolution)
+        size = next(
+            (picture for picture in (examination.report or {}).get("pictures", ()) if picture["file"] == name), None
+        )
         crop, figures = "", [escape(name)]
         if size is not None:
             try:
@@ -887,7 +899,7 @@ class _Page:
         picture = f'<div class="large"><img src="{source}" alt="{escape(name)}">{crop}</div>'
         if dataset_folder.is_video(name) and not clips.can_read_videos():
             picture, odd = "", [*odd, clips.NEEDED]
-        elif dataset_folder.is_video(name) and (why := found.list_files("unreadable").get(name)):
+        elif dataset_folder.is_video(name) and (why := examination.list_files("unreadable").get(name)):
             picture, odd = "", [*odd, why]
         wrong = "".join(f'<p class="wrong">{escape(self.ui.translate(line))}</p>' for line in odd)
         return f'{picture}<p class="dim">{" · ".join(figures)}</p>{wrong}'
@@ -917,17 +929,17 @@ class _Page:
         wrong = "".join(f'<p class="wrong">{escape(self.ui.translate(line))}</p>' for line in edit.problems[:20])
         return f'<p><b>{head}</b></p>{wrong}<dl class="diff">{"".join(rows)}</dl>{rest}'
 
-    def _render_progress(self, found: dataset_folder.Examination) -> str:
-        if found.problem:
-            return f'<p class="wrong">{escape(self.ui.translate(found.problem))}</p>'
-        share = f"{100 * found.done / found.total:.0f}%" if found.total else "0%"
-        line = self.say("dataset.examining", done=found.done, total=found.total)
+    def _render_progress(self, examination: dataset_folder.Examination) -> str:
+        if examination.problem:
+            return f'<p class="wrong">{escape(self.ui.translate(examination.problem))}</p>'
+        share = f"{100 * examination.done / examination.total:.0f}%" if examination.total else "0%"
+        line = self.say("dataset.examining", done=examination.done, total=examination.total)
         return f'<p class="dim" role="status">{line}</p><div class="bar"><i style="width:{share}"></i></div>'
 
-    def _render_findings(self, found: dataset_folder.Examination) -> str:
-        if found.report is None:
-            return self._render_progress(found)
-        counts, sizes = found.report["counts"], found.report["sizes"]
+    def _render_findings(self, examination: dataset_folder.Examination) -> str:
+        if examination.report is None:
+            return self._render_progress(examination)
+        counts, sizes = examination.report["counts"], examination.report["sizes"]
         head = self.say(
             "dataset.figures", **{name: counts[name] for name in ("readable", "pictures", "different_captions")}
         )
@@ -936,15 +948,15 @@ class _Page:
         if counts["clips"]:
             head += " " + self.say("dataset.clips", clips=counts["clips"], pieces=counts["pieces"])
         made = [f'<p class="dim">{escape(head)}</p>']
-        if not found.report["findings"]:
+        if not examination.report["findings"]:
             made.append(f'<p class="empty">{self.say("dataset.all_well")}</p>')
-        for finding in found.report["findings"]:
+        for finding in examination.report["findings"]:
             kind, files = finding["kind"], finding["files"]
-            rows = "".join(self._render_file(kind, one) for one in files[:MOST_FILES])
+            rows = "".join(self._render_file(kind, file) for file in files[:MOST_FILES])
             more = len(files) - MOST_FILES
             rows += f'<li class="dim">{self.say("dataset.more", count=more)}</li>' if more > 0 else ""
             level = self.say(f"dataset.level.{finding['level']}")
-            shown_only = any(one["file"] for one in files) and kind not in ("kohya_folder",)
+            shown_only = any(file["file"] for file in files) and kind not in ("kohya_folder",)
             button = run_cards.render_button("finding", self.say("dataset.show_these"), name=kind) if shown_only else ""
             button += run_cards.render_button("repair", self.say("dataset.repair")) if kind in REPAIRED else ""
             made.append(
@@ -955,33 +967,33 @@ class _Page:
             )
         return "".join(made)
 
-    def _render_file(self, kind: str, one: dict[str, str]) -> str:
-        detail = self.ui.translate(one["detail"]) if one["detail"] else ""
-        if not one["file"] or kind == "kohya_folder":
-            return f"<li>{escape(' '.join(filter(None, (one['file'], detail))))}</li>"
-        button = run_cards.render_button("look", one["file"], "plain", name=one["file"])
+    def _render_file(self, kind: str, finding: dict[str, str]) -> str:
+        detail = self.ui.translate(finding["detail"]) if finding["detail"] else ""
+        if not finding["file"] or kind == "kohya_folder":
+            return f"<li>{escape(' '.join(filter(None, (finding['file'], detail))))}</li>"
+        button = run_cards.render_button("look", finding["file"], "plain", name=finding["file"])
         return f'<li>{button} <span class="dim">{escape(detail)}</span></li>'
 
     def _list_files(self, at: dict[str, Any], kind: str, family: str, resolution: float) -> list[str]:
         return list(self._examine(at, self._get_dataset(at), family, resolution).list_files(kind))
 
-    def _render_buckets(self, found: dataset_folder.Examination, family: str) -> str:
-        if found.report is None:
-            return self._render_progress(found)
-        report = found.report
+    def _render_buckets(self, examination: dataset_folder.Examination, family: str) -> str:
+        if examination.report is None:
+            return self._render_progress(examination)
+        report = examination.report
         title = escape(self.families[family])
         head = self.say("dataset.buckets", title=title, resolution=report["resolution"], step=report["bucket_step"])
-        most = max((one["count"] for one in report["buckets"]), default=1)
+        most = max((bucket["count"] for bucket in report["buckets"]), default=1)
         rows = []
-        for one in report["buckets"]:
-            width, height, *frames = map(int, one["size"].split("x"))
+        for bucket in report["buckets"]:
+            width, height, *frames = map(int, bucket["size"].split("x"))
             scale = 36 / max(width, height)
             shape = f'<i class="shape" style="width:{width * scale:.0f}px;height:{height * scale:.0f}px"></i>'
-            bar = f'<div class="bar"><i style="width:{100 * one["count"] / most:.0f}%"></i></div>'
-            cut = f"{one['cut']:.0%} / {one['most_cut']:.0%}"
+            bar = f'<div class="bar"><i style="width:{100 * bucket["count"] / most:.0f}%"></i></div>'
+            cut = f"{bucket['cut']:.0%} / {bucket['most_cut']:.0%}"
             size = f"{width}\u00a0×\u00a0{height}"
             size += "".join(f" · {self.say('dataset.clip.frames', count=number)}" for number in frames)
-            rows.append([shape, size, f"{one['count']}{bar}", cut, str(one["enlarged"])])
+            rows.append([shape, size, f"{bucket['count']}{bar}", cut, str(bucket["enlarged"])])
         names = ("", "bucket", "pictures", "cut", "enlarged")
         columns = [self.say(f"dataset.column.{name}") if name else "" for name in names]
         return f'<p class="dim">{head}</p>{run_cards.render_table(columns, rows)}'
@@ -1027,7 +1039,7 @@ def _parse_editing(editing: str) -> tuple[str, str]:
 
 
 def _drop_name(unsaved: dict[str, Any], name: str) -> dict[str, Any]:
-    return {one: texts for one, texts in unsaved.items() if one != name}
+    return {other: texts for other, texts in unsaved.items() if other != name}
 
 
 def _is_unchanged(typed: str, loaded: str) -> bool:
@@ -1037,14 +1049,14 @@ def _is_unchanged(typed: str, loaded: str) -> bool:
 
 def _render_diff(before: str, after: str) -> str:
     """Render the text after an edit, with removed parts struck out and new parts marked."""
-    one, other = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
-    if len(one) * len(other) > 250_000:  # very long texts: shown one after the other
+    old, other = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
+    if len(old) * len(other) > 250_000:  # very long texts: shown one after the other
         return f"<del>{escape(before[:500])}</del> <ins>{escape(after[:500])}</ins>"
     made = []
-    for kind, a, b, c, d in difflib.SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, old, other, autojunk=False).get_opcodes():
         if kind == "equal":
-            made.append(escape("".join(one[a:b])))
+            made.append(escape("".join(old[a:b])))
             continue
-        made.append(f"<del>{escape(''.join(one[a:b]))}</del>" if b > a else "")
+        made.append(f"<del>{escape(''.join(old[a:b]))}</del>" if b > a else "")
         made.append(f"<ins>{escape(''.join(other[c:d]))}</ins>" if d > c else "")
     return "".join(made)

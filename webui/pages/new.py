@@ -64,7 +64,7 @@ QUIET: dict[str, Any] = {
     "api_visibility": "private",
     "trigger_mode": "always_last",
 }
-TOLD = QUIET | {"queue": True}
+QUEUED = QUIET | {"queue": True}
 """For handlers that may show a message: gr.Info and gr.Warning reach the browser only through the queue."""
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
@@ -162,7 +162,7 @@ class _Page:
     def lay_out(self) -> None:
         say = self.ui.say
         gr.HTML(STYLE, elem_classes="style-only")
-        self.marks, self.found = (gr.HTML(elem_classes="style-only") for _ in range(2))
+        self.marks, self.match_style = (gr.HTML(elem_classes="style-only") for _ in range(2))
         # What the window shows, which may differ from what it was sent last: the window reports it.
         self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
@@ -272,22 +272,25 @@ class _Page:
             text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
             with gr.Column(elem_id=_make_id("section", section), elem_classes="setting-group"):
                 gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
-                members = [one for one in form.settings().values() if one.section == section]
-                for one in (one for one in members if one.kind == "table"):
-                    self._add_field("all", one.key)
-                    gr.HTML(self._render_column_help(one))
-                for one in (one for one in members if one.kind != "table"):
-                    self._add_field("all", one.key)
+                members = [setting for setting in form.settings().values() if setting.section == section]
+                for setting in (setting for setting in members if setting.kind == "table"):
+                    self._add_field("all", setting.key)
+                    gr.HTML(self._render_column_help(setting))
+                for setting in (setting for setting in members if setting.kind != "table"):
+                    self._add_field("all", setting.key)
 
     def _render_column_help(self, table: form.Setting) -> str:
         """Render the help of the columns of a table, collapsed."""
         language = self.ui.language
-        told = (
-            (translations.get_label(language, one.key), translations.get_help(language, one.key, one.description))
-            for one in table.columns
+        help_rows = (
+            (
+                translations.get_label(language, column.key),
+                translations.get_help(language, column.key, column.description),
+            )
+            for column in table.columns
         )
         rows = "".join(
-            f"<tr><th>{sanitize.escape(title)}</th><td>{sanitize.escape(text)}</td></tr>" for title, text in told
+            f"<tr><th>{sanitize.escape(title)}</th><td>{sanitize.escape(text)}</td></tr>" for title, text in help_rows
         )
         summary = sanitize.escape(self.ui.say("new.pictures.meanings"))
         return f"<details><summary>{summary}</summary><table class='facts'>{rows}</table></details>"
@@ -313,10 +316,10 @@ class _Page:
             self.back = gr.Button(say("new.files.back"), size="sm", visible=False, elem_id="new-back")
 
     def _add_field(self, view: str, key: str) -> None:
-        one = form.settings()[key]
+        setting = form.settings()[key]
         language = self.ui.language
-        info = translations.get_help(language, key, one.description)
-        bounds = f" ({one.bounds})" if one.bounds else ""
+        info = translations.get_help(language, key, setting.description)
+        bounds = f" ({setting.bounds})" if setting.bounds else ""
         common: dict[str, Any] = {
             "label": translations.get_label(language, key),
             "info": f"{info}{bounds} `{key}`" if view == "all" else info,
@@ -324,7 +327,7 @@ class _Page:
             "elem_classes": ["setting"],
             "interactive": True,
         }
-        choices = [(translations.get_choice_label(language, key, word), word) for word in one.choices]
+        choices = [(translations.get_choice_label(language, key, word), word) for word in setting.choices]
         part: Any
         if key == "model.family":
             part = gr.Dropdown([(title, name) for name, title in self.families.items()], value=None, **common)
@@ -335,28 +338,28 @@ class _Page:
             part = gr.Dropdown([], value=None, allow_custom_value=True, **common)
         elif key == "model.components" and view == "simple":
             part = gr.Dropdown([], value=None, allow_custom_value=True, visible=False, **common)
-        elif one.kind == "flag":
+        elif setting.kind == "flag":
             part = gr.Checkbox(**common)
-        elif one.kind == "choice":
+        elif setting.kind == "choice":
             part = gr.Dropdown(choices, value=None, **common)
-        elif one.kind == "mixed":
+        elif setting.kind == "mixed":
             part = gr.Dropdown(choices, value=None, allow_custom_value=True, **common)
-        elif one.kind == "choices":
+        elif setting.kind == "choices":
             part = gr.Dropdown(choices, value=None, multiselect=True, **common)
-        elif one.kind == "table":
+        elif setting.kind == "table":
             del common["info"]
             part = gr.Dataframe(
-                headers=[translations.get_label(language, column.key) for column in one.columns],
-                datatype=["bool" if column.kind == "flag" else "str" for column in one.columns],
+                headers=[translations.get_label(language, column.key) for column in setting.columns],
+                datatype=["bool" if column.kind == "flag" else "str" for column in setting.columns],
                 type="array",
-                column_count=len(one.columns),
+                column_count=len(setting.columns),
                 row_count=1,
                 wrap=True,
                 buttons=[],
                 **(common | {"label": translations.get_label(language, f"section.{key}")}),
             )
         else:
-            lines = 3 if one.kind in ("lines", "entries") or one.name == "description" else 1
+            lines = 3 if setting.kind in ("lines", "entries") or setting.name == "description" else 1
             part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
         self.parts[view][key] = part
         self.keys[part.elem_id] = key
@@ -365,7 +368,7 @@ class _Page:
 
     def _bind_events(self, simple: gr.Tab, every: gr.Tab, toml: gr.Tab) -> None:
         side = [self.summary, self.marks, self.changes, self.seen, self.back]
-        shown: dict[str, Block] = {"everything": self.everything}
+        window: dict[str, Block] = {"everything": self.everything}
         rows = [
             self.parts["simple"]["dataset.folders"],
             self.folder,
@@ -380,35 +383,35 @@ class _Page:
                 repaint = key in ("preset", "model.family", "model.path", "model.components")
                 changed = part.input(
                     functools.partial(self._change, view, key, repaint),
-                    inputs_kwargs={"held": part, **shown},
+                    inputs_kwargs={"held": part, **window},
                     outputs=[*side, *(views[view] if repaint else [])],
                     js=CHOOSING if repaint else None,
-                    **(TOLD if repaint else QUIET),
+                    **(QUEUED if repaint else QUIET),
                 )
                 if repaint:
                     changed.then(None, js=CHOSEN)
         for part, names in ((self.goal, GOALS), (self.card, base_models.list_vram_presets())):
             part.input(
                 functools.partial(self._choose_preset, tuple(names)),
-                inputs_kwargs={"name": part, **shown},
+                inputs_kwargs={"name": part, **window},
                 outputs=[*side, *views["simple"]],
                 js=CHOOSING,
-                **TOLD,
+                **QUEUED,
             ).then(None, js=CHOSEN)
         for name, button in self.demos.items():
             button.click(
                 functools.partial(self._choose_demo, name),
-                inputs_kwargs=shown,
+                inputs_kwargs=window,
                 outputs=[*side, *views["simple"]],
                 js=CHOOSING,
-                **TOLD,
+                **QUEUED,
             ).then(None, js=CHOSEN)
-        self.code.input(self._write_text, inputs_kwargs={"text": self.code, **shown}, outputs=side, **QUIET)
+        self.code.input(self._write_text, inputs_kwargs={"text": self.code, **window}, outputs=side, **QUIET)
         held = {part.elem_id: part for parts in views.values() for part in parts if part.elem_id in self.keys}
         tables = [
             id for id, part in held.items() if isinstance(part, gr.Dataframe)
         ]  # Gradio fails without a table's value
-        typed = {"touched": self.touched, **shown, **held}
+        typed = {"touched": self.touched, **window, **held}
         # Other fields are sent only if they were touched: a field may hold a value that is not among its choices, which
         # Gradio would refuse with a message of its own.
         script = f"""(_, everything, ...values) => {{
@@ -427,47 +430,47 @@ class _Page:
         everywhere = [part for parts in views.values() for part in parts]
         live_panel.get_load_event()(
             functools.partial(self._repaint, "", offers=True),
-            inputs_kwargs=shown,
+            inputs_kwargs=window,
             outputs=[*side, *everywhere, self.source],
             js=OPENING,
             **QUIET,
         ).then(None, js=OPENED)
         self.search.input(
-            self._search, inputs_kwargs={"text": self.search}, outputs=[self.found, self.nothing], **QUIET
+            self._search, inputs_kwargs={"text": self.search}, outputs=[self.match_style, self.nothing], **QUIET
         )
-        self.everything.input(self._paint_side, inputs_kwargs=shown, outputs=side, **QUIET)
+        self.everything.input(self._paint_side, inputs_kwargs=window, outputs=side, **QUIET)
         self.drop.upload(
             self._add_uploads,
-            inputs_kwargs={"files": self.drop, "name": self.set_name, **shown},
+            inputs_kwargs={"files": self.drop, "name": self.set_name, **window},
             outputs=[self.drop, self.taken, *side, *rows],
             **SLOW,
         )
         self.add.click(
             self._add_folder,
-            inputs_kwargs={"folder": self.folder, **shown},
+            inputs_kwargs={"folder": self.folder, **window},
             outputs=[self.taken, *side, *rows],
-            **TOLD,
+            **QUEUED,
         )
         self.load.click(
             self._load,
-            inputs_kwargs={"source": self.source, **shown},
+            inputs_kwargs={"source": self.source, **window},
             outputs=[*side, *everywhere],
             js=OPENING,
-            **TOLD,
+            **QUEUED,
         ).then(None, js=OPENED)
         self.foreign.upload(
             self._import,
-            inputs_kwargs={"files": self.foreign, **shown},
+            inputs_kwargs={"files": self.foreign, **window},
             outputs=[self.foreign, self.imported, *side, *everywhere],
             js=OPENING,
             **SLOW,
         ).then(None, js=OPENED)
         self.save.click(
-            self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **TOLD
+            self._save, inputs_kwargs={"name": self.preset_name}, outputs=[self.parts["all"]["preset"]], **QUEUED
         )
         once = QUIET | {"trigger_mode": "once"}  # restoring twice would undo itself
         for button, what in ((self.reset, self._reset), (self.back, self._bring_back)):
-            button.click(what, inputs_kwargs=shown, outputs=[*side, *everywhere], js=OPENING, **once).then(
+            button.click(what, inputs_kwargs=window, outputs=[*side, *everywhere], js=OPENING, **once).then(
                 None, js=OPENED
             )
         self.start.click(
@@ -478,7 +481,7 @@ class _Page:
             **SLOW,
         )
         self.address.change(None, [self.address], None, js="address => { if (address) location.assign(address); }")
-        gr.Timer(SECONDS).tick(self._tick, inputs_kwargs={"seen": self.seen, **shown}, outputs=side, **QUIET)
+        gr.Timer(SECONDS).tick(self._tick, inputs_kwargs={"seen": self.seen, **window}, outputs=side, **QUIET)
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -509,8 +512,8 @@ class _Page:
 
     def _recognize_base(self) -> None:
         """Set the architecture that the base model's files show, and the preset of a demo base."""
-        found = form.read_values(self.draft.text(), self.draft.home)
-        path, family = str(found["model.path"] or ""), str(found["model.family"])
+        values = form.read_values(self.draft.text(), self.draft.home)
+        path, family = str(values["model.path"] or ""), str(values["model.family"])
         known = self._inspect_base(path)
         if not base_models.fits_family(known, family):
             self.draft.put("model.family", known.family)
@@ -544,10 +547,10 @@ class _Page:
     def _set_preset(self, among: tuple[str, ...], name: str) -> None:
         """Name this preset instead of the others `among` its kind. Demo presets come last: the last one wins."""
         given = form.read_values(self.draft.text(), self.draft.home)["preset"]
-        kept = [one for one in given if one not in among] if isinstance(given, list) else []
+        kept = [preset for preset in given if preset not in among] if isinstance(given, list) else []
         kept += [name] if name else []
-        last = [one for one in kept if one in base_models.list_demo_presets()]
-        self.draft.put("preset", [one for one in kept if one not in last] + last)
+        last = [preset for preset in kept if preset in base_models.list_demo_presets()]
+        self.draft.put("preset", [preset for preset in kept if preset not in last] + last)
 
     def _write_text(self, text: str, everything: bool) -> dict[Any, Any]:
         """Handle input in the TOML view."""
@@ -557,8 +560,8 @@ class _Page:
     def _repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
         """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
         painted = self._paint_side(everything)
-        for one in (view,) if view else ("simple", "all", "toml"):
-            painted |= self._paint(one)
+        for painted_view in (view,) if view else ("simple", "all", "toml"):
+            painted |= self._paint(painted_view)
         if offers:
             painted[self.source] = gr.update(choices=self._list_sources())
         return painted
@@ -682,19 +685,19 @@ class _Page:
         wanted = _normalize(text)
         if not wanted:
             return "", ""
-        hidden = [key for key, one in form.settings().items() if wanted not in self._get_search_text(key, one)]
-        found = {one.section for key, one in form.settings().items() if key not in hidden}
+        hidden = [key for key, setting in form.settings().items() if wanted not in self._get_search_text(key, setting)]
+        matching = {setting.section for key, setting in form.settings().items() if key not in hidden}
         ids = [f"#{_make_id('set', key)}" for key in hidden]
-        ids += [f"#{_make_id('section', section)}" for section in form.sections() if section not in found]
+        ids += [f"#{_make_id('section', section)}" for section in form.sections() if section not in matching]
         nothing = (
-            "" if found else f"<p role='status'>{sanitize.escape(self.ui.say('new.search.nothing', text=text))}</p>"
+            "" if matching else f"<p role='status'>{sanitize.escape(self.ui.say('new.search.nothing', text=text))}</p>"
         )
         return f"<style>{', '.join(ids)} {{ display: none !important; }}</style>" if ids else "", nothing
 
-    def _get_search_text(self, key: str, one: form.Setting) -> str:
+    def _get_search_text(self, key: str, setting: form.Setting) -> str:
         texts = translations.load_setting_texts().get(key, {})
         names = [texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
-        return _normalize(" ".join([key, one.description, *names, *one.also.values()]))
+        return _normalize(" ".join([key, setting.description, *names, *setting.also.values()]))
 
     def _warn_on_error(self, action: Callable[[], None]) -> dict[Any, Any]:
         """Run an action, and show its UserError as a warning."""
@@ -726,7 +729,7 @@ class _Page:
         if view == "toml":
             return {self.code: text}
         try:
-            found = form.read_values(text, self.draft.home)
+            values = form.read_values(text, self.draft.home)
         except UserError:
             return {}
         try:
@@ -735,42 +738,42 @@ class _Page:
             old = {}
         painted: dict[Any, Any] = {}
         for key, part in self.parts[view].items():
-            kept = key not in LISTED and key in old and form.is_same_value(old[key], found[key])
+            kept = key not in LISTED and key in old and form.is_same_value(old[key], values[key])
             if key != but and not kept:
-                painted[part] = self._paint_setting(view, key, part, found)
+                painted[part] = self._paint_setting(view, key, part, values)
         if view == "simple":
-            named = found["preset"] if isinstance(found["preset"], list) else []
+            named = values["preset"] if isinstance(values["preset"], list) else []
             painted[self.goal] = next((name for name in named if name in GOALS), "")
             painted[self.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
             painted[self.folder] = gr.update(
                 choices=[str(path) for path in image_folders.find_folders(self.ui.place.roots)]
             )
-            painted[self.base_note] = self._render_base_note(found)
+            painted[self.base_note] = self._render_base_note(values)
         return painted
 
-    def _paint_setting(self, view: str, key: str, part: Any, found: dict[str, Any]) -> Any:
-        one, value = form.settings()[key], found[key]
-        held = form.to_component(one, value)
+    def _paint_setting(self, view: str, key: str, part: Any, values: dict[str, Any]) -> Any:
+        setting, value = form.settings()[key], values[key]
+        held = form.to_component(setting, value)
         if key == "preset":
             names = [str(name) for name in value] if isinstance(value, list) else []
             return gr.update(choices=self._list_presets(names), value=names)
         if key == "model.path" and view == "simple":
-            usual = [(name, name) for name in base_models.list_usual_bases(str(found["model.family"]))]
+            usual = [(name, name) for name in base_models.list_usual_bases(str(values["model.family"]))]
             return _offer([*usual, *base_models.find_base_models(self.ui.place.models, self.ui.place.roots)], held)
         if key == "model.components" and view == "simple":
-            if not held and not self._inspect_base(str(found["model.path"] or "")).single:
+            if not held and not self._inspect_base(str(values["model.path"] or "")).single:
                 return gr.update(value=None, visible=False)
             place = self.ui.place
             return _offer(
-                base_models.find_component_folders(place.models, place.roots, str(found["model.family"])),
+                base_models.find_component_folders(place.models, place.roots, str(values["model.family"])),
                 held,
                 visible=True,
             )
-        if one.kind == "table":
-            empty = [form.to_component(column, column.default) for column in one.columns]
+        if setting.kind == "table":
+            empty = [form.to_component(column, column.default) for column in setting.columns]
             return [*held, empty]
-        if one.kind in ("choice", "choices") or key == "model.family":
-            known = list(self.families) if key == "model.family" else list(one.choices)
+        if setting.kind in ("choice", "choices") or key == "model.family":
+            known = list(self.families) if key == "model.family" else list(setting.choices)
             strange = [word for word in (held if isinstance(held, list) else [held]) if word and word not in known]
             titles = self.families if key == "model.family" else {}
             labels = [
@@ -805,43 +808,45 @@ class _Page:
             submission.check_presets(self.ui.place, text)
         except UserErrors as error:
             return [("preset", self.ui.translate(line)) for line in error.problems]
-        found = [(one.key, self._translate_problem(one)) for one in form.find_problems(text, home)]
+        problems = [(problem.key, self._translate_problem(problem)) for problem in form.find_problems(text, home)]
         try:
             values = form.read_values(text, home)
         except UserError:
-            return found
-        reported = {key for key, _ in found}
+            return problems
+        reported = {key for key, _ in problems}
         for key, path in base_models.list_paths(values):
             if key in reported:
                 continue
             try:
                 self._check_path(key, path)
             except UserError as error:
-                found.append((key, self.ui.translate(str(error))))
-        found += [(key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in found}]
-        if "dataset.folders" not in {key for key, _ in found}:
+                problems.append((key, self.ui.translate(str(error))))
+        problems += [
+            (key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in problems}
+        ]
+        if "dataset.folders" not in {key for key, _ in problems}:
             counts = self._count_folders(values)
-            for folder, one, *_ in counts:
-                if not one.files:
-                    found.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+            for folder, contents, *_ in counts:
+                if not contents.files:
+                    problems.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
             if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
-                found += self._find_clip_problems(values, counts)
-            without = sum(one.without_caption for _, one, *_ in counts)
+                problems += self._find_clip_problems(values, counts)
+            without = sum(contents.without_caption for _, contents, *_ in counts)
             if without and values["dataset.missing_caption"] == "error":
-                found.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
-        return found
+                problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
+        return problems
 
     def _find_base_problems(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
         """Yield (setting, message) for base models that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
         path, components = str(values["model.path"] or ""), str(values["model.components"] or "")
-        for key, one in (("model.path", path), ("model.components", components)):
-            known, name = self._inspect_base(one), sanitize.shorten(Path(one).name)
+        for key, location in (("model.path", path), ("model.components", components)):
+            known, name = self._inspect_base(location), sanitize.shorten(Path(location).name)
             if known.wrong:
                 yield key, say("new.base.strange", file=name, what=self.ui.translate(known.wrong))
             elif family in self.families and not base_models.fits_family(known, family):
-                found, form_says = self.families[known.family], self.families[family]
-                yield key, say("new.base.differs", file=name, found=found, title=form_says)
+                file_says, form_says = self.families[known.family], self.families[family]
+                yield key, say("new.base.differs", file=name, found=file_says, title=form_says)
         if path == "demo" and family in self.families and family not in base_models.list_demo_families():
             line = Message(
                 "there is no demo base for {family}; bundled are: {names}",
@@ -857,13 +862,13 @@ class _Page:
     ) -> Iterable[tuple[str, str]]:
         """Yield (setting, message) for videos that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
-        for folder, one, _, mask in counts:
-            numbers = {"folder": folder.name, "count": one.videos}
-            if one.videos and not families.traits(family)["clips"]:
+        for folder, contents, _, mask in counts:
+            numbers = {"folder": folder.name, "count": contents.videos}
+            if contents.videos and not families.traits(family)["clips"]:
                 yield "dataset.folders", say("new.clips.refused", title=self.families[family], **numbers)
-            elif one.videos and not clips.can_read_videos():
+            elif contents.videos and not clips.can_read_videos():
                 yield "dataset.folders", f"{folder.name}: {self.ui.translate(clips.NEEDED)}"
-            elif one.videos and not values["dataset.frames"]:
+            elif contents.videos and not values["dataset.frames"]:
                 yield "dataset.frames", say("new.clips.unset", **numbers)
             elif examined := self._examine(values, folder, mask):
                 short = examined.list_files("clip_short")
@@ -932,7 +937,7 @@ class _Page:
     def _count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, int, str]]:
         """Return (folder, its contents, its repeats, where its masks are) for every folder of the draft."""
         rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
-        found = []
+        counts = []
         for row in rows:
             path = row.get("path") if isinstance(row, dict) else None
             repeats = row.get("repeats", 1) if isinstance(row, dict) else 1
@@ -943,8 +948,8 @@ class _Page:
                     continue  # reported by the check of paths
                 if folder.is_dir():
                     mask = row["mask"] if isinstance(row.get("mask"), str) else ""
-                    found.append((folder, image_folders.count_files(folder, mask), repeats, mask))
-        return found
+                    counts.append((folder, image_folders.count_files(folder, mask), repeats, mask))
+        return counts
 
     def _render_summary(self, findings: list[tuple[str, str]] | None = None) -> str:
         say, escape = self.ui.say, sanitize.escape
@@ -962,37 +967,37 @@ class _Page:
         except UserError:
             return parts[0]
         counts = self._count_folders(values)
-        for folder, one, *_ in counts:
-            amounts = {"folder": folder.name, "count": one.pictures, "without": one.without_caption}
+        for folder, contents, *_ in counts:
+            amounts = {"folder": folder.name, "count": contents.pictures, "without": contents.without_caption}
             line = (
-                say("new.clips.count", videos=one.videos, **amounts)
-                if one.videos
+                say("new.clips.count", videos=contents.videos, **amounts)
+                if contents.videos
                 else say("new.pictures.count", **amounts)
             )
             parts.append(f"<p>{escape(line)}</p>")
-            if one.masks:
-                line = say("new.pictures.masks", folder=folder.name, mask=one.mask, count=one.masks)
+            if contents.masks:
+                line = say("new.pictures.masks", folder=folder.name, mask=contents.mask, count=contents.masks)
                 parts.append(f"<p class='wrong'>{escape(line)}</p>")
         skipping = values["dataset.missing_caption"] == "skip"
         examined = [] if findings else [self._examine(values, folder, mask) for folder, *_, mask in counts]
         samples = files = 0
-        for (folder, one, times, _), found in zip(counts, examined or [None] * len(counts), strict=True):
-            if found is None:
-                number = one.files - (one.without_caption if skipping else 0)
-            elif found.report is not None:
-                number = estimate_panel.count_examples(found.report, skipping)
-                if made := found.report["counts"]["clips"]:
+        for (folder, contents, times, _), examination in zip(counts, examined or [None] * len(counts), strict=True):
+            if examination is None:
+                number = contents.files - (contents.without_caption if skipping else 0)
+            elif examination.report is not None:
+                number = estimate_panel.count_examples(examination.report, skipping)
+                if made := examination.report["counts"]["clips"]:
                     line = say("new.clips.cut", folder=folder.name, clips=made, examples=number)
                     parts.append(f"<p>{escape(line)}</p>")
             else:
                 number = 0
-                if found.problem:
-                    parts.append(f"<p class='wrong'>{escape(self.ui.translate(found.problem))}</p>")
+                if examination.problem:
+                    parts.append(f"<p class='wrong'>{escape(self.ui.translate(examination.problem))}</p>")
             samples, files = samples + times * number, files + number
         held = values["validation.pictures"]
         if isinstance(held, int) and 0 < held < files:
             samples -= round(samples * held / files)  # the seed decides which ones
-        waiting = [one for one in examined if one is not None and one.running]
+        waiting = [examination for examination in examined if examination is not None and examination.running]
         reckoned = estimate_panel.count_epochs(samples, values)
         if waiting:
             line = say("dataset.examining", done=waiting[0].done, total=waiting[0].total)
@@ -1067,7 +1072,7 @@ class _Page:
         """Return a style that hides settings without effect and shows each problem under its setting."""
         rules: list[str] = []
         try:
-            found = form.read_values(text, self.draft.home)
+            values = form.read_values(text, self.draft.home)
             set_here = form.find_origins(text, self.draft.home)
         except UserError:
             return ""
@@ -1075,19 +1080,19 @@ class _Page:
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         for view in ("new", "set"):
-            rules += self._style_table(_share_columns(found, everything, view), view)
+            rules += self._style_table(_share_columns(values, everything, view), view)
         if not everything:
             hidden = [
                 key
-                for key in form.find_unused(found)
+                for key in form.find_unused(values)
                 # A setting with a value stays visible: training will warn that it has no effect.
                 if key not in wrong
                 and set_here.get(key) != ""
-                and form.is_same_value(found[key], form.settings()[key].default)
+                and form.is_same_value(values[key], form.settings()[key].default)
             ]
             if hidden:
                 rules.append(f"{_select_ids('set', hidden)} {{ display: none; }}")
-        if unasked := [key for key in form.find_unused(found) if key in SIMPLE and key not in wrong]:
+        if unasked := [key for key in form.find_unused(values) if key in SIMPLE and key not in wrong]:
             row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # hides its frame too
             rules.append(f"{_select_ids('new', unasked)}{row} {{ display: none; }}")
         for key, lines in wrong.items():
@@ -1115,14 +1120,14 @@ class _Page:
     def _render_changes(self, text: str) -> str:
         say = self.ui.say
         try:
-            found, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
+            values, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
         except UserError as error:
             return f"<p class='wrong'>{sanitize.escape(self.ui.translate(str(error)))}</p>"
         rows = []
-        for key, one in form.settings().items():
-            if key in origins and key != "preset" and not form.is_same_value(found[key], one.default):
-                label = translations.get_label(self.ui.language, f"section.{key}" if one.kind == "table" else key)
-                before, now = (_shorten(_display(one, value)) for value in (one.default, found[key]))
+        for key, setting in form.settings().items():
+            if key in origins and key != "preset" and not form.is_same_value(values[key], setting.default):
+                label = translations.get_label(self.ui.language, f"section.{key}" if setting.kind == "table" else key)
+                before, now = (_shorten(_display(setting, value)) for value in (setting.default, values[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
                 cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now, origin))
                 code = sanitize.escape(key).replace(".", ".<wbr>")
@@ -1134,8 +1139,8 @@ class _Page:
         )
         return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
 
-    def _render_base_note(self, found: dict[str, Any]) -> str:
-        say, path, family = self.ui.say, str(found["model.path"] or ""), str(found["model.family"])
+    def _render_base_note(self, values: dict[str, Any]) -> str:
+        say, path, family = self.ui.say, str(values["model.path"] or ""), str(values["model.family"])
         title = self.families.get(family, family)
         if not path:
             return ""
@@ -1177,15 +1182,15 @@ def _make_id(prefix: str, key: str) -> str:
     return f"{prefix}-{key.replace('.', '-') or 'job'}"
 
 
-def _share_columns(found: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
+def _share_columns(values: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
     """Return the relative width of each visible column of the table of folders.
 
     A column is visible if a row sets it. Control images are also visible where the model is shown them. Regularization,
     weight, resolution and mask are always visible in the view of all settings ("set"), not in the simple one ("new").
     """
-    rows = found["dataset.folders"] if isinstance(found["dataset.folders"], list) else []
+    rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
     wanted = dict.fromkeys(("regularization", "weight", "resolution", "mask"), view == "set")
-    wanted |= {"control": "dataset.control_resolution" not in form.find_unused(found)}
+    wanted |= {"control": "dataset.control_resolution" not in form.find_unused(values)}
     return {
         column.name: WIDE.get(column.name, 1)
         for column in form.settings()["dataset.folders"].columns
@@ -1209,10 +1214,10 @@ def _offer(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
     return gr.update(choices=[*choices, *strange], value=held or None, **given)
 
 
-def _display(one: form.Setting, value: Any) -> Any:
+def _display(setting: form.Setting, value: Any) -> Any:
     """Return a setting's value as its field shows it; of a table the first column."""
-    rows = form.to_component(one, value)
-    return ", ".join(str(row[0]) for row in rows) if one.kind == "table" and isinstance(rows, list) else rows
+    rows = form.to_component(setting, value)
+    return ", ".join(str(row[0]) for row in rows) if setting.kind == "table" and isinstance(rows, list) else rows
 
 
 def _shorten(held: Any) -> str:

@@ -98,7 +98,7 @@ def build(ui: Ui) -> None:
             nothing = [render_missing(ui, str(error)), *[""] * 6]
             sent, seen = live_panel.skip_unchanged(nothing, seen)
             return [*sent, seen, *[gr.skip()] * 7]
-        found = [
+        painted = [
             render_header(ui, view, events),
             render_curves(ui, events, amount, log),
             render_grid(ui, view, events, moving),
@@ -107,13 +107,13 @@ def build(ui: Ui) -> None:
             render_warnings(ui, events),
             render_config(ui, view),
         ]
-        sent, seen = live_panel.skip_unchanged(found, seen)
+        sent, seen = live_panel.skip_unchanged(painted, seen)
         previews = events.facts.previews
         drawn_at, kept_at, prompts = sorted(previews), list(events.facts.checkpoints), list_prompts(events)
         now = [drawn_at, kept_at, prompts]
         menus: list[Any] = [gr.skip()] * 7
         if now != steps:
-            shown_ = [(format_step(ui, one), one) for one in drawn_at]
+            choices = [(format_step(ui, drawn), drawn) for drawn in drawn_at]
             # By default the base model on the left and the newest preview on the right.
             ends = (drawn_at[0], drawn_at[-1]) if drawn_at else (None, None)
             old = steps[0] if steps else []
@@ -121,11 +121,12 @@ def build(ui: Ui) -> None:
             first_prompt: dict[str, Any] = {} if old or not prompts else {"value": 0}
             newest_file: dict[str, Any] = {} if steps and steps[1] else {"value": 0}
             menus = [
-                gr.update(choices=shown_, **base_model),
-                gr.update(choices=shown_),
+                gr.update(choices=choices, **base_model),
+                gr.update(choices=choices),
                 gr.update(choices=list(enumerate_prompts(prompts)), **first_prompt),
                 gr.update(
-                    choices=[(ui.say("run.newest"), 0), *((str(one), one) for one in reversed(kept_at))], **newest_file
+                    choices=[(ui.say("run.newest"), 0), *((str(kept), kept) for kept in reversed(kept_at))],
+                    **newest_file,
                 ),
                 gr.update(visible=any("clips" in event for event in previews.values())),
                 now,
@@ -325,11 +326,11 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
     if not points["loss"]:
         return f'<div class="charts">{made[0]}</div>'
     for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
-        found = [Line("", thin(points[name]), colour)]
-        made.append(render_chart(ui.say(f"run.{name}"), found, empty=none, log=scale, x_label=step))
+        curve = [Line("", thin(points[name]), colour)]
+        made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, log=scale, x_label=step))
     if any(value > 0 for _, value in points["vram_gb"]):
-        found = [Line("", thin(points["vram_gb"]), 0)]
-        made.append(render_chart(ui.say("run.vram_gb"), found, empty=none, x_label=step))
+        curve = [Line("", thin(points["vram_gb"]), 0)]
+        made.append(render_chart(ui.say("run.vram_gb"), curve, empty=none, x_label=step))
     return f'<div class="charts">{"".join(made)}</div>'
 
 
@@ -382,8 +383,8 @@ def format_step(ui: Ui, step: int) -> str:
 def list_prompts(log: RunLog) -> list[str]:
     """List the prompts of the newest previews."""
     previews = log.facts.previews
-    found = previews[max(previews)].get("prompts") if previews else None
-    return [str(text) for text in found] if isinstance(found, list) else []
+    prompts = previews[max(previews)].get("prompts") if previews else None
+    return [str(text) for text in prompts] if isinstance(prompts, list) else []
 
 
 def enumerate_prompts(prompts: list[str]) -> list[tuple[str, int]]:
@@ -397,9 +398,9 @@ def list_pictures(ui: Ui, view: JobView, event: dict[str, Any], what: str = "ima
     Args:
         what: "images" (of clips the first frames) or "clips".
     """
-    found = event.get(what)
+    names = event.get(what)
     folder = run_monitor.get_run_folder(ui, view)
-    paths = [folder / str(path) for path in found] if isinstance(found, list) else []
+    paths = [folder / str(path) for path in names] if isinstance(names, list) else []
     return [path for path in paths if path.parent == folder / "samples"]
 
 
@@ -407,7 +408,7 @@ def render_slider(
     ui: Ui, view: JobView, log: RunLog, left: int | None, right: int | None, prompt: int | None, moving: bool = True
 ) -> str:
     """Render two previews of a prompt on top of each other with a slider, and links to save their clips."""
-    found, saved = [], []
+    sides, saved = [], []
     for step in (left, right):
         event = None if step is None else log.facts.previews.get(int(step))
         paths, clips = (list_pictures(ui, view, event, what) if event else [] for what in ("images", "clips"))
@@ -415,28 +416,28 @@ def render_slider(
         if step is None or number >= len(paths):
             return f'<p class="empty">{ui.say("run.choose_two")}</p>'
         name, clip = format_step(ui, step), clips[number] if number < len(clips) else None
-        shown = clip if moving and clip is not None else paths[number]
-        found.append((name, ui.picture(shown, 1024, moving and clip is not None)))
+        file = clip if moving and clip is not None else paths[number]
+        sides.append((name, ui.picture(file, 1024, moving and clip is not None)))
         if clip is not None:
             link = f'<a class="button" href="{escape(ui.download(clip))}" download>'
             saved.append(f"{link}{ui.say('run.download')}: {escape(name)}</a>")
-    images = "".join(f'<img src="{escape(address)}" alt="{escape(name)}">' for name, address in found)
+    images = "".join(f'<img src="{escape(address)}" alt="{escape(name)}">' for name, address in sides)
     buttons = f'<div class="buttons">{"".join(saved)}</div>' if saved else ""
     return (
         f'<div class="ab">{images}<div class="cut"></div>'
         f'<input type="range" min="0" max="100" value="50" step="0.5" aria-label="{escape(ui.say("run.slide"))}">'
-        f'<div class="names"><span>{escape(found[0][0])}</span><span>{escape(found[1][0])}</span></div></div>{buttons}'
+        f'<div class="names"><span>{escape(sides[0][0])}</span><span>{escape(sides[1][0])}</span></div></div>{buttons}'
     )
 
 
 def render_files(ui: Ui, view: JobView) -> str:
     """Render the LoRA files with their verification, and the list of checkpoints."""
     folder = run_monitor.get_run_folder(ui, view)
-    found = sorted((folder / "export").glob("**/*.safetensors"))
+    files = sorted((folder / "export").glob("**/*.safetensors"))
     reports = run_cards.read_json(folder / "verify.json")
     reports = reports if isinstance(reports, dict) else {}
     parts = []
-    for path in found:
+    for path in files:
         report = reports.get(path.name) if path.parent == folder / "export" else None
         parts.append(render_file(ui, path, path.relative_to(folder / "export"), report))
     if not parts:
@@ -476,14 +477,14 @@ def render_log(ui: Ui, view: JobView) -> str:
 
 def render_warnings(ui: Ui, log: RunLog) -> str:
     """Render the warnings, newest first."""
-    found = [
-        (f"<time>{when}</time>", escape(ui.translate(str(one.get("text", "")))))
-        for one in reversed(log.facts.warnings)
-        for when in [run_cards.format_time(float(one["t"])) if _is_number(one.get("t")) else ""]
+    rows = [
+        (f"<time>{when}</time>", escape(ui.translate(str(warning.get("text", "")))))
+        for warning in reversed(log.facts.warnings)
+        for when in [run_cards.format_time(float(warning["t"])) if _is_number(warning.get("t")) else ""]
     ]
-    if not found:
+    if not rows:
         return f'<p class="empty">{ui.say("run.no_warnings")}</p>'
-    return run_cards.render_table((ui.say("run.when"), ui.say("run.what")), found)
+    return run_cards.render_table((ui.say("run.when"), ui.say("run.what")), rows)
 
 
 def render_config(ui: Ui, view: JobView) -> str:

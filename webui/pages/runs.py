@@ -192,14 +192,18 @@ def render_downloads(ui: Ui, view: JobView) -> str:
         return ""
     try:
         if view.kind == "train":
-            found = sorted((run_monitor.get_run_folder(ui, view) / "export").glob("*.safetensors"))
+            files = sorted((run_monitor.get_run_folder(ui, view) / "export").glob("*.safetensors"))
         else:  # a command that wrote a file
-            found = [ui.path(one) for at, one in zip(view.command, view.command[1:], strict=False) if at == "--output"]
+            files = [
+                ui.path(argument)
+                for at, argument in zip(view.command, view.command[1:], strict=False)
+                if at == "--output"
+            ]
     except UserError:  # it lies outside the allowed folders
         return ""
     made = ""
-    for path in filter(Path.is_file, found):
-        label = ui.say("run.download") if len(found) == 1 else ui.say("runs.download_of", name=path.name)
+    for path in filter(Path.is_file, files):
+        label = ui.say("run.download") if len(files) == 1 else ui.say("runs.download_of", name=path.name)
         title = f' title="{escape(path.name)}"'
         made += f'<a class="button main"{title} href="{escape(ui.download(path))}" download>{escape(label)}</a>'
     return made
@@ -208,16 +212,16 @@ def render_downloads(ui: Ui, view: JobView) -> str:
 def render_failures(ui: Ui, views: list[JobView]) -> str:
     """Render a line of the jobs that failed in the last 24 hours, which a long queue would hide."""
     lately = time.time() - 24 * 3600
-    found = [view for view in views if view.state in ("failed", "lost") and view.ended > lately]
-    if not found:
+    failed = [view for view in views if view.state in ("failed", "lost") and view.ended > lately]
+    if not failed:
         return ""
     names = [
         f'<a href="{escape(ui.link("run", run=str(view.id)))}">{escape(view.name)}</a>'
         if view.kind == "train"
         else escape(view.name)
-        for view in sorted(found, key=lambda view: -view.ended)[:5]
+        for view in sorted(failed, key=lambda view: -view.ended)[:5]
     ]
-    more = f" +{len(found) - 5}" if len(found) > 5 else ""
+    more = f" +{len(failed) - 5}" if len(failed) > 5 else ""
     return f'<p class="failures">{ui.say("runs.failed")} {" · ".join(names)}{more}</p>'
 
 
@@ -235,15 +239,17 @@ def sort_jobs(views: list[JobView]) -> list[JobView]:
 def render_machine(ui: Ui) -> str:
     """Render a line about GPUs, CPU, memory and disk."""
     now = run_monitor.get_monitor(ui.place).machine()
-    found = []
+    figures = []
     for number, gpu in enumerate(now["gpus"]):
-        found.append(
+        figures.append(
             f'<span title="{escape(gpu["name"])}">GPU {number} <meter max="100" value="{gpu["busy"]}"></meter>'
             f"{gpu['busy']} % · {run_cards.format_size(gpu['used'])} / {run_cards.format_size(gpu['total'])} · "
             f"{gpu['degrees']} °C</span>"
         )
-    found.append(f'<span>CPU <meter max="100" value="{now["cpu"]:.0f}"></meter>{now["cpu"]:.0f} %</span>')
+    figures.append(f'<span>CPU <meter max="100" value="{now["cpu"]:.0f}"></meter>{now["cpu"]:.0f} %</span>')
     used, total = now["ram"]
-    found.append(f"<span>{ui.say('runs.memory')} {run_cards.format_size(used)} / {run_cards.format_size(total)}</span>")
-    found.append(f"<span>{ui.say('runs.disk')} {run_cards.format_size(now['free'])}</span>")
-    return f'<div class="machine">{"".join(found)}</div>'
+    figures.append(
+        f"<span>{ui.say('runs.memory')} {run_cards.format_size(used)} / {run_cards.format_size(total)}</span>"
+    )
+    figures.append(f"<span>{ui.say('runs.disk')} {run_cards.format_size(now['free'])}</span>")
+    return f'<div class="machine">{"".join(figures)}</div>'

@@ -38,12 +38,12 @@ def build(ui: Ui) -> None:
     secrets = gr.HTML(padding=False)
     gr.Markdown(f"## {say('place.about')}")
     about = gr.HTML(elem_id="about", padding=False)
-    for one in (roots, models):
-        one.bind_events([roots, models])
+    for folders in (roots, models):
+        folders.bind_events([roots, models])
     live_panel.get_load_event()(
         lambda: [*roots.render(), *models.render(), _render_secrets(ui), _render_about(ui)],
         None,
-        [*roots.shown, *models.shown, secrets, about],
+        [*roots.components, *models.components, secrets, about],
         **QUIET,
     )
 
@@ -78,11 +78,11 @@ class _Folders:
         with gr.Row(visible=False) as row:
             self.removing = gr.Dropdown(label=ui.say("place.removing"), choices=[], scale=4)
             self.remove = gr.Button(ui.say("place.remove"), elem_id=f"{name}-remove", elem_classes="beside")
-        self.shown = [self.list, wrong, self.path, self.removing, row]
+        self.components = [self.list, wrong, self.path, self.removing, row]
 
     def bind_events(self, all_: Sequence["_Folders"]) -> None:
         """Bind the buttons. A change repaints every list, since a folder for models is also an allowed folder."""
-        outputs = [part for one in all_ for part in one.shown]
+        outputs = [part for folders in all_ for part in folders.components]
 
         def change_list(what: str, text: str | None) -> list[Any]:
             error = ""
@@ -93,7 +93,9 @@ class _Folders:
                 error = str(caught)
             mine = self.render(error, done=what == "add" and not error)
             # Input beside the other list stays: it may be the user's next step.
-            others = {one: [one.render_list(), *[gr.skip()] * (len(one.shown) - 1)] for one in all_}
+            others = {
+                folders: [folders.render_list(), *[gr.skip()] * (len(folders.components) - 1)] for folders in all_
+            }
             return [part for parts in (others | {self: mine}).values() for part in parts]
 
         gr.on([self.add.click, self.path.submit], partial(change_list, "add"), self.path, outputs, **QUIET)
@@ -145,7 +147,7 @@ def _mark_missing(ui: Ui, folder: Path) -> str:
 
 
 def _render_list(id: str, rows: list[tuple[Path, str]], empty: str = "") -> str:
-    cells = "".join(f"<tr><td>{sanitize.escape(path)}</td><td>{sanitize.escape(told)}</td></tr>" for path, told in rows)
+    cells = "".join(f"<tr><td>{sanitize.escape(path)}</td><td>{sanitize.escape(note)}</td></tr>" for path, note in rows)
     cells = cells or f'<tr><td class="note">{sanitize.escape(empty)}</td></tr>'
     return f'<table class="facts" id="{id}">{cells}</table>'
 
@@ -153,9 +155,9 @@ def _render_list(id: str, rows: list[tuple[Path, str]], empty: str = "") -> str:
 def _render_secrets(ui: Ui) -> str:
     """List the names of tokens and whether each is set. No value is shown."""
     login = Path(os.environ.get("HF_TOKEN_PATH") or _find_hub_home() / "token").is_file()
-    found = [(name, bool(os.environ.get(name))) for name in TOKENS]
-    found.append((ui.say("place.secrets.login"), login))
-    return _render_table([(name, ui.say("place.present" if there else "place.absent")) for name, there in found])
+    secrets = [(name, bool(os.environ.get(name))) for name in TOKENS]
+    secrets.append((ui.say("place.secrets.login"), login))
+    return _render_table([(name, ui.say("place.present" if there else "place.absent")) for name, there in secrets])
 
 
 def _find_hub_home() -> Path:

@@ -50,13 +50,13 @@ def build(ui: Ui) -> None:
 
     def choose(tool: str) -> list[Any]:
         known = tool if tool in TOOLS else TOOLS[0]
-        shown = [gr.update(visible=known in tools) for tools in rows.values()]
+        visible_rows = [gr.update(visible=known in tools) for tools in rows.values()]
         return [
             say(f"tools.{known}.about"),
             gr.update(visible=known != "merge"),
             gr.update(visible=known in QUEUED),
             "",  # what another tool has answered
-            *shown,
+            *visible_rows,
         ]
 
     given: dict[str, Block]

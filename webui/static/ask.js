@@ -124,10 +124,10 @@ const openStream = async (given) => {
       const events = (rest + piece.value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
-        const told = JSON.parse(event.replace(/^data:/, ""));
-        if (told.msg === "process_completed") handleAnswer(told.output, !told.success);
-        if (told.msg === "process_completed" && !taken.delete(told.event_id)) completed.add(told.event_id);
-        ended = told.msg === "close_stream" && joining + taken.size > 0;
+        const message = JSON.parse(event.replace(/^data:/, ""));
+        if (message.msg === "process_completed") handleAnswer(message.output, !message.success);
+        if (message.msg === "process_completed" && !taken.delete(message.event_id)) completed.add(message.event_id);
+        ended = message.msg === "close_stream" && joining + taken.size > 0;
         if (!ended) out.enqueue(new TextEncoder().encode(`${event}\n\n`));
       }
     }

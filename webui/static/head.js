@@ -37,10 +37,10 @@ const mark = () => {
 const NAMES = ["aria-label", "title", "placeholder"];
 const TEXTS = ".meta-text, .toast-title";
 const CELLS = "[role=gridcell] input[type=checkbox]:not([aria-label])";
-const translate = (one) => {
+const translate = (element) => {
   for (const name of NAMES) {
-    const ours = GRADIO[one.getAttribute(name)];
-    if (ours && !one.closest(".html-container")) one.setAttribute(name, ours);  // that is our own HTML
+    const ours = GRADIO[element.getAttribute(name)];
+    if (ours && !element.closest(".html-container")) element.setAttribute(name, ours);  // that is our own HTML
   }
 };
 const mend = (node) => {
@@ -50,8 +50,8 @@ const mend = (node) => {
   }
   if (node.nodeType !== Node.ELEMENT_NODE) return;
   translate(node);
-  for (const one of node.querySelectorAll(NAMES.map((name) => `[${name}]`).join())) translate(one);
-  for (const one of node.querySelectorAll(TEXTS)) one.childNodes.forEach(mend);
+  for (const element of node.querySelectorAll(NAMES.map((name) => `[${name}]`).join())) translate(element);
+  for (const element of node.querySelectorAll(TEXTS)) element.childNodes.forEach(mend);
   for (const box of node.querySelectorAll(CELLS)) {
     const column = box.closest("[role=gridcell]").getAttribute("aria-colindex");
     box.setAttribute("aria-label", box.closest("[role=grid]").querySelector(`th[aria-colindex="${column}"]`).title);
@@ -136,8 +136,8 @@ document.addEventListener("keydown", (event) => {
 const touched = new Map();
 for (const kind of ["input", "change", "click"])
   document.addEventListener(kind, (event) => {
-    const one = event.target.closest?.(".setting, #new-toml");
-    if (one) touched.set(one.id, Date.now());
+    const field = event.target.closest?.(".setting, #new-toml");
+    if (field) touched.set(field.id, Date.now());
   });
 window.touchedSettings = () => [...touched.keys()];
 window.leftSettings = () => {
