@@ -210,8 +210,8 @@ def inject(
         raise ValueError("inject: this denoiser has adapters already")
     setting = "adapter.targets" if section.targets else "targets"
     names, notes = _match(denoiser, list(section.targets or targets), setting)
-    rank_of, told = ranks(section, names)
-    notes, names = notes + told, list(rank_of)
+    rank_of, rank_notes = ranks(section, names)
+    notes, names = notes + rank_notes, list(rank_of)
     for name in names:
         layer = denoiser.get_submodule(name)
         if isinstance(layer, nn.Conv2d):
@@ -246,14 +246,14 @@ def inject(
         _wrap(denoiser, section, rank_of)
     notes += [str(warning.message) for warning in caught]
 
-    found = modules(denoiser)
-    if list(found) != names:
-        raise RuntimeError(f"peft adapted other layers than asked for: {sorted(set(found) ^ set(names))[:8]}")
+    adapted_layers = modules(denoiser)
+    if list(adapted_layers) != names:
+        raise RuntimeError(f"peft adapted other layers than asked for: {sorted(set(adapted_layers) ^ set(names))[:8]}")
     denoiser.requires_grad_(False)
-    for name, adapted in found.items():
+    for name, adapted in adapted_layers.items():
         _start_(adapted, called(name), section, seed, dtype)
     if section.type == "lokr":
-        notes += _unused_by_lokr(section, [_parts(adapted) for adapted in found.values()])
+        notes += _unused_by_lokr(section, [_parts(adapted) for adapted in adapted_layers.values()])
     num_parameters = sum(parameter.numel() for _, parameter in parameters(denoiser))
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
 
@@ -266,8 +266,8 @@ def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[
     Raises:
         UserError: an entry matches no layer, or no layer is left.
     """
-    found, notes = by_name("adapter.ranks", section.ranks.items(), names)
-    of_all = {name: found.get(name, section.rank) for name in names}
+    given_ranks, notes = by_name("adapter.ranks", section.ranks.items(), names)
+    of_all = {name: given_ranks.get(name, section.rank) for name in names}
     if names and not any(of_all.values()):
         raise UserError(Message("adapter.ranks: leaves no layer to train; give one a rank above 0"))
     return {name: rank for name, rank in of_all.items() if rank}, notes
@@ -333,9 +333,9 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
 
 
 def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
-    found: list[str] = []
+    warnings: list[str] = []
     if not any(map(kinds.has_rank, layers)):
-        found.append(
+        warnings.append(
             Message(
                 "{setting} have no effect: {line}",
                 setting=f"adapter.rank = {section.rank} and adapter.alpha",
@@ -347,21 +347,21 @@ def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> 
             )
         )
     if section.decompose_both and not any("lokr_w1_a" in parts for parts in layers):
-        found.append(
+        warnings.append(
             Message(
                 "{setting} has no effect: {line}",
                 setting="adapter.decompose_both",
                 line=Message("no layer's first matrix is larger than twice the rank"),
             )
         )
-    return found
+    return warnings
 
 
 def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     """Return the layer's parameters by the last part of their names, in the order of `kinds.PARTS`."""
     if isinstance(layer, LoraLayer):
-        found = {f"lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight for half in "AB"}
-        return found | ({"lora_magnitude_vector": layer.magnitude} if hasattr(layer, "magnitude") else {})
+        named_parts = {f"lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight for half in "AB"}
+        return named_parts | ({"lora_magnitude_vector": layer.magnitude} if hasattr(layer, "magnitude") else {})
     names = kinds.PARTS["lokr" if isinstance(layer, lokr.LoKrLayer) else "loha"]
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 

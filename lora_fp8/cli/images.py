@@ -29,7 +29,7 @@ def cache(
 
     deleted = cache_cleanup.prune(folder, prune_unused_days) if prune_unused_days is not None else []
     entries = cache_cleanup.stored(folder)
-    held_bytes, deleted_bytes = (sum(entry.bytes for entry in each) for each in (entries, deleted))
+    held_bytes, deleted_bytes = (sum(entry.bytes for entry in listed) for listed in (entries, deleted))
     content = {
         "folder": str(folder),
         "entries": len(entries),

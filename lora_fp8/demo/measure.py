@@ -27,11 +27,11 @@ def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None
     """Return the (shape, colour, background) that an image shows; None for each that is unclear."""
     pixels = _pixels(image)
     background = _nearest(np.median(_border(pixels), axis=0)[None])[0]
-    found = _nearest(pixels) != background
-    if not 0.04 <= found.mean() <= 0.8:
+    foreground = _nearest(pixels) != background
+    if not 0.04 <= foreground.mean() <= 0.8:
         return None, None, _NAMES[background]
-    behind = np.median(pixels[~found], axis=0)
-    ahead = np.median(pixels[found], axis=0)
+    behind = np.median(pixels[~foreground], axis=0)
+    ahead = np.median(pixels[foreground], axis=0)
     colour = _nearest(ahead[None])[0]
     if colour == background:
         return None, None, _NAMES[background]

@@ -29,7 +29,7 @@ LEAST_CONCEPT, MOST_CONCEPT_BEFORE, LEAST_KEPT = 0.8, 0.05, 0.9
 
 
 @dataclass
-class Shown:
+class DemoResult:
     """The result of the demo.
 
     Attributes:
@@ -75,7 +75,7 @@ class Shown:
         ]
 
 
-def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = None) -> Shown:
+def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = None) -> DemoResult:
     """Train on the bundled dataset and measure the result.
 
     Args:
@@ -126,7 +126,7 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     )
     sheet_path = result.run.path / "contact_sheet.png"
     previews.write_png(sheet, sheet_path)
-    shown = Shown(
+    outcome = DemoResult(
         family=family,
         files=[str(path) for path in result.files],
         sheet=str(sheet_path),
@@ -136,8 +136,8 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
         plain_after=_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
         seconds={"job": round(trained - started, 1), "all": round(time.perf_counter() - started, 1)},
     )
-    atomic_write(result.run.path / "demo.json", (json.dumps(shown.to_json(), indent=1) + "\n").encode())
-    return shown
+    atomic_write(result.run.path / "demo.json", (json.dumps(outcome.to_json(), indent=1) + "\n").encode())
+    return outcome
 
 
 def concept_prompts() -> list[str]:

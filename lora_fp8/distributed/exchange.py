@@ -161,8 +161,8 @@ class Fp8Exchange(Exchange):
                 total_BE = _added(self._parts[:, piece])
                 sums[piece] = encode(total_BE)
                 rest_BE[piece] += total_BE - decode(sums[piece])
-        told = torch.tensor([*map(float, figures.values()), *[0.0] * (8 - len(figures))], dtype=torch.float64)
-        self._mine[-8 * 8 :] = told.view(torch.uint8)
+        sums_8 = torch.tensor([*map(float, figures.values()), *[0.0] * (8 - len(figures))], dtype=torch.float64)
+        self._mine[-8 * 8 :] = sums_8.view(torch.uint8)
         self.processes.gather_(self._all, self._mine)
 
         rows, start = self._all[:, : -8 * 8].view(world, -1, ROW), 0
@@ -172,13 +172,13 @@ class Fp8Exchange(Exchange):
                 into = flat[start : start + len(values)]  # the last one is shorter, without the zeros
                 into.copy_(values[: len(into)])
                 start += len(values)
-        told = self._all[:, -8 * 8 :].contiguous().cpu().view(torch.float64).sum(dim=0)
-        return dict(zip(figures, told.tolist(), strict=False))
+        sums_8 = self._all[:, -8 * 8 :].contiguous().cpu().view(torch.float64).sum(dim=0)
+        return dict(zip(figures, sums_8.tolist(), strict=False))
 
     def collect(self) -> dict[str, Tensor]:
         """Return {"residual.<rank>": float32 (values,)} on the main process."""
         flat = self.residual_BE.view(-1)[: self.gradients.size]
-        return {f"residual.{rank}": each for rank, each in enumerate(self.processes.to_main(flat))}
+        return {f"residual.{rank}": residual for rank, residual in enumerate(self.processes.to_main(flat))}
 
     def load_(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Restore as `Exchange.load_` does; if the number of processes changed, the first one takes all residuals."""

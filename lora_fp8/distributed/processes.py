@@ -88,11 +88,11 @@ class Processes:
             if not self.is_main:
                 torch.distributed.send(mine.contiguous(), 0)
                 return []
-            found, buffer = [mine.to("cpu", copy=True)], torch.empty_like(mine)
+            tensors, buffer = [mine.to("cpu", copy=True)], torch.empty_like(mine)
             for rank in range(1, self.world):
                 torch.distributed.recv(buffer, rank)
-                found.append(buffer.to("cpu", copy=True))
-            return found
+                tensors.append(buffer.to("cpu", copy=True))
+            return tensors
 
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the largest value of each element over all processes, in place."""
@@ -145,14 +145,14 @@ class Processes:
             torch.distributed.destroy_process_group()
 
     def _meet(self, mine: T, problem: Exception | None) -> list[T]:
-        said: list[Any] = [(mine, None)] * self.world
+        results: list[Any] = [(mine, None)] * self.world
         if self.world > 1:
             ending = None if problem is None else (isinstance(problem, Stopped), _words(problem))
             with self.undisturbed(), _others():
-                torch.distributed.all_gather_object(said, (mine, ending))
+                torch.distributed.all_gather_object(results, (mine, ending))
         elif problem is not None:
             self.all_know = True
-        for rank, (_, ending) in enumerate(said):
+        for rank, (_, ending) in enumerate(results):
             if ending is not None:
                 self.all_know = True
                 stopped, text = ending
@@ -164,7 +164,7 @@ class Processes:
                             Message("process {rank} of {world}: {line}", rank=rank, world=self.world, line=text)
                         )
                     )
-        return [what for what, _ in said]
+        return [what for what, _ in results]
 
 
 class Gradients:

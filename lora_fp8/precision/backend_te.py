@@ -161,7 +161,9 @@ class TeAmaxHistory(AmaxHistory):
 
     def __init__(self, denoiser: nn.Module) -> None:
         layers = frozen_layers(denoiser).items()
-        self.layers = {name: one for name, one in layers if isinstance(one, TeLinear) and one.recipe == "delayed"}
+        self.layers = {
+            name: layer for name, layer in layers if isinstance(layer, TeLinear) and layer.recipe == "delayed"
+        }
         open_now: list[AbstractContextManager[None]] = []
 
         def enter(*_: Any) -> None:

@@ -75,8 +75,8 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
         return ""
     what, own = f"quantize.backend = {section.backend!r}", "or use quantize.backend = 'own'"
     if section.backend == "torchao":
-        found = importlib.util.find_spec("torchao") is not None
-        return "" if found else f"{what}: torchao is not installed; pip install 'lora-fp8[torchao]', {own}"
+        is_installed = importlib.util.find_spec("torchao") is not None
+        return "" if is_installed else f"{what}: torchao is not installed; pip install 'lora-fp8[torchao]', {own}"
     if device.type != "cuda":
         return f"{what}: TransformerEngine needs a CUDA GPU, and this job runs on a {device.type}; {own[3:]}"
     if importlib.util.find_spec("transformer_engine") is None:

@@ -64,8 +64,8 @@ def missing_c_compiler() -> str:
 
     Searches as Triton does (triton/runtime/build.py): CC, clang, gcc.
     """
-    found = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
-    return "" if found else "there is no C compiler, which Triton needs beside its package; install gcc or set CC"
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    return "" if compiler else "there is no C compiler, which Triton needs beside its package; install gcc or set CC"
 
 
 def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:

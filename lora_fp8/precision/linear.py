@@ -239,8 +239,8 @@ class FrozenLinear(nn.Linear):
 
 def frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLinear]:
     """Return the frozen layers by their names in the plain model, whether or not adapters wrap them."""
-    found = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear))
-    return {".".join(part for part in name.split(".") if part != "base_layer"): module for name, module in found}
+    layers = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLinear))
+    return {".".join(part for part in name.split(".") if part != "base_layer"): module for name, module in layers}
 
 
 def offload_(denoiser: nn.Module, share: float) -> int:

@@ -227,9 +227,9 @@ def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_
         # torch 2.13's CPU kernel is a plain loop, 400 to 1,400 times slower than this (2026-11-23, one core of a Xeon
         # with AVX-512). Products of e4m3 values are exact in float32, and both add them in float32.
         return (a_MK.to(torch.float32) @ qweight_NK.view(E4M3).to(torch.float32).t()).to(wide)
-    one = torch.ones((), dtype=torch.float32, device=a_MK.device)
+    scale = torch.ones((), dtype=torch.float32, device=a_MK.device)
     weight_KN = qweight_NK.view(E4M3).t()
-    return torch._scaled_mm(a_MK, weight_KN, scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast_accum)
+    return torch._scaled_mm(a_MK, weight_KN, scale_a=scale, scale_b=scale, out_dtype=wide, use_fast_accum=fast_accum)
 
 
 def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -237,12 +237,12 @@ def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Te
     if a_MK.device.type == "cpu":
         a = apply_scale_(a_MK.to(torch.float32), a_scale)
         return (a @ apply_scale_(weight_NK.to(torch.float32), scale).t()).to(dtype)
-    one, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    per_row, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     return F.scaled_mm(
         a_MK,
         weight_NK.t(),
         a_scale.t().contiguous().t(),  # the kernel reads the scales of a column of blocks together
-        one,
+        per_row,
         scale.t(),
         square,
         output_dtype=dtype,

@@ -40,7 +40,7 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
     Raises:
         UserError: an entry matches none of the names.
     """
-    found: dict[str, T] = {}
+    matched: dict[str, T] = {}
     notes: list[str] = []
     for entry, value in entries:
         meant = [name for name in names if name_matches(name, entry)]
@@ -49,14 +49,14 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
             raise UserError(
                 Message("{name} matches no layer that is adapted; {which}", name=f"{setting}: {entry!r}", which=near)
             )
-        if all(name in found for name in meant):
+        if all(name in matched for name in meant):
             notes.append(
                 Message(
                     "{name} adds nothing: the entries before it name all of its layers", name=f"{setting}: {entry!r}"
                 )
             )
-        found |= {name: value for name in meant if name not in found}
-    return found, notes
+        matched |= {name: value for name in meant if name not in matched}
+    return matched, notes
 
 
 def hint(target: str, names: Iterable[str]) -> str:

@@ -109,16 +109,18 @@ class Plan:
         how = Counter(layer.compute for layer in self.quantized)
         if set(how) - {"upcast"}:
             lines.append("  compute: " + ", ".join(f"{count} {compute}" for compute, count in how.items()))
-            for reason, count in Counter(one.compute_reason for one in self.quantized if one.compute_reason).items():
+            for reason, count in Counter(
+                layer.compute_reason for layer in self.quantized if layer.compute_reason
+            ).items():
                 lines.append(f"  upcast: {count} x {reason}")
         return "\n".join(lines)
 
     def table(self) -> str:
         """Return one aligned line per linear layer, and the totals."""
         rows = [
-            (one.name, f"{one.shape[0]}x{one.shape[1]}", " ".join(filter(None, (one.storage, one.scale))) +
-             _by(one.backend), one.compute, "; ".join(filter(None, (one.reason, one.compute_reason))))
-            for one in self.layers
+            (layer.name, f"{layer.shape[0]}x{layer.shape[1]}", " ".join(filter(None, (layer.storage, layer.scale))) +
+             _by(layer.backend), layer.compute, "; ".join(filter(None, (layer.reason, layer.compute_reason))))
+            for layer in self.layers
         ]  # fmt: skip
         rows = [("layer", "shape", "storage", "compute", "reason"), *rows]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -132,7 +134,9 @@ class Plan:
 
     def with_compute(self, compute: str) -> "Plan":
         """Return a copy with another matmul for the layers that are multiplied in FP8."""
-        layers = [replace(one, compute=compute) if one.compute.startswith("fp8") else one for one in self.layers]
+        layers = [
+            replace(layer, compute=compute) if layer.compute.startswith("fp8") else layer for layer in self.layers
+        ]
         return replace(self, layers=tuple(layers))
 
 
@@ -226,7 +230,7 @@ def _choose_form(
     """
     verdicts = [_storage(rules, denoiser, name, linear, names) for name in names]
     # A layer at two places is stored as the more careful of the two verdicts says.
-    form, reason = next((one for one in verdicts if one[0] is None), verdicts[0])
+    form, reason = next((verdict for verdict in verdicts if verdict[0] is None), verdicts[0])
     by_rule = form is not None and reason in ("", "modulation") and form.storage == "fp8"
     if by_rule and rules.file_scale and _keeps_scale(rules.section):
         own = Format("fp8", rules.file_scale)
@@ -360,10 +364,14 @@ def _keeps_scale(section: settings.Quantize) -> bool:
 def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
     """Return a warning if weights that are FP8 in the file are rounded to FP8 a second time."""
     own = Format("fp8", file_scale) if file_scale else None
-    again = [one for one in layers if one.storage == "fp8" and one.form != own and not (own and own.problem(one.shape))]
+    again = [
+        layer
+        for layer in layers
+        if layer.storage == "fp8" and layer.form != own and not (own and own.problem(layer.shape))
+    ]
     if own is None or not again:
         return []
-    scales = ", ".join(sorted({one.scale for one in again}))
+    scales = ", ".join(sorted({layer.scale for layer in again}))
     return [
         Message(
             "the base's file is FP8 with {own} scales, and {count} layers are rounded a second time, to scale "

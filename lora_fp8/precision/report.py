@@ -142,22 +142,22 @@ def layer_errors(
         ValueError: a layer's weight or input has NaN or infinity (names the layer), or the stream lacks layers.
     """
     layers = frozen_layers(denoiser)
-    found = []
+    errors = []
     for name, tensor in tensors:
         layer_name = name.removesuffix(".weight")
         if layer_name == name or layer_name not in layers:
             continue
         layer = layers.pop(layer_name)
-        found.append(_layer_error(layer_name, layer, plain(tensor), inputs.get(layer_name), dtype, bound))
+        errors.append(_layer_error(layer_name, layer, plain(tensor), inputs.get(layer_name), dtype, bound))
     forget_shared()
     if layers:
         raise ValueError(f"the stream of weights lacks {len(layers)} quantized layers (first: {next(iter(layers))})")
-    return sorted(found, key=lambda one: (-one.damage, one.name))
+    return sorted(errors, key=lambda error: (-error.damage, error.name))
 
 
 def ladder(form: Format, shape: tuple[int, int]) -> list[Format | None]:
     """Return the storages to try instead for a layer of this shape (N, K), the cheapest first; None is bf16."""
-    int8 = next(one for one in (Format("int8", scale) for scale in SCALES["int8"]) if not one.problem(shape))
+    int8 = next(form for form in (Format("int8", scale) for scale in SCALES["int8"]) if not form.problem(shape))
     finer = form.storage != "int8" or form.block(shape)[1] > int8.block(shape)[1]
     return [int8, None] if finer else [None]
 
@@ -263,7 +263,7 @@ def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sum
         plain, held = plain_NK[rows].double(), held_NK[rows].double()
         flushed += int(((held == 0) & (plain != 0)).sum())
         off = held.sub_(plain)
-        squares = [each.square_().sum(dim=1) for each in (plain @ x_KM, off @ x_KM)]
+        squares = [product.square_().sum(dim=1) for product in (plain @ x_KM, off @ x_KM)]
         parts.append((plain.square_().sum(dim=1), off.square_().sum(dim=1), *squares))
     weight, weight_off, output, output_off = (torch.cat(part) for part in zip(*parts, strict=True))
     sums = _Sums(weight, weight_off, output, output_off, flushed)
@@ -308,11 +308,11 @@ def _ratio(off: Tensor, size: Tensor) -> float:
 def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
     """Return an aligned line for each of the worst layers, and how many were left out."""
     rows: list[tuple[str, ...]] = [("layer", "storage", "output", "feature", "weight", "fp8 matmul", "to zero", "rows")]
-    for one in errors[:limit]:
-        odd = {"zero": one.zero_rows, "denormal": one.denormal_rows, "extreme": one.extreme_rows}
+    for error in errors[:limit]:
+        odd = {"zero": error.zero_rows, "denormal": error.denormal_rows, "extreme": error.extreme_rows}
         rows.append(
-            (one.name, one.storage, _percent(one.output_error), _percent(one.feature_error),
-             _percent(one.weight_error), _percent(one.multiplied_error), _percent(one.flushed),
+            (error.name, error.storage, _percent(error.output_error), _percent(error.feature_error),
+             _percent(error.weight_error), _percent(error.multiplied_error), _percent(error.flushed),
              ", ".join(f"{count} {kind}" for kind, count in odd.items() if count))
         )  # fmt: skip
     filled = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
@@ -325,23 +325,23 @@ def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
 def totals(errors: Sequence[LayerError]) -> list[str]:
     """Return a line for each storage: number of layers, their damage, their bytes."""
     lines = []
-    for storage in dict.fromkeys(one.storage for one in errors):
-        mine = [one for one in errors if one.storage == storage]
-        damages = sorted(one.damage for one in mine)
+    for storage in dict.fromkeys(error.storage for error in errors):
+        mine = [error for error in errors if error.storage == storage]
+        damages = sorted(error.damage for error in mine)
         lines.append(
-            f"{storage}: {len(mine)} layers, {sum(one.num_bytes for one in mine) / 1e6:.1f} MB, error of the output "
-            f"{_percent(damages[len(damages) // 2])} in the middle, {_percent(damages[-1])} at worst"
+            f"{storage}: {len(mine)} layers, {sum(error.num_bytes for error in mine) / 1e6:.1f} MB, error of the "
+            f"output {_percent(damages[len(damages) // 2])} in the middle, {_percent(damages[-1])} at worst"
         )
     return lines
 
 
 def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, str] = MappingProxyType({})) -> list[str]:
     """Return lines that say what to do about layers above the bound; `override` is the present quantize.override."""
-    over = [one for one in errors if one.better]
+    over = [error for error in errors if error.better]
     if not over:
         return [f"no layer is above quantize.sensitivity_bound = {bound:g}: nothing to do"]
-    more = sum(one.better_bytes - one.num_bytes for one in over)
-    table = {name: storage for one in over for name, storage in one.override.items()}
+    more = sum(error.better_bytes - error.num_bytes for error in over)
+    table = {name: storage for error in over for name, storage in error.override.items()}
     table |= {name: storage for name, storage in override.items() if name not in table}
     return [
         f"{len(over)} of {len(errors)} layers are above quantize.sensitivity_bound = {bound:g}; to hold it takes "

@@ -101,11 +101,11 @@ class Courier:
         known = self._waiting.get(key)
         if known is None or known() is None:
             self._waiting[key] = weakref.ref(waiting)
-            for one in self._buffers:
-                one.key *= one.key != key  # forget the tensor that was at this address before
+            for buffer_of_key in self._buffers:
+                buffer_of_key.key *= buffer_of_key.key != key  # forget the tensor that was at this address before
         self._make_room(waiting.nbytes)
         self._order.note(key)
-        buffer = next((one for one in self._buffers if one.key == key), None)
+        buffer = next((candidate for candidate in self._buffers if candidate.key == key), None)
         if buffer is None:
             self.late += 1
             buffer = self._copy(waiting, spared={key})
@@ -123,12 +123,15 @@ class Courier:
         wanted = self._order.next(AHEAD)
         for key in wanted:
             tensor = self._waiting[key]()
-            if tensor is not None and all(one.key != key for one in self._buffers):
+            if tensor is not None and all(buffer.key != key for buffer in self._buffers):
                 self._copy(tensor, spared={now, *wanted})
 
     def _copy(self, waiting: Tensor, spared: set[int]) -> "_Buffer":
         """Copy into the buffer that was used longest ago and does not hold one of `spared`."""
-        buffer = min((one for one in self._buffers if one.key not in spared), key=lambda one: one.turn)
+        buffer = min(
+            (candidate for candidate in self._buffers if candidate.key not in spared),
+            key=lambda candidate: candidate.turn,
+        )
         buffer.key, buffer.turn = waiting.data_ptr(), self._turn()
         place = buffer.bytes[: waiting.nbytes].view(waiting.dtype).view(waiting.shape)
         if self.copying is None:
@@ -158,7 +161,7 @@ class Courier:
         return event
 
     def _turn(self) -> int:
-        return 1 + max((one.turn for one in self._buffers), default=0)
+        return 1 + max((buffer.turn for buffer in self._buffers), default=0)
 
 
 class Order:
@@ -192,14 +195,14 @@ class Order:
 
     def _longest(self, now: int) -> int:
         """Return the index of the past use with the longest equal history, the latest if there are several."""
-        best, found = 0, -1
+        best, best_place = 0, -1
         for place in range(now - 1, -1, -1):
             length = 0
             while length < min(CONTEXT, place + 1) and self._used[place - length] == self._used[now - length]:
                 length += 1
             if length > best:
-                best, found = length, place
-        return found
+                best, best_place = length, place
+        return best_place
 
 
 class _Buffer:

@@ -35,9 +35,9 @@ class Need:
         return asdict(self) | {"folder": os.path.abspath(self.folder)}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "Need":
+    def from_json(cls, fields: dict[str, Any]) -> "Need":
         """Create a need from what `to_json` returned."""
-        return cls(**told | {"folder": Path(told["folder"])})
+        return cls(**fields | {"folder": Path(fields["folder"])})
 
 
 def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
@@ -50,19 +50,19 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
         disks.setdefault(_device(_nearest(need.folder, os.path.exists)), []).append(need)
     problems: list[str] = []
     warnings: list[str] = []
-    for found in disks.values():
-        place = ", ".join(dict.fromkeys(str(need.folder) for need in found))
-        room = shutil.disk_usage(_nearest(found[0].folder, os.path.exists)).free
+    for on_disk in disks.values():
+        place = ", ".join(dict.fromkeys(str(need.folder) for need in on_disk))
+        room = shutil.disk_usage(_nearest(on_disk[0].folder, os.path.exists)).free
         free = amount(room)
         for size_of in (lambda need: need.sure, lambda need: need.likely):
             sizes: dict[str, int] = {}
-            for need in found:  # processes that fill one cache have a share each
+            for need in on_disk:  # processes that fill one cache have a share each
                 sizes[need.what] = sizes.get(need.what, 0) + size_of(need)
             if sum(sizes.values()) <= room:
                 continue
             parts = "; ".join(f"{amount(size)} of {what}" for what, size in sizes.items() if size)
             total = amount(sum(sizes.values()))
-            if sum(need.sure for need in found) <= room:
+            if sum(need.sure for need in on_disk) <= room:
                 warnings.append(
                     Message(
                         "{key}: the disk may become full: this job writes up to {total} ({lines}), and {free} are free",

@@ -108,10 +108,10 @@ class Run:
             Unreadable: this user may not read it.
         """
         try:
-            found = (path / "config.toml").is_file()
+            exists = (path / "config.toml").is_file()
         except OSError as error:  # access is denied; for a missing file, is_file returns False
             raise Unreadable(path, error.strerror) from None
-        if not found:
+        if not exists:
             raise UserError(
                 Message(
                     "{path}: not a run folder (it has no config.toml); runs are made by `{command}`",
@@ -241,11 +241,12 @@ class Run:
             text = read_bytes(self.events_file).decode(errors="replace")
         except FileNotFoundError:
             return []
-        found = []
+        entries = []
         for line in text.split("\n")[:-1]:  # not splitlines: a caption may contain a Unicode line separator
             with contextlib.suppress(ValueError):  # a partial line that a later start has terminated
-                found.append(restore(parse_json(line)))
-        return [one for one in found if isinstance(one, dict) and "event" in one]  # it may be another program's log
+                entries.append(restore(parse_json(line)))
+        # It may be another program's log.
+        return [entry for entry in entries if isinstance(entry, dict) and "event" in entry]
 
     # -- internals
 

@@ -177,8 +177,8 @@ def split_bundle(bundle: Path) -> tuple[list[str], list[str]]:
     """Return the names of our files in the folder of a checkpoint, manifest first, and those of all others."""
     ours: list[str] = []
     others: list[str] = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(bundle) as found:
-        for entry in found:
+    with contextlib.suppress(FileNotFoundError), os.scandir(bundle) as entries:
+        for entry in entries:
             mine = is_ours(f"checkpoints/{bundle.name}/{entry.name}") and entry.is_file(follow_symlinks=False)
             (ours if mine else others).append(entry.name)
     return sorted(ours, key=lambda name: (name != "manifest.json", name)), sorted(others)
@@ -301,8 +301,8 @@ def _is_of_an_earlier_version(folder: Path) -> bool:
 def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
     """Yield what a run folder contains, including what is in our folders inside it; links are not followed."""
     try:
-        with os.scandir(folder / inside) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder / inside) as unsorted:
+            entries = sorted(unsorted, key=lambda entry: entry.name)
     except FileNotFoundError:  # a trainer has renamed or deleted it meanwhile
         return
     for entry in entries:

@@ -85,14 +85,14 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
         raise UserError(Message("--rank is of --average delta: the average of the factors has the rank that they have"))
     made = {}
     for module, pair in first.pairs.items():
-        found = [lora.pairs[module] for lora in loras]
-        kinds = {(one.a.shape, one.b.shape, one.scale) for one in found}
+        same_layer = [lora.pairs[module] for lora in loras]
+        kinds = {(pair_of.a.shape, pair_of.b.shape, pair_of.scale) for pair_of in same_layer}
         if len(kinds) > 1:
             raise UserError(
                 Message("{name} is not of one rank and strength in all files; use --average delta", name=module)
             )
-        a = _sum([one.a for one in found], shares)
-        made[module] = Pair(a, _sum([one.b for one in found], shares), pair.scale)
+        a = _sum([pair_of.a for pair_of in same_layer], shares)
+        made[module] = Pair(a, _sum([pair_of.b for pair_of in same_layer], shares), pair.scale)
     return replace(first, pairs=made, metadata=merge.in_common(loras)), None
 
 
@@ -120,8 +120,8 @@ def files(
     held = pairs.dtype_of(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
     shares = weights([len(loras) - 1 - i for i in range(len(loras))], half_life)
     made, report = mean(loras, shares, what, rank)
-    told = f"average of {what}, half-life {half_life:g}: {', '.join(path.name for path in sources)}"
-    pairs.write(made, output, held, {**pairs.named(output), "lora_fp8_tool": told})
+    origin = f"average of {what}, half-life {half_life:g}: {', '.join(path.name for path in sources)}"
+    pairs.write(made, output, held, {**pairs.named(output), "lora_fp8_tool": origin})
     return shares, report
 
 
@@ -145,10 +145,10 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     ownership.require_ours(opened.path)
     job = config.load(opened.config_file, [])
     matches = [(checkpoint.NAME.match(path.name), path) for path in opened.checkpoints.glob("step-*")]
-    found = sorted((int(match[1]), path) for match, path in matches if match)
-    found = found[-last:] if last else found
-    if last < 0 or len(found) < 2:
-        kept = f"{len(found)} checkpoint(s) to average, two are needed"
+    bundles = sorted((int(match[1]), path) for match, path in matches if match)
+    bundles = bundles[-last:] if last else bundles
+    if last < 0 or len(bundles) < 2:
+        kept = f"{len(bundles)} checkpoint(s) to average, two are needed"
         raise UserError(
             Message(
                 "{folder}: {line}; checkpoint.keep says how many a run keeps, --last how many are taken",
@@ -156,13 +156,13 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
                 line=kept,
             )
         )
-    held = [checkpoint.read(path) for _, path in found]
+    held = [checkpoint.read(path) for _, path in bundles]
     newest = held[-1].step
-    shares = weights([newest - one.step for one in held], half_life)
+    shares = weights([newest - bundle.step for bundle in held], half_life)
     if job.adapter.type == "lora":
         state = _of_pairs(held, shares, what, job.adapter.alpha / job.adapter.rank)
     elif what == "factors":
-        state = {name: _sum([one.adapter[name] for one in held], shares) for name in held[-1].adapter}
+        state = {name: _sum([bundle.adapter[name] for bundle in held], shares) for name in held[-1].adapter}
     else:
         raise UserError(
             f"--average {what}: the mean of what {kinds.TITLES[job.adapter.type]}s do is none; use --average factors"
@@ -172,7 +172,7 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
         report = verify.check_file(path, family_name=job.model.family)
         if not report.ok:
             raise RunFailure(f"{path}: {'; '.join(report.failed())}")
-    return {one.step: share for one, share in zip(held, shares, strict=True)}, written
+    return {bundle.step: share for bundle, share in zip(held, shares, strict=True)}, written
 
 
 def _of_pairs(
@@ -181,9 +181,9 @@ def _of_pairs(
     """Return the mean of a LoRA's checkpoints, in internal naming at the strength `scale`."""
     halves = pairs.HALVES[0]
     loras = []
-    for one in held:
-        names = layouts.modules(one.adapter)
-        made = {name: Pair(one.adapter[name + halves[0]], one.adapter[name + halves[1]], scale) for name in names}
+    for bundle in held:
+        names = layouts.modules(bundle.adapter)
+        made = {name: Pair(bundle.adapter[name + halves[0]], bundle.adapter[name + halves[1]], scale) for name in names}
         loras.append(Lora(made, halves, False, torch.float32))
     average, _ = mean(loras, shares, what, 0)
     state = {}

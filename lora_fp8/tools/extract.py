@@ -56,14 +56,14 @@ class Report:
     def lines(self) -> list[str]:
         """Return a line per layer, the worst first, then what was left out, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
-        told = [f"{row.kept:8.4%}  rank {row.rank}  {row.module}" for row in rows]
+        lines = [f"{row.kept:8.4%}  rank {row.rank}  {row.module}" for row in rows]
         if self.left_out:
             names = first_few(self.left_out)
-            told.append(
+            lines.append(
                 Message("not in the file, {share} of the difference: {names}", share=f"{self.outside:.2%}", names=names)
             )
         kept = sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
-        return [*told, f"{len(self.rows)} layers, {kept:.4%} of their difference's energy"]
+        return [*lines, f"{len(self.rows)} layers, {kept:.4%} of their difference's energy"]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
@@ -243,11 +243,11 @@ def _factorize(module: str, difference: Tensor, size: float, rank: int, energy: 
         size: energy of the difference.
         rank, energy: as in `Options`.
     """
-    found = spectrum(difference, rank)
-    number = found.rank_for(energy, size) if energy else len(found.values)
+    factors = spectrum(difference, rank)
+    number = factors.rank_for(energy, size) if energy else len(factors.values)
     number = min(number, rank or number)
-    kept = float(found.values[:number].square().sum()) / size
-    return found.pair(number), Row(module, min(difference.flatten(1).shape), number, kept, size)
+    kept = float(factors.values[:number].square().sum()) / size
+    return factors.pair(number), Row(module, min(difference.flatten(1).shape), number, kept, size)
 
 
 def both(
@@ -268,17 +268,17 @@ def both(
             if other is None:
                 waiting[side][name] = tensor
                 continue
-            one, two = (other, tensor) if side else (tensor, other)
-            if one.shape != two.shape:
+            left, two = (other, tensor) if side else (tensor, other)
+            if left.shape != two.shape:
                 raise UserError(
                     Message(
                         "{name} is {shape} in one model and {other} in the other",
                         name=name,
-                        shape=sides(one.shape),
+                        shape=sides(left.shape),
                         other=sides(two.shape),
                     )
                 )
-            yield name, one, two
+            yield name, left, two
     if alone := sorted({**waiting[0], **waiting[1]}):
         raise UserError(
             Message("{names}: only one of the two models has it; they are of two architectures", names=first_few(alone))
@@ -299,7 +299,7 @@ def spectrum(difference: Tensor, rank: int) -> Spectrum:
 
 
 def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family: Any, layout: str, tool: str) -> None:
-    halves = next(found for found in pairs.HALVES if any(name.endswith(found) for name in tensors))
+    halves = next(pair for pair in pairs.HALVES if any(name.endswith(pair) for name in tensors))
     made = {}
     for name, a in tensors.items():
         if name.endswith(halves[0]):

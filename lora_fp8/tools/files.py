@@ -58,7 +58,7 @@ class About:
         """Return the description as lines for the terminal."""
         counted: list[tuple[str, Mapping[Any, int]]]
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
-        told = [", ".join(f"{value} ({count})" for value, count in found.items()) for _, found in counted]
+        counts_as_text = [", ".join(f"{value} ({count})" for value, count in counts.items()) for _, counts in counted]
         answers: dict[object, str] = {True: "right", False: "WRONG: not of these bytes", None: "absent"}
         right = answers[self.hashes["header"]]
         norms = list(self.norms.items())
@@ -66,7 +66,7 @@ class About:
             f"{self.file}: {self.bytes / 2**20:.1f} MiB, {kinds.TITLES[self.kind]} of {len(norms)} layers, "
             f"{self.layout or 'no known'} layout",
             f"family: {' or '.join(self.families) or 'none that is known'}",
-            *(f"{name}: {text}" for (name, _), text in zip(counted, told, strict=True)),
+            *(f"{name}: {text}" for (name, _), text in zip(counted, counts_as_text, strict=True)),
             *(f"norm {norm:.4g}: {name}" for name, norm in (norms if len(norms) <= 6 else [*norms[:3], *norms[-3:]])),
             f"sha256 {self.hashes['sha256']}, AutoV3 {self.hashes['autov3']}; the header's hash is {right}",
             *(_on_a_line(f"{key} = {value[:200]}") for key, value in sorted(self.metadata.items())),
@@ -86,11 +86,11 @@ def inspect(path: Path) -> About:
     """
     kind, layers = _layers(path)
     tensors, metadata = export.read_adapter(path, sound=False)
-    told = verify.family_told(metadata)
-    found = [told] if told else fitting(tensors)
+    named_family = verify.read_family_name(metadata)
+    fitting_families = [named_family] if named_family else fitting(tensors)
     layout = ""
-    if found:
-        layout = layouts.detect_layout(tensors, families.get(found[0]))
+    if fitting_families:
+        layout = layouts.detect_layout(tensors, families.get(fitting_families[0]))
     alphas = {name.removesuffix(".alpha"): float(value) for name, value in tensors.items() if name.endswith(".alpha")}
     norms = {
         module: _norm(parts)
@@ -106,7 +106,7 @@ def inspect(path: Path) -> About:
         bytes=path.stat().st_size,
         kind=kind,
         layout=layout,
-        families=found,
+        families=fitting_families,
         ranks=dict(Counter(kinds.rank_of(parts) for parts in layers.values()).most_common()),
         alphas=dict(Counter(alphas.get(module) for module in layers).most_common()),
         dtypes=dict(Counter(pairs.short(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()),
@@ -124,16 +124,16 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
         return "lora", {module: dict(zip(kinds.PARTS["lora"], pair, strict=True)) for module, pair in named.items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
     layers = kinds.grouped({layouts.in_our_words(name): tensor for name, tensor in weights.items()})
-    found = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
-    if len(found) > 1:
+    found_kinds = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
+    if len(found_kinds) > 1:
         raise UserError(
             Message(
                 "{path}: holds {kinds} in one file",
                 path=path,
-                kinds=" and ".join(kinds.TITLES[kind] for kind in found),
+                kinds=" and ".join(kinds.TITLES[kind] for kind in found_kinds),
             )
         )
-    return found[0], layers
+    return found_kinds[0], layers
 
 
 def is_other(tensors: Mapping[str, Tensor]) -> bool:
@@ -154,7 +154,7 @@ def _norm(parts: Mapping[str, Tensor]) -> float:
 
 def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the families whose released denoiser has all of a file's layers in these shapes."""
-    found = []
+    names = []
     for name in families.available():
         Family = families.get(name)
         try:
@@ -168,8 +168,8 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
             for module, parts in kinds.grouped(state).items()
         )
         if all(fits):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def convert(path: Path, output: Path, layout: str, *, family: str = "", base: str = "", dtype: str = "") -> int:
@@ -193,7 +193,7 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
     tensors, metadata = export.read_adapter(path)
     other = is_other(tensors)
     held = _common_dtype(tensors) if other else pairs.read(path).dtype
-    name = family or verify.family_told(metadata) or _only(fitting(tensors), path)
+    name = family or verify.read_family_name(metadata) or _only(fitting(tensors), path)
     Family = families.get(name)
     sizes = Family.reference_config
     if base:
@@ -205,14 +205,14 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
         _write_other(made, output, pairs.dtype_of(dtype, held), metadata, about)
         return len(layouts.modules(state))
     halves = pairs.HALVES[layout == "kohya"]
-    found = {}
+    converted = {}
     for key in [key for key in made if key.endswith(halves[0])]:
         module = key.removesuffix(halves[0])
         a, b = (made[module + half] for half in halves)
-        found[module] = Pair(a, b, float(made[f"{module}.alpha"]) / a.shape[0] if layout == "kohya" else 1.0)
-    written = Lora(found, halves, layout == "kohya", held, metadata)
+        converted[module] = Pair(a, b, float(made[f"{module}.alpha"]) / a.shape[0] if layout == "kohya" else 1.0)
+    written = Lora(converted, halves, layout == "kohya", held, metadata)
     pairs.write(written, output, pairs.dtype_of(dtype, held), about)
-    return len(found)
+    return len(converted)
 
 
 def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
@@ -239,10 +239,10 @@ def _write_other(
         raise cannot_write(path, error) from None
 
 
-def _only(found: list[str], path: Path) -> str:
-    if len(found) != 1:
-        known = " or ".join(found) if found else "none of ours"
-        accepted = " | ".join(found or families.available())
+def _only(names: list[str], path: Path) -> str:
+    if len(names) != 1:
+        known = " or ".join(names) if names else "none of ours"
+        accepted = " | ".join(names or families.available())
         raise UserError(
             Message(
                 "{path}: by its names and shapes the architecture is {kind}; name it with --family ({names})",
@@ -251,4 +251,4 @@ def _only(found: list[str], path: Path) -> str:
                 names=accepted,
             )
         )
-    return found[0]
+    return names[0]

@@ -92,8 +92,8 @@ def hosts() -> dict[str, dict[str, Any]]:
 
 def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
     """Return a host's names for a family, one of which is right; [] if unknown, None if it is not offered."""
-    found = host.get("base_models", {}).get(family, [])
-    return None if found == "not offered" else found
+    names = host.get("base_models", {}).get(family, [])
+    return None if names == "not offered" else names
 
 
 # -- collecting the facts
@@ -129,7 +129,9 @@ def from_run(
                 have=have,
             )
         )
-    known = [one for one in run.events() if one["event"] == "preview" and {"step", "images", "prompts"} <= one.keys()]
+    known = [
+        event for event in run.events() if event["event"] == "preview" and {"step", "images", "prompts"} <= event.keys()
+    ]
     drawn = [event for event in known if event["step"] == (step or event["step"])]
     section = job.preview
     guidance = None if section.guidance == "auto" else float(section.guidance)
@@ -150,8 +152,8 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
     """
     header = safetensors_file.read_header(file).metadata
     known = {families.get(name).kohya_base_version: name for name in families.available()}
-    told = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
-    family = given.get("family") or told
+    named_family = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
+    family = given.get("family") or named_family
     if family not in families.available():
         accepted = " | ".join(families.available())
         raise UserError(
@@ -290,8 +292,8 @@ def _copy(source: Path, target: Path, *, whole: bool) -> None:
     """
     header = safetensors_file.read_header(source)
     kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
-    if told := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
-        kept[adapter_header.KEY] = told if whole else adapter_header.published(told)
+    if adapter_config := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
+        kept[adapter_header.KEY] = adapter_config if whole else adapter_header.published(adapter_config)
     head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     with open(source, "rb") as read, write_synced(target) as write:
@@ -380,34 +382,34 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str
 def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -> list[str]:
     """List how a file exceeds a host's limits or misses its base models, and what is unknown, one line each."""
     english = language == "en"
-    found = []
+    problems = []
     if file.suffix not in host["extensions"]:
-        found.append(f"{file.suffix} is not taken" if english else f"不接受 {file.suffix}")
+        problems.append(f"{file.suffix} is not taken" if english else f"不接受 {file.suffix}")
     size, limit = file.stat().st_size / 2**20, host.get("max_mb", 0)
     if limit and size > limit:
-        told = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
-        found.append(told if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
+        text = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
+        problems.append(text if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
     header, limit = safetensors_file.read_header(file).data_begin / 2**20, host["max_header_mb"]
     if limit and header > limit:
-        told = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
-        found.append(told if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")
+        text = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
+        problems.append(text if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")
     beside = len(list(file.parent.glob("*.safetensors")))
     if host["root_safetensors"] and beside > host["root_safetensors"]:
-        told = f"{beside} .safetensors files beside each other; it takes one"
-        found.append(told if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
+        text = f"{beside} .safetensors files beside each other; it takes one"
+        problems.append(text if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
     known = base_models(host, facts.family)
     if host.get("base_is_hub_id") and facts.base_model:
         known = [facts.base_model]
     title = families.get(facts.family).title
     if known is None:
-        found.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
+        problems.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
     elif not known:
-        told = f"its name for {title} is not known here: choose it on its page"
-        found.append(told if english else f"该平台对 {title} 的写法未知：请在页面上选择")
+        text = f"its name for {title} is not known here: choose it on its page"
+        problems.append(text if english else f"该平台对 {title} 的写法未知：请在页面上选择")
     elif len(known) > 1:
-        told = f"base model: choose the one that you trained on: {' | '.join(known)}"
-        found.append(told if english else f"底模请按训练所用选择其一：{' | '.join(known)}")
-    return found
+        text = f"base model: choose the one that you trained on: {' | '.join(known)}"
+        problems.append(text if english else f"底模请按训练所用选择其一：{' | '.join(known)}")
+    return problems
 
 
 def page(facts: Facts, file: Path, language: str) -> str:

@@ -68,15 +68,15 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
         for module, pair in lora.pairs.items():
             parts.setdefault(module, []).append((pair, weight))
     merged = {}
-    for module, found in parts.items():
-        shapes = {pair.shape for pair, _ in found}
+    for module, weighted_pairs in parts.items():
+        shapes = {pair.shape for pair, _ in weighted_pairs}
         if len(shapes) > 1:
-            told = " and ".join(sides(shape) for shape in sorted(shapes))
+            both_shapes = " and ".join(sides(shape) for shape in sorted(shapes))
             raise UserError(
-                Message("{name} is {told}: these LoRAs are not of one architecture", name=module, told=told)
+                Message("{name} is {told}: these LoRAs are not of one architecture", name=module, told=both_shapes)
             )
-        a = torch.cat([pair.a.float() for pair, _ in found])
-        b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in found], 1)
+        a = torch.cat([pair.a.float() for pair, _ in weighted_pairs])
+        b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in weighted_pairs], 1)
         merged[module] = Pair(a, b)
     return merged
 
@@ -104,14 +104,14 @@ def merge(
     of_one_naming([path for path, _ in sources], loras)
     widest = max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits)
     held = pairs.dtype_of(dtype, widest)
-    found = concatenate(loras, [weight for _, weight in sources])
+    merged_pairs = concatenate(loras, [weight for _, weight in sources])
     report = None
     if rank or energy:
         pairs.check_size(rank, energy)
-        found, report = resize.shrink(found, rank, energy, uniform=False)
-    told = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
-    about = {**pairs.named(output), "modelspec.merged_from": told, "lora_fp8_tool": f"merge of {told}"}
-    whole = replace(loras[0], pairs=found, metadata=in_common(loras))
+        merged_pairs, report = resize.shrink(merged_pairs, rank, energy, uniform=False)
+    origin = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
+    about = {**pairs.named(output), "modelspec.merged_from": origin, "lora_fp8_tool": f"merge of {origin}"}
+    whole = replace(loras[0], pairs=merged_pairs, metadata=in_common(loras))
     pairs.write(whole, output, held, about)
     return report
 
@@ -205,14 +205,14 @@ def into(
         _refuse_quantized(path)
 
     changes: dict[Path, dict[str, list[tuple[_Place, list[_Change]]]]] = {path: {} for path in files}
-    for name, found in deltas.items():
+    for name, layer_changes in deltas.items():
         place = places[name]
-        changes[place.file].setdefault(place.key, []).append((place, found))
-    told = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
+        changes[place.file].setdefault(place.key, []).append((place, layer_changes))
+    origin = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
     targets = _prepare_targets(family, parts, files, output)
     try:
         for source, target in targets.items():
-            _rewrite(source, target, changes[source], {"modelspec.merged_from": told})
+            _rewrite(source, target, changes[source], {"modelspec.merged_from": origin})
     except BaseException:
         if not family.checkpoint:  # a folder with only some of its shards would look like a model
             shutil.rmtree(output, ignore_errors=True)
@@ -296,9 +296,11 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
         raise UserError(
             Message("{path} has no layer {names}: the LoRA is for another model", path=base, names=first_few(lost))
         )
-    for name, found in deltas.items():
+    for name, layer_changes in deltas.items():
         rows, *columns = places[name].shape
-        if wrong := next((one.shape for one in found if one.shape != (rows, math.prod(columns))), None):
+        if wrong := next(
+            (change.shape for change in layer_changes if change.shape != (rows, math.prod(columns))), None
+        ):
             raise UserError(
                 Message(
                     "{name} is {rows} x {columns} in {base} and {other_rows} x {other_columns} in the LoRA: it "
@@ -323,8 +325,8 @@ def _places(family: Any) -> dict[str, _Place]:
             for name, (key, rows) in made.items()
             if name in shapes
         }
-    found = _files.weight_files(family.folder / family.denoiser_name, "diffusion_pytorch_model")
-    return {name: _Place(path, name, shape) for path in found for name, shape in _files.read_header(path).items()}
+    paths = _files.weight_files(family.folder / family.denoiser_name, "diffusion_pytorch_model")
+    return {name: _Place(path, name, shape) for path in paths for name, shape in _files.read_header(path).items()}
 
 
 OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"}
@@ -337,14 +339,14 @@ def _text_places(family: Any) -> dict[str, _Place]:
     Raises:
         UserError: a single file does not contain its text encoders.
     """
-    found: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     header = _files.read_header(family.checkpoint) if family.checkpoint else {}
     for encoder in family.trained_text:
         prefix = family.checkpoint_text.get(encoder, "")
         if not family.checkpoint:
             for path in _files.weight_files(family.folder / encoder, "model"):
                 for name, shape in _files.read_header(path).items():
-                    found[layer_names.text_layer(encoder, name)] = _Place(path, name, shape)
+                    places[layer_names.text_layer(encoder, name)] = _Place(path, name, shape)
             continue
         own = {key.removeprefix(prefix): shape for key, shape in header.items() if prefix and key.startswith(prefix)}
         if not own:
@@ -357,8 +359,8 @@ def _text_places(family: Any) -> dict[str, _Place]:
             )
         for key, shape in own.items():
             for layer, place in _text_layers_in(key, prefix, shape, family.checkpoint):
-                found[layer_names.text_layer(encoder, f"{layer}.weight")] = place
-    return found
+                places[layer_names.text_layer(encoder, f"{layer}.weight")] = place
+    return places
 
 
 def _text_layers_in(key: str, prefix: str, shape: tuple[int, ...], file: Path) -> Iterator[tuple[str, _Place]]:
@@ -439,8 +441,8 @@ def _rewrite(
                     continue
                 data = bytearray(read.read(end - begin))
                 held = torch.frombuffer(data, dtype=PLAIN[entry["dtype"]]).reshape(entry["shape"])
-                for place, found in changes[name]:
-                    _add_(held, place, found)
+                for place, weight_changes in changes[name]:
+                    _add_(held, place, weight_changes)
                 write.write(data)
         os.replace(temporary, target)
     except OSError as error:
@@ -455,7 +457,7 @@ def _copy(read: Any, write: Any, size: int) -> None:
         write.write(read.read(min(1 << 24, size - begin)))
 
 
-def _add_(held: Tensor, place: _Place, found: Sequence[_Change]) -> None:
+def _add_(held: Tensor, place: _Place, weight_changes: Sequence[_Change]) -> None:
     """Add the deltas to a tensor as the file stores it, in float32; a fused tensor gets them in the right rows."""
     wide = torch.promote_types(held.dtype, torch.float32)
     rows: Any = slice(None)
@@ -464,6 +466,6 @@ def _add_(held: Tensor, place: _Place, found: Sequence[_Change]) -> None:
         numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
         rows = place.rows(numbers).flatten()
     weight = held[rows].to(wide)
-    total = sum(one.delta(weight) for one in found)
+    total = sum(change.delta(weight) for change in weight_changes)
     assert isinstance(total, Tensor)
     held[rows] = (weight + total).to(held.dtype)

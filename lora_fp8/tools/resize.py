@@ -42,22 +42,22 @@ class Report:
     def lines(self) -> list[str]:
         """Return a line per layer, the worst first, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
-        told = [f"{row.kept:8.4%}  rank {row.before} -> {row.rank}  {row.module}" for row in rows]
-        told += [f"left out, its delta is zero: {module}" for module in self.dropped]
+        lines = [f"{row.kept:8.4%}  rank {row.before} -> {row.rank}  {row.module}" for row in rows]
+        lines += [f"left out, its delta is zero: {module}" for module in self.dropped]
         ranks = sorted({row.rank for row in self.rows})
         span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-        return [*told, f"{len(self.rows)} layers at rank {span} keep {self.kept:.4%} of the energy"]
+        return [*lines, f"{len(self.rows)} layers at rank {span} keep {self.kept:.4%} of the energy"]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
         return {"kept": self.kept, "layers": [vars(row) for row in self.rows], "dropped": self.dropped}
 
 
-def shrink(found: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -> tuple[dict[str, Pair], Report]:
+def shrink(layers: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -> tuple[dict[str, Pair], Report]:
     """Return the best pairs of a smaller rank, and a report.
 
     Args:
-        found: pairs by layer.
+        layers: pairs by layer.
         rank: maximum rank of a layer; 0: no limit. A layer of lower rank keeps it.
         energy: each layer gets the smallest rank that keeps this share of its energy; 0: only `rank` decides.
         uniform: give all layers the largest rank that one of them needs.
@@ -65,7 +65,7 @@ def shrink(found: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -
     Raises:
         UserError: all deltas are zero.
     """
-    spectra = {module: pairs.spectrum(pair) for module, pair in found.items()}
+    spectra = {module: pairs.spectrum(pair) for module, pair in layers.items()}
     dropped = sorted(module for module, spectrum in spectra.items() if spectrum.energy == 0)
     ranks = {}
     for module, spectrum in spectra.items():
@@ -78,7 +78,7 @@ def shrink(found: Mapping[str, Pair], rank: int, energy: float, uniform: bool) -
         ranks = {module: min(max(ranks.values()), len(spectra[module].values)) for module in ranks}
     made = {module: spectra[module].pair(wanted) for module, wanted in ranks.items()}
     rows = [
-        Row(module, found[module].rank, wanted, spectra[module].kept(wanted), spectra[module].energy)
+        Row(module, layers[module].rank, wanted, spectra[module].kept(wanted), spectra[module].energy)
         for module, wanted in ranks.items()
     ]
     return made, Report(rows, dropped)

@@ -287,7 +287,7 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
         for key, value in now["pinned"].items()
         if was[key] != value
     ]
-    told: list[str] = [
+    warnings: list[str] = [
         Message(
             "changed since the checkpoint, applies from now on: {what_changed}",
             what_changed=f"{key}: {was[key]} -> {value}",
@@ -296,16 +296,16 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
         if was[key] != value
     ]
     if before.get("base") != now["base"]:
-        told.append(Message("the base model's files are not those that the checkpoint was trained on"))
+        warnings.append(Message("the base model's files are not those that the checkpoint was trained on"))
     if before["data"] != now["data"]:
-        told.append(
+        warnings.append(
             Message(
                 "the pictures, captions or buckets changed since the checkpoint, and the order of samples with "
                 "them; from here on the run's bytes are no longer those of an uninterrupted run"
             )
         )
-        told += describe_changes(before.get("files") or {}, now["files"])
-    return refused, told
+        warnings += describe_changes(before.get("files") or {}, now["files"])
+    return refused, warnings
 
 
 def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
@@ -326,12 +326,12 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     }
     # Names start with the number of their folder, which matters only if there are several.
     several = {name.partition("/")[0] for name in (*before, *now)} != {"0"}
-    shown = {
+    names_of = {
         kind: ", ".join(name if several else name.partition("/")[2] for name in sorted(names)[:5])
         + (", ..." if len(names) > 5 else "")
         for kind, names in kinds.items()
     }
-    return [f"{kind} ({len(names)}): {shown[kind]}" for kind, names in kinds.items() if names]
+    return [f"{kind} ({len(names)}): {names_of[kind]}" for kind, names in kinds.items() if names]
 
 
 def _default(key: str) -> Any:
@@ -343,8 +343,8 @@ def _default(key: str) -> Any:
 
 def _candidates(folder: Path) -> list[Path]:
     places = (path for path in folder.glob("step-*") if not path.is_symlink() and not _is_a_remnant(path))
-    found = [(int(match[1]), path) for path in places if (match := NAME.match(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    numbered = [(int(match[1]), path) for path in places if (match := NAME.match(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def _is_a_remnant(path: Path) -> bool:
@@ -415,7 +415,7 @@ def _read(path: Path) -> Checkpoint:
         )
     wrong = [key for key, kind in KINDS.items() if type(state.get(key)) is not kind]
     wrong += [key for key, kind in MAY_BE.items() if type(state.get(key, kind())) is not kind]
-    wrong += [] if wrong or all(isinstance(one, str) for one in state.get("files", {}).values()) else ["files"]
+    wrong += [] if wrong or all(isinstance(digest, str) for digest in state.get("files", {}).values()) else ["files"]
     if wrong or state["step"] < 0 or not all(isinstance(line, str) for line in state.get("moved", [])):
         what = ", ".join(wrong) or "step or moved"
         raise RunFailure(

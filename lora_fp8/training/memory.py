@@ -54,13 +54,13 @@ def problem(section: settings.Memory, device: torch.device) -> str:
     if section.compile == "off":
         return ""
     if device.type == "cuda":
-        needed, found = "triton", importlib.util.find_spec("triton") is not None
-        if found and (text := precision.missing_c_compiler()):
+        needed, is_there = "triton", importlib.util.find_spec("triton") is not None
+        if is_there and (text := precision.missing_c_compiler()):
             return f"memory.compile = 'blocks': {text}, or use 'off'"
     else:
         needed = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-        found = shutil.which(needed) is not None
-    if found:
+        is_there = shutil.which(needed) is not None
+    if is_there:
         return ""
     return Message(
         "memory.compile = 'blocks': there is no {name}, which torch.compile needs; install it, or use 'off'",

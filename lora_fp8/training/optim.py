@@ -248,15 +248,15 @@ class AdapterOptimizer:
         self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
         factors, _ = lr_factors(section, [name for name in self.params if name not in of_text])
         groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-        for name, one in self._stepped.items():
+        for name, stepped in self._stepped.items():
             ratio = self.text_ratio if name in of_text else factors.get(name, 1.0)
             # LoRA+ (Hayou et al. 2024): the matrix that starts at zero learns faster.
             ratio *= section.loraplus_lr_ratio if name.endswith(".lora_B.weight") else 1.0
-            groups.setdefault((name in of_text, ratio), []).append(one)
+            groups.setdefault((name in of_text, ratio), []).append(stepped)
         # The denoiser's groups come first, whatever the parameters' order: Prodigy sums over groups in their order.
         by_ratio = [
             {"params": params, "ratio": ratio}
-            for (_, ratio), params in sorted(groups.items(), key=lambda one: one[0][0])
+            for (_, ratio), params in sorted(groups.items(), key=lambda group: group[0][0])
         ]
         self._optimizer = _make(section, by_ratio, self.base_lr)
         self._release()

@@ -112,11 +112,11 @@ def answers(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: S
         prompts: the prompts.
         conds: conditioning of the same prompts from the cache.
     """
-    found = []
+    encoded = []
     for prompt, cond in zip(prompts, conds, strict=True):
         batch = answer(family, pipeline, [prompt], {name: tensor[None] for name, tensor in cond.items()})
-        found.append({name: tensor[0] for name, tensor in batch.items()})
-    return found
+        encoded.append({name: tensor[0] for name, tensor in batch.items()})
+    return encoded
 
 
 @torch.no_grad()
@@ -141,11 +141,11 @@ def _encode(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Co
 def adapted_layers(family: Any, name: str, encoder: nn.Module) -> list[str]:
     """Return the full names, in the encoder, of the layers that get an adapter."""
     ends = tuple(f".{end}" for end in CLIP_LAYERS)
-    found = [path for path, module in encoder.named_modules() if path.endswith(ends) and isinstance(module, nn.Linear)]
-    numbers = sorted({_layer_number(path) for path in found})
+    paths = [path for path, module in encoder.named_modules() if path.endswith(ends) and isinstance(module, nn.Linear)]
+    numbers = sorted({_layer_number(path) for path in paths})
     unread = family.trained_text[name].unread
     read = set(numbers[: len(numbers) - unread])
-    return [path for path in found if _layer_number(path) in read]
+    return [path for path in paths if _layer_number(path) in read]
 
 
 def _layer_number(path: str) -> int:

@@ -1,7 +1,7 @@
 """Verifies that an exported LoRA file does what training did."""
 
 from .deltas import delta_error, relative_error
-from .file_checks import HEADER_KEYS, family_told
+from .file_checks import HEADER_KEYS, read_family_name
 from .merging import MOSTLY_LOST, survival
 from .pipeline import clean_pipeline, load, loaded_layers
 from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe
@@ -19,7 +19,7 @@ __all__ = [
     "check_file",
     "clean_pipeline",
     "delta_error",
-    "family_told",
+    "read_family_name",
     "load",
     "loaded_layers",
     "make_probe",

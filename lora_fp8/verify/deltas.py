@@ -40,10 +40,10 @@ def layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float
             kinds.delta(held, by, torch.float64) for held, by in ((loaded.parts, loaded.scaling), (trained, scale))
         )
         return relative_error(*deltas)
-    pair, own = ((one["lora_A.weight"], one["lora_B.weight"]) for one in (loaded.parts, trained))
+    pair, own = ((side["lora_A.weight"], side["lora_B.weight"]) for side in (loaded.parts, trained))
     error = delta_error((*pair, loaded.scaling), (*own, scale))
     if "lora_magnitude_vector" in parts:
-        lengths = (one["lora_magnitude_vector"].flatten() for one in (loaded.parts, trained))
+        lengths = (side["lora_magnitude_vector"].flatten() for side in (loaded.parts, trained))
         error = max(error, relative_error(*lengths))
     return error
 

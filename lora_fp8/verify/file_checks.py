@@ -22,10 +22,10 @@ HEADER_KEYS = (
 EMPTY_HASH = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
 
 
-def family_told(metadata: Mapping[str, str]) -> str:
+def read_family_name(metadata: Mapping[str, str]) -> str:
     """Return the family that a file's header names; "" if it names none of ours."""
-    told = metadata.get("ss_base_model_version")
-    return next((name for name in families.available() if families.get(name).kohya_base_version == told), "")
+    named_family = metadata.get("ss_base_model_version")
+    return next((name for name in families.available() if families.get(name).kohya_base_version == named_family), "")
 
 
 def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:
@@ -80,9 +80,9 @@ def _header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
 def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool:
     """Check that the hashes in the header are those of the data."""
     sha = safetensors_file.payload_hash(file)
-    told = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
-    right = told == {sha} and sha != EMPTY_HASH
-    names = " and ".join(sorted(f"{one[:12]}..." for one in told if one)) or "nothing"
+    hashes = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
+    right = hashes == {sha} and sha != EMPTY_HASH
+    names = " and ".join(sorted(f"{digest[:12]}..." for digest in hashes if digest)) or "nothing"
     detail = (
         f"sha256 {sha[:12]}..."
         if right

@@ -46,14 +46,14 @@ def measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -
             delta = kinds.gain(weight_NK, parts, scaling[module])
             for form_name, form in MERGED_FORMATS.items():
                 left[form_name][module] = survival(weight_NK, delta, form)
-    for name, found in left.items():
-        median = report.measure(f"merged_{name}", float(np.median(list(found.values()))))
-        worst = min(found, key=lambda module: found[module])
+    for name, survivals in left.items():
+        median = report.measure(f"merged_{name}", float(np.median(list(survivals.values()))))
+        worst = min(survivals, key=lambda module: survivals[module])
         hint = "; most of what merging changes is rounding: load the file beside the base instead"
         report.add(
             f"merged, {name} e4m3",
             True,
-            f"cosine to the wanted change {median:.3f} in the median layer, {found[worst]:.3f} in {worst}"
+            f"cosine to the wanted change {median:.3f} in the median layer, {survivals[worst]:.3f} in {worst}"
             + (hint if median < MOSTLY_LOST else ""),
             judged=False,
         )

@@ -113,14 +113,14 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
 @contextmanager
 def _complaints() -> Iterator[list[str]]:
     """Collect the warnings of diffusers and peft, whatever verbosity the caller has set."""
-    found: list[str] = []
+    complaints: list[str] = []
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = record.getMessage()
             # diffusers warns about each part that a file does not adapt; layers that were not loaded are found by name.
             if not re.search(r"No LoRA keys associated to \w+ found with the prefix=", text):
-                found.append(text)
+                complaints.append(text)
 
     collect = Collect(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("diffusers", "peft")]
@@ -131,8 +131,8 @@ def _complaints() -> Iterator[list[str]]:
             logger.setLevel(logging.WARNING)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            yield found
-        found += [str(w.message) for w in warned if not issubclass(w.category, DeprecationWarning | FutureWarning)]
+            yield complaints
+        complaints += [str(w.message) for w in warned if not issubclass(w.category, DeprecationWarning | FutureWarning)]
     finally:
         for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
@@ -184,10 +184,10 @@ class Loaded:
 
 def loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
     """Return {module path: adapter} of a denoiser that a file was loaded into."""
-    found = {}
+    layers = {}
     for path, module in denoiser.named_modules():
         if attached := getattr(module, "attached", None):
-            found[path] = Loaded(attached.parts, attached.scaling, module.weight)
+            layers[path] = Loaded(attached.parts, attached.scaling, module.weight)
         for adapter in module.active_adapters if hasattr(module, "get_base_layer") else ():
             parts = {}
             for part in kinds.ALL_PARTS:
@@ -196,23 +196,25 @@ def loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
                     tensor = held[adapter] if isinstance(held, nn.ParameterDict) else held[adapter].weight
                     parts[part] = tensor.detach()
             if parts:
-                found[path] = Loaded(parts, float(module.scaling[adapter]), module.get_base_layer().weight)
-    return found
+                layers[path] = Loaded(parts, float(module.scaling[adapter]), module.get_base_layer().weight)
+    return layers
 
 
 def all_loaded(pipeline: Any, family: Any) -> dict[str, Loaded]:
     """Return `loaded_layers` of a pipeline's denoiser and text encoders, by an adapter's names."""
-    found = loaded_layers(getattr(pipeline, family.denoiser_name))
+    layers = loaded_layers(getattr(pipeline, family.denoiser_name))
     for name in family.trained_text:
         if (encoder := getattr(pipeline, name, None)) is not None:
-            found |= {layer_names.text_layer(name, path): one for path, one in loaded_layers(encoder).items()}
-    return found
+            layers |= {layer_names.text_layer(name, path): layer for path, layer in loaded_layers(encoder).items()}
+    return layers
 
 
 @contextmanager
 def scale_adapter(denoiser: nn.Module, factor: float) -> Iterator[None]:
     """Multiply the loaded adapter's strength by `factor` inside this context."""
-    attached: list[_Attached] = [vars(one)["attached"] for one in denoiser.modules() if "attached" in vars(one)]
+    attached: list[_Attached] = [
+        vars(module)["attached"] for module in denoiser.modules() if "attached" in vars(module)
+    ]
     adapted: list[Any] = [module for module in denoiser.modules() if hasattr(module, "get_base_layer")]
     layers = [(module, dict(module.scaling)) for module in adapted]
     lengths = [
@@ -221,16 +223,16 @@ def scale_adapter(denoiser: nn.Module, factor: float) -> Iterator[None]:
         for name, dora in (getattr(module, "lora_magnitude_vector", None) or {}).items()
     ]
     try:
-        for one in attached:
-            one.strength = factor
+        for adapter in attached:
+            adapter.strength = factor
         for module, before in layers:
             module.scaling.update({name: scale * factor for name, scale in before.items()})
         for dora, trained, module, name in lengths:
             dora.weight.data = _lengths_at(factor, trained, module, name)
         yield
     finally:
-        for one in attached:
-            one.strength = 1.0
+        for adapter in attached:
+            adapter.strength = 1.0
         for module, before in layers:
             module.scaling.update(before)
         for dora, trained, _, _ in lengths:

@@ -48,7 +48,7 @@ from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import answer
 from .deltas import layer_error, relative_error
-from .file_checks import check_bytes, family_told
+from .file_checks import check_bytes, read_family_name
 from .merging import measure_merged
 from .pipeline import Loaded, all_loaded, clean_pipeline, load, scale_adapter
 from .reference import Previews, Probe, Reference, predict, preview_psnr, worst_psnr
@@ -65,7 +65,7 @@ MARGIN = 2  # between two effects of rounding, which have the same size but not 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # one step of the last bit, relative
 
 
-def _told(worst: float) -> str:
+def _format_psnr(worst: float) -> str:
     return "every pixel the same" if math.isinf(worst) else f"{worst:.1f} dB at worst"
 
 
@@ -148,10 +148,10 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         raise UserError(Message("{path}: no such file", path=file))
     if not family_name:
         metadata = safetensors_file.read_header(file).metadata
-        family_name = family_told(metadata)
+        family_name = read_family_name(metadata)
         if not family_name:
-            told = metadata.get("ss_base_model_version")
-            what = f"says {told!r}, which is none of ours" if told else "does not say it"
+            named_family = metadata.get("ss_base_model_version")
+            what = f"says {named_family!r}, which is none of ours" if named_family else "does not say it"
             accepted = " | ".join(families.available())
             raise UserError(f"{file}: the header {what}; name the architecture with --family ({accepted})")
     Family = families.get(family_name)
@@ -178,7 +178,7 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
     except Exception as error:  # diffusers raises many types for a file that does not fit; all mean the same here
         return report.add("load", False, f"{type(error).__name__}: {str(error)[:500]}")
     # a fused layer with untrained members is loaded with zeros for these
-    acting = {path for path, one in all_loaded(pipeline, family).items() if one.acts}
+    acting = {path for path, layer in all_loaded(pipeline, family).items() if layer.acts}
     wanted = set(layouts.modules(in_file))
     problems = [Message("diffusers warns: {text}", text=text[:300]) for text in complaints]
     if wanted - acting:
@@ -225,7 +225,7 @@ def _check_delta(
         scale = float(scaling[module] if isinstance(scaling, Mapping) else scaling)
         errors[module] = layer_error(loaded[module], parts, scale)
     worst = max(errors, key=lambda module: errors[module])
-    dtypes = _dtypes(tensors) | {tensor.dtype for one in loaded.values() for tensor in one.parts.values()}
+    dtypes = _dtypes(tensors) | {tensor.dtype for layer in loaded.values() for tensor in layer.parts.values()}
     tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     error = report.measure("delta_error", errors[worst])
     where = f" in {worst}" if error > 0 else ""
@@ -236,11 +236,11 @@ def _check_delta(
 
 def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: Report) -> None:
     """Compare the pipeline's encoding of the captions with that of training."""
-    found = [getattr(pipeline, name) for name in family.trained_text]
-    if None in found:
+    trained = [getattr(pipeline, name) for name in family.trained_text]
+    if None in trained:
         report.add("text", False, Message("the file holds no LoRA of the text encoders that were trained"))
         return
-    encoders = nn.ModuleList(found)
+    encoders = nn.ModuleList(trained)
 
     def ask() -> dict[str, Tensor]:
         return answer(family, pipeline, probe.captions, probe.cond)
@@ -309,7 +309,7 @@ def _check_previews(
         why = ", as the last bit of the adapter changes that much"
         report.measure("preview_floor", floor)
     least = "" if math.isinf(worst) else f" (at least {allowed:.1f}{why})"
-    report.add("preview", worst >= allowed, f"{_told(worst)} {where}{least}")
+    report.add("preview", worst >= allowed, f"{_format_psnr(worst)} {where}{least}")
 
 
 def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
@@ -330,4 +330,4 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
         )
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
-        report.add("plain preview", True, f"{_told(worst)} on the base as published", judged=False)
+        report.add("plain preview", True, f"{_format_psnr(worst)} on the base as published", judged=False)
