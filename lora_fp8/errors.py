@@ -86,20 +86,36 @@ class Translated(Message):
         return Translated(change(self.template), {name: change(text) for name, text in self.translations.items()})
 
 
+class Template(str):
+    """A template that waits in a table for its values: Template("{count} images")(count=3) is a Message."""
+
+    def __call__(self, **values: Any) -> Message:
+        """Fill in the values."""
+        return Message(self, **values)
+
+
+def reason(error: Exception) -> str:
+    """Return what an error says: of those of the system without number and path."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def about(path: Path | str, line: str | Exception) -> Message:
+    """Return a message with the file that it is about in front: "a.txt is empty"."""
+    return Message("{path} {line}", path=path, line=reason(line) if isinstance(line, Exception) else line)
+
+
 class UserError(Exception):
     """Something the user gave is wrong: one clear line, exit code 2, no traceback."""
 
 
 def cannot_read(path: Path | str, error: Exception) -> UserError:
     """Return the error for a file of the user's that could not be read."""
-    return UserError(
-        Message("{path}: cannot be read ({why})", path=path, why=getattr(error, "strerror", None) or error)
-    )
+    return UserError(Message("{path}: cannot be read ({why})", path=path, why=reason(error)))
 
 
 def cannot_write(path: Path | str, error: OSError) -> UserError:
     """Return the error for a file or folder that could not be written."""
-    return UserError(Message("{path}: cannot be written ({why})", path=path, why=error.strerror or error))
+    return UserError(Message("{path}: cannot be written ({why})", path=path, why=reason(error)))
 
 
 def exists_already(path: Path) -> UserError:

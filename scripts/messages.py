@@ -25,7 +25,7 @@ from lora_fp8.cli import app, help
 from lora_fp8.common import messages
 from lora_fp8.families.sources import known_bases
 
-KEYWORDS = {"Message": None, "Joined": None}
+KEYWORDS = {"Message": None, "Joined": None, "Template": None}
 """Calls whose first argument is a template."""
 
 

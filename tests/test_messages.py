@@ -100,7 +100,7 @@ def test_templates_are_written_out() -> None:
         if path.name == "errors.py":  # which makes messages of messages
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Message", "Joined"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Message", "Joined", "Template"):
                 first = node.args[0]
                 if not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
                     wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)[:80]}")

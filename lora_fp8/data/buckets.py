@@ -29,7 +29,7 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import Message, UserError
+from ..errors import Message, UserError, about
 
 Size = tuple[int, int]
 Bucket = tuple[int, ...]
@@ -247,7 +247,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
         try:
             placement = _place((example.width, example.height), sizes[side], side, step, max_aspect, section.upscale)
         except UserError as error:
-            raise UserError(f"{example.path} {error}") from None
+            raise UserError(about(example.path, error)) from None
         placed.append(Placed(example, placement))
     return placed
 

@@ -138,7 +138,8 @@ class AddTag:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"add tag {self.tag!r} {'first' if self.first else 'last'}"
+        tag = repr(self.tag)
+        return Message("add tag {tag} first", tag=tag) if self.first else Message("add tag {tag} last", tag=tag)
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Prepend:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"prepend {self.text!r}"
+        return Message("prepend {text}", text=repr(self.text))
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ class Append:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"append {self.text!r}"
+        return Message("append {text}", text=repr(self.text))
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class Trigger:
 
     def title(self) -> str:
         """Return the edit's title in the history."""
-        return f"trigger {self.word!r}"
+        return Message("trigger {word}", word=repr(self.word))
 
 
 @dataclass(frozen=True)

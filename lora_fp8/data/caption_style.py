@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from .. import settings
+from ..errors import Template
 
 LONG = 4.0
 """Words per part from which a caption counts as sentences; booru tags have 1.5 on average."""
@@ -37,15 +38,23 @@ def find_sentences_used_as_tags(captions: Sequence[str], section: settings.Datas
     return prose if len(prose) >= LEAST_SHARE * len(several) else []
 
 
+SHUFFLED = Template(
+    "dataset.shuffle_tags: {count} of {total} captions look like sentences, such as {example}, and are shuffled at "
+    "their commas. Set it to false"
+)
+DROPPED = Template(
+    "dataset.tag_dropout: {count} of {total} captions look like sentences, such as {example}, and lose parts at their "
+    "commas. Set it to 0"
+)
+
+
 def warn_of_sentences(captions: Sequence[str], section: settings.Dataset) -> list[str]:
     """Return a warning about the captions of `find_sentences_used_as_tags`, with their number and an example."""
     prose = find_sentences_used_as_tags(captions, section)
     if not prose:
         return []
-    finding = f"{len(prose)} of {len(captions)} captions look like sentences, such as {shorten(prose[0])!r}"
-    if section.shuffle_tags:
-        return [f"dataset.shuffle_tags: {finding}, and are shuffled at their commas. Set it to false"]
-    return [f"dataset.tag_dropout: {finding}, and lose parts at their commas. Set it to 0"]
+    warning = SHUFFLED if section.shuffle_tags else DROPPED
+    return [warning(count=len(prose), total=len(captions), example=repr(shorten(prose[0])))]
 
 
 def shorten(caption: str) -> str:

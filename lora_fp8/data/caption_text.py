@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from ..common.reading import MOST_TEXT, read_bytes
+from ..errors import Message
 
 CAPTIONS = (".txt", ".caption")
 """Caption files in the order of preference."""
@@ -35,11 +36,13 @@ def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
         text = raw[len(mark) :].decode(codec)
     except UnicodeDecodeError as error:
         at = error.start + len(mark)
-        byte = f" (0x{raw[at]:02x})" if at < len(raw) else ""
-        raise ValueError(f"is not {codec[:6].upper()} at byte {at}{byte}; save it as UTF-8") from None
+        place = f"{at} (0x{raw[at]:02x})" if at < len(raw) else at
+        raise ValueError(
+            Message("is not {codec} at byte {byte}; save it as UTF-8", codec=codec[:6].upper(), byte=place)
+        ) from None
     # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
     if "\0" in text:
-        raise ValueError(f"has a NUL character at byte {raw.index(0)}; save it as UTF-8")
+        raise ValueError(Message("has a NUL character at byte {byte}; save it as UTF-8", byte=raw.index(0)))
     return text, mark, codec
 
 

@@ -37,7 +37,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.text import first_few
-from ..errors import Message, Stopped, UserError, UserErrors, cannot_read
+from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
@@ -196,7 +196,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
                 pixels.append(_pixels(root / name))
                 readable.append((name, file))
             except decoding.ImageError as error:
-                session.add_problem(f"{name} {error}")
+                session.add_problem(about(name, error))
         for (name, file), text in zip(readable, model.describe(pixels) if pixels else [], strict=True):
             caption = _cleaned(text, settings)
             if not caption:
@@ -308,8 +308,15 @@ def _folder(settings: Settings) -> Path:
 def _model_type(folder: Path, model: str) -> str:
     """Return the architecture that config.json names; raise UserError if it cannot caption images."""
     if not (folder / "config.json").is_file():
-        onnx = " (an ONNX file is there: taggers for onnxruntime are not read)" if any(folder.glob("*.onnx")) else ""
-        raise UserError(f"{model}: no config.json of a transformers model in it{onnx}")
+        if any(folder.glob("*.onnx")):
+            raise UserError(
+                Message(
+                    "{model}: no config.json of a transformers model in it (an ONNX file is there: taggers for "
+                    "onnxruntime are not read)",
+                    model=model,
+                )
+            )
+        raise UserError(Message("{model}: no config.json of a transformers model in it", model=model))
     try:
         kind = parse_json(read_bytes(folder / "config.json", MOST_JSON)).get("model_type", "")
     except (ValueError, AttributeError) as error:
@@ -466,4 +473,5 @@ class _Tagger(Captioner):
 def problems(result: Result, folder: Path) -> None:
     """Raise UserErrors if images were left without a caption."""
     if result.problems:
-        raise UserErrors(result.problems, f"{folder}: {result.written} captions written, pictures without")
+        where = Message("{folder}: {count} captions written, pictures without", folder=folder, count=result.written)
+        raise UserErrors(result.problems, where)

@@ -32,7 +32,7 @@ from typing import Any
 
 from .. import settings
 from ..common.locks import try_lock
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, about
 from . import caption_files, caption_text, image_files
 from .caption_files import find_target, read_bytes
 from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
@@ -147,7 +147,7 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
             if raw is not None or creates:
                 texts[name] = _Text.of(raw, recodings)
         except (OSError, ValueError, UserError) as error:
-            edit.problems.append(f"{name} {getattr(error, 'strerror', None) or error}")
+            edit.problems.append(about(name, error))
     for operation in operations:
         bodies = [text.body for text in texts.values()]
         changed = operation.all(bodies) if isinstance(operation, ReplacePattern) else list(map(operation, bodies))
@@ -165,7 +165,7 @@ def assign(folder: Path, wanted: Mapping[str, str], title: str) -> Edit:
             texts[name] = _Text.of(read_bytes(find_target(folder, name)), [])
             texts[name].body = SetText(wish)(texts[name].body)
         except (OSError, ValueError, UserError) as error:
-            edit.problems.append(f"{name} {getattr(error, 'strerror', None) or error}")
+            edit.problems.append(about(name, error))
     _add_changes(edit, texts)
     return edit
 
@@ -175,7 +175,7 @@ def _add_changes(edit: Edit, texts: dict[str, _Text]) -> None:
         try:
             after = text.encoded()
         except ValueError as error:
-            edit.problems.append(f"{name} {error}")
+            edit.problems.append(about(name, error))
             continue
         if after != (text.raw or b""):
             edit.changes.append(Change(name, text.raw, after))
@@ -199,7 +199,7 @@ class _Text:
             ValueError: the bytes cannot be decoded, or are too many.
         """
         if raw is not None and len(raw) > 8 * MAX_CAPTION:
-            raise ValueError(f"has {len(raw):,} bytes, which is no caption")
+            raise ValueError(Message("has {count} bytes, which is no caption", count=f"{len(raw):,}"))
         try:
             text, mark, codec = caption_text.decode_caption(raw or b"")
         except ValueError:
@@ -208,7 +208,9 @@ class _Text:
             try:
                 text, mark, codec = (raw or b"").decode(recodings[0]), b"", "utf-8"
             except UnicodeDecodeError as error:
-                raise ValueError(f"is not {recodings[0]} at byte {error.start}") from None
+                raise ValueError(
+                    Message("is not {codec} at byte {byte}", codec=recodings[0], byte=error.start)
+                ) from None
         body = text.rstrip("\r\n")
         return cls(raw, body, text[len(body) :], mark, codec)
 
@@ -219,11 +221,17 @@ class _Text:
             ValueError: the text is too long, or has half of a surrogate pair.
         """
         if len(self.body) > MAX_CAPTION:
-            raise ValueError(f"would get {len(self.body):,} characters; at most {MAX_CAPTION:,}")
+            raise ValueError(
+                Message(
+                    "would get {count} characters; at most {most}",
+                    count=f"{len(self.body):,}",
+                    most=f"{MAX_CAPTION:,}",
+                )
+            )
         try:
             return self.mark + (self.body + self.tail).encode(self.codec)
         except UnicodeEncodeError:
-            raise ValueError("would get characters that are none (half of a surrogate pair)") from None
+            raise ValueError(Message("would get characters that are none (half of a surrogate pair)")) from None
 
 
 def read(folder: Path, name: str) -> str:
@@ -235,7 +243,7 @@ def read(folder: Path, name: str) -> str:
     try:
         return _Text.of(read_bytes(find_target(folder, name)), []).body
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(about(name, error)) from None
 
 
 def apply(
@@ -429,7 +437,7 @@ def _with_real_names(folder: Path, changes: list[Change]) -> list[Change]:
         try:
             name = find_target(folder, change.file).relative_to(root).as_posix()
         except UserError as error:
-            problems.append(f"{change.file} {error}")
+            problems.append(about(change.file, error))
             continue
         if real.setdefault(name, change).after != change.after:
             problems.append(
@@ -469,7 +477,7 @@ def _look(
             path = find_target(folder, change.file)
             now = read_bytes(path)
         except (OSError, UserError) as error:
-            problems.append(f"{change.file} {getattr(error, 'strerror', None) or error}")
+            problems.append(about(change.file, error))
             continue
         if path in files:
             problems.append(Message("{path} is named twice in one edit", path=change.file))

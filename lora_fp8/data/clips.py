@@ -49,8 +49,15 @@ class ClipError(ValueError):
     """A clip that cannot be used; the message says why, without the file's name."""
 
 
-class TooLarge(ClipError):
-    """A clip with more pixels than are allowed."""
+def too_large(width: int, height: int, most: int) -> Message:
+    """Return what is wrong with an image or clip of more pixels than are allowed."""
+    return Message(
+        "has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
+        width=width,
+        height=height,
+        pixels=f"{width * height:,}",
+        most=f"{most:,}",
+    )
 
 
 @dataclass(frozen=True)
@@ -302,7 +309,7 @@ def _can_begin_anywhere(container: Any, stream: Any) -> bool:
 def _check_size(picture: Any, max_pixels: int) -> None:
     pixels = picture.width * picture.height
     if max_pixels and pixels > max_pixels:
-        raise TooLarge(f"has {picture.width} x {picture.height} = {pixels:,} pixels, more than {max_pixels:,}")
+        raise ClipError(too_large(picture.width, picture.height, max_pixels))
 
 
 def _check_shape_of_pixels(ratio: Fraction | None) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import settings
-from ..errors import Message
+from ..errors import Message, about
 from .decoding import EXTENSIONS, look_all
 from .examples import Control, ScanReport
-from .image_files import list_beside
+from .image_files import CONTROLS, list_beside
 from .scan_notes import as_text, list_names
 
 
@@ -49,21 +49,21 @@ def _controls_in(
     """
     if not control:
         return [()] * len(pictures)
-    files = list_beside("control", Path(os.path.expanduser(control)), section, report)
+    files = list_beside(CONTROLS, Path(os.path.expanduser(control)), section, report)
     stems = set(pictures.values())
     named = {stem: _controls_of(stem, stems, files) for stem in stems}
     used = sorted({path for members in named.values() for candidates in members for path in candidates})
     looks = dict(zip(used, look_all(used, section), strict=True))
     for path, look in looks.items():
         if look.error:
-            report.problems.append(Message("control picture {line}", line=f"{path} {look.error}"))
+            report.problems.append(Message("control picture {line}", line=about(path, look.error)))
     if files is None:
         return [None] * len(pictures)
     answers: list[tuple[Control, ...] | None] = []
     for path, stem in pictures.items():
         members = named[stem]
         if text := _wrong_controls(members, control, path.stem, num_controls):
-            report.problems.append(f"{path} {text}")
+            report.problems.append(about(path, text))
         if text or any(looks[member[0]].error for member in members):
             answers.append(None)
         else:
@@ -72,7 +72,7 @@ def _controls_in(
     if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
         report.warnings.append(
             Message(
-                "{count} control picture(s) belong to no picture: {names}", count=len(lonely), names=list_names(lonely)
+                "{count} control picture(s) belong to no picture: {files}", count=len(lonely), files=list_names(lonely)
             )
         )
     return answers
@@ -94,13 +94,19 @@ def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None
 def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None) -> str:
     """Return what is wrong with the names or the number of an image's control images; "" if nothing is."""
     if not members:
-        return f"has no control picture {stem}.png (or another extension) in {folder}"
+        return Message(
+            "has no control picture {name} (or another extension) in {folder}", name=f"{stem}.png", folder=folder
+        )
     for candidates in members:
         if len(candidates) > 1:
             names = ", ".join(path.name for path in candidates)
-            return f"has several candidates for one control picture, {names}; keep one of them"
+            return Message("has several candidates for one control picture, {names}; keep one of them", names=names)
     if num_controls is not None and len(members) > num_controls[1]:
-        return f"has {len(members)} control pictures, and this model takes at most {num_controls[1]}"
+        return Message(
+            "has {count} control pictures, and this model takes at most {most}",
+            count=len(members),
+            most=num_controls[1],
+        )
     return ""
 
 
@@ -126,7 +132,7 @@ def preview_controls(
         for name, look in zip(names, look_all(names, dataset), strict=True):
             if look.error:
                 problems.append(
-                    Message("preview.controls.{number}: {line}", number=i, line=f"{as_text(name)} {look.error}")
+                    Message("preview.controls.{number}: {line}", number=i, line=about(as_text(name), look.error))
                 )
             controls.append(Control(name, look.width, look.height, look.sha256))
         if num_controls is not None and not num_controls[0] <= len(controls) <= num_controls[1]:

@@ -69,6 +69,10 @@ class ImageError(ValueError):
     """An image that cannot be used; the message says why, without the file's name."""
 
 
+class NoImage(ImageError):
+    """A file that is no image of a supported format."""
+
+
 @dataclass(frozen=True)
 class Looked:
     """What decoding one image file found. `error` is empty if the file can be used; the rest is valid only then."""
@@ -156,17 +160,9 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None = None)
                 with _opened(file) as image:
                     width, height = image.size
             except ImageError as error:
-                return Looked(f"{error} ({_beginning(beginning)})" if "not a readable" in str(error) else str(error))
+                return Looked(_beginning(beginning) if isinstance(error, NoImage) else str(error))
             if width * height > section.max_pixels:
-                return Looked(
-                    Message(
-                        "has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
-                        width=width,
-                        height=height,
-                        pixels=f"{width * height:,}",
-                        most=f"{section.max_pixels:,}",
-                    )
-                )
+                return Looked(clips.too_large(width, height, section.max_pixels))
             # A file of few pixels may still be large, and its bytes are in memory too.
             with _in_flight.hold(width * height + size // 16):
                 file.seek(0)
@@ -198,11 +194,11 @@ HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 def _beginning(raw: bytes) -> str:
     """Describe the first bytes of a file that is not an image; often it is an HTML page saved in the image's place."""
     if raw[4:8] == b"ftyp" and raw[8:12] in HEIC:
-        return "it is HEIC, whatever its name says; convert it to JPEG or PNG"
+        return Message("is not a readable image (it is HEIC, whatever its name says; convert it to JPEG or PNG)")
     text = raw[:12].decode("ascii", "replace").strip()
     if text.isprintable() and text and "\ufffd" not in text:
-        return f'it begins with "{text}"'
-    return f"its first bytes are {raw[:8].hex(' ')}"
+        return Message('is not a readable image (it begins with "{text}")', text=text)
+    return Message("is not a readable image (its first bytes are {bytes})", bytes=raw[:8].hex(" "))
 
 
 def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None) -> Looked:
@@ -213,7 +209,7 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
     except OSError as error:
         return Looked(Message("cannot be read: {why}", why=error.strerror))
     except clips.ClipError as error:
-        return Looked(f"{error} (dataset.max_pixels)" if isinstance(error, clips.TooLarge) else str(error))
+        return Looked(str(error))
     measured = measure(first, first) if measure else None
     return Looked("", *first.size, sha256, "", len(timeline.starts), measured=measured, timeline=timeline)
 
@@ -331,7 +327,7 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
-        raise ImageError(Message("is not a readable image")) from None
+        raise NoImage(Message("is not a readable image")) from None
     except MemoryError:
         raise ImageError(Message("does not fit into memory when decoded")) from None
     # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.

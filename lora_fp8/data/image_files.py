@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import settings
 from ..common.text import is_utf8
-from ..errors import Message
+from ..errors import Message, Template, about
 from . import clips
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS
@@ -193,8 +193,8 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
     others = [name for name in listing.others if suffixes[name] not in (*OTHER_IMAGES, *OTHER_VIDEOS)]
     left = [name for name in others if suffixes[name] in clips.VIDEOS]
     if left and (section.frames or clip_rate is not None):
-        problems = _advise_on_videos(section, clip_rate)
-        report.problems.append(f"folder {root} has {len(left)} video clip(s), {problems}: {list_names(sorted(left))}")
+        problem = _advise_on_videos(section, clip_rate)
+        report.problems.append(problem(path=root, count=len(left), names=list_names(sorted(left))))
         others = [name for name in others if name not in left]
     elif not images and not unreadable:
         what = f"only {list_names(sorted(others))}" if others else "no image files"
@@ -215,13 +215,31 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         )
 
 
-def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> str:
-    """Return what to do about video files that are not accepted."""
+def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> Template:
+    """Return what to say about video files that are not accepted."""
     if section.frames:
-        return "which PyAV reads; install it: pip install 'lora-fp8[video]'"
+        return Template(
+            "folder {path} has {count} video clip(s), which PyAV reads; install it: pip install 'lora-fp8[video]': "
+            "{names}"
+        )
     if clip_rate:
-        return "set dataset.frames to the lengths that they are to be trained at, or take them out"
-    return "and this model is trained on pictures; take them out"
+        return Template(
+            "folder {path} has {count} video clip(s), set dataset.frames to the lengths that they are to be trained "
+            "at, or take them out: {names}"
+        )
+    return Template(
+        "folder {path} has {count} video clip(s), and this model is trained on pictures; take them out: {names}"
+    )
+
+
+UNREADABLE_IMAGES = Template(
+    "folder {folder}: {number} of {count} images are {kind} and cannot be read; convert them to JPEG or PNG, or take "
+    "them out: {files}"
+)
+UNREADABLE_VIDEOS = Template(
+    "folder {folder}: {number} of {count} videos are {kind} and cannot be read; convert them to MP4, or take them "
+    "out: {files}"
+)
 
 
 def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> list[str]:
@@ -232,41 +250,54 @@ def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> li
         others: names of the files that are not accepted.
         paths: the files that are.
     """
-    problems = []
+    problems: list[str] = []
     suffixes = {name: os.path.splitext(name)[1].lower() for name in others}
     videos = sum(path.suffix.lower() in clips.VIDEOS for path in paths)
     videos += sum(suffix in clips.VIDEOS for suffix in suffixes.values())
-    for what, known, there, into in (
-        ("images", OTHER_IMAGES, sum(path.suffix.lower() in EXTENSIONS for path in paths), "JPEG or PNG"),
-        ("videos", dict.fromkeys(OTHER_VIDEOS, ""), videos, "MP4"),
+    images = sum(path.suffix.lower() in EXTENSIONS for path in paths)
+    for known, there, template in (
+        (OTHER_IMAGES, images, UNREADABLE_IMAGES),
+        (dict.fromkeys(OTHER_VIDEOS, ""), videos, UNREADABLE_VIDEOS),
     ):
         names = sorted(name for name, suffix in suffixes.items() if suffix in known)
         if names:
             kinds = sorted({known[suffixes[name]] or suffixes[name] for name in names})
             kind = ", ".join(kinds[:-1]) + (" and " if kinds[1:] else "") + kinds[-1]
-            problems.append(
-                f"folder {root}: {len(names)} of {there + len(names)} {what} are {kind} and cannot be read; convert "
-                f"them to {into}, or take them out: {list_names(names)}"
-            )
+            count = there + len(names)
+            problems.append(template(folder=root, number=len(names), count=count, kind=kind, files=list_names(names)))
     return problems
 
 
-def list_beside(kind: str, root: Path, section: settings.Dataset, report: ScanReport) -> dict[str, list[Path]] | None:
+CONTROLS, MASKS = Template("control folder {path}"), Template("mask folder {path}")
+
+
+def list_beside(
+    kind: Template, root: Path, section: settings.Dataset, report: ScanReport
+) -> dict[str, list[Path]] | None:
     """List the images of a control or mask folder by path inside it, without extension.
+
+    Args:
+        kind: CONTROLS or MASKS.
+        root, section, report: the folder; the dataset, none of whose folders may contain it; takes the problems.
 
     Returns:
         None if the folder cannot be used; the reason is added to the report.
     """
+    named = kind(path=root)
     if not root.is_dir():
-        what = "is a file, not a folder" if root.exists() else f"does not exist (looked in {Path.cwd()})"
-        report.problems.append(f"{kind} folder {root} {what}")
+        is_file = Message("is a file, not a folder")
+        line = is_file if root.exists() else Message("does not exist (looked in {where})", where=Path.cwd())
+        report.problems.append(about(named, line))
         return None
     for other in section.folders:
         trained = Path(os.path.realpath(os.path.expanduser(other.path)))
         if trained in (real := Path(os.path.realpath(root)), *real.parents):
             report.problems.append(
-                f"{kind} folder {root} is in the picture folder {other.path}, all of which is trained on; "
-                "move it beside that folder"
+                Message(
+                    "{path} is in the picture folder {folder}, all of which is trained on; move it beside that folder",
+                    path=named,
+                    folder=other.path,
+                )
             )
             return None
     files: dict[str, list[Path]] = defaultdict(list)
@@ -277,7 +308,7 @@ def list_beside(kind: str, root: Path, section: settings.Dataset, report: ScanRe
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
         report.problems.append(
-            Message("{path} cannot be read: {why}", path=f"{kind} folder {as_text(error.filename)}", why=error.strerror)
+            about(kind(path=as_text(error.filename)), Message("cannot be read: {why}", why=error.strerror))
         )
         return None
     return files

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
-from ..errors import Message
+from ..errors import Message, about
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
@@ -82,7 +82,7 @@ def scan(
     for (index, root, path, caption_path), look, given, mask in zip(entries, looks, controls, masks, strict=True):
         folder = section.folders[index]
         if look.error:
-            report.problems.append(f"{path} {look.error}")
+            report.problems.append(about(path, look.error))
         caption = _caption(path, caption_path, section.trigger_of(index), section, report)
         if look.error or caption is None or given is None:
             continue
@@ -234,7 +234,7 @@ def _caption(
             report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=error.strerror))
             return None
         except ValueError as error:
-            report.problems.append(f"{caption_path} {error}")
+            report.problems.append(about(caption_path, error))
             return None
     if text:
         caption = with_trigger(text, trigger)

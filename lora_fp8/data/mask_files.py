@@ -14,7 +14,7 @@ from ..errors import Message
 from .buckets import Placed, same_shape
 from .decoding import BLACK, Light, Looked, light_of, look_all
 from .examples import Mask, ScanReport
-from .image_files import list_beside, masked_stem, walk
+from .image_files import MASKS, list_beside, masked_stem, walk
 from .scan_notes import list_names, to_warnings
 
 
@@ -150,7 +150,7 @@ def _masks_by_file(
 ) -> list[Mask | None]:
     folder = section.folders[index]
     if folder.mask_folder:
-        files = list_beside("mask", Path(os.path.expanduser(folder.mask)), section, report)
+        files = list_beside(MASKS, Path(os.path.expanduser(folder.mask)), section, report)
     else:
         files = _list_among(Path(os.path.expanduser(folder.path)), folder.mask)
     if files is None:
