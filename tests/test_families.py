@@ -5,6 +5,7 @@ with the real diffusers pipeline, on latents that are not square. Single-file ch
 miniatures in the original layouts; diffusers' converters are the authority for reading them back.
 """
 
+import functools
 import hashlib
 import inspect
 import json
@@ -605,6 +606,21 @@ def test_the_registry_is_the_folder():
     assert set(miniatures.available()) == set(families.available())
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
         families.get("SDLX")
+
+
+def test_more_than_two_overrides_have_a_reason_in_the_guide(Family):
+    """A family is facts and at most two methods; `README.md` lists the others with all that they override."""
+    guide = Path(families.__file__).with_name("README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+) \| .{20,} \|$", guide, re.MULTILINE))
+    assert len(rows) < len(families.available())
+    parts = {name: value for name, value in vars(Family).items() if not name.startswith("__")}
+    methods = {
+        name
+        for name, value in parts.items()
+        if inspect.isroutine(value) or isinstance(value, classmethod | property | functools.cached_property)
+    }
+    listed = sorted(re.findall(r"\w+", rows.get(Family.name, "")))
+    assert listed == (sorted(methods) if len(methods) > 2 else [])
 
 
 def test_traits_are_those_of_the_family(Family):

@@ -64,7 +64,8 @@ class Facts:
     that it must equal, such as "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim"."""
     text_shapes: ClassVar[dict[str, tuple[int | str, ...]]]
     """Name -> shape of what `encode_prompts` returns for the longest prompt. A word is an entry of the denoiser's
-    config.json; "tokens" is `longest_prompt`, and "tokens+77" a sum."""
+    config.json ("entry.1": its second item) or "tokens", which is `longest_prompt`; "a + 77" and "a - 6 * b" are
+    sums."""
     text_answers: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     """Names in `Cond` for the results of the pipeline's `encode_prompt`, in order; later results may be left out. "":
     not kept; "mask": marks the prompt's own tokens, and only these are kept of `prompt_embeds`."""
@@ -93,6 +94,8 @@ class Facts:
     """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
     checkpoint_text: ClassVar[dict[str, str]] = {}
     """Text encoder -> prefix of its keys in single files that contain it."""
+    size_cond: ClassVar[str] = ""
+    """Name in `Cond` of six numbers about each image, if the denoiser takes them: see `image_conditioning`."""
     exact_cond: ClassVar[tuple[str, ...]] = ()
     """Names of the conditioning tensors that stay in float32."""
     captions: ClassVar[str] = "sentences"
@@ -100,9 +103,11 @@ class Facts:
     models). Presets shuffle tags only."""
 
     # -- the denoiser and its training ---------------------------------------------------------------------------------
-    denoiser_reads: ClassVar[dict[str, str]] = {"encoder_hidden_states": "prompt_embeds"}
-    """Argument of the denoiser -> name in `Cond`. Enough to call a denoiser that takes these, `hidden_states` and
-    `timestep`; others override `inputs`."""
+    noise_argument: ClassVar[str] = "hidden_states"
+    """Argument of the denoiser for the noisy latents."""
+    denoiser_reads: ClassVar[Mapping[str, str | tuple[str, ...]]] = {"encoder_hidden_states": "prompt_embeds"}
+    """Argument of the denoiser -> name in `Cond`; a tuple of names stands for a dict of these. Enough to call a
+    denoiser that takes these, its noise and `timestep`; others override `inputs`."""
     timestep_unit: ClassVar[int] = 1
     """The `timestep` that stands for sigma = 1: 1 if the denoiser multiplies by 1000 itself, else 1000."""
     objective: ClassVar[Literal["Diffusion", "FlowMatching"]] = "FlowMatching"
@@ -190,7 +195,11 @@ class Facts:
     distilled_advice: ClassVar[str]
     """What users must know before they train on a model for which `is_distilled` is true."""
     distilled_name: ClassVar[str] = ""
-    """Pattern in the name of a distilled model's file, folder or hub repository, where nothing else tells."""
+    """Pattern in the name of a distilled model's file, folder or hub repository, where nothing else tells. Beside a
+    `distilled_mark`: in a single file's name, which has no "turbo" or "distill" in it."""
+    distilled_mark: ClassVar[tuple[str, str, Any] | None] = None
+    """("index" or "scheduler", entry, value): the entry of model_index.json or of scheduler_config.json that tells a
+    distilled model. The name, where it says something, comes first (`distilled_by_name`)."""
 
     # -- LoRA files ----------------------------------------------------------------------------------------------------
     modelspec_architecture: ClassVar[str]

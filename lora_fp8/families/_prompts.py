@@ -110,12 +110,8 @@ class Prompts(Encoders):
 
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the longest prompt's conditioning, to estimate memory before anything is encoded."""
-        sizes = {**denoiser_config, "tokens": self.longest_prompt}
-
-        def size(words: int | str) -> int:
-            return sum(int(word) if str(word).isdecimal() else sizes[word] for word in str(words).split("+"))
-
-        return {name: tuple(map(size, shape)) for name, shape in self.text_shapes.items()}
+        entries = {**denoiser_config, "tokens": self.longest_prompt}
+        return {name: tuple(_size(side, entries) for side in shape) for name, shape in self.text_shapes.items()}
 
     # -- encoding --------------------------------------------------------------------------------------------------
     def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
@@ -206,6 +202,17 @@ class Prompts(Encoders):
             for i, prefix in enumerate(given)
             for name, rows in batch.items()
         }
+
+
+def _size(side: int | str, entries: Mapping[str, Any]) -> int:
+    """Evaluate a side in `text_shapes`, such as "tokens + 77", "width - 6 * each" or "channels.1"."""
+    total = 0
+    for term in str(side).replace(" - ", " + -").split(" + "):
+        times, _, name = term.rpartition(" * ")
+        entry, _, number = name.partition(".")
+        value: Any = int(name) if name.isdecimal() else entries[entry]
+        total += int(times or 1) * (value[int(number)] if number else value)
+    return total
 
 
 def padded(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:

@@ -43,7 +43,7 @@ class Family(ModelFamily):
         "text_conditioner": "AnimaTextConditioner",
     }
     judge_length_by = ("tokenizer", "t5_tokenizer")
-    prompt_tokens = 512  # for each tokenizer
+    prompt_tokens = 512  # for each tokenizer; sd-scripts anima_train_network.py
     text_shapes = {"prompt_embeds": ("tokens", "text_embed_dim")}
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
@@ -55,14 +55,14 @@ class Family(ModelFamily):
     modulation = ("norm1", "norm2", "norm3")
     bucket_multiple = 16
     patch = 2
-    native_resolution = 1024
-    default_guidance = 4.0
+    native_resolution = 1024  # model card: about 1 megapixel
+    default_guidance = 4.0  # diffusers modular_pipelines/anima/denoise.py; model card: 4 to 5
     captions = "tags"  # its model card: trained on booru tags, and on sentences as well
     train_shift = 1.0  # sd-scripts docs/anima_train_network.md (sigmoid), diffusion-pipe; not the scheduler's 3
     modelspec_architecture = "anima-preview"
     kohya_base_version = "anima"
     kohya_naming = "native"
-    kohya_module = "networks.lora_anima"
+    kohya_module = "networks.lora_anima"  # sd-scripts
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
     distilled_name = r"anima[^/]*turbo|turbo[^/]*anima"  # anima-turbo-v1.1.safetensors: 8 steps, no guidance

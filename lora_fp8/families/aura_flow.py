@@ -25,7 +25,7 @@ class Family(ModelFamily):
     denoiser_class = "AuraFlowTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "LlamaTokenizerFast", "text_encoder": "UMT5EncoderModel"}
-    prompt_tokens = 256
+    prompt_tokens = 256  # AuraFlowPipeline
     text_arguments = {"mask": "prompt_attention_mask"}  # the pipeline requires it and ignores it: padding is zeros
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     adapter_targets = (
@@ -38,7 +38,7 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024
-    default_guidance = 3.5
+    default_guidance = 3.5  # model card of AuraFlow-v0.3
     modelspec_architecture = "auraflow-v1"
     kohya_base_version = "auraflow"
     kohya_naming = ""  # kohya's tools do not train this model

@@ -110,8 +110,11 @@ class ModelFamily(Latents, Prompts):
             cond: collated conditioning, in the model's dtype except for `exact_cond`. All tensors are on one device.
             guidance: guidance scale for denoisers that take it as an input.
         """
-        told = {argument: cond[name] for argument, name in self.denoiser_reads.items()}
-        return {"hidden_states": self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
+        told = {
+            argument: cond[names] if isinstance(names, str) else {name: cond[name] for name in names}
+            for argument, names in self.denoiser_reads.items()
+        }
+        return {self.noise_argument: self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
 
     # -- defaults that a family may override -----------------------------------------------------------------------
     def predict(
@@ -150,8 +153,16 @@ class ModelFamily(Latents, Prompts):
 
     def is_distilled(self) -> bool:
         """Return True if the given model is distilled to few steps without guidance; False if no such model exists."""
-        named = bool(self.distilled_name) and self.is_called(self.distilled_name)
-        return named and not re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE)
+        if not self.distilled_mark:
+            named = bool(self.distilled_name) and self.is_called(self.distilled_name)
+            return named and not re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE)
+        told = self.distilled_by_name()
+        if told is None and self.distilled_name and self.file_is_called(self.distilled_name):
+            return True
+        if told is not None:
+            return told
+        place, entry, value = self.distilled_mark
+        return (self.index() if place == "index" else self.scheduler_config()).get(entry) == value
 
     def base_name(self) -> str:
         """Return the name of the given single file, hub repository or folder."""
@@ -222,16 +233,27 @@ class ModelFamily(Latents, Prompts):
             original_hw: size of the image file, (height, width) in pixels.
             crop_top_left: corner (y, x) of the crop in pixels.
             target_hw: size of the crop, (height, width) in pixels.
+
+        Returns:
+            The `size_cond`, float32: the six numbers in this order, as the pipelines' `_get_add_time_ids` puts them.
         """
-        return {}
+        import torch
+
+        numbers = [*original_hw, *crop_top_left, *target_hw]
+        return {self.size_cond: torch.tensor(numbers, dtype=torch.float32)} if self.size_cond else {}
 
     def pictures(self, output: Any) -> list[Image.Image]:
         """Return the images in the result of the pipeline's call; of clips, their first frames."""
         return [_as_images(frames)[0] for frames in output.frames] if any(self.clips) else output.images
 
     def pipeline_arguments(self) -> dict[str, Any]:
-        """Return the pipeline's `pipeline_options` for the given model."""
-        return self.pipeline_options
+        """Return the pipeline's `pipeline_options` for the given model.
+
+        A `distilled_mark` in model_index.json is one of them; a single file's components may have the other model's.
+        """
+        if not self.distilled_mark or self.distilled_mark[0] != "index":
+            return self.pipeline_options
+        return {**self.pipeline_options, self.distilled_mark[1]: self.is_distilled()}
 
     def architecture_name(self) -> str:
         """Return the `modelspec_architecture` of the given model."""

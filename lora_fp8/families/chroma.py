@@ -32,7 +32,7 @@ class Family(ModelFamily):
     denoiser_class = "ChromaTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
-    prompt_tokens = 512
+    prompt_tokens = 512  # ChromaPipeline
     text_answers = ("prompt_embeds", "", "mask")
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
@@ -44,13 +44,13 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"
-    native_resolution = 1024
-    default_guidance = 3.0
+    native_resolution = 1024  # model card of Chroma1-HD
+    default_guidance = 3.0  # model card and diffusers docs/source/en/api/pipelines/chroma.md
     train_shift = 1.0  # sd-scripts docs/flux_train_network.md recommends sigmoid for Chroma; ai-toolkit
     modelspec_architecture = "chroma"
     kohya_base_version = "chroma"
     kohya_naming = "bfl_flux"
-    kohya_module = "networks.lora_flux"
+    kohya_module = "networks.lora_flux"  # sd-scripts
     layouts = ("diffusers", "comfy", "kohya")
     layouts_of_diffusers = ("diffusers", "kohya")
     converter_width = 3072

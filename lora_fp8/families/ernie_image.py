@@ -40,13 +40,13 @@ class Family(ModelFamily):
     keep_precise = ("x_embedder", "text_proj", "time_embedding", "final_norm", "final_linear")
     modulation = ("adaLN_modulation",)
     bucket_multiple = 16
-    native_resolution = 1024
-    default_guidance = 4.0
+    native_resolution = 1024  # ErnieImagePipeline
+    default_guidance = 4.0  # ErnieImagePipeline
     train_shift = 4.0  # musubi-tuner docs/ernie_image.md; diffusion-pipe has 3
     modelspec_architecture = "ERNIE-Image"
     kohya_base_version = "ernie_image"
     kohya_naming = ""  # kohya's musubi-tuner trains it, but nothing else reads its names
-    kohya_module = "networks.lora_ernie_image"
+    kohya_module = "networks.lora_ernie_image"  # musubi-tuner
     layouts = ("comfy", "diffusers")
     # diffusers kept the original names.
     native_layers = naming.table("""

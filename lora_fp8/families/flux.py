@@ -27,7 +27,7 @@ class Family(ModelFamily):
         "joint_attention_dim": "text_encoder_2.d_model",
         "pooled_projection_dim": "text_encoder.hidden_size",
     }
-    prompt_tokens = 512  # of dev; `trained_length` tells schnell's
+    prompt_tokens = 512  # flux src/flux/util.py: load_t5(max_length=512); `trained_length` tells schnell's
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",
@@ -49,14 +49,14 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"
-    native_resolution = 1024
-    default_guidance = 3.5
+    native_resolution = 1024  # model card
+    default_guidance = 3.5  # model card
     uses_negative = False  # it would need true_cfg_scale > 1, twice the time, on a model distilled to do without
     embeds_guidance = True
     modelspec_architecture = "flux-1-dev"  # `architecture_name` tells schnell
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
-    kohya_module = "networks.lora_flux"
+    kohya_module = "networks.lora_flux"  # sd-scripts
     layouts = ("diffusers", "kohya", "comfy")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers", "kohya")

@@ -27,7 +27,7 @@ class Family(ModelFamily):
     # the same chat template, and the pipeline passes it nothing but text here.
     text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Mistral3ForConditionalGeneration"}
-    prompt_tokens = 512  # with the template's
+    prompt_tokens = 512  # with the template's; flux2 src/flux2/text_encoder.py: MAX_LENGTH
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
     other_vaes = _flux2.OTHER_VAES
@@ -36,14 +36,14 @@ class Family(ModelFamily):
     modulation = _flux2.MODULATION
     bucket_multiple = 16
     latents_as = "BSD"
-    native_resolution = 1024
-    default_guidance = 4.0
+    native_resolution = 1024  # Flux2Pipeline: 128 latents of 8 pixels
+    default_guidance = 4.0  # model card
     uses_negative = False
     embeds_guidance = True
     modelspec_architecture = "Flux.2-dev"
     kohya_base_version = "flux_2_dev"
     kohya_naming = "native"
-    kohya_module = "networks.lora_flux_2"
+    kohya_module = "networks.lora_flux_2"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS

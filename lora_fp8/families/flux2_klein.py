@@ -27,7 +27,7 @@ class Family(ModelFamily):
     text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2TokenizerFast", "text_encoder": "Qwen3ForCausalLM"}
     chat = ({"role": "user", "content": "\0"},)
-    prompt_tokens = 512  # with the template's
+    prompt_tokens = 512  # with the template's; flux2 src/flux2/text_encoder.py: MAX_LENGTH
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
     vae_class = "AutoencoderKLFlux2"
     other_vaes = _flux2.OTHER_VAES
@@ -37,12 +37,11 @@ class Family(ModelFamily):
     bucket_multiple = 16
     latents_as = "BSD"
     native_resolution = 1024
-    default_guidance = 4.0
-    text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
+    default_guidance = 4.0  # Flux2KleinPipeline, of the base models
     modelspec_architecture = "Flux.2-klein-4b"  # `architecture_name` tells 9b
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
-    kohya_module = "networks.lora_flux_2"
+    kohya_module = "networks.lora_flux_2"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     lokr_of_diffusers = True
     native_layers = _flux2.LAYERS
@@ -61,6 +60,8 @@ class Family(ModelFamily):
         "lacks": ("guidance_in.",),  # dev's guidance input
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
+    distilled_mark = ("index", "is_distilled", True)
+    distilled_name = r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"  # the makers' name for the distilled model
     distilled_advice = Message(
         "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain "
         "training undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the "
@@ -68,16 +69,6 @@ class Family(ModelFamily):
     )
 
     inputs = _flux2.inputs
-
-    def is_distilled(self) -> bool:
-        named = self.distilled_by_name()
-        if named is None and self.file_is_called(r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"):
-            named = True  # the makers' name for the distilled model
-        return bool(self.index().get("is_distilled")) if named is None else named
-
-    def pipeline_arguments(self) -> dict[str, Any]:
-        """Return what makes the pipeline skip guidance for distilled models; the index may be the other model's."""
-        return {"is_distilled": self.is_distilled()}
 
     def architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which includes the size."""

@@ -18,7 +18,6 @@ For training this means:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Message, UserError
@@ -52,9 +51,14 @@ class Family(ModelFamily):
         "text_encoder_4": "LlamaForCausalLM",
     }
     judge_length_by = ("tokenizer_4",)  # the largest vocabulary, so it reads furthest; the CLIPs give one vector
-    prompt_tokens = 128  # padding is attended to
+    prompt_tokens = 128  # padding is attended to; HiDream-I1 hi_diffusers/pipelines: max_sequence_length
     text_answers = ("t5_embeds", "", "prompt_embeds", "", "pooled_prompt_embeds")
     text_arguments = {"prompt_embeds": "prompt_embeds_llama3", "t5_embeds": "prompt_embeds_t5"}
+    text_shapes = {
+        "prompt_embeds": ("num_layers + num_single_layers", "tokens", "caption_channels.1"),
+        "t5_embeds": ("tokens", "caption_channels.0"),
+        "pooled_prompt_embeds": ("text_emb_dim",),
+    }
     towards_image = True
     adapter_targets = (
         *(f"attn1.to_{x}{stream}" for stream in ("", "_t") for x in ("q", "k", "v", "out")),
@@ -64,8 +68,8 @@ class Family(ModelFamily):
     modulation = ("block.adaLN_modulation",)
     bucket_multiple = 16
     patch = 2
-    native_resolution = 1024
-    default_guidance = 5.0
+    native_resolution = 1024  # HiDreamImagePipeline: 128 latents of 8 pixels
+    default_guidance = 5.0  # HiDream-I1 inference.py, of Full
     train_shift = 3.0  # diffusers train_dreambooth_lora_hidream.py, with the scheduler of Full; that of Dev has 6
     modelspec_architecture = "hidream-i1"
     kohya_base_version = "hidream_i1"
@@ -100,15 +104,6 @@ class Family(ModelFamily):
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         found = ModelFamily.text_answer(self, pipeline, prompts)
         return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
-
-    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        layers = denoiser_config["num_layers"] + denoiser_config["num_single_layers"]
-        t5_width, llama_width = denoiser_config["caption_channels"]
-        return {
-            "prompt_embeds": (layers, self.longest_prompt, llama_width),
-            "t5_embeds": (self.longest_prompt, t5_width),
-            "pooled_prompt_embeds": (denoiser_config["text_emb_dim"],),
-        }
 
     def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {

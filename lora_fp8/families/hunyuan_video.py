@@ -32,7 +32,7 @@ class Family(ModelFamily):
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModel",
     }
-    prompt_tokens = 256  # without the template's
+    prompt_tokens = 256  # without the template's; Tencent/HunyuanVideo hyvideo/config.py: text_len
     text_answers = ("prompt_embeds", "pooled_prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {
@@ -49,8 +49,8 @@ class Family(ModelFamily):
     patch = 2
     latents_as = "BCFHW"
     native_resolution = 960  # the area of 720p
-    default_guidance = 6.0
-    clips = (4, 24)
+    default_guidance = 6.0  # hyvideo/config.py: embedded_cfg_scale
+    clips = (4, 24)  # VAE "884-16c-hy"; README: 24 fps
     uses_negative = False  # it would need true_cfg_scale > 1, twice the time, on a model distilled to do without
     embeds_guidance = True
     vae_class = "AutoencoderKLHunyuanVideo"

@@ -34,7 +34,7 @@ class Family(ModelFamily):
     denoiser_class = "Ideogram4Transformer2DModel"
     text_widths = {"llm_features_dim": "13 * text_encoder.hidden_size"}
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Qwen3VLModel"}
-    prompt_tokens = 2048  # with the template's
+    prompt_tokens = 2048  # with the template's; Ideogram4Pipeline
     chat = ({"role": "user", "content": [{"type": "text", "text": "\0"}]},)
     end_counts = True
     prompts_vary = True
@@ -58,7 +58,7 @@ class Family(ModelFamily):
     modelspec_architecture = "Ideogram-4"
     kohya_base_version = "ideogram4"
     kohya_naming = ""  # only musubi-tuner's own converter reads its names
-    kohya_module = "networks.lora_ideogram4"
+    kohya_module = "networks.lora_ideogram4"  # musubi-tuner
     layouts = ("comfy", "diffusers")
     native_layers = naming.table("""
         layers.#.attention.qkv = layers.#.attention.to_q layers.#.attention.to_k layers.#.attention.to_v

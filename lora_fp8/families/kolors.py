@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import _ldm
 from ._prompts import Overlong
-from .base import Cond, Inputs, ModelFamily
+from .base import ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    pass
 
 
 class Family(ModelFamily):
@@ -35,17 +35,20 @@ class Family(ModelFamily):
         "tokenizer": "diffusers.pipelines.kolors.tokenizer.ChatGLMTokenizer",
         "text_encoder": "diffusers.pipelines.kolors.text_encoder.ChatGLMModel",
     }
-    prompt_tokens = 256
+    prompt_tokens = 256  # KolorsPipeline
     text_answers = ("prompt_embeds", "", "text_embeds")
     text_arguments = {"text_embeds": "pooled_prompt_embeds"}
     text_shapes = {"prompt_embeds": ("tokens", "encoder_hid_dim"), "text_embeds": ("encoder_hid_dim",)}
+    size_cond = "time_ids"
     exact_cond = ("time_ids",)  # bf16 would round 667 pixels to 668
+    noise_argument = "sample"
+    denoiser_reads = {"encoder_hidden_states": "prompt_embeds", "added_cond_kwargs": ("text_embeds", "time_ids")}
     objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS
     keep_precise = (*_ldm.KEEP_PRECISE, "add_embedding", "encoder_hid_proj")
     bucket_multiple = 8
     native_resolution = 1024
-    default_guidance = 5.0
+    default_guidance = 5.0  # KolorsPipeline; Kwai-Kolors/Kolors scripts/sample.py
     modelspec_architecture = "kolors"
     kohya_base_version = "kolors"
     kohya_naming = "diffusers_underscored"
@@ -79,22 +82,6 @@ class Family(ModelFamily):
                 end = bisect_left(ends, read, key=partial(_decoded_length, model, prompt))
                 found[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
         return found
-
-    def image_conditioning(
-        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
-    ) -> Cond:
-        import torch
-
-        # The order of KolorsPipeline._get_add_time_ids.
-        return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.float32)}
-
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {
-            "sample": noisy_BCHW,
-            "timestep": t_B,
-            "encoder_hidden_states": cond["prompt_embeds"],
-            "added_cond_kwargs": {name: cond[name] for name in ("text_embeds", "time_ids")},
-        }
 
 
 def _decoded_length(model: Any, prompt: str, end: int) -> int:

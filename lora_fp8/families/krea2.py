@@ -36,7 +36,7 @@ class Family(ModelFamily):
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3VLModel"}
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS
-    prompt_tokens = 512  # with the end of the template
+    prompt_tokens = 512  # with the end of the template; Krea2Pipeline
     text_answers = ("prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_embeds_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "num_text_layers", "text_hidden_dim")}
@@ -51,13 +51,13 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     latents_as = "BSD"
-    native_resolution = 1024
+    native_resolution = 1024  # Krea2Pipeline
     default_guidance = 4.5  # 3.5 in the makers' convention, which adds that many times the difference
     plain_guidance = 0.0
     modelspec_architecture = "Krea-2"
     kohya_base_version = "krea2"
     kohya_naming = "native"
-    kohya_module = "networks.lora_krea2"
+    kohya_module = "networks.lora_krea2"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
     native_layers = naming.table("""
@@ -98,6 +98,7 @@ class Family(ModelFamily):
         "num_text_layers": 12,
     }
     single_file = {"has": ("txtfusion.projector.weight", "blocks.0.attn.wq.weight")}
+    distilled_mark = ("index", "is_distilled", True)  # by which the pipeline chooses its shift
     distilled_advice = Message(
         "this is Krea 2 Turbo, distilled to 8 steps: plain training undoes that; its makers advise to train on "
         "Krea 2 RAW and to draw with Turbo"
@@ -122,14 +123,6 @@ class Family(ModelFamily):
     def scheduler_config(self) -> dict[str, Any]:
         found = ModelFamily.scheduler_config(self)
         return found | {"base_shift": TURBO_MU, "max_shift": TURBO_MU} if self.is_distilled() else found
-
-    def is_distilled(self) -> bool:
-        named = self.distilled_by_name()
-        return bool(self.index().get("is_distilled")) if named is None else named
-
-    def pipeline_arguments(self) -> dict[str, Any]:
-        """Return arguments of the pipeline, which chooses its shift by them; the index may be the other model's."""
-        return {"is_distilled": self.is_distilled()}
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         found = ModelFamily.convert_checkpoint(self, header)

@@ -35,7 +35,7 @@ class Family(ModelFamily):
     denoiser_class = "LTXVideoTransformer3DModel"
     text_widths = {"caption_channels": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
-    prompt_tokens = 128
+    prompt_tokens = 128  # LTXPipeline
     text_answers = ("prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}
@@ -47,9 +47,9 @@ class Family(ModelFamily):
     keep_precise = ("^proj_in", "time_embed", "caption_projection", "^proj_out")
     bucket_multiple = 32
     latents_as = "BSD"
-    native_resolution = 640  # about the area of 768 x 512
-    default_guidance = 3.0
-    clips = (8, 25)
+    native_resolution = 640  # about the area of 768 x 512; README of Lightricks/LTX-Video
+    default_guidance = 3.0  # LTXPipeline; inference.py
+    clips = (8, 25)  # VAE of 32 x 32 x 8; inference.py: frame_rate 25
     vae_class = "AutoencoderKLLTXVideo"
     modelspec_architecture = "ltx-video"
     kohya_base_version = "ltx-video"

@@ -33,7 +33,7 @@ class Family(ModelFamily):
     denoiser_class = "Lumina2Transformer2DModel"
     text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
-    prompt_tokens = 256  # with the instruction's
+    prompt_tokens = 256  # with the instruction's; Lumina2Pipeline, sd-scripts lumina_train_network.py
     text_options = {"system_prompt": SYSTEM_PROMPT}
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
@@ -47,12 +47,12 @@ class Family(ModelFamily):
     modulation = ("norm1.linear",)
     bucket_multiple = 16
     patch = 2
-    native_resolution = 1024
-    default_guidance = 4.0
+    native_resolution = 1024  # Lumina2Pipeline: 128 latents of 8 pixels
+    default_guidance = 4.0  # model card
     modelspec_architecture = "lumina-2"
     kohya_base_version = "lumina2"
     kohya_naming = "native"
-    kohya_module = "networks.lora_lumina"
+    kohya_module = "networks.lora_lumina"  # sd-scripts
     # diffusers reads the original names only if a LoRA has every linear of the blocks, modulation included. ComfyUI
     # reads no others: its table of diffusers' names for this architecture is Z-Image's.
     layouts = ("comfy", "diffusers", "kohya")

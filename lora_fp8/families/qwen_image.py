@@ -23,7 +23,7 @@ class Family(ModelFamily):
     denoiser_class = "QwenImageTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen2_5_VLForConditionalGeneration"}
-    prompt_tokens = 512  # with the end of the template
+    prompt_tokens = 512  # with the end of the template; QwenImagePipeline's call
     text_answers = ("prompt_embeds", "mask")
     text_arguments = {"mask": "prompt_embeds_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}
@@ -41,12 +41,12 @@ class Family(ModelFamily):
     patch = 2
     latents_as = "BSD"
     native_resolution = 1024  # the pipeline's default; trained up to 1328, which fits no coarse grid of buckets
-    default_guidance = 4.0
+    default_guidance = 4.0  # model card: true_cfg_scale
     guidance_argument = "true_cfg_scale"
     modelspec_architecture = "Qwen-Image"
     kohya_base_version = "qwen_image"
     kohya_naming = "native"
-    kohya_module = "networks.lora_qwen_image"
+    kohya_module = "networks.lora_qwen_image"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     native_layers = naming.table("""
         transformer_blocks.#, img_in, txt_in, txt_norm, time_text_embed, norm_out, proj_out

@@ -42,14 +42,14 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = qwen_image.Family.patch
     latents_as = qwen_image.Family.latents_as
-    native_resolution = 1024
-    default_guidance = 4.0
+    native_resolution = 1024  # QwenImageEditPipeline: calculate_dimensions(1024 * 1024)
+    default_guidance = 4.0  # model card: true_cfg_scale
     captions = "instructions"  # its model card: prompts say what to change
     guidance_argument = qwen_image.Family.guidance_argument
     modelspec_architecture = "Qwen-Image-Edit"
     kohya_base_version = "qwen_image_edit"
     kohya_naming = "native"
-    kohya_module = "networks.lora_qwen_image"
+    kohya_module = "networks.lora_qwen_image"  # musubi-tuner
     layouts = qwen_image.Family.layouts
     native_layers = qwen_image.Family.native_layers
     no_adapter = qwen_image.Family.no_adapter

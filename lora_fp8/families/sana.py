@@ -44,8 +44,8 @@ class Family(ModelFamily):
     )
     keep_precise = ("patch_embed", "time_embed", "caption_projection", "^proj_out")
     bucket_multiple = 32
-    native_resolution = 1024
-    default_guidance = 4.5
+    native_resolution = 1024  # Sana_1600M_1024px
+    default_guidance = 4.5  # SanaPipeline; model card
     train_shift = 3.0  # NVlabs/Sana configs/sana_config/1024ms: flow_shift 3, logit_normal, mean 0, std 1
     vae_class = "AutoencoderDC"
     config_marks = {"guidance_embeds": False}  # Sana-Sprint, which has another pipeline, takes the guidance as an input

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from . import _ldm
 from ._facts import TextEncoder
-from .base import Cond, Inputs, ModelFamily
+from .base import ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    pass
 
 
 class Family(ModelFamily):
@@ -28,12 +28,13 @@ class Family(ModelFamily):
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=768, hidden=3072, num_layers=12)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
+    noise_argument = "sample"
     objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS  # 192 layers; proj_in and proj_out are 1x1 convolutions
     keep_precise = _ldm.KEEP_PRECISE
     bucket_multiple = 8
-    native_resolution = 512
-    default_guidance = 7.5
+    native_resolution = 512  # unet/config.json: sample_size 64, of 8 pixels
+    default_guidance = 7.5  # CompVis/stable-diffusion scripts/txt2img.py: --scale
     captions = "tags"  # sd-scripts and its tagger (WD14): its LoRAs are trained on tags
     modelspec_architecture = "stable-diffusion-v1"
     kohya_base_version = "sd_v1"
@@ -56,8 +57,5 @@ class Family(ModelFamily):
         },
         "lacks": ("label_emb.",),
     }
-
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {"sample": noisy_BCHW, "timestep": t_B, "encoder_hidden_states": cond["prompt_embeds"]}
 
     convert_checkpoint = _ldm.convert_checkpoint

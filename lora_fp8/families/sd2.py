@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from ..errors import Message
 from . import _ldm
 from ._facts import TextEncoder
-from .base import Cond, Inputs, ModelFamily
+from .base import ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    pass
 
 
 class Family(ModelFamily):
@@ -29,12 +29,13 @@ class Family(ModelFamily):
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=1024, hidden=4096, num_layers=23)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
+    noise_argument = "sample"
     objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS  # 192 layers; proj_in and proj_out are linear
     keep_precise = _ldm.KEEP_PRECISE
     bucket_multiple = 8
-    native_resolution = 768
-    default_guidance = 7.5
+    native_resolution = 768  # unet/config.json of 2.1: sample_size 96, of 8 pixels
+    default_guidance = 7.5  # StableDiffusionPipeline
     captions = "tags"  # as for SD 1.5, with the same trainers
     modelspec_architecture = "stable-diffusion-v2-768-v"  # `architecture_name` tells the model that predicts epsilon
     kohya_base_version = "sd_v2"
@@ -75,8 +76,5 @@ class Family(ModelFamily):
                 place=self.folder / "scheduler",
             )
         ]
-
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {"sample": noisy_BCHW, "timestep": t_B, "encoder_hidden_states": cond["prompt_embeds"]}
 
     convert_checkpoint = _ldm.convert_checkpoint

@@ -46,7 +46,7 @@ class Family(ModelFamily):
     timestep_unit = 1000  # the scheduler's num_train_timesteps
     text_options = {"prompt_2": None, "prompt_3": None}
     text_shapes = {
-        "prompt_embeds": ("tokens+77", "joint_attention_dim"),
+        "prompt_embeds": ("tokens + 77", "joint_attention_dim"),
         "pooled_prompt_embeds": ("pooled_projection_dim",),
     }
     adapter_targets = (
@@ -58,13 +58,13 @@ class Family(ModelFamily):
     modulation = ("norm1.linear", "norm1_context.linear")
     bucket_multiple = 16
     patch = 2
-    native_resolution = 1024
-    default_guidance = 7.0
+    native_resolution = 1024  # transformer/config.json: sample_size 128, of 8 pixels
+    default_guidance = 7.0  # StableDiffusion3Pipeline
     train_shift = 3.0  # Esser et al. 2024, sect. 5.3.2: trained and sampled with 3 at 1024 x 1024
     modelspec_architecture = "stable-diffusion-3-5-large"  # of the largest; `architecture_name` tells the others
     kohya_base_version = "sd3"
     kohya_naming = "native"
-    kohya_module = "networks.lora_sd3"
+    kohya_module = "networks.lora_sd3"  # sd-scripts
     layouts = ("diffusers", "comfy", "kohya")
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)

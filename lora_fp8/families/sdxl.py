@@ -8,15 +8,14 @@ of its crop, and the height and width of the crop it was trained at (sect. 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import _ldm
 from ._facts import TextEncoder
-from .base import Cond, Inputs, ModelFamily
+from .base import Cond, ModelFamily
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    pass
 
 
 class Family(ModelFamily):
@@ -45,13 +44,20 @@ class Family(ModelFamily):
     judge_length_by = ("tokenizer", "tokenizer_2")
     text_answers = ("prompt_embeds", "", "text_embeds")
     text_arguments = {"text_embeds": "pooled_prompt_embeds"}
+    text_shapes = {  # the embedded sizes and the pooled text embedding are concatenated into one input
+        "prompt_embeds": ("tokens", "cross_attention_dim"),
+        "text_embeds": ("projection_class_embeddings_input_dim - 6 * addition_time_embed_dim",),
+    }
+    size_cond = "time_ids"
     exact_cond = ("time_ids",)  # bf16 would round 667 pixels to 668
+    noise_argument = "sample"
+    denoiser_reads = {"encoder_hidden_states": "prompt_embeds", "added_cond_kwargs": ("text_embeds", "time_ids")}
     objective = "Diffusion"
     adapter_targets = _ldm.ADAPTER_TARGETS  # 722 layers; proj_in and proj_out are linear
     keep_precise = (*_ldm.KEEP_PRECISE, "add_embedding")
     bucket_multiple = 8
-    native_resolution = 1024
-    default_guidance = 7.0
+    native_resolution = 1024  # unet/config.json: sample_size 128, of 8 pixels
+    default_guidance = 7.0  # sd-scripts sdxl_minimal_inference.py; the pipeline has 5
     captions = "tags"  # Illustrious, NoobAI and Pony, which most people train on, know booru tags
     modelspec_architecture = "stable-diffusion-xl-v1-base"
     kohya_base_version = "sdxl_base_v1-0"
@@ -78,28 +84,6 @@ class Family(ModelFamily):
         "shapes": {"input_blocks.0.0.weight": (None, 4, None, None)},
         "lacks": ("input_blocks.9.",),
     }
-
-    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        # The embedded time ids and the pooled text embedding are concatenated into one input.
-        both, each = (denoiser_config[f"{n}_dim"] for n in ("projection_class_embeddings_input", "addition_time_embed"))
-        embeds = (self.longest_prompt, denoiser_config["cross_attention_dim"])
-        return {"prompt_embeds": embeds, "text_embeds": (both - 6 * each,)}
-
-    def image_conditioning(
-        self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
-    ) -> Cond:
-        import torch
-
-        # The order of StableDiffusionXLPipeline._get_add_time_ids.
-        return {"time_ids": torch.tensor([*original_hw, *crop_top_left, *target_hw], dtype=torch.float32)}
-
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        return {
-            "sample": noisy_BCHW,
-            "timestep": t_B,
-            "encoder_hidden_states": cond["prompt_embeds"],
-            "added_cond_kwargs": {name: cond[name] for name in ("text_embeds", "time_ids")},
-        }
 
     def without_negative(self, empty: Cond) -> Cond | None:
         # SDXL was trained with zeros for a dropped caption; the pipeline creates them if it gets no negative prompt.

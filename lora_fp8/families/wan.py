@@ -30,7 +30,7 @@ class Family(ModelFamily):
     denoiser_class = "WanTransformer3DModel"
     text_widths = {"text_dim": "text_encoder.d_model"}
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "UMT5EncoderModel"}
-    prompt_tokens = 512
+    prompt_tokens = 512  # Wan-Video/Wan2.1 wan/configs/shared_config.py: text_len
     timestep_unit = 1000
     text_shapes = {"prompt_embeds": ("tokens", "text_dim")}
     adapter_targets = (
@@ -42,15 +42,15 @@ class Family(ModelFamily):
     patch = 2
     latents_as = "BCFHW"
     native_resolution = 640  # the area of 480p, at which both sizes are trained; 14B also knows 720p (960)
-    default_guidance = 5.0
+    default_guidance = 5.0  # wan/configs/wan_t2v_14B.py, generate.py: sample_guide_scale
     train_shift = 3.0  # musubi-tuner docs/wan.md, whatever flow_shift (3, 5 or 12) the scheduler samples with
-    clips = (4, 16)
+    clips = (4, 16)  # vae_stride (4, 8, 8); sample_fps
     vae_class = "AutoencoderKLWan"
     vae_marks = _qwen.VAE_MARKS
     modelspec_architecture = "wan2.1"
     kohya_base_version = "wan2.1"
     kohya_naming = "native"
-    kohya_module = "networks.lora_wan"
+    kohya_module = "networks.lora_wan"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}

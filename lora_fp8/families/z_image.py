@@ -18,9 +18,6 @@ from .base import Cond, Inputs, ModelFamily
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-TURBO_SHIFT = 3.0
-"""Shift in the scheduler of Z-Image-Turbo; Z-Image's is 6."""
-
 
 class Family(ModelFamily):
     name = "z_image"
@@ -31,7 +28,7 @@ class Family(ModelFamily):
     text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3Model"}
     chat = ({"role": "user", "content": "\0"},)
-    prompt_tokens = 512  # with the template's
+    prompt_tokens = 512  # with the template's; ZImagePipeline
     text_shapes = {"prompt_embeds": ("tokens", "cap_feat_dim")}
     prompts_vary = True
     towards_image = True
@@ -45,13 +42,13 @@ class Family(ModelFamily):
     bucket_multiple = 16
     patch = 2
     native_resolution = 1024
-    default_guidance = 5.0
+    default_guidance = 5.0  # ZImagePipeline
     train_shift = 1.0  # OneTrainer (timestep_shift 1), diffusion-pipe; the scheduler's 6 would leave 4 % below 0.5
     plain_guidance = 0.0
     modelspec_architecture = "Z-Image"
     kohya_base_version = "z_image"
     kohya_naming = "native"
-    kohya_module = "networks.lora_zimage"
+    kohya_module = "networks.lora_zimage"  # musubi-tuner
     # ComfyUI reads diffusers' names too. In the original names q, k and v are one layer, which diffusers does not split
     # when it loads a LoRA.
     layouts = ("diffusers", "comfy", "kohya")
@@ -76,6 +73,7 @@ class Family(ModelFamily):
         "has": ("x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),
         "lacks": ("siglip_embedder.1.weight",),
     }
+    distilled_mark = ("scheduler", "shift", 3.0)  # Z-Image's is 6
     distilled_advice = Message(
         "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
         "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with "
@@ -94,7 +92,3 @@ class Family(ModelFamily):
         import torch
 
         return torch.stack(answer)[:, :, 0]
-
-    def is_distilled(self) -> bool:
-        named = self.distilled_by_name()
-        return self.scheduler_config().get("shift") == TURBO_SHIFT if named is None else named
