@@ -108,10 +108,10 @@ class Faults:
         broken: number of requests that are answered with a plain 500.
         delay: seconds before each answer.
         bytes_per_second: the most that one file is sent with; 0: no limit.
-        cut_after: the connection closes after so many bytes of a weight file's body; None: never.
+        cut_after: the connection closes after so many bytes of a weight file's download; None: never.
         cuts: number of bodies that are cut; -1: each.
-        stall_after: a weight file's body stops after so many bytes until `released` is set; None: never.
-        wrong_bytes: paths of files that arrive with another content of the right size.
+        stall_after: a weight file's download stops after so many bytes until `released` is set; None: never.
+        wrong_bytes: paths of files whose last byte arrives changed.
         no_range: Range is ignored, and the whole file is sent with 200.
     """
 
@@ -247,6 +247,10 @@ class HubServer:
         """Bytes of weight files that went out, headers that were read by range included."""
         return sum(r.sent for r in self.seen(repo) if r.is_lfs and file in (None, r.file))
 
+    def bytes_downloaded(self, repo: str | None = None) -> int:
+        """The same without the headers that were read by range."""
+        return sum(request.sent for request in self.seen(repo) if request.is_download)
+
     def forget(self) -> None:
         """Start the log anew."""
         with self._lock:
@@ -301,6 +305,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client went away
+            super().handle()
+
     def do_HEAD(self) -> None:
         self.do_GET()
 
@@ -322,8 +330,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         with self.hub._lock:
             self.hub.requests.append(self.request_log)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the client went away
-            self._route(unquote(address.path))
+        self._route(unquote(address.path))
 
     def _route(self, path: str) -> None:
         routes = (
@@ -410,13 +417,13 @@ class _Handler(BaseHTTPRequestHandler):
         )
         if self.command == "HEAD":
             return None
-        flip = 0xFF if file.path in faults.wrong_bytes else 0
+        is_wrong = file.path in faults.wrong_bytes
         begun = time.monotonic()
         with file.source.open("rb") as stream:
             stream.seek(start)
             while log.sent < end - start:
                 most = min(CHUNK, end - start - log.sent)
-                if file.is_lfs:
+                if log.is_download:
                     for limit in (faults.cut_after, faults.stall_after):
                         most = most if limit is None or limit <= log.sent else min(most, limit - log.sent)
                     if (
@@ -435,8 +442,8 @@ class _Handler(BaseHTTPRequestHandler):
                         self.connection.shutdown(socket.SHUT_RDWR)
                         return None
                 content = stream.read(most)
-                if flip:
-                    content = content[:-1] + bytes([content[-1] ^ flip])
+                if is_wrong and start + log.sent + len(content) == file.size:
+                    content = content[:-1] + bytes([content[-1] ^ 0xFF])
                 self.wfile.write(content)
                 log.sent += len(content)
                 if faults.bytes_per_second:

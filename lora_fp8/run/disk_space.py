@@ -52,7 +52,7 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
     warnings: list[str] = []
     for on_disk in disks.values():
         place = ", ".join(dict.fromkeys(str(need.folder) for need in on_disk))
-        room = shutil.disk_usage(_nearest(on_disk[0].folder, os.path.exists)).free
+        room = find_free(on_disk[0].folder)
         free = amount(room)
         for size_of in (lambda need: need.sure, lambda need: need.likely):
             sizes: dict[str, int] = {}
@@ -98,6 +98,11 @@ def require(needs: Iterable[Need]) -> list[str]:
     if problems:
         raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
     return warnings
+
+
+def find_free(folder: Path) -> int:
+    """Return the free bytes on the disk of a folder, which may not exist yet."""
+    return shutil.disk_usage(_nearest(folder, os.path.exists)).free
 
 
 def amount(num: int) -> str:

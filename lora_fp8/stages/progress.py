@@ -1,10 +1,13 @@
-"""Show how far training is: a bar on a terminal, a line every ten seconds in a log."""
+"""Show how far training or a download is: a bar on a terminal, a line every ten seconds in a log."""
 
 import sys
 import time
 from types import TracebackType
 
 from tqdm import tqdm
+
+from ..families.sources.download import Progress as TransferProgress
+from ..run.disk_space import amount
 
 SECONDS = 10
 """Seconds between two lines in a log."""
@@ -45,3 +48,40 @@ class Progress:
             per_step = (now - self._began) / (step - self._first)
             figures = f"loss {loss:.4f}, lr {lr:.2e}, {per_step:.3g} s per step"
             print(f"{self._name}: step {step} of {self._steps}, {figures}", file=sys.stderr, flush=True)
+
+
+class DownloadProgress:
+    """Progress of a download, on stderr.
+
+    Args:
+        name: of the base model.
+        is_shown: False shows nothing.
+    """
+
+    def __init__(self, name: str, *, is_shown: bool) -> None:
+        on_terminal = is_shown and sys.stderr.isatty()
+        self._name, self._writes_lines, self._last_line = name, is_shown and not on_terminal, time.monotonic()
+        self._bar = tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024, disable=not on_terminal)
+
+    def __enter__(self) -> "DownloadProgress":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def update(self, progress: TransferProgress) -> None:
+        """Show the bytes that have arrived."""
+        if self._bar.total is None and progress.total:
+            self._bar.total = progress.total
+            self._bar.initial = self._bar.n = progress.done  # what was here is no part of the speed
+        self._bar.set_postfix_str(str(progress.waiting), refresh=False)
+        self._bar.update(progress.done - self._bar.n)
+        now = time.monotonic()
+        if self._writes_lines and (now - self._last_line >= SECONDS or progress.done == progress.total):
+            self._last_line = now
+            self._writes_lines = progress.done < progress.total  # the last line once
+            line = f"{self._name}: {amount(progress.done)} of {amount(progress.total)}, {amount(int(progress.speed))}/s"
+            left = "" if progress.eta is None else f", {tqdm.format_interval(progress.eta)} left"
+            print(f"{line}{progress.waiting and ', '}{progress.waiting}{left}", file=sys.stderr, flush=True)

@@ -7,6 +7,8 @@
     selection.py      which files of a repository training needs
     headers.py        headers of safetensors files, by range requests
     remembered.py     what hubs answered, for times without a connection
+    download.py       gets the missing files: progress, resume, checksums; transfer.py is one file of them
+    places.py         where files are put: the cache of huggingface_hub, or a folder of our own
 
 Nothing here imports torch, so the page, the command line and the queue use it too.
 """
@@ -14,4 +16,13 @@ Nothing here imports torch, so the page, the command line and the queue use it t
 from .description import BaseDescription, BaseFile, Gate, Header, Licence, describe
 from .reference import Reference, parse
 
-__all__ = ["BaseDescription", "BaseFile", "Gate", "Header", "Licence", "Reference", "describe", "parse"]
+__all__ = [
+    "BaseDescription",
+    "BaseFile",
+    "Gate",
+    "Header",
+    "Licence",
+    "Reference",
+    "describe",
+    "parse",
+]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 from ...common.reading import MOST_JSON, parse_json, read_bytes
 from ...errors import Message, UserError
 from ...run import disk_space
-from . import hosts, known_bases, remembered, selection
+from . import hosts, known_bases, places, remembered, selection
 from .headers import Header
 from .hosts import Host, NoAnswer
 from .reference import Reference, is_here, parse, suggest
@@ -77,6 +76,7 @@ class BaseDescription:
     Attributes:
         reference: what was described.
         revision: the commit; "" where there is none.
+        branch: the branch, tag or commit that was asked for; "" for the default.
         family: the architecture by its files; "" if they do not tell.
         files: the files that training needs, configs and tokenizers too.
         folder: where the files are put, and where those that are here already are; None if that is not known.
@@ -91,6 +91,7 @@ class BaseDescription:
 
     reference: Reference
     revision: str = ""
+    branch: str = field(default="", kw_only=True)
     family: str = ""
     files: tuple[BaseFile, ...] = ()
     folder: Path | None = None
@@ -279,6 +280,7 @@ def _describe_answer(host: Host, answer: Answer, origin: Origin, family: str) ->
     description = BaseDescription(
         reference,
         commit,
+        branch=host.revision,
         folder=host.folder(commit),
         licence=Licence(answer.licence, answer.licence_link) if answer.licence else None,
         gate=gate,
@@ -466,16 +468,7 @@ def _with_disk(description: BaseDescription) -> BaseDescription:
     """Return the description with the free space on its disk, and with the problem if the download does not fit."""
     if description.folder is None:
         return description
-    folder = next(path for path in (description.folder, *description.folder.parents) if path.exists())
-    free = shutil.disk_usage(folder).free
-    problems = description.problems
-    if description.missing_bytes > free:
-        problem = Message(
-            "{folder}: the disk has no room for the base model: {size} are still to be downloaded, and {free} "
-            "are free. Free some space, or set HF_HOME to a folder on another disk",
-            folder=folder,
-            size=disk_space.amount(description.missing_bytes),
-            free=disk_space.amount(free),
-        )
-        problems = (*problems, problem)
+    problem = places.find_disk_problem(description)
+    problems = (*description.problems, *filter(None, [problem]))
+    free = disk_space.find_free(description.folder)
     return dataclasses.replace(description, free_bytes=free, problems=problems)

@@ -155,7 +155,7 @@ class Host:
         import httpx2
         from huggingface_hub import errors
 
-        if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)) and _is_offline():
+        if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)) and is_offline():
             return NoAnswer(Message("HF_HUB_OFFLINE forbids connections"))
         if isinstance(error, errors.GatedRepoError):
             return UserError(self.gate_problem())
@@ -507,7 +507,8 @@ def _has_size(path: Path, size: int) -> bool:
         return False
 
 
-def _is_offline() -> bool:
+def is_offline() -> bool:
+    """Return True if HF_HUB_OFFLINE, or what stands for it, forbids connections."""
     from huggingface_hub import is_offline_mode
 
     return is_offline_mode()

@@ -1,0 +1,79 @@
+"""The command that downloads base models; commands.py adds it."""
+
+import time
+from typing import Any
+
+import typer
+
+from ..errors import Message
+from .events import print_json_line
+from .options import JSON, print_lines
+
+SECONDS = 1.0
+"""Seconds between two lines of --json."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add this command to `lora-fp8`."""
+    app.command()(download)
+
+
+def download(
+    model: str = typer.Argument(
+        ...,
+        metavar="MODEL",
+        help="Base model: Hugging Face id (OWNER/NAME) or address, modelscope:OWNER/NAME, or a Civitai page.",
+    ),
+    family: str = typer.Option("", help="Architecture, to compare the model with. Default: told from its files."),
+    revision: str = typer.Option("", help="Branch, tag or commit. Default: the newest."),
+    as_json: bool = JSON,
+) -> None:
+    """Download a base model, or continue an interrupted download. Other programs find it in the same cache."""
+    from ..errors import UserError, UserErrors
+    from ..families.sources import describe
+    from ..families.sources import download as downloading
+    from ..run import StopSignal
+    from ..stages.progress import DownloadProgress
+
+    base = describe(model, revision, family)
+    if base.problems:
+        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+    name = base.reference.name
+    if base.folder is None or not base.reference.is_remote:
+        print_lines(Message("{name} is on this machine; there is nothing to download", name=name))
+        return
+    if as_json:
+        print_json_line({"event": "base", **_summarize(base)})
+    else:
+        print_lines(*base.lines)
+    last = 0.0
+
+    def report(progress: downloading.Progress) -> None:
+        nonlocal last
+        bar.update(progress)
+        if as_json and (time.monotonic() - last >= SECONDS or progress.done == progress.total):
+            last = time.monotonic()
+            print_json_line({"event": "download", **progress.to_json()})
+
+    stop = StopSignal()
+    stop.at_once = Message("the download was stopped; what has arrived is kept, and the next one continues")
+    with stop.watching(), DownloadProgress(name, is_shown=not as_json) as bar:
+        base = downloading.download(base, report)
+    if as_json:
+        print_json_line({"event": "done", **_summarize(base)})
+    else:
+        print_lines(Message("{name} is complete: {folder}", name=name, folder=base.folder))
+
+
+def _summarize(base: Any) -> dict[str, Any]:
+    """Return a description as plain JSON types."""
+    return {
+        "name": base.reference.name,
+        "revision": base.revision,
+        "family": base.family,
+        "folder": str(base.folder),
+        "files": [{"path": file.path, "bytes": file.size, "sha256": file.sha256} for file in base.files],
+        "bytes": base.total_bytes,
+        "missing_bytes": base.missing_bytes,
+        "licence": base.licence.name if base.licence else "",
+    }
