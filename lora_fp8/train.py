@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from . import config
+from .common.shell import quote_path
 from .distributed.processes import Elsewhere, Processes
 from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
@@ -111,7 +112,8 @@ def _run_stages(session: Session, resume: bool) -> Result:
             preflight(session, data, loaded, state)
         fit(session, data, loaded, state, missed)
     session.stop.at_once = Message(
-        "all steps are done and saved; `{command}` writes the files", command=f"lora-fp8 resume {run.path}"
+        "all steps are done and saved; `{command}` writes the files",
+        command=f"lora-fp8 resume {quote_path(run.path)}",
     )
     return finish(session, data, loaded, state.step)
 

@@ -337,8 +337,8 @@ def test_the_safetensors_library_reads_what_was_trained(tmp_path):
     state = random_state(LAYERS, rank=3)
     diffusers_file, kohya_file = write(tmp_path, state, dtype="fp32")
     assert [p.name for p in (diffusers_file, kohya_file)] == [
-        "My-lora-style-1_diffusers.safetensors",
-        "My-lora-style-1_kohya.safetensors",
+        "My-水彩-lora-style-1_diffusers.safetensors",
+        "My-水彩-lora-style-1_kohya.safetensors",
     ]
     found = safetensors.torch.load_file(kohya_file)
     name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
@@ -534,7 +534,10 @@ def test_the_config_comes_back(tmp_path):
         ("a b:<c>,d", "a-b-c-d"),
         ("Ünïcode", "Unicode"),
         ("../../etc/passwd", "etc-passwd"),
-        ("水彩", "lora-" + hashlib.sha256("水彩".encode()).hexdigest()[:8]),
+        ("水彩 一号", "水彩-一号"),
+        ("각", "각"),
+        ("/".join("角" * 99), "-".join("角" * 40)),
+        ("水" * 99, "水" * 53),  # of at most 160 bytes
         ("...", "lora-" + hashlib.sha256(b"...").hexdigest()[:8]),
     ],
 )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from ..common.text import first_few
 from ..errors import Message
 from .help import Group, Program
-from .options import FOLDER, JSON, SET, print_json, print_lines
+from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
 
 
 class _Dataset(Group):
@@ -60,6 +60,10 @@ def look(
         raise errors.UserError(
             Message("--remember: {path} exists already and holds no measurements. Name another file", path=remember)
         )
+    if not target.exists():
+        raise errors.UserError(
+            Message("{path}: no such folder or config file (looked in {where})", path=target, where=Path.cwd())
+        )
     if target.is_dir():
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise errors.UserError(
@@ -77,7 +81,7 @@ def look(
             raise errors.UserError(
                 Message("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
             )
-        job = config.load(target, overrides)
+        job = load_config(target, overrides)
         section, family = job.dataset, job.model.family
     purpose = doctor.Target.of(job, families.get(family))
     if resolution:

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import Message
 from .help import Program
-from .options import JSON, SET, print_json, print_lines
+from .options import JSON, SET, load_config, print_json, print_lines
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
 PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
@@ -38,7 +38,7 @@ def submit(
     as_json: bool = JSON,
 ) -> None:
     """Queue a training. Its settings are fixed now: later edits of the file change nothing."""
-    from .. import config, jobs
+    from .. import jobs
     from ..common.reading import load_text
 
     queue = jobs.Queue()
@@ -47,7 +47,7 @@ def submit(
         id = queue.submit_run(config_file, overrides=overrides, scheduling=scheduling)
     else:
         # Loaded for its error messages: a file that cannot be read is reported here.
-        config.load(config_file, overrides)
+        load_config(config_file, overrides)
         id = queue.submit(
             load_text(config_file),
             overrides=overrides,

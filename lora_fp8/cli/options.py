@@ -3,11 +3,17 @@
 import json
 import os
 import sys
-from typing import Any, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from ..common.messages import add_translations, choose_language, translate
+from ..common.shell import quote_path
+from ..errors import Message, UserError
+
+if TYPE_CHECKING:
+    from ..settings import Job
 
 CONFIG = typer.Argument(..., metavar="CONFIG", help="Config file of the job.")
 RUN = typer.Argument(..., metavar="RUN", help="Run folder.")
@@ -19,6 +25,40 @@ FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with capti
 
 LANGUAGE = "LORA_FP8_LANG"
 """Environment variable that --lang sets. It decides before LC_ALL, LC_MESSAGES and LANG."""
+
+
+def load_config(path: Path, overrides: list[str]) -> "Job":
+    """Load a job's config, as `config.load` does.
+
+    Raises:
+        UserError: with every problem of the file. For a file of another trainer it is the command that converts it.
+    """
+    from .. import config
+
+    try:
+        return config.load(path, overrides)
+    except UserError:
+        if command := _find_importer(path):
+            raise UserError(
+                Message(
+                    "{path}: these are settings of another trainer. Convert them: {command}", path=path, command=command
+                )
+            ) from None
+        raise
+
+
+def _find_importer(path: Path) -> str:
+    """Return the command that imports a file of another trainer; "" if it is none."""
+    from .. import importing
+
+    try:
+        source = importing.read_source(path)
+        if isinstance(source.data, dict) and {"family", "path"} & set(source.data.get("model") or ()):
+            return ""  # a config with mistakes in it
+        importing.recognise(source)
+    except (UserError, OSError, TypeError):
+        return ""
+    return f"lora-fp8 import-config {quote_path(path)}"
 
 
 def get_language() -> str:

@@ -13,8 +13,25 @@ from .options import JSON, print_json, print_lines
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `lora-fp8`."""
-    for command in (demo, ui, mcp):
+    for command in (doctor, demo, ui, mcp):
         app.command()(command)
+
+
+def doctor(
+    output_dir: str = typer.Option("runs", help="Folder of your runs: output_dir of your config."),
+    cache_dir: str = typer.Option("cache", help="Cache folder: dataset.cache_dir of your runs."),
+    as_json: bool = JSON,
+) -> None:
+    """Check this machine: versions, GPU, precisions, disk and hub. The exit code is 0 if a training can run, else 2."""
+    from ..plan import machine
+
+    result = machine.examine(machine.get_folders(output_dir, cache_dir))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_lines(*result.lines())
+    if result.problems:
+        sys.exit(2)
 
 
 def demo(

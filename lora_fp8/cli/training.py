@@ -6,9 +6,10 @@ from pathlib import Path
 
 import typer
 
+from ..common.shell import quote_path
 from ..errors import Message
 from .events import print_event, print_json_line
-from .options import CONFIG, JSON, RUN, SET, print_json, print_lines
+from .options import CONFIG, JSON, RUN, SET, load_config, print_json, print_lines
 
 
 def add_to(app: typer.Typer) -> None:
@@ -48,18 +49,22 @@ def new(
     except OSError as error:
         raise errors.cannot_write(path, error) from None
     print_lines(
-        Message("{path} written; put your base model and picture folder in, then: lora-fp8 check {path}", path=path)
+        Message(
+            "{path} written; put your base model and picture folder in, then: {command}",
+            path=path,
+            command=f"lora-fp8 check {quote_path(path)}",
+        )
     )
 
 
 def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Check config, images and base model files. No model is loaded."""
-    from .. import config, errors
+    from .. import errors
     from ..plan.check import Check
     from ..plan.check import check as check_job
 
     try:
-        result = check_job(config.load(config_file, overrides))
+        result = check_job(load_config(config_file, overrides))
     except errors.UserError as error:
         if not as_json:
             raise
@@ -106,15 +111,15 @@ def import_config(
     if as_json:
         print_json(importing.to_json(imported) | {"output": str(path)})
         return
-    written = Message("{file} written; next: lora-fp8 check {path}", file=path.resolve(), path=path)
+    written = Message(
+        "{file} written; next: {command}", file=path.resolve(), command=f"lora-fp8 check {quote_path(path)}"
+    )
     print_lines(*importing.report(imported, verbose), written)
 
 
 def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Show storage, matmul and memory of each layer. No weights are read."""
-    from .. import config
-
-    job = config.load(config_file, overrides)
+    job = load_config(config_file, overrides)
     from ..config import find_unused_settings
     from ..plan import resolve
     from ..plan.plan import plan_layers
@@ -127,9 +132,9 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
         notes.append(
             Message(
                 "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and "
-                "holds those above {bound} in int8 or bf16; `lora-fp8 precision {path}` measures now",
+                "holds those above {bound} in int8 or bf16; `{command}` measures now",
                 bound=f"{job.quantize.sensitivity_bound:g}",
-                path=config_file,
+                command=f"lora-fp8 precision {quote_path(config_file)}",
             )
         )
     if as_json:
@@ -140,9 +145,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
 
 def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Estimate memory, steps, cache and file sizes. No weights are read, and nothing is encoded."""
-    from .. import config
-
-    job = config.load(config_file, overrides)
+    job = load_config(config_file, overrides)
     from ..families import _files
 
     base = job.model
@@ -175,9 +178,7 @@ def precision(
     as_json: bool = JSON,
 ) -> None:
     """Measure the quantization error on your images. It reports each layer, and the prediction."""
-    from .. import config
-
-    job = config.load(config_file, overrides)
+    job = load_config(config_file, overrides)
     from ..stages import measure
 
     report = measure.report(job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else print_event)
@@ -206,9 +207,7 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
 
 def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
     """Load the config and run the job, for `train`, `resume` and train_lora.py."""
-    from .. import config
-
-    job = config.load(config_file, overrides)  # a wrong file is reported before torch is loaded
+    job = load_config(Path(config_file), overrides)  # a wrong file is reported before torch is loaded
     from .. import train as training
 
     result = training.run(job, resume=resume, progress=not as_json, echo=print_json_line if as_json else print_event)

@@ -22,10 +22,12 @@ import tomlkit
 from pydantic import ValidationError
 
 from ..common.reading import load_text
+from ..common.shell import quote_path
 from ..common.text import quote, similar
 from ..errors import Message, UserError, UserErrors, cannot_read
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
+from .mistakes import explain_toml, find_escaped_paths, find_variables
 from .relations import KINDS, contradictions, kinds_of
 from .validation import OUT_OF_BOUNDS, Location, accepted, describe_error, model_at, real_location
 
@@ -48,7 +50,14 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     try:
         text = load_text(path)
     except FileNotFoundError:
-        raise UserError(Message("{path}: no such config file; `lora-fp8 new {path}` writes one", path=path)) from None
+        raise UserError(
+            Message(
+                "{path}: no such config file (looked in {where}); `{command}` writes one",
+                path=path,
+                where=Path.cwd(),
+                command=f"lora-fp8 new {quote_path(path)}",
+            )
+        ) from None
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the TOML file in it", path=path)) from None
     except UnicodeDecodeError as error:
@@ -217,10 +226,15 @@ def read_toml(text: str) -> dict[str, Any]:
 
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        return read_toml(text)
+        data = read_toml(text)
     # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError from int().
     except ValueError as error:
+        if known := explain_toml(text):
+            raise UserErrors(known, where) from None
         raise UserError(Message("{where}: not valid TOML: {why}", where=where, why=error)) from None
+    if escaped := find_escaped_paths(text):
+        raise UserErrors(escaped, where)
+    return data
 
 
 def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]) -> list[tuple[list[str], Any]]:
@@ -438,6 +452,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
                 problems.append((tuple(keys[0].split(".")), line))
         return None, problems
     problems += [(tuple(keys[0].split(".")), line) for keys, line in contradictions(job)]
+    problems += find_variables(job)
     return (None if problems else job), problems
 
 

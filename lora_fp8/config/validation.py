@@ -129,6 +129,8 @@ def _describe(item: ErrorDetails, location: Location) -> Message:
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
         return _suggest(location)
+    if kind == "list_type" and location == ("dataset", "folders"):
+        return Message("write [[dataset.folders]] with two brackets on each side, once for each folder")
     if kind == "missing":
         model = model_at(location)
         what = (model.__doc__ if model is not None else field.description if field is not None else "") or ""

@@ -32,6 +32,7 @@ from typing import Any
 
 from .. import settings
 from ..common.locks import try_lock
+from ..common.shell import quote_path
 from ..errors import Message, UserError, UserErrors, about
 from . import caption_files, caption_text, image_files
 from .caption_files import find_target, read_bytes
@@ -351,7 +352,7 @@ def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None
             numbers = journal.together(stack)[0]
             line = {what: numbers, "open": True}
         since = f"since edit {numbers[0]} ({journal.records[numbers[0]].title})"
-        since += f"; `lora-fp8 dataset repair {folder}` takes back the others" if journal.open else ""
+        since += f"; `lora-fp8 dataset repair {quote_path(folder)}` takes back the others" if journal.open else ""
         files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
         wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
         _carry_out(journal, line, wanted, progress)
@@ -567,7 +568,7 @@ def _carry_out(
                     why=why,
                     count=stuck,
                     total=len(files),
-                    command=f"`lora-fp8 dataset {opposite} {journal.folder}`",
+                    command=f"`lora-fp8 dataset {opposite} {quote_path(journal.folder)}`",
                 )
             ) from None
         raise UserError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from ..errors import UserErrors
+from ..errors import Message, UserErrors
 from .decoding import Box
 
 
@@ -92,6 +92,8 @@ class ScanReport:
     examples: list[Example] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    uncaptioned: list[tuple[Path, Message]] = field(default_factory=list)
+    """images without a caption, each with its message, which `images.scan` sums up in one problem"""
     counts: Counter[str] = field(default_factory=Counter)
 
     def require(self) -> list[Example]:

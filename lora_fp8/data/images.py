@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
+from ..common.text import first_few
 from ..errors import Message, about
 from . import clips
 from .buckets import same_shape
@@ -109,6 +110,7 @@ def scan(
             )
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
+    _sum_up_uncaptioned(report, section)
     _note_copies(report, notes)
     _sum_up(report, notes, section)
     if previews is not None:
@@ -248,20 +250,36 @@ def _caption(
         report.counts["no_caption"] += 1
         return trigger.strip()
     if section.missing_caption == "trigger":
-        report.problems.append(
-            Message(
-                "{path} has {what}; write one, as this folder has no trigger word to stand for it", path=path, what=what
-            )
+        line = Message(
+            "{path} has {what}; write one, as this folder has no trigger word to stand for it", path=path, what=what
         )
     else:
-        report.problems.append(
-            Message(
-                "{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'",
-                path=path,
-                what=what,
-            )
+        line = Message(
+            "{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'", path=path, what=what
         )
+    report.uncaptioned.append((path, line))
     return None
+
+
+def _sum_up_uncaptioned(report: ScanReport, section: settings.Dataset) -> None:
+    """Make one problem of all images without a caption."""
+    if len(report.uncaptioned) < 2:
+        report.problems += [line for _, line in report.uncaptioned]
+        return
+    values = {"count": len(report.uncaptioned), "files": first_few([str(path) for path, _ in report.uncaptioned])}
+    if section.missing_caption == "trigger":
+        line = Message(
+            "{count} images have no caption, and their folder has no trigger word to stand for it: {files}. Write "
+            "captions (`lora-fp8 caption`), or set dataset.trigger",
+            **values,
+        )
+    else:
+        line = Message(
+            "{count} images have no caption: {files}. Write captions (`lora-fp8 caption`), or set "
+            "dataset.missing_caption to 'trigger' or 'skip'",
+            **values,
+        )
+    report.problems.append(line)
 
 
 def describe(report: ScanReport) -> list[str]:

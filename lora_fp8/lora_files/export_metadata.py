@@ -115,11 +115,20 @@ class ExportFacts:
 
 
 def slug(name: str) -> str:
-    """Return a file name that every shell, host and prompt syntax accepts: ASCII letters, digits, `.`, `_`, `-`."""
-    plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode()
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")[:80].strip("-._")
-    # a name in another script may have no ASCII part; the hash keeps two such names apart
+    """Return a file name that every shell, host and prompt syntax accepts: letters, digits, `.`, `_`, `-`.
+
+    Letters of every script are kept, but for accents of Latin letters. It has at most 160 bytes.
+    """
+    plain = "".join(map(_without_accent, unicodedata.normalize("NFKC", name)))
+    plain = "".join(letter if letter in "._-" or unicodedata.category(letter)[0] in "LNM" else "/" for letter in plain)
+    plain = re.sub("/+", "-", plain).strip("-._")[:80].strip("-._")
+    plain = plain.encode()[:160].decode(errors="ignore").strip("-._")  # a file name has at most 255 bytes
     return plain or "lora-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+
+
+def _without_accent(letter: str) -> str:
+    plain = unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
+    return plain or letter
 
 
 COMFYUI = "https://github.com/comfyanonymous/ComfyUI"

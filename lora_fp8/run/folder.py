@@ -28,6 +28,7 @@ from typing import Any
 from ..common.locks import try_lock
 from ..common.messages import add_translations, restore, without_home
 from ..common.reading import parse_json, read_bytes
+from ..common.shell import quote_path
 from ..common.writing import atomic_write, make_folder
 from ..errors import Message, UserError
 from . import ownership
@@ -267,7 +268,7 @@ class Run:
                 Message(
                     "{holder} is training here; stop it (`{command}`) or choose another name",
                     holder=f"{self.path}: {holder}",
-                    command=f"lora-fp8 stop {self.path}",
+                    command=f"lora-fp8 stop {quote_path(self.path)}",
                 )
             )
         self._lock.seek(0)

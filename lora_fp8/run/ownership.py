@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.locks import try_lock
+from ..common.shell import quote_path
 from ..errors import Message, UserError
 
 MARKER = ".lora-fp8-run"
@@ -77,7 +78,7 @@ def require_new(folder: Path) -> None:
             Message(
                 "{path}: a run was here already; `{command}` goes on with it, or choose another name (--set name=...)",
                 path=folder,
-                command=f"lora-fp8 resume {folder}",
+                command=f"lora-fp8 resume {quote_path(folder)}",
             )
         )
 

@@ -4,6 +4,7 @@ The checkpoint comes first, so that no step is lost if anything after it fails.
 """
 
 from .. import adapters, precision
+from ..common.shell import quote_path
 from ..errors import Message, Stopped
 from ..run import Run
 from ..settings import Job
@@ -76,7 +77,7 @@ class Milestones:
                     Message(
                         "saved at step {step}; `{command}` goes on",
                         step=step,
-                        command=f"lora-fp8 resume {self.session.run.path}",
+                        command=f"lora-fp8 resume {quote_path(self.session.run.path)}",
                     )
                 )
 
