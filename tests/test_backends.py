@@ -644,13 +644,18 @@ MACHINES = [
         "has compute capability 8.6, FP8 needs 8.9; use quantize.backend = 'own' with quantize.comp",
     ),
     ("delayed", (8, 0), "12.9", "has compute capability 8.0, FP8 needs 8.9"),
-    ("block", (8, 9), "12.9", "has compute capability 8.9, blocks need 9.0; use quantize.recipe = 'current', or quant"),
-    ("block", (9, 0), "12.8", "runs CUDA 12.8, blocks need 12.9; use quantize.recipe = 'current'"),
+    (
+        "block",
+        (8, 9),
+        "12.9",
+        "has compute capability 8.9, recipe 'block' needs 9.0; use quantize.recipe = 'current', or quant",
+    ),
+    ("block", (9, 0), "12.8", "runs CUDA 12.8, recipe 'block' needs 12.9; use quantize.recipe = 'current'"),
     ("block", (9, 0), "12.9", ""),
     ("block", (9, 0), "13.0", ""),
-    ("mxfp8", (9, 0), "12.9", "has compute capability 9.0, MXFP8 needs 10.x; use quantize.recipe = 'current'"),
+    ("mxfp8", (9, 0), "12.9", "has compute capability 9.0, recipe 'mxfp8' needs 10.x; use quantize.recipe = 'current'"),
     ("mxfp8", (10, 0), "12.9", ""),
-    ("mxfp8", (12, 0), "13.0", "has compute capability 12.0, MXFP8 needs 10.x"),
+    ("mxfp8", (12, 0), "13.0", "has compute capability 12.0, recipe 'mxfp8' needs 10.x"),
 ]
 
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError
 from ..precision import FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
@@ -410,15 +410,23 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
     """
     held = dict(parameters(denoiser))
     problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in tensors]
-    problems += [f"{name} is not part of this adapter" for name in tensors if name not in held]
+    problems += [Message("{name} is not part of this adapter", name=name) for name in tensors if name not in held]
     problems += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(parameter.shape)}"
+        Message(
+            "{name} has shape {shape}, expected {wanted}",
+            name=name,
+            shape=str(list(tensors[name].shape)),
+            wanted=str(list(parameter.shape)),
+        )
         for name, parameter in held.items()
         if name in tensors and tensors[name].shape != parameter.shape
     ]
     if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise UserError("the adapter file does not fit this job's adapters: " + "; ".join(problems[:8]) + more)
+        if len(problems) > 8:
+            problems[8:] = [Message("{count} more", count=len(problems) - 8)]
+        raise UserError(
+            Message("the adapter file does not fit this job's adapters: {line}", line=Joined("; ", problems))
+        )
     for name, parameter in held.items():
         parameter.copy_(tensors[name])
 

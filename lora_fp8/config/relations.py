@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.text import is_utf8, quote, similar
-from ..errors import Message
+from ..errors import Message, Template
 from ..settings import (
     SCALES,
     TORCHAO_LACKS,
@@ -425,7 +425,6 @@ def _check_own_layers(section: Quantize) -> Problems:
 
 def _check_other_layers(section: Quantize) -> Problems:
     """Yield problems where another library's layers cannot do what [quantize] asks for."""
-    own = "or quantize.backend = 'own'"
     if section.storage not in SCALES:
         return
     if section.sensitivity != "off":
@@ -438,41 +437,48 @@ def _check_other_layers(section: Quantize) -> Problems:
             ),
         )
     if section.kernels == "triton":
-        yield "quantize.kernels", f"'triton' is for this project's own layers; use 'torch', {own}"
-    yield from _check_te(section, own) if section.backend == "te" else _check_torchao(section, own)
+        yield "quantize.kernels", _or_own(Message("'triton' is for this project's own layers; use 'torch'"))
+    yield from _check_te(section) if section.backend == "te" else _check_torchao(section)
 
 
-def _check_te(section: Quantize, own: str) -> Problems:
-    """Yield problems where TransformerEngine's layers cannot do it; each advice ends with `own`."""
+def _or_own(advice: Message) -> Message:
+    """Add to an advice about another library's layers that this project's own layers can do what is asked."""
+    return Message("{line}, or quantize.backend = 'own'", line=advice)
+
+
+def _check_te(section: Quantize) -> Problems:
+    """Yield problems where TransformerEngine's layers cannot do it."""
     if section.storage != "fp8":
-        yield "quantize.storage", f"TransformerEngine holds FP8 only, not {section.storage!r}; use 'fp8', {own}"
+        line = Message("TransformerEngine holds FP8 only, not {given}; use 'fp8'", given=repr(section.storage))
+        yield "quantize.storage", _or_own(line)
     if section.compute != "fp8":
-        yield "quantize.compute", f"TransformerEngine multiplies in FP8, not {section.compute!r}; use 'fp8', {own}"
+        line = Message("TransformerEngine multiplies in FP8, not {given}; use 'fp8'", given=repr(section.compute))
+        yield "quantize.compute", _or_own(line)
     if section.scale != "auto":
-        yield "quantize.scale", f"quantize.recipe decides TransformerEngine's scales; use 'auto', {own}"
+        yield "quantize.scale", _or_own(Message("quantize.recipe decides TransformerEngine's scales; use 'auto'"))
     if not section.fast_accum:
-        yield "quantize.fast_accum", f"TransformerEngine decides how it adds up; leave it at true, {own}"
+        yield "quantize.fast_accum", _or_own(Message("TransformerEngine decides how it adds up; leave it at true"))
 
 
-def _check_torchao(section: Quantize, own: str) -> Problems:
-    """Yield problems where torchao's layers cannot do it; each advice ends with `own`."""
+def _check_torchao(section: Quantize) -> Problems:
+    """Yield problems where torchao's layers cannot do it."""
     if section.compute != "upcast":
-        yield (
-            "quantize.compute",
-            f"torchao's weight-only tensors are decoded, which {section.compute!r} is not; use 'upcast', {own}",
-        )
+        template = Template("torchao's weight-only tensors are decoded, which {given} is not; use 'upcast'")
+        yield "quantize.compute", _or_own(template(given=repr(section.compute)))
     if section.recipe != "current":
-        yield "quantize.recipe", f"torchao's weight-only tensors have no FP8 matmul; leave it at 'current', {own}"
+        line = Message("torchao's weight-only tensors have no FP8 matmul; leave it at 'current'")
+        yield "quantize.recipe", _or_own(line)
     asked: list[tuple[str, str, str]]
     asked = [("quantize.storage", section.storage, section.scale), ("quantize.modulation", section.modulation, "")]
     asked += [("quantize.override", *parse_storage(text)) for text in section.override.values()]
     for key, storage, scale in asked:
         if storage == "nf4":
-            yield key, f"torchao has no weight-only 'nf4'; use 'fp8' or 'int8', {own}"
+            yield key, _or_own(Message("torchao has no weight-only 'nf4'; use 'fp8' or 'int8'"))
         elif storage == "fp8" and scale in TORCHAO_LACKS:
             accepted_here = " | ".join(choice for choice in SCALES["fp8"] if choice not in TORCHAO_LACKS)
             key = "quantize.scale" if key == "quantize.storage" else key
-            yield key, f"torchao has no fp8 with scale {scale!r}; accepted: {accepted_here}; {own}"
+            template = Template("torchao has no fp8 with scale {scale}; accepted: {accepted}")
+            yield key, _or_own(template(scale=repr(scale), accepted=accepted_here))
 
 
 def _check_memory(job: Job) -> Problems:

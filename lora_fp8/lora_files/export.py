@@ -16,7 +16,7 @@ from .. import settings
 from ..adapters import kinds
 from ..common.text import first_few, quote
 from ..common.writing import make_folder
-from ..errors import Message, RunFailure, UserError
+from ..errors import Message, RunFailure, Template, UserError
 from ..precision.dtypes import DTYPES
 from . import header as adapter_header
 from .export_metadata import ExportFacts, metadata, slug
@@ -110,7 +110,7 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
     try:
         tensors |= adapter_header.alphas_of(words, metadata, kinds.ALL_PARTS)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(Message("{key}: {line}", key=path, line=error)) from None
     metadata.pop(adapter_header.KEY, None)
     for what, wrong in _unusable(tensors).items():
         if wrong:
@@ -170,10 +170,10 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
     if wrong := not_finite(tensors):
-        advice = "; write it in bf16 or fp32 (export.dtype)" if what.endswith("fp16") else ""
-        raise RunFailure(
-            Message("{name} has NaN or infinity in {names}", name=what, names=f"{first_few(wrong)}{advice}")
-        )
+        template = Template("{name} has NaN or infinity in {names}")
+        if what.endswith("fp16"):
+            template = Template("{name} has NaN or infinity in {names}; write it in bf16 or fp32 (export.dtype)")
+        raise RunFailure(template(name=what, names=first_few(wrong)))
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))
     wrong = sorted(name for name, tensor in tensors.items() if name.endswith(is_up) and not tensor.any())
     if wrong:

@@ -57,7 +57,7 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
             layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
     alphas: dict[str, Tensor] = {}
     patterns = {prefix: _Patterns(config) for prefix, config in components.items()}
-    wrong = []
+    wrong: list[tuple[str, object, object]] = []
     for layer, held in layers.items():
         prefix = next(
             (component for component in components if layer.startswith(f"{component}.") or not component), None
@@ -69,12 +69,21 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         if not rank and alpha == told_rank:  # LoKr with two whole matrices
             continue
         if told_rank != rank:
-            wrong.append(f"{layer} has rank {rank} and the header says {told_rank}")
+            wrong.append((layer, rank, told_rank))
         root = components[prefix].get("use_rslora") is True
         alphas[f"{layer}.alpha"] = torch.tensor(alpha * math.sqrt(rank) if root else alpha)
     if wrong:
-        more = f" ({len(wrong)} layers differ)" if len(wrong) > 1 else ""
-        raise UserError(f"{KEY} in the header does not describe this file: {wrong[0]}{more}; save the file anew")
+        layer, rank, stated = wrong[0]
+        raise UserError(
+            Message(
+                "lora_adapter_metadata in the header does not describe this file: {layer} has rank {rank} and the "
+                "header says {stated} (layers that differ: {count}); save the file anew",
+                layer=layer,
+                rank=rank,
+                stated=stated,
+                count=len(wrong),
+            )
+        )
     return alphas
 
 
@@ -106,7 +115,14 @@ def _components(text: str) -> dict[str, dict[str, Any]]:
         for key in ("r", "lora_alpha", "alpha"):
             value = config.get(key, DEFAULTS[key])
             if not _is_number(value) or key == "r" and value <= 0:
-                raise UserError(f"{KEY} in the header: {prefix}.{key} = {quote(str(value)[:40])} is no {key}")
+                raise UserError(
+                    Message(
+                        "lora_adapter_metadata in the header: {key} = {value} is no {what}",
+                        key=f"{prefix}.{key}",
+                        value=quote(str(value)[:40]),
+                        what=key,
+                    )
+                )
     return dict(sorted(configs.items(), key=lambda item: -len(item[0])))
 
 

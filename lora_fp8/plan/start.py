@@ -39,10 +39,18 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         layers = kinds.grouped(tensors)
         file_kinds = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
     except UserError as error:
-        raise UserError(f"{where}: {str(error).removeprefix(f'{path}: ')}") from None
+        raise UserError(Message("{key}: {line}", key=where, line=error)) from None
     if file_kinds != {section.type}:
         kind = " and ".join(sorted(file_kinds))
-        raise UserError(f"{where}: is a {kind}, and adapter.type is {section.type!r}; set adapter.type = {kind!r}")
+        raise UserError(
+            Message(
+                "{key}: is a {kind}, and adapter.type is {type}; set adapter.type = {other}",
+                key=where,
+                kind=kind,
+                type=repr(section.type),
+                other=repr(kind),
+            )
+        )
     names = family.adapter_names(family.empty_denoiser(), section.targets)
     job_ranks = adapters.ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)

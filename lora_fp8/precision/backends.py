@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .. import settings
+from ..errors import Message, Template
 from .formats import Format
 from .linear import AmaxHistory, FrozenLinear, frozen_layers
 
@@ -73,37 +74,72 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
     """
     if section.storage not in settings.SCALES or section.backend == "own":
         return ""
-    what, own = f"quantize.backend = {section.backend!r}", "or use quantize.backend = 'own'"
-    if section.backend == "torchao":
-        is_installed = importlib.util.find_spec("torchao") is not None
-        return "" if is_installed else f"{what}: torchao is not installed; pip install 'lora-fp8[torchao]', {own}"
+    if section.backend != "torchao":
+        if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+            if line := _te_lacks(section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda):
+                name = torch.cuda.get_device_name(device)
+                return Message(
+                    "quantize.recipe = {recipe}: {card} {line}", recipe=repr(section.recipe), card=name, line=line
+                )
+        line = _find_te_problem(section, device, world)
+    elif importlib.util.find_spec("torchao") is None:
+        line = Message("torchao is not installed; pip install 'lora-fp8[torchao]', or use quantize.backend = 'own'")
+    else:
+        return ""
+    return Message("quantize.backend = {backend}: {line}", backend=repr(section.backend), line=line) if line else ""
+
+
+def _find_te_problem(section: settings.Quantize, device: torch.device, world: int) -> str:
+    """Return why TransformerEngine cannot be used here, and what to do; "" if it can."""
     if device.type != "cuda":
-        return f"{what}: TransformerEngine needs a CUDA GPU, and this job runs on a {device.type}; {own[3:]}"
+        return Message(
+            "TransformerEngine needs a CUDA GPU, and this job runs on a {device}; use quantize.backend = 'own'",
+            device=device.type,
+        )
     if importlib.util.find_spec("transformer_engine") is None:
-        return f"{what}: TransformerEngine is not installed; pip install --no-build-isolation 'lora-fp8[te]', {own}"
-    if text := _te_lacks(section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda):
-        return f"quantize.recipe = {section.recipe!r}: {torch.cuda.get_device_name(device)} {text}"
+        return Message(
+            "TransformerEngine is not installed; pip install --no-build-isolation 'lora-fp8[te]', or use "
+            "quantize.backend = 'own'"
+        )
     if section.recipe == "delayed" and world > 1:
         # Each process would have its own history, and a checkpoint has room for one.
-        return f"{what}: recipe 'delayed' trains in one process, not in {world}; use another quantize.recipe, {own}"
+        return Message(
+            "recipe 'delayed' trains in one process, not in {count}; use another quantize.recipe, or use "
+            "quantize.backend = 'own'",
+            count=world,
+        )
     try:
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:  # such as a build for another torch or CUDA
         line = str(error).strip().splitlines()[:1]
-        return f"{what}: TransformerEngine cannot be imported ({type(error).__name__}: {''.join(line)}); {own[3:]}"
+        return Message(
+            "TransformerEngine cannot be imported ({why}); use quantize.backend = 'own'",
+            why=f"{type(error).__name__}: {''.join(line)}",
+        )
     return ""
 
 
 def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
     """Return what TransformerEngine's (2.20) own check of a recipe would refuse, and what to choose instead."""
-    has, own = f"has compute capability {capability[0]}.{capability[1]}", "quantize.backend = 'own'"
+    template = Template(
+        "has compute capability {has}, recipe {recipe} needs {needed}; use quantize.recipe = 'current', or "
+        "quantize.backend = 'own'"
+    )
+    has = f"{capability[0]}.{capability[1]}"
     if recipe == "mxfp8":
-        fits = (10, 0) <= capability < (12, 0)
-        return "" if fits else f"{has}, MXFP8 needs 10.x; use quantize.recipe = 'current', or {own}"
+        return "" if (10, 0) <= capability < (12, 0) else template(has=has, recipe="'mxfp8'", needed="10.x")
     if recipe == "block":
-        version = tuple(int(part) for part in (cuda or "0").split(".")[:2])
         if capability < (9, 0):
-            return f"{has}, blocks need 9.0; use quantize.recipe = 'current', or {own}"
-        fits = version >= (12, 9)
-        return "" if fits else f"runs CUDA {cuda}, blocks need 12.9; use quantize.recipe = 'current', or {own}"
-    return "" if capability >= (8, 9) else f"{has}, FP8 needs 8.9; use {own} with quantize.compute = 'upcast'"
+            return template(has=has, recipe="'block'", needed="9.0")
+        if tuple(int(part) for part in (cuda or "0").split(".")[:2]) >= (12, 9):
+            return ""
+        return Message(
+            "runs CUDA {has}, recipe 'block' needs 12.9; use quantize.recipe = 'current', or quantize.backend = 'own'",
+            has=cuda,
+        )
+    if capability >= (8, 9):
+        return ""
+    return Message(
+        "has compute capability {has}, FP8 needs 8.9; use quantize.backend = 'own' with quantize.compute = 'upcast'",
+        has=has,
+    )

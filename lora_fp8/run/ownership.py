@@ -269,8 +269,12 @@ def unusable(folder: Path, error: OSError) -> UserError:
 
 def counted(names: list[str]) -> str:
     """Return the number of names, and the first five."""
-    entries = "1 entry" if len(names) == 1 else f"{len(names)} entries"
-    return f"{entries}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "nothing"
+    if not names:
+        return Message("nothing")
+    listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    if len(names) == 1:
+        return Message("1 entry: {names}", names=listed)
+    return Message("{count} entries: {names}", count=len(names), names=listed)
 
 
 def _is_marked(folder: Path) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.writing import sync_folder, write_synced
-from ..errors import Message, RunFailure, UserError
+from ..errors import Message, RunFailure, Template, UserError
 from ..run import ownership
 from ..settings import TABLES, Job, lines_of_table, table_of_lines
 
@@ -319,10 +319,12 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     both = [name for name in now if name in before]
     image, caption = ([n for n in both if before[n].split()[i:][:1] != now[n].split()[i:][:1]] for i in (0, 1))
     kinds = {
-        "removed from the dataset since the checkpoint": [name for name in before if name not in now],
-        "added to the dataset since the checkpoint": [name for name in now if name not in before],
-        "image edited since the checkpoint": image,
-        "caption edited since the checkpoint": caption,
+        Template("removed from the dataset since the checkpoint ({count}): {files}"): [
+            n for n in before if n not in now
+        ],
+        Template("added to the dataset since the checkpoint ({count}): {files}"): [n for n in now if n not in before],
+        Template("image edited since the checkpoint ({count}): {files}"): image,
+        Template("caption edited since the checkpoint ({count}): {files}"): caption,
     }
     # Names start with the number of their folder, which matters only if there are several.
     several = {name.partition("/")[0] for name in (*before, *now)} != {"0"}
@@ -331,7 +333,7 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
         + (", ..." if len(names) > 5 else "")
         for kind, names in kinds.items()
     }
-    return [f"{kind} ({len(names)}): {names_of[kind]}" for kind, names in kinds.items() if names]
+    return [kind(count=len(names), files=names_of[kind]) for kind, names in kinds.items() if names]
 
 
 def _default(key: str) -> Any:
@@ -365,7 +367,7 @@ def _broken(path: Path) -> str | None:
     except FileNotFoundError as error:
         return Message("{name} is missing", name=Path(error.filename).name)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"unreadable ({type(error).__name__})"
+        return Message("unreadable ({kind})", kind=type(error).__name__)
     return None
 
 

@@ -9,10 +9,16 @@ from torch import Tensor
 
 from .. import precision
 from ..adapters import kinds
+from ..errors import Template
 from ..lora_files import layer_names, layouts
 from .report import Report
 
 MERGED_FORMATS = {"unscaled": precision.Format("fp8", "none"), "row-scaled": precision.FP8_ROW}
+KEPT = Template("cosine to the wanted change {median} in the median layer, {worst} in {layer}")
+LOST = Template(
+    "cosine to the wanted change {median} in the median layer, {worst} in {layer}; most of what merging changes is "
+    "rounding: load the file beside the base instead"
+)
 MOSTLY_LOST = 0.7  # cosine at which half of the change of the weights is rounding
 
 
@@ -49,11 +55,6 @@ def measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -
     for name, survivals in left.items():
         median = report.measure(f"merged_{name}", float(np.median(list(survivals.values()))))
         worst = min(survivals, key=lambda module: survivals[module])
-        hint = "; most of what merging changes is rounding: load the file beside the base instead"
-        report.add(
-            f"merged, {name} e4m3",
-            True,
-            f"cosine to the wanted change {median:.3f} in the median layer, {survivals[worst]:.3f} in {worst}"
-            + (hint if median < MOSTLY_LOST else ""),
-            judged=False,
-        )
+        template = LOST if median < MOSTLY_LOST else KEPT
+        detail = template(median=f"{median:.3f}", worst=f"{survivals[worst]:.3f}", layer=worst)
+        report.add(f"merged, {name} e4m3", True, detail, judged=False)

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Message
+
 
 @dataclass(frozen=True)
 class Check:
@@ -37,7 +39,7 @@ class Report:
 
     def failed(self) -> list[str]:
         """Return the checks that failed, each as "name: detail"."""
-        return [f"{check.name}: {check.detail}" for check in self.checks if not check.ok]
+        return [Message("{name}: {line}", name=c.name, line=c.detail) for c in self.checks if not c.ok]
 
     def add(self, name: str, ok: bool, detail: str, *, judged: bool = True) -> bool:
         """Add a check's result, and return `ok`."""

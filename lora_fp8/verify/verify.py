@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from .. import families, settings
 from ..adapters import kinds
 from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Joined, Message, Template, UserError
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import answer
@@ -65,8 +65,20 @@ MARGIN = 2  # between two effects of rounding, which have the same size but not 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # one step of the last bit, relative
 
 
-def _format_psnr(worst: float) -> str:
-    return "every pixel the same" if math.isinf(worst) else f"{worst:.1f} dB at worst"
+ON_BASE = Message("on the base")
+ON_DECODED = Message("on the base that training saw (decoded)")
+PUBLISHED = Message("on the base as published")
+"""On which base a file and the trained model are compared."""
+ALL_LOADED = Template("all {n} layers, by {call}")
+ALL_LOADED_RENAMED = Template("all {n} layers, by {call} after renaming ({why})")
+EQUAL = Template("every pixel the same {place}")
+
+
+def _allow(limit: str, floor: bool) -> str:
+    """Return a limit with its reason: it is the usual one, or what the last bit of the adapter changes decides it."""
+    if not floor:
+        return limit
+    return Message("{limit}: {count} times what the last bit of the adapter changes", limit=limit, count=MARGIN)
 
 
 def check(
@@ -111,7 +123,7 @@ def check(
     denoiser = getattr(pipeline, family.denoiser_name)
     if reference.adapter is not None:
         _check_delta(all_loaded(pipeline, family), reference.adapter, tensors, report)
-    where = "on the base that training saw (decoded)" if base is not None else "on the base"
+    where = ON_DECODED if base is not None else ON_BASE
     # peft computes an adapter in the adapter's own dtype, so the trained one's dtype counts as well
     trained = reference.adapter.state if reference.adapter else {}
     step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(trained))
@@ -151,9 +163,19 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         family_name = read_family_name(metadata)
         if not family_name:
             named_family = metadata.get("ss_base_model_version")
-            what = f"says {named_family!r}, which is none of ours" if named_family else "does not say it"
             accepted = " | ".join(families.available())
-            raise UserError(f"{file}: the header {what}; name the architecture with --family ({accepted})")
+            if not named_family:
+                template = Template("{path}: the header does not say it; name the architecture with --family ({names})")
+                raise UserError(template(path=file, names=accepted))
+            raise UserError(
+                Message(
+                    "{path}: the header says {kind}, which is none of ours; name the architecture with --family "
+                    "({names})",
+                    path=file,
+                    kind=repr(named_family),
+                    names=accepted,
+                )
+            )
     Family = families.get(family_name)
     if not base:
         report = Report(file.name)
@@ -195,12 +217,11 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
         problems.append(
             Message("layers that the file does not have: {names}", names=first_few(sorted(acting - wanted)))
         )
-    detail: str = Message(
-        "all {n} layers, by {call}", n=len(wanted), call=f"{type(pipeline).__name__}.load_lora_weights"
-    )
-    if renamed:
-        detail += f" after renaming ({renamed})"
-    return report.add("load", not problems, "; ".join(problems) or detail)
+    if problems:
+        return report.add("load", False, Joined("; ", problems))
+    template = ALL_LOADED_RENAMED if renamed else ALL_LOADED
+    call = f"{type(pipeline).__name__}.load_lora_weights"
+    return report.add("load", True, template(n=len(wanted), call=call, why=renamed))
 
 
 def _check_delta(
@@ -228,9 +249,15 @@ def _check_delta(
     dtypes = _dtypes(tensors) | {tensor.dtype for layer in loaded.values() for tensor in layer.parts.values()}
     tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     error = report.measure("delta_error", errors[worst])
-    where = f" in {worst}" if error > 0 else ""
     report.add(
-        "delta", error <= tolerance, f"relative error {_figure(error)} at worst{where} (allowed {tolerance:.0e})"
+        "delta",
+        error <= tolerance,
+        Message(
+            "relative error {error} at worst in {layer} (allowed {allowed})",
+            error=_figure(error),
+            layer=worst,
+            allowed=f"{tolerance:.0e}",
+        ),
     )
 
 
@@ -249,18 +276,18 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
         return max(relative_error(tensor, reference[name]) for name, tensor in cond.items())
 
     cond = ask()
-    error, allowed, why = report.measure("text_error", gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype], ""
-    if step and error > allowed:
+    error, allowed = report.measure("text_error", gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype]
+    floor = bool(step) and error > allowed
+    if floor:
         with scale_adapter(encoders, 1 + step):
             allowed = max(allowed, MARGIN * gap(ask(), cond))
-        why = f": {MARGIN} times what the last bit of the adapter changes"
     report.add(
         "text",
         error <= allowed,
         Message(
             "conditioning: relative error {error} (allowed {allowed})",
             error=_figure(error),
-            allowed=f"{allowed:.1e}{why}",
+            allowed=_allow(f"{allowed:.1e}", floor),
         ),
     )
     with scale_adapter(encoders, 0.0):
@@ -278,14 +305,22 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
     error = report.measure("prediction_error", relative_error(answer, probe.prediction_BCHW))
     assert isinstance(denoiser.dtype, torch.dtype)  # of a diffusers model
     allowed = PREDICTION_TOLERANCE[denoiser.dtype]
-    why = ""
-    if step and error > allowed:
+    limited = bool(step) and error > allowed
+    if limited:
         with scale_adapter(denoiser, 1 + step):
             floor = relative_error(predict(family, denoiser, probe), answer)
         allowed = max(allowed, MARGIN * floor)
-        why = f": {MARGIN} times what the last bit of the adapter changes"
         report.measure("prediction_floor", floor)
-    report.add("prediction", error <= allowed, f"relative error {_figure(error)} {where} (allowed {allowed:.1e}{why})")
+    report.add(
+        "prediction",
+        error <= allowed,
+        Message(
+            "relative error {error} {place} (allowed {allowed})",
+            error=_figure(error),
+            place=where,
+            allowed=_allow(f"{allowed:.1e}", limited),
+        ),
+    )
     with scale_adapter(denoiser, 0.0):
         effect = report.measure("effect", relative_error(predict(family, denoiser, probe), answer))
     report.add(
@@ -301,15 +336,18 @@ def _check_previews(
 ) -> None:
     rendered = list(previews.render(pipeline))
     worst = report.measure("preview_psnr", worst_psnr(previews.images, rendered))
-    allowed, why = PREVIEW_PSNR, ""
+    allowed, template = PREVIEW_PSNR, Template("{db} dB at worst {place} (at least {allowed})")
     if step and worst < allowed:
         with scale_adapter(denoiser, 1 + step):
             floor = worst_psnr(rendered, list(previews.render(pipeline)))
         allowed = min(allowed, floor - 20 * math.log10(MARGIN))
-        why = ", as the last bit of the adapter changes that much"
+        template = Template(
+            "{db} dB at worst {place} (at least {allowed}, as the last bit of the adapter changes that much)"
+        )
         report.measure("preview_floor", floor)
-    least = "" if math.isinf(worst) else f" (at least {allowed:.1f}{why})"
-    report.add("preview", worst >= allowed, f"{_format_psnr(worst)} {where}{least}")
+    if math.isinf(worst):
+        template = EQUAL
+    report.add("preview", worst >= allowed, template(db=f"{worst:.1f}", place=where, allowed=f"{allowed:.1f}"))
 
 
 def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
@@ -330,4 +368,5 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
         )
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
-        report.add("plain preview", True, f"{_format_psnr(worst)} on the base as published", judged=False)
+        template = EQUAL if math.isinf(worst) else Template("{db} dB at worst {place}")
+        report.add("plain preview", True, template(db=f"{worst:.1f}", place=PUBLISHED), judged=False)
