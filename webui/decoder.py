@@ -19,7 +19,7 @@ from typing import Any
 
 from lora_fp8.common import reading
 from lora_fp8.data.clips import VIDEOS
-from lora_fp8.errors import UserError
+from lora_fp8.errors import Message, UserError
 
 MOST_PIXELS = 128 * 2**20
 MOST_MEMORY = 3 * 2**30  # address space; an image of MOST_PIXELS takes 384 MiB per copy, and there are a few copies
@@ -64,7 +64,7 @@ class Decoders:
             return child.ask(request | {"path": str(path)}, seconds)
         except _Ended as ended:
             child = None
-            raise UserError(f"{path.name}: {ended}") from None
+            raise UserError(Message("{file}: {line}", file=path.name, line=ended)) from None
         finally:
             self._free.put(child)
 

@@ -182,7 +182,7 @@ def _check_upload(file: Path) -> None:
     if suffix in EXTENSIONS or (suffix in clips.VIDEOS and clips.can_read_videos()):
         _decoders.decode_whole(file)
     elif suffix in clips.VIDEOS:
-        raise UserError(f"{file.name}: {clips.NEEDED}")
+        raise UserError(Message("{file}: {line}", file=file.name, line=clips.NEEDED))
     elif suffix in OTHER_IMAGES:
         kind = OTHER_IMAGES[suffix] or suffix
         raise UserError(Message("{file}: {kind} cannot be read; convert it to JPEG or PNG", file=file.name, kind=kind))

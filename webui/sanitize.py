@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, Template, UserError
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z", re.IGNORECASE)  # names that Windows cannot hold
@@ -50,7 +50,7 @@ def resolve_path(text: str) -> Path:
     Raises:
         UserError: it is not written as a path of this computer.
     """
-    given = _check_text(text, "path")
+    given = _check_text(text, PATH)
     if given.startswith("~/"):
         given = str(Path.home()) + given[1:]
     if given.startswith("//") or not given.startswith("/") or "\\" in given:
@@ -77,7 +77,7 @@ def check_name(text: str) -> str:
     Raises:
         UserError: it would not be a single valid name on every system.
     """
-    given = _check_text(text, "name")
+    given = _check_text(text, NAME)
     if re.search(r'[/\\:*?"<>|]', given) or given[0] in ".-~" or given[-1] == "." or RESERVED.match(given):
         raise UserError(
             Message("{text}: not a name for a file; use letters, digits, spaces, _ and -", text=shorten(text))
@@ -104,15 +104,29 @@ def shorten(text: object, longest: int = 120) -> str:
     return line if len(line) <= longest else line[: longest - 1] + "…"
 
 
-def _check_text(text: str, what: str) -> str:
+PATH = (
+    Message("no path given"),
+    Template("{text}: has characters that are not seen; write the path without them"),
+    Template("{text}: too long for a path"),
+)
+NAME = (
+    Message("no name given"),
+    Template("{text}: has characters that are not seen; write the name without them"),
+    Template("{text}: too long for a name"),
+)
+"""What is said where a path or name is missing, has invisible characters, or is too long."""
+
+
+def _check_text(text: str, sentences: tuple[Message, Template, Template]) -> str:
+    missing, has_unseen, too_long = sentences
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"no {what} given")
+        raise UserError(missing)
     given = text.strip()
     if any(_is_unseen(c) or c in "\n\t" for c in given):
-        raise UserError(f"{shorten(text)}: has characters that are not seen; write the {what} without them")
+        raise UserError(has_unseen(text=shorten(text)))
     encoded = given.encode(errors="replace")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(b"/")):
-        raise UserError(f"{shorten(text)}: too long for a {what}")
+        raise UserError(too_long(text=shorten(text)))
     return given
 
 

@@ -124,7 +124,7 @@ def run(
     """
     watch = StopSignal()
     with watch.watching():
-        watch.at_once = "stopped; captions that were written stay"
+        watch.at_once = Message("stopped; captions that were written stay")
         pictures = captions.listed(folder, mask)
         result = Result()
         with captions.open_journal(folder) as journal:

@@ -56,7 +56,9 @@ def _kernels_problem(device: torch.device) -> str:
             "quantize.kernels = 'triton': a {device} cannot run them, a CUDA device can; use 'torch'",
             device=device.type,
         )
-    return f"quantize.kernels = 'triton': {text}, or use 'torch'" if (text := missing_c_compiler()) else ""
+    if line := missing_c_compiler():
+        return Message("quantize.kernels = 'triton': {line}, or use 'torch'", line=line)
+    return ""
 
 
 def missing_c_compiler() -> str:
@@ -65,7 +67,9 @@ def missing_c_compiler() -> str:
     Searches as Triton does (triton/runtime/build.py): CC, clang, gcc.
     """
     compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
-    return "" if compiler else "there is no C compiler, which Triton needs beside its package; install gcc or set CC"
+    if compiler:
+        return ""
+    return Message("there is no C compiler, which Triton needs beside its package; install gcc or set CC")
 
 
 def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:

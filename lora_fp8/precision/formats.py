@@ -322,7 +322,8 @@ def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     )
     # bitsandbytes sums the scales in float32. Near the end of its range their mean overflows, and all would be NaN.
     if not (state.offset.isfinite() and state.state2.absmax.isfinite().all()):
-        raise ValueError(f"{name}: weight is too large for nf4 (up to {float(weight_NK.abs().amax()):.1g})")
+        largest = f"{float(weight_NK.abs().amax()):.1g}"
+        raise ValueError(Message("{name}: weight is too large for nf4 (up to {largest})", name=name, largest=largest))
     packed = quantized.view(weight_NK.shape[0], weight_NK.shape[1] // 2)
     return packed, state.absmax, state.state2.absmax, state.offset.to(torch.float32)
 

@@ -69,6 +69,6 @@ def hint(target: str, names: Iterable[str]) -> str:
                 ends[".".join(parts)] = None
     inside = [end for end in ends if f".{end}.".startswith(f".{target}.")]  # "to_out" is a list: suggest "to_out.0"
     near = inside[:3] or difflib.get_close_matches(target, ends, n=3)
-    return (
-        f"did you mean {' or '.join(map(repr, near))}?" if near else f"layers here end in {', '.join(list(ends)[:8])}"
-    )
+    if near:
+        return Message("did you mean {names}?", names=" or ".join(map(repr, near)))
+    return Message("layers here end in {names}", names=", ".join(list(ends)[:8]))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from ..errors import Message, UserErrors
+from ..errors import Message, Template, UserErrors
 from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
 from .formats import Format
@@ -388,9 +388,13 @@ def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int,
     name, shape = affected[0]
     others = [Format(form.storage, scale) for scale in SCALES[form.storage] if scale not in (form.scale, "none")]
     fitting = [other.scale for other in others if not any(other.problem(shape) for _, shape in affected)]
-    advice = f"use scale {' or '.join(map(repr, fitting))}" if fitting else "use quantize.storage = 'fp8'"
-    many = f" and {len(affected) - 1} more layers" if len(affected) > 1 else ""
-    return f"{setting}: {form.problem(shape)} ({name}{many}); {advice}, or name such layers in quantize.keep"
+    instead = f"scale {' or '.join(map(repr, fitting))}" if fitting else "quantize.storage = 'fp8'"
+    template = Template("{key}: {line} ({name}); use {instead}, or name such layers in quantize.keep")
+    if len(affected) > 1:
+        template = Template(
+            "{key}: {line} ({name} and {count} more layers); use {instead}, or name such layers in quantize.keep"
+        )
+    return template(key=setting, line=form.problem(shape), name=name, count=len(affected) - 1, instead=instead)
 
 
 def _unknown_entries(section: settings.Quantize, names: Sequence[str]) -> list[str]:
@@ -410,8 +414,10 @@ def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}
     parts |= {".".join(name.split(".")[-2:]) for name in names}
     near = difflib.get_close_matches(entry.removeprefix("^"), sorted(parts), n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`lora-fp8 plan` lists the layers"
-    return f"{setting}: {entry!r} matches no linear layer of this model; {hint}"
+    template = Template("{key}: {entry} matches no linear layer of this model; `lora-fp8 plan` lists the layers")
+    if near:
+        template = Template("{key}: {entry} matches no linear layer of this model; did you mean {names}?")
+    return template(key=setting, entry=repr(entry), names=" or ".join(map(repr, near)))
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..errors import Message
 from ..settings import SCALES
 from .backends import num_bytes
 from .formats import Format, not_finite
@@ -268,7 +269,11 @@ def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sum
     weight, weight_off, output, output_off = (torch.cat(part) for part in zip(*parts, strict=True))
     sums = _Sums(weight, weight_off, output, output_off, flushed)
     if not (weight_off.isfinite().all() and output_off.isfinite().all()):
-        raise ValueError(f"{name}: its weights are so large that they are not finite when decoded; keep it in bf16")
+        raise ValueError(
+            Message(
+                "{name}: its weights are so large that they are not finite when decoded; keep it in bf16", name=name
+            )
+        )
     return sums
 
 

@@ -144,7 +144,7 @@ class Run:
         except OSError:
             here = False
         if not here:
-            gone = (
+            gone = Message(
                 "the run folder was moved or deleted while it was being trained; `lora-fp8 resume` goes on where it is"
             )
             raise FileNotFoundError(errno.ENOENT, gone, os.fspath(self.path))

@@ -58,8 +58,13 @@ def _choose_compute(session: Session, loaded: Loaded, state: State, attempt: Cal
     usable = precision.candidates(section, processes.device)
     is_lost = bool(state.compute) and precision.chosen(state.compute, section)[0] not in usable
     if any(processes.gather(is_lost)):
-        text = f"the matmul that the checkpoint had settled on, {state.compute}, is none of this machine's"
-        session.warn(f"{text}; the fastest is measured anew")
+        session.warn(
+            Message(
+                "the matmul that the checkpoint had chosen, {name}, does not exist on this machine; the fastest is "
+                "measured again",
+                name=state.compute,
+            )
+        )
         state.compute = ""
     state.compute = state.compute or _find_fastest(session, loaded, attempt)
     switch_compute(session, loaded, state.compute)

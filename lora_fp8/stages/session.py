@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..distributed.processes import Processes
-from ..errors import RunFailure, Stopped
+from ..errors import Message, RunFailure, Stopped
 from ..families.base import ModelFamily
 from ..plan.plan import Plan
 from ..run import Run, StopSignal
@@ -71,11 +71,13 @@ def explain_errors(run: Run, device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise RunFailure(memory.out_of_memory_advice(device)) from error
     except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        room = ""
+        line: str = error.strerror or str(error) or type(error).__name__
         if error.errno in (*checkpoint.FULL, errno.EFBIG):
             # Name the disk that is full; the folder itself may not exist any more.
             full = Path(error.filename or run.path).resolve()
             there = next(path for path in (full, *full.parents) if path.exists())
-            room = f"; {shutil.disk_usage(there).free / 2**20:.1f} MiB are free at {there}"
-        raise RunFailure(f"{place}{error.strerror or error or type(error).__name__}{room}") from error
+            free = f"{shutil.disk_usage(there).free / 2**20:.1f}"
+            line = Message("{why}; {free} MiB are free at {place}", why=line, free=free, place=there)
+        if error.filename:
+            line = Message("{key}: {line}", key=error.filename, line=line)
+        raise RunFailure(line) from error

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loader import Batch
-from ..errors import RunFailure
+from ..errors import Joined, Message, RunFailure
 from ..families.base import ModelFamily
 from ..objectives import Objective
 from ..training.text_encoders import TextEncoders
@@ -145,21 +145,26 @@ def require_finite(session: Session, step: int, gradient: Gradient, norm: float)
         return
     with session.together():
         faults = [fault for process_faults in session.processes.gather(gradient.faults) for fault in process_faults]
-        quantity = f"loss {gradient.loss}" if not math.isfinite(gradient.loss) else f"gradient norm {norm}"
-        last_good = describe_last_checkpoint(session.run)
-        culprits = "; ".join(faults) or "no single file (the gradient overflowed)"
+        quantity = Message("loss {value}", value=gradient.loss)
+        if math.isfinite(gradient.loss):
+            quantity = Message("gradient norm {value}", value=norm)
         raise RunFailure(
-            f"step {step}: {quantity} is not finite; {culprits}; nothing was updated; {last_good}. "
-            "Try a lower optimizer.lr"
+            Message(
+                "step {step}: {quantity} is not finite; {culprits}; nothing was updated; {line}. Try a lower "
+                "optimizer.lr",
+                step=step,
+                quantity=quantity,
+                culprits=Joined("; ", faults or [Message("no single file (the gradient overflowed)")]),
+                line=describe_last_checkpoint(session.run),
+            )
         )
 
 
 def name_files_not_finite(batch: Batch, losses_B: Tensor) -> str:
     """Name the files of a batch whose loss is not finite."""
     losses = losses_B.detach().tolist()
-    return "files: " + ", ".join(
-        str(path) for path, loss in zip(batch.paths, losses, strict=True) if not math.isfinite(loss)
-    )
+    paths = (str(path) for path, loss in zip(batch.paths, losses, strict=True) if not math.isfinite(loss))
+    return Message("files: {names}", names=", ".join(paths))
 
 
 def _make_seed(text: str) -> int:

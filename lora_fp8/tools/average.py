@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import config, verify
 from ..adapters import kinds
 from ..common.text import first_few
-from ..errors import Message, RunFailure, UserError
+from ..errors import Joined, Message, RunFailure, UserError
 from ..lora_files import layouts
 from ..run import Run, ownership
 from ..stages import finish
@@ -148,12 +148,12 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     bundles = sorted((int(match[1]), path) for match, path in matches if match)
     bundles = bundles[-last:] if last else bundles
     if last < 0 or len(bundles) < 2:
-        kept = f"{len(bundles)} checkpoint(s) to average, two are needed"
         raise UserError(
             Message(
-                "{folder}: {line}; checkpoint.keep says how many a run keeps, --last how many are taken",
+                "{folder}: two checkpoints are needed for an average, and there are {count}; checkpoint.keep says how "
+                "many a run keeps, --last how many are taken",
                 folder=folder,
-                line=kept,
+                count=len(bundles),
             )
         )
     held = [checkpoint.read(path) for _, path in bundles]
@@ -165,13 +165,17 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
         state = {name: _sum([bundle.adapter[name] for bundle in held], shares) for name in held[-1].adapter}
     else:
         raise UserError(
-            f"--average {what}: the mean of what {kinds.TITLES[job.adapter.type]}s do is none; use --average factors"
+            Message(
+                "--average {what}: the mean of the effects of several {kind}s is no {kind}; use --average factors",
+                what=what,
+                kind=kinds.TITLES[job.adapter.type],
+            )
         )
     written = finish.export_adapter(opened, job, state, newest, opened.export / "average")
     for path in written:
         report = verify.check_file(path, family_name=job.model.family)
         if not report.ok:
-            raise RunFailure(f"{path}: {'; '.join(report.failed())}")
+            raise RunFailure(Message("{key}: {line}", key=path, line=Joined("; ", report.failed())))
     return {bundle.step: share for bundle, share in zip(held, shares, strict=True)}, written
 
 

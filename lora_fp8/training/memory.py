@@ -55,8 +55,8 @@ def problem(section: settings.Memory, device: torch.device) -> str:
         return ""
     if device.type == "cuda":
         needed, is_there = "triton", importlib.util.find_spec("triton") is not None
-        if is_there and (text := precision.missing_c_compiler()):
-            return f"memory.compile = 'blocks': {text}, or use 'off'"
+        if is_there and (line := precision.missing_c_compiler()):
+            return Message("memory.compile = 'blocks': {line}, or use 'off'", line=line)
     else:
         needed = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         is_there = shutil.which(needed) is not None

@@ -62,8 +62,13 @@ class TextEncoders:
 
     def lines(self) -> list[str]:
         """Return a line for the log about the memory that they take."""
-        held = f"{self.num_bytes() / 2**20:.1f} MiB and what their backward pass needs"
-        return [f"text encoders that stay loaded: {', '.join(self.encoders)} ({held})"]
+        return [
+            Message(
+                "text encoders that stay loaded: {names} ({size} MiB and what their backward pass needs)",
+                names=", ".join(self.encoders),
+                size=f"{self.num_bytes() / 2**20:.1f}",
+            )
+        ]
 
     def train(self, mode: bool = True) -> None:
         """Switch all encoders to training or evaluation mode."""

@@ -103,9 +103,14 @@ def _check_values(tensors: Mapping[str, Tensor], report: Report) -> bool:
     ups = {name: t for name, t in tensors.items() if name.endswith(is_up)}
     does = ups | {name: alpha for name, alpha in tensors.items() if name.endswith(".alpha")}
     zero = sorted(name for name, tensor in does.items() if not tensor.float().any())
-    detail = (
-        f"B or alpha is zero in {first_few(zero)} ({len(zero)} of {len(does)})" if zero else Message("no layer is zero")
-    )
+    detail = Message("no layer is zero")
+    if zero:
+        detail = Message(
+            "B or alpha is zero in {names} ({count} of {total})",
+            names=first_few(zero),
+            count=len(zero),
+            total=len(does),
+        )
     return report.add("trained", bool(ups) and not zero, detail) and finite
 
 

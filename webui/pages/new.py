@@ -928,7 +928,9 @@ class _Page:
             return  # created if missing
         kind = KINDS.get(key, "folder")
         if not full.exists():
-            raise UserError(f"{sanitize.shorten(path)}: there is no such {kind}")
+            if kind == "folder":
+                sanitize.require_folder(full, path)
+            raise UserError(Message("{text}: there is no such file or folder", text=sanitize.shorten(path)))
         if kind == "folder" and not full.is_dir():
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
         if kind == "file" and not full.is_file():
