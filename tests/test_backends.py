@@ -324,9 +324,7 @@ def test_plan_and_precision_show_torchaos_layers(job, tmp_path, capsys, monkeypa
     path = tmp_path / "job.toml"
     path.write_text(config.dumps(mine), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["lora-fp8", "plan", str(path)])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    assert left.value.code == 0
+    cli.main()
     assert "fp8 row by torchao" in capsys.readouterr().out
     report = measure.report(mine, num_pictures=1, whole=False)
     assert len(report.layers) == 40 and 0.02 < max(one.output_error for one in report.layers) < 0.05

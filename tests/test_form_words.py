@@ -22,7 +22,7 @@ ADVICE = (
 UNTOLD = {
     "{key}: {item['msg']}, got {given}",  # pydantic's own words, for a kind of mistake that no setting has today
     "{name} = {toml_value(value)}  # {field.description}{choices and f' ({choices})'}",  # a file's line
-    "a layer's name = {accepted(each)}",  # in such a line
+    "a layer's name = {accepted(layer_field)}",  # in such a line
     "{sign} {getattr(item, attribute)}",
     " (from --set)",
 }
@@ -198,7 +198,7 @@ WARNERS = (
 
 
 def test_what_the_trainer_warns_of_has_its_chinese() -> None:
-    found = {f"{note.format(n=3)}: a.png" for note in scan_notes._NOTES.values()}
+    found: set[str] = {note(count=3, files="a.png") for note in scan_notes._NOTES.values()}
     prose = ["A dog runs over the wet grass, and a cat looks on."]
     for section in (settings.Dataset(shuffle_tags=True), settings.Dataset(tag_dropout=0.5)):
         (line,) = warn_of_sentences(prose, section)

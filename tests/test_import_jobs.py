@@ -513,9 +513,7 @@ def test_relative_paths_are_found_from_where_training_starts(
         assert (folder["path"], folder["mask"]) == (image, mask or str(tmp_path / "data/masks"))
         assert Path(folder["path"]).is_dir() and Path(folder["mask"]).is_dir()
         monkeypatch.setattr("sys.argv", ["lora-fp8", "import-config", str(tmp_path / "data/train.sh")])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code
+        cli.main()
         assert f"{tmp_path / start / 'train.lora-fp8.toml'} written" in capsys.readouterr().out
 
 

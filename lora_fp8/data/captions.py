@@ -351,15 +351,10 @@ def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None
                 raise UserError(Message("{folder}: no caption edit to {what}", folder=folder, what=what))
             numbers = journal.together(stack)[0]
             line = {what: numbers, "open": True}
-<<<<<<< HEAD
-        since = f"since edit {numbers[0]} ({journal.records[numbers[0]].title})"
-        since += f"; `lora-fp8 dataset repair {quote_path(folder)}` takes back the others" if journal.open else ""
-=======
         since = Message("since edit {number} ({title})", number=numbers[0], title=journal.records[numbers[0]].title)
         if journal.open:
-            command = f"lora-fp8 dataset repair {folder}"
+            command = f"lora-fp8 dataset repair {quote_path(folder)}"
             since = Message("{line}; `{command}` takes back the others", line=since, command=command)
->>>>>>> e609a27 (messages: precision, stages, tools and the page's paths speak in templates)
         files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
         wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
         _carry_out(journal, line, wanted, progress)

@@ -73,13 +73,13 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         root = components[prefix].get("use_rslora") is True
         alphas[f"{layer}.alpha"] = torch.tensor(alpha * math.sqrt(rank) if root else alpha)
     if wrong:
-        layer, rank, stated = wrong[0]
+        name, its_rank, stated = wrong[0]
         raise UserError(
             Message(
                 "lora_adapter_metadata in the header does not describe this file: {layer} has rank {rank} and the "
                 "header says {stated} (layers that differ: {count}); save the file anew",
-                layer=layer,
-                rank=rank,
+                layer=name,
+                rank=its_rank,
                 stated=stated,
                 count=len(wrong),
             )
