@@ -142,9 +142,11 @@ def test_new_writes_a_file_that_check_accepts(
         assert accepted.code == 0 and "5 images" in accepted.out and accepted.out.endswith("all right\n"), accepted
         (tmp_path / "my_pictures").unlink()
         job = config.load(path)
-        assert (job.name, job.model.family, job.preset) == (family, family, [])
-        # The presets' values are written out.
-        assert job.train.accumulate == 2 and job.adapter.rank == (32 if preset == "style" else 16)
+        assert (job.name, job.model.family, job.preset) == (family, family, [preset, "vram_12gb"])
+        assert job.train.batch_size * job.train.accumulate == 2
+        # With --all, the presets' values are written out.
+        assert ask("new", path, "--force", "--all", "--family", family, "--preset", preset, "--card", "12").code == 0
+        assert config.load(path) == job.model_copy(update={"preset": []})
 
 
 def test_new_knows_a_base_of_every_family(ask: Callable[..., Answer], tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ import typer.main
 from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, families, settings
-from lora_fp8.config import find_unused_settings
+from lora_fp8.config import find_unused_settings, recipes
 from lora_fp8.errors import RunFailure, Stopped
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 PRESETS = sorted((ROOT / "presets").glob("*.toml"))
-GOALS = ("character", "style", "concept", "object", "fp8_kohya_like")
+GOALS = (*recipes.GOALS, "fp8_kohya_like")
 DEMOS = ("demo_sd15", "demo_flux")
-CARDS = ("vram_8gb", "vram_12gb", "vram_16gb", "vram_24gb")
+CARDS = tuple(map(recipes.card_name, recipes.CARDS))
 LEVELS = {  # model.dtype, quantize.storage, quantize.compute, adapter.dtype
     "precision_o0": ("fp32", "none", "upcast", "fp32"),
     "precision_o1": ("bf16", "fp8", "auto", "bf16"),
@@ -47,7 +47,8 @@ def names(paths: list[Path]) -> list[str]:
 
 def test_nothing_is_missing() -> None:
     assert {"debug", *families.available()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
-    assert set(names(PRESETS)) == {*GOALS, *DEMOS, *CARDS, *LEVELS}
+    assert set(names(PRESETS)) == {"fp8_kohya_like", *DEMOS, *LEVELS}
+    assert set(config.preset_names()) == {*names(PRESETS), *GOALS, *CARDS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
@@ -187,8 +188,9 @@ def test_the_commands_of_the_pages_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)
 def test_what_the_readme_makes_with_new_loads(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = [words for words in command_lines(path) if words[:2] == ["lora-fp8", "new"]]
+    made = [words for words in command_lines(path) if words[:2] == ["lora-fp8", "new"] and words[2:]]
     assert made
+    (tmp_path / "my_pictures").mkdir()
     for words in made:
         result = CliRunner().invoke(cli.app, words[1:])
         assert result.exit_code == 0, (words, result.output, result.exception)
@@ -212,9 +214,9 @@ def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
         fields = getattr(settings.Job.model_fields[section].annotation, "model_fields", {})
         assert name in fields, f"`{section}.{name}` is no setting"
     for preset in re.findall(r"`(vram_\w+|fp8_\w+like)`", text):
-        assert preset in names(PRESETS), preset
+        assert preset in config.preset_names(), preset
     if path in READMES:
-        assert all(f"`{name}`" in text for name in names(PRESETS)), "the README names every preset"
+        assert all(f"`{name}`" in text for name in config.preset_names()), "the README names every preset"
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)

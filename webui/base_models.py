@@ -11,6 +11,7 @@ import tomlkit
 from lora_fp8 import config, demo, families, settings
 from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
+from lora_fp8.config import recipes
 from lora_fp8.errors import Message, UserError
 
 from . import form
@@ -40,13 +41,7 @@ def list_demo_presets() -> tuple[str, ...]:
 @cache
 def list_vram_presets() -> tuple[str, ...]:
     """List the presets for GPU memory sizes, smallest first."""
-    return tuple(sorted((name for name in config.preset_names() if parse_vram_preset(name)), key=parse_vram_preset))
-
-
-def parse_vram_preset(name: str) -> int:
-    """Return the GB of GPU memory that a preset is for; 0 for other presets."""
-    match = re.fullmatch(r"vram_(\d+)gb", name)
-    return int(match[1]) if match else 0
+    return tuple(map(recipes.card_name, recipes.CARDS))
 
 
 def list_usual_bases(family: str) -> list[str]:

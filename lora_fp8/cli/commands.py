@@ -21,7 +21,7 @@ import typer
 
 from ..common.messages import add_translations, without_home
 from ..errors import Message, UserError
-from . import base_models, dataset, images, jobs, lora_files, programs, training
+from . import base_models, dataset, images, jobs, lora_files, new, programs, training
 from .events import escape
 from .help import Program, explain
 from .options import LANGUAGE, print_lines
@@ -117,7 +117,7 @@ def guarded(action: Callable[[], Any]) -> None:
         raise
 
 
-for group in (training, base_models, lora_files, images, programs, jobs):
+for group in (new, training, base_models, lora_files, images, programs, jobs):
     group.add_to(app)
 app.add_typer(dataset.dataset_app, name="dataset")
 

@@ -1,8 +1,9 @@
 """Parse TOML strictly into a checked `Job`, and write it back.
 
-* A **config** is complete and describes one job. A **preset** is partial, and the config overrides it. Precedence,
-  which only `_merge` implements: defaults < presets (in the order named) < config < `--set key=value`. The word "auto"
-  means that the family or the objective decides; the run prints what was decided.
+* A **config** is complete and describes one job. A **preset** is partial, and the config overrides it. It is a file, or
+  half of a recipe (`recipes`), which is made for the family. Precedence, which only `_merge` implements: defaults <
+  presets (in the order named) < config < `--set key=value`. The word "auto" means that the family or the objective
+  decides; the run prints what was decided.
 * Nothing is silently ignored: an unknown key, a wrong type, a wrong value and a contradiction are all errors. All
   errors of a file are reported at once, each with its path, what was given, what is accepted, and "did you mean".
 
@@ -27,8 +28,10 @@ from ..common.text import quote, similar
 from ..errors import Message, UserError, UserErrors, cannot_read
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
+from . import recipes
 from .mistakes import explain_toml, find_escaped_paths, find_variables
 from .relations import KINDS, contradictions, kinds_of
+from .unused import find_idle_of
 from .validation import OUT_OF_BOUNDS, Location, accepted, describe_error, model_at, real_location
 
 HERE = Path(__file__).resolve().parent.parent
@@ -83,8 +86,10 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
             )
         )
     presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
-    family = _family_of([*presets.values(), given], assignments)
+    layers = [*presets.values(), given]
+    family = _family_of(layers, assignments)
     for name, preset in presets.items():
+        _fill_recipe(preset, name, family, draws=_draws_previews(layers, assignments))
         _lay_kinds(preset, family, name, problems)
         _read_tables(preset, f"preset {name}")
         _merge(data, preset)
@@ -137,8 +142,10 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
     presets = [
         (name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, [])[:MOST_PRESETS])
     ]
-    family = _family_of([*(preset for _, preset in presets), given], [])
+    tables = [*(preset for _, preset in presets), given]
+    family, draws = _family_of(tables, []), _draws_previews(tables, [])
     for name, preset in presets:
+        _fill_recipe(preset, name, family, draws=draws)
         _lay_kinds(preset, family, name, unread)
         _read_tables(preset)
     _read_tables(given)
@@ -146,8 +153,8 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
 
 
 def preset_names() -> list[str]:
-    """Return the names of the bundled presets."""
-    return sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))
+    """Return the names of the presets: those of recipes, and the bundled files."""
+    return [*recipes.names(), *sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))]
 
 
 def dumps(job: Job) -> str:
@@ -160,8 +167,12 @@ def dumps(job: Job) -> str:
 
 
 def commented(job: Job) -> str:
-    """Return the job as a TOML file for people: every setting with its description and accepted values, by section."""
+    """Return the job as a TOML file for people: each setting with its description and accepted values, by section.
+
+    Settings that have no effect in this job are left out, unless they are set.
+    """
     lines: list[str] = []
+    idle = find_idle_of(job)
 
     def section(model: Section, title: str, double: bool = False) -> None:
         doc = (type(model).__doc__ or "").strip().splitlines()[0]
@@ -172,6 +183,9 @@ def commented(job: Job) -> str:
             value = getattr(model, name)
             if isinstance(value, Section) or (name == "folders" and isinstance(value, list)):
                 inner.append((name, value))
+                continue
+            key = f"{title}.{name}" if title else name
+            if key in idle and value == field.get_default(call_default_factory=True):
                 continue
             choices = accepted(field)
             lines.append(f"{name} = {toml_value(value)}  # {field.description}{choices and f' ({choices})'}")
@@ -267,6 +281,8 @@ def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]
 
 
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
+    if name in recipes.names():
+        return {}  # `_fill_recipe` needs the family
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
     try:
         exists = path.is_file()
@@ -314,6 +330,21 @@ def _family_of(layers: list[dict[str, Any]], assignments: list[tuple[list[str], 
     named = [model.get("family") for model in models if isinstance(model, dict)]
     named += [value for keys, value in assignments if keys == ["model", "family"]]
     return next((name for name in reversed(named) if isinstance(name, str)), "")
+
+
+def _draws_previews(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> bool:
+    """Return True if the `preview.prompts` that result from these layers and overrides are not empty."""
+    tables = [layer.get("preview") for layer in layers]
+    given = [table["prompts"] for table in tables if isinstance(table, dict) and "prompts" in table]
+    given += [value for keys, value in assignments if keys == ["preview", "prompts"]]
+    return bool(given and given[-1])
+
+
+def _fill_recipe(preset: dict[str, Any], name: str, family: str, *, draws: bool) -> None:
+    """Write the values of a goal or a card into its empty preset, in place; other presets stay as they are."""
+    for value in recipes.preset(name, family, draws=draws) or []:
+        section, _, key = value.key.partition(".")
+        preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
 
 
 def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[str]) -> None:

@@ -72,6 +72,17 @@ def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> l
     ]
 
 
+def find_idle_of(job: Job) -> set[str]:
+    """Return the settings that cannot have an effect in a job as it is, whatever their values.
+
+    Settings of folders are those that its folders have, under "dataset.folders".
+    """
+    idle = set(find_idle(flatten(job), _facts_of_path(job.model)))
+    if not families.traits(job.model.family)["controls"]:
+        idle.add(f"{FOLDERS}.control")
+    return idle
+
+
 def flatten(job: Job) -> dict[str, Any]:
     """Return a job's values by key; "dataset.folders" is a list of tables."""
     values: dict[str, Any] = {}

@@ -25,6 +25,18 @@ def looks_like_sentences(caption: str, separator: str = ",") -> bool:
     return words >= LONG or words >= LONG_WITH_STOP and _STOP.search(caption) is not None
 
 
+def style_of(captions: Sequence[str], separator: str = ",") -> str:
+    """Return "sentences" if a tenth of the captions that have several parts are prose, else "tags".
+
+    Returns "" if no caption has several parts, so that nothing tells.
+    """
+    several = [caption for caption in captions if len(_split(caption, separator)) > 1]
+    prose = sum(looks_like_sentences(caption, separator) for caption in several)
+    if not several:
+        return ""
+    return "sentences" if prose >= LEAST_SHARE * len(several) else "tags"
+
+
 def find_sentences_used_as_tags(captions: Sequence[str], section: settings.Dataset) -> list[str]:
     """Return the captions that look like sentences and would be shuffled, or lose parts, as if they were tags.
 

@@ -100,7 +100,7 @@ class Facts:
     """Names of the conditioning tensors that stay in float32."""
     captions: ClassVar[str] = "sentences"
     """How images for this model are captioned: "tags" (separated by commas), "sentences", or "instructions" (editing
-    models). Presets shuffle tags only."""
+    models). Recipes shuffle tags only."""
 
     # -- the denoiser and its training ---------------------------------------------------------------------------------
     noise_argument: ClassVar[str] = "hidden_states"

@@ -942,8 +942,8 @@ class Job(Section):
     seed: int = setting(0, "Random seed of the data order, the noise and the initial weights.", ge=0, le=MAX_SEED)
     preset: list[str] = setting(
         [],
-        "Presets to start from: names in presets/, or paths. Later presets override earlier ones; this config "
-        "overrides them all.",
+        "Presets to start from: a recipe's goal and GPU (character, vram_16gb), other names, or paths. Later presets "
+        "override earlier ones; this config overrides them all.",
     )
     model: Model
     quantize: Quantize = Quantize()

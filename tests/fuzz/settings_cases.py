@@ -22,7 +22,7 @@ class Cases:
             for path in sorted((ROOT / folder).glob("*.toml"))
         ]
         full = config.loads('[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "x"\n')
-        self.texts.append(config.commented(full))  # every setting there is
+        self.texts.append(config.dumps(full))  # every setting there is
 
     def make(self, draw: random.Random, folder: Path) -> None:
         text = draw.choice(self.texts)

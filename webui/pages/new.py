@@ -12,6 +12,7 @@ import gradio as gr
 from gradio.blocks import Block
 
 from lora_fp8 import config, families
+from lora_fp8.config import recipes
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 
@@ -31,7 +32,7 @@ from .. import (
 from ..context import Ui
 from ..draft import Draft
 
-GOALS = ("character", "style", "concept", "object")
+GOALS = recipes.GOALS
 """Presets for what the LoRA is to learn."""
 SIMPLE = (
     "model.family",
@@ -243,10 +244,7 @@ class _Page:
             for key in CLIPS:
                 self._add_field("simple", key)
         gr.Markdown(f"## {say('new.card')}")
-        cards = [
-            (say("new.card.gb", gb=base_models.parse_vram_preset(name)), name)
-            for name in base_models.list_vram_presets()
-        ]
+        cards = [(say("new.card.gb", gb=recipes.card_of(name)), name) for name in base_models.list_vram_presets()]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")],
             label=say("new.card"),
@@ -743,13 +741,31 @@ class _Page:
                 painted[part] = self._paint_setting(view, key, part, values)
         if view == "simple":
             named = values["preset"] if isinstance(values["preset"], list) else []
-            painted[self.goal] = next((name for name in named if name in GOALS), "")
+            painted[self.goal] = self._offer_goals(str(values["model.family"]), named)
             painted[self.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
             painted[self.folder] = gr.update(
                 choices=[str(path) for path in image_folders.find_folders(self.ui.place.roots)]
             )
             painted[self.base_note] = self._render_base_note(values)
         return painted
+
+    def _offer_goals(self, family: str, named: list[Any]) -> Any:
+        """Return the goals that this family can be trained for, and the one among these presets."""
+        chosen = next((name for name in named if name in GOALS), "")
+        known = recipes.find_goals(family) if family in self.families else GOALS
+        offered = [name for name in GOALS if name in (*known, chosen)]
+        say = self.ui.say
+        choices = [*((say(f"new.goal.{name}"), name) for name in offered), (say("new.goal.none"), "")]
+        return gr.update(choices=choices, value=chosen)
+
+    def _explain(self, key: str, origin: str, values: dict[str, Any]) -> str:
+        """Return why a recipe's preset gives a setting its value, as HTML; "" for other presets."""
+        family = str(values["model.family"])
+        settings = recipes.preset(
+            origin, family if family in self.families else "", draws=bool(values["preview.prompts"])
+        )
+        why = next((value.why for value in settings or [] if value.key == key), "")
+        return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""
 
     def _paint_setting(self, view: str, key: str, part: Any, values: dict[str, Any]) -> Any:
         setting, value = form.settings()[key], values[key]
@@ -1131,7 +1147,8 @@ class _Page:
                 label = translations.get_label(self.ui.language, f"section.{key}" if setting.kind == "table" else key)
                 before, now = (_shorten(_display(setting, value)) for value in (setting.default, values[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
-                cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now, origin))
+                cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now))
+                cells += f"<td>{sanitize.escape(origin)}{self._explain(key, origins[key], values)}</td>"
                 code = sanitize.escape(key).replace(".", ".<wbr>")
                 rows.append(f"<tr><td>{sanitize.escape(label)}<br><code>{code}</code></td>{cells}</tr>")
         if not rows:

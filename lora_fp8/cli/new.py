@@ -1,0 +1,372 @@
+"""The commands that begin a training: `lora-fp8 new | recipes`; commands.py adds them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from ..common.messages import translate
+from ..common.shell import quote_path
+from ..errors import Message, UserError, cannot_write
+from .options import JSON, get_language, print_json, print_lines
+
+if TYPE_CHECKING:
+    from ..config.dataset_recipe import Pictures
+    from ..config.short_config import Wishes
+
+T = TypeVar("T")
+ASSUMED_CARD = 24
+"""GB, where no GPU is found."""
+SLACK = 2**30
+"""Bytes that cards report less than their name says."""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to `lora-fp8`."""
+    for command in (new, recipes):
+        app.command()(command)
+
+
+def new(
+    path: Path | None = typer.Argument(None, help="Config file to write. In a terminal, without it: questions."),
+    family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: that of --base."),
+    base: str = typer.Option("", help="Base model: Hugging Face id, folder or file. Default: the usual one."),
+    images: list[Path] = typer.Option([], help="Folder of images with captions. It is counted. Repeatable."),
+    controls: Path | None = typer.Option(None, help="For edits: folder with the images before the edit."),
+    trigger: str = typer.Option("", help="Trigger word."),
+    goal: str = typer.Option("", help="What to train: character, style, concept, object or edit."),
+    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: that of this machine."),
+    preset: list[str] = typer.Option([], help="Further preset; goals and cards are presets too. Repeatable."),
+    from_lora: Path | None = typer.Option(None, metavar="FILE", help="LoRA file whose settings to copy."),
+    everything: bool = typer.Option(False, "--all", help="Write every setting that has an effect, with its bounds."),
+    force: bool = typer.Option(False, help="Replace an existing file."),
+) -> None:
+    """Write a config. In a terminal, without arguments, it asks and offers to start."""
+    from ..config import commented, loads
+
+    if path is None:
+        given = family, base, images, controls, trigger, goal, card, preset, from_lora, everything, force
+        if any(given) or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise UserError(Message("new: give the config file to write, such as `lora-fp8 new my.toml`"))
+        _ask_everything()
+        return
+    _refuse_existing(path, force)
+    if from_lora:
+        text = _copy_settings(path, from_lora, any((preset, family, base, images, goal, card)))
+    else:
+        wishes = _make_wishes(path.stem, family, base, goal, card, preset)
+        wishes, pictures = _look_at(wishes, images, controls, trigger)
+        text = _write_short(wishes, pictures)
+        if everything:
+            text = commented(loads(text, where="new").model_copy(update={"preset": []}))
+        print_lines(*_describe(wishes, pictures))
+    _save(path, text)
+    command = f"lora-fp8 check {quote_path(path)}"
+    if images or from_lora:
+        print_lines(Message("{path} written; next: {command}", path=path, command=command))
+    else:
+        print_lines(
+            Message(
+                "{path} written; put your base model and picture folder in, then: {command}", path=path, command=command
+            )
+        )
+
+
+def recipes(
+    family: str = typer.Argument("", help="Architecture, such as sdxl. Default: list all."),
+    goal: str = typer.Option("", help="What to train: character, style, concept, object or edit."),
+    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: that of this machine."),
+    images: list[Path] = typer.Option([], help="Folder of images, for the number of steps. Repeatable."),
+    as_json: bool = JSON,
+) -> None:
+    """List the recipes, or explain one: each value with its reason."""
+    from ..config import dataset_recipe
+    from ..config import recipes as rules
+
+    if not family:
+        _list_recipes(as_json)
+        return
+    wishes = _make_wishes("my-lora", family, "", goal, card, [])
+    recipe = rules.make(wishes.goal, family, wishes.card)
+    values = {value.key: value for value in recipe.values}
+    if images:
+        _, pictures = _look_at(wishes, images, None, "")
+        values |= {value.key: value for value in dataset_recipe.values(wishes.goal, family, pictures)}
+    if as_json:
+        print_json(recipe.to_json() | {"settings": [value.to_json() for value in values.values()]})
+        return
+    from ..config import toml_value
+
+    for value in values.values():
+        print_lines(Message("{key} = {value}: {why}", key=value.key, value=toml_value(value.value), why=value.why))
+    fit = recipe.fit
+    if fit.peak and not fit.problem:
+        print_lines(
+            Message(
+                "At most {peak} GiB by the estimate for {base}, of {usable} GiB that a job can use.",
+                peak=rules.gib(fit.peak),
+                base=_base_of(family),
+                usable=rules.gib(fit.usable),
+            )
+        )
+    print_lines(*filter(None, (fit.problem, fit.note)))
+    print_lines(Message("In a config: preset = {presets}", presets=toml_value(recipe.presets)))
+
+
+def _list_recipes(as_json: bool) -> None:
+    """Print, for each family, its goals and what each GPU allows."""
+    from .. import families
+    from ..config import recipes as rules
+
+    rows = []
+    for family in families.available():
+        fits = {card: rules.fit_card(family, card) for card in rules.CARDS}
+        rows.append((family, rules.find_goals(family), fits))
+    if as_json:
+        content = [
+            {
+                "family": family,
+                "goals": list(goals),
+                "cards": {str(card): {"fits": not fit.problem, "peak_mib": fit.peak} for card, fit in fits.items()},
+            }
+            for family, goals, fits in rows
+        ]
+        print_json({"recipes": content})
+        return
+    print_lines(Message("family, the GB of GPU memory from which it can be trained, and its goals:"))
+    for family, goals, fits in rows:
+        least = next((card for card, fit in fits.items() if not fit.problem), 0)
+        print(f"  {family:22}{least or '-':>3}  {', '.join(goals)}")
+    print_lines(Message("Explains one: lora-fp8 recipes sdxl --goal character --card 16"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps of `new`
+
+
+def _make_wishes(name: str, family: str, base: str, goal: str, card: int, presets: Sequence[str]) -> Wishes:
+    """Complete the arguments by the family's usual base, the goal and card among the presets, and this machine's card.
+
+    Raises:
+        UserErrors: everything that is wrong with them.
+    """
+    from .. import families
+    from ..config import example, preset_names
+    from ..config import recipes as rules
+    from ..config.short_config import Wishes
+    from ..errors import UserErrors
+
+    problems: list[str] = []
+    family = family or _recognize(base)
+    try:
+        example(name, family, presets)
+    except UserErrors as error:
+        problems += error.problems
+    goals = [preset for preset in presets if preset in rules.GOALS]
+    cards = [gb for preset in presets if (gb := rules.card_of(preset))]
+    others = [preset for preset in presets if preset not in rules.names()]
+    known = rules.find_goals(family) if family in families.available() else rules.GOALS
+    goal = goal or next(iter(goals), known[0])
+    if goal not in known:
+        title = families.get(family).title if family in families.available() else family
+        problems.append(
+            Message("--goal {goal}: {title} takes {known}", goal=goal, title=title, known=" | ".join(known))
+        )
+    card = card or next(iter(cards), 0) or (0 if base == "demo" else detect_card())
+    if card and card not in rules.CARDS:
+        names = " | ".join(map(str, rules.CARDS))
+        problems.append(Message("--card {card}: not among {names} GB", card=card, names=names))
+    if base == "demo":
+        others = [*others, f"demo_{family}"] if f"demo_{family}" in preset_names() else others
+    if problems:
+        raise UserErrors(problems, "new")
+    return Wishes(name, family, base or _base_of(family), goal, card, presets=others)
+
+
+def _base_of(family: str) -> str:
+    from .. import families
+
+    return families.get(family).example_base
+
+
+def _recognize(base: str) -> str:
+    """Return the family of a base model: by its file or folder, or as the usual base of a family; default: sd15."""
+    from .. import families
+
+    path = Path(os.path.expanduser(base))
+    if base and path.is_file():
+        what, family = families.of_file(path)
+        if not family:
+            raise UserError(Message("--base {path}: {what}", path=base, what=what or families.UNKNOWN))
+        return family
+    known = (name for name in families.available() if families.get(name).example_base == base)
+    return next(known, "sd15")
+
+
+def detect_card() -> int:
+    """Return the largest card of the recipes that is not larger than this machine's GPU, or `ASSUMED_CARD`."""
+    from ..common.gpu import read_gpus
+    from ..config.recipes import CARDS
+
+    largest = max((size for _, size in read_gpus()), default=0)
+    if not largest:
+        return ASSUMED_CARD
+    return max((gb for gb in CARDS if gb * 2**30 <= largest + SLACK), default=CARDS[0])
+
+
+def _look_at(wishes: Wishes, images: Sequence[Path], controls: Path | None, trigger: str) -> tuple[Wishes, Pictures]:
+    """Count the images and put the folders into the wishes. Raises UserError."""
+    from dataclasses import replace
+
+    from ..config import dataset_recipe
+
+    folders = [folder for path in images for folder in dataset_recipe.expand(path)]
+    pictures = dataset_recipe.look(folders)
+    named = [(str(path), repeats) for path, repeats in folders]
+    return replace(wishes, folders=named, control=str(controls or ""), trigger=trigger), pictures
+
+
+def _write_short(wishes: Wishes, pictures: Pictures) -> str:
+    from ..config import loads, short_config
+
+    text = short_config.write(wishes, pictures, _say)
+    loads(text, where="new")  # a preset, a name or a base that is wrong is reported here
+    return text
+
+
+def _say(text: str) -> str:
+    return translate(get_language(), text)
+
+
+def _describe(wishes: Wishes, pictures: Pictures) -> list[str]:
+    from ..config import short_config
+
+    return list(short_config.describe(wishes, pictures))
+
+
+def _copy_settings(path: Path, file: Path, more: bool) -> str:
+    """Return the settings with which a LoRA file was trained, as a config for another run."""
+    from ..config import commented, loads, toml_line
+    from ..lora_files.export_metadata import config_of
+
+    if more:
+        raise UserError(Message("--from-lora: the file says family and settings; leave out --family and --preset"))
+    return commented(loads(config_of(file), [toml_line("name", path.stem)], where=str(file)))
+
+
+def _refuse_existing(path: Path, force: bool) -> None:
+    if os.path.lexists(path) and not force:
+        raise UserError(Message("{path}: exists already; choose another name, or --force to replace it", path=path))
+
+
+def _save(path: Path, text: str) -> None:
+    from ..common.writing import atomic_write
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path.resolve(), text.encode())
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Questions
+
+
+def _ask_everything() -> None:
+    """Ask for goal, base, images and card, show the plan, write the config, and offer to start."""
+    from .. import families
+    from ..config import recipes as rules
+    from .training import train_or_resume
+
+    goals = dict(zip(rules.GOALS, _goal_titles(), strict=True))
+    goal = _choose(Message("What do you want to train?"), goals, "character")
+    titles = {name: families.get(name).title for name in families.available() if goal in rules.find_goals(name)}
+    family = _choose(Message("Which base model?"), titles, next(iter(titles)) if goal == "edit" else "sdxl")
+    base = _ask(Message("Its Hugging Face id, folder or file"), _base_of(family))
+    detected = detect_card()
+    cards = {str(gb): f"{gb} GB" for gb in rules.CARDS}
+    card = int(_choose(Message("How much GPU memory?"), cards, str(detected))) if base != "demo" else 0
+    wishes = _make_wishes("my-lora", family, base, goal, card, [])
+    controls = None
+    if wishes.edits:
+        controls = _ask_again(Message("Folder with the images before the edit"), _existing)
+    question = Message("Folder with the images")
+    folder = _ask_again(question, _existing)
+    trigger = "" if goal == "edit" else _ask(Message("Trigger word, which the base does not know (Enter: none)"), "")
+    wishes, pictures = _look_at(wishes, [folder], controls, trigger)
+    path = _ask_again(Message("Config file to write"), _new_file, "my-lora.toml")
+    from dataclasses import replace
+
+    wishes = replace(wishes, name=path.stem)
+    print_lines("", *_describe(wishes, pictures))
+    _save(path, _write_short(wishes, pictures))
+    print_lines(Message("{path} written", path=path))
+    if typer.confirm(_say(Message("Start the training now?")), default=False):
+        train_or_resume(path, [], resume=False, as_json=False)
+    else:
+        print_lines(Message("Later: lora-fp8 check {path}, then lora-fp8 train {path}", path=quote_path(path)))
+
+
+def _goal_titles() -> tuple[str, ...]:
+    return (
+        Message("a character or person"),
+        Message("a style"),
+        Message("a concept: pose, clothing, effect"),
+        Message("an object"),
+        Message("an edit: image in, image out"),
+    )
+
+
+def _choose(question: str, choices: dict[str, str], default: str) -> str:
+    """Ask for one of some choices, by its number or its name."""
+    print_lines("", question)
+    names = list(choices)
+    for number, name in enumerate(names, 1):
+        print(f"  {number:2}  {name:22}{_say(choices[name])}")
+
+    def read(text: str) -> str:
+        if text in choices:
+            return text
+        if text.isdecimal() and 0 < int(text) <= len(names):
+            return names[int(text) - 1]
+        raise UserError(Message("{text}: give a number from 1 to {most}, or a name", text=text, most=len(names)))
+
+    return _ask_again(Message("Number or name"), read, default)
+
+
+def _ask_again(question: str, read: Callable[[str], T], default: str | None = None) -> T:
+    """Ask until `read` accepts the answer."""
+    while True:
+        try:
+            return read(_ask(question, default))
+        except UserError as error:
+            print_lines(str(error))
+
+
+def _ask(question: str, default: str | None) -> str:
+    """Ask a question; Enter takes the default. None: an answer is needed."""
+    answer: str = typer.prompt(_say(question), default=default)
+    return answer.strip()
+
+
+def _existing(text: str) -> Path:
+    from ..config import dataset_recipe
+
+    path = Path(text.strip("'\""))
+    pictures = dataset_recipe.look(dataset_recipe.expand(path))
+    if not pictures.files:
+        raise UserError(Message("{path}: no images are in this folder", path=path))
+    print_lines(Message("{count} images", count=pictures.files))
+    return path
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text if text.endswith(".toml") else f"{text}.toml")
+    _refuse_existing(path, force=False)
+    return path

@@ -1,0 +1,524 @@
+"""Recipes: what a goal, a model family and a GPU ask of the settings, each value with a sentence of why.
+
+A recipe is two presets that are made instead of read from a file: a goal (`character`) and a card (`vram_16gb`). Both
+know the family. A goal says what is learned and how; a card says what memory allows. They set different keys, so their
+order does not matter, and the config wins over both.
+
+* `GOAL_RULES` holds the rules of the goals. A rule may need a kind of family (`relations.KINDS`).
+* The rules of the cards choose the fastest settings whose estimated peak fits. The estimates are in memory.json, which
+  scripts/measure_memory.py writes with the program's own estimate of each family's released model.
+* What depends on the images (length, validation, shuffling) is in dataset_recipe.py, as a config has to state it.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .. import families
+from ..common.numbers import digits
+from ..errors import Message
+from .relations import kinds_of
+
+GOALS = ("character", "style", "concept", "object", "edit")
+CARDS = (8, 12, 16, 24, 48, 80)
+"""GB of GPU memory."""
+IMAGES_PER_STEP = 2
+"""On every card, so that the same steps train the same: together, or one after the other."""
+SHARE, RESERVE = 0.95, 1536
+"""Of a card's memory this share can be allocated; of that, so many MiB are the CUDA context and torch's reserve."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A setting of a recipe.
+
+    Attributes:
+        key: the setting, such as "adapter.rank".
+        value: its value.
+        why: the reason, one sentence.
+        drawn: True if it has an effect only with previews.
+    """
+
+    key: str
+    value: Any
+    why: str
+    drawn: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the value as plain JSON types."""
+        return {"key": self.key, "value": self.value, "why": self.why}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A value of a goal, for families of a kind of `relations.KINDS`; "" is every family."""
+
+    key: str
+    value: Any
+    why: Message
+    kind: str = ""
+
+
+def _by_kind(key: str, value: Any, why: dict[str, Message]) -> tuple[Rule, ...]:
+    return tuple(Rule(key, value, sentence, kind) for kind, sentence in why.items())
+
+
+COMMON = (
+    Rule("optimizer.lr", "auto", Message("1e-4, the usual learning rate for a LoRA of the denoiser.")),
+    *_by_kind(
+        "optimizer.lr_scale",
+        "auto",
+        {
+            "diffusion": Message(
+                "On an FP8 base the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured on a "
+                "UNet: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 2.5 % higher. "
+                "'none' keeps the plain rate."
+            ),
+            "flow": Message(
+                "On an FP8 base the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured on "
+                "FLUX's layout: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 0.7 % "
+                "lower. 'none' keeps the plain rate."
+            ),
+        },
+    ),
+    Rule("schedule.warmup", 0.05, Message("Adam's averages are not reliable in the first steps.")),
+    Rule(
+        "objective.min_snr_gamma",
+        5.0,
+        Message("Balances the noise levels (Min-SNR), of which the easy ones would otherwise dominate."),
+        "diffusion",
+    ),
+    Rule(
+        "dataset.shuffle_tags",
+        True,
+        Message("Captions of tags are shuffled, so that the place of a tag means nothing."),
+        "tags",
+    ),
+    Rule("dataset.keep_tokens", 1, Message("The first tag, the trigger word, stays in front."), "tags"),
+)
+ALPHA_IS_RANK = Message("alpha = rank: the learning rate is not scaled down.")
+COSINE = Message("Ends gently, so that the last images leave less noise.")
+DROPOUT_OF_CAPTIONS = Message("Some samples are trained without a caption, so that guidance (CFG) keeps working.")
+CHOICE = Message("The best moment often comes before the end: keeps some checkpoints to choose from.")
+GOAL_RULES: dict[str, tuple[Rule, ...]] = {
+    "character": (
+        Rule("adapter.rank", 16, Message("One subject needs no more, and the file stays small.")),
+        Rule("adapter.alpha", 16.0, ALPHA_IS_RANK),
+        Rule("dataset.flip", False, Message("Faces, partings, scars and lettering have a left and a right.")),
+        Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
+        Rule("train.steps", 1200, Message("For 30 images, each trained 80 times.")),
+        Rule("schedule.name", "cosine", COSINE),
+        Rule("checkpoint.every", 200, CHOICE),
+        Rule("checkpoint.keep", 6, Message("All of them at 1,200 steps.")),
+    ),
+    "style": (
+        Rule("adapter.rank", 32, Message("Brushwork, colours and composition are more than one subject.")),
+        Rule("adapter.alpha", 16.0, Message("Half the rank: gentler, so that many images are averaged.")),
+        Rule("dataset.flip", True, Message("A style has no left and right, and mirroring doubles the images.")),
+        Rule(
+            "dataset.caption_dropout",
+            0.1,
+            Message("More often without a caption than for a character: the style should need no words."),
+        ),
+        Rule("train.steps", 2000, Message("For 100 images, each trained 40 times.")),
+        Rule("schedule.name", "cosine", COSINE),
+        Rule("checkpoint.every", 250, CHOICE),
+        Rule("checkpoint.keep", 4, Message("The newest ones, as a style changes slowly.")),
+    ),
+    "concept": (
+        Rule("adapter.rank", 16, Message("Enough for one idea, and too small to memorize who shows it.")),
+        Rule("adapter.alpha", 8.0, Message("Half the rank: holds back what all images happen to share.")),
+        Rule("adapter.dropout", 0.1, Message("Keeps the subjects of the images from sticking to the concept.")),
+        Rule("dataset.flip", True, Message("Doubles the images. Set it to false if left and right matter.")),
+        Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
+        Rule("train.steps", 1500, Message("For 60 images, each trained 50 times.")),
+        Rule(
+            "schedule.name",
+            "constant",
+            Message("Stop when the previews are right: the learning rate does not end before you do."),
+        ),
+        Rule("checkpoint.every", 250, CHOICE),
+        Rule("checkpoint.keep", 6, Message("All of them at 1,500 steps.")),
+    ),
+    "object": (
+        Rule("adapter.rank", 16, Message("One thing needs no more, and the file stays small.")),
+        Rule("adapter.alpha", 16.0, ALPHA_IS_RANK),
+        Rule(
+            "dataset.flip",
+            True,
+            Message("Shows it from the other side. Set it to false for lettering, logos and steering wheels."),
+        ),
+        Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
+        Rule("train.steps", 1000, Message("For 25 images, each trained 80 times.")),
+        Rule("schedule.name", "cosine", COSINE),
+        Rule("checkpoint.every", 200, CHOICE),
+        Rule("checkpoint.keep", 5, Message("All of them at 1,000 steps.")),
+    ),
+    "edit": (
+        Rule("adapter.rank", 32, Message("An edit changes any image, which is more than one subject.")),
+        Rule("adapter.alpha", 32.0, ALPHA_IS_RANK),
+        Rule("dataset.flip", False, Message("Instructions such as 'to the left' have a left and a right.")),
+        Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
+        Rule("train.steps", 1500, Message("For 50 pairs of images, each trained 60 times.")),
+        Rule("schedule.name", "cosine", COSINE),
+        Rule("checkpoint.every", 250, CHOICE),
+        Rule("checkpoint.keep", 6, Message("All of them at 1,500 steps.")),
+    ),
+}
+"""What each goal sets beside `COMMON`."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a card allows for a family.
+
+    Attributes:
+        values: the memory settings; the most economical ones if nothing fits.
+        peak: the estimated peak of the whole job in MiB; None if only trying tells.
+        usable: MiB of the card that a job can use.
+        problem: why the family does not fit this card, and which card would do; "" if it fits.
+        note: what the estimate does not know, or ""
+    """
+
+    values: list[Value]
+    peak: int | None
+    usable: int
+    problem: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of a goal on a family and a card, each with its reason."""
+
+    goal: str
+    family: str
+    card: int
+    values: list[Value]
+    fit: Fit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe as plain JSON types."""
+        about = {"goal": self.goal, "family": self.family, "card_gb": self.card, "presets": self.presets}
+        about |= {"base": families.get(self.family).example_base, "fits": not self.fit.problem}
+        about |= {"peak_mib": self.fit.peak, "usable_mib": self.fit.usable}
+        about |= {"problem": self.fit.problem, "note": self.fit.note}
+        return about | {"settings": [value.to_json() for value in self.values]}
+
+    @property
+    def presets(self) -> list[str]:
+        """The names for `preset` in a config."""
+        return [self.goal, card_name(self.card)]
+
+
+def find_goals(family: str) -> tuple[str, ...]:
+    """Return the goals that a family can be trained for: editing needs control images, and some families only edit."""
+    least, most = families.get(family).controls
+    if least:
+        return ("edit",)
+    return GOALS if most else tuple(goal for goal in GOALS if goal != "edit")
+
+
+def card_name(gb: int) -> str:
+    """Return the name of a card's preset."""
+    return f"vram_{gb}gb"
+
+
+def card_of(name: str) -> int:
+    """Return the GB of a card's preset; 0 for any other name."""
+    match = re.fullmatch(r"vram_(\d+)gb", name)
+    return int(match[1]) if match and int(match[1]) in CARDS else 0
+
+
+def names() -> list[str]:
+    """Return the names of the presets that recipes are made of."""
+    return [*GOALS, *map(card_name, CARDS)]
+
+
+def make(goal: str, family: str, card: int, *, draws: bool = True) -> Recipe:
+    """Make a recipe.
+
+    Args:
+        goal: one of `find_goals(family)`.
+        family: a known family.
+        card: GB of GPU memory, one of `CARDS`.
+        draws: True if the job draws previews.
+    """
+    fit = fit_card(family, card)
+    values = [*goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
+    return Recipe(goal, family, card, values, fit)
+
+
+def preset(name: str, family: str, *, draws: bool) -> list[Value] | None:
+    """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names."""
+    if name in GOALS:
+        return goal_values(name, family)
+    if gb := card_of(name):
+        return [value for value in fit_card(family, gb).values if draws or not value.drawn]
+    return None
+
+
+def goal_values(goal: str, family: str) -> list[Value]:
+    """Return what a goal sets for a family."""
+    kinds = ("", *kinds_of(family))  # an unknown family has none
+    rules = (*GOAL_RULES[goal], *COMMON)
+    return [Value(rule.key, rule.value, rule.why) for rule in rules if rule.kind in kinds]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cards
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The estimates of a family's released model, in MiB; written by scripts/measure_memory.py.
+
+    Attributes:
+        base: the released model.
+        sides: training resolutions, the family's own first.
+        weights: share of offload -> (the base on the GPU, its part in RAM), in FP8.
+        trained: adapters and optimizer.
+        steps: "SIDE xBATCH" or "SIDE xBATCH checkpointed" -> a training step; empty if only trying tells.
+        vae: the VAE.
+        encode, decode: side -> the VAE's work on one image.
+        text: storage -> the largest text encoder.
+    """
+
+    base: str
+    sides: list[int]
+    weights: dict[str, list[int]]
+    trained: int
+    steps: dict[str, int]
+    vae: int
+    encode: dict[str, int]
+    decode: dict[str, int]
+    text: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One combination of memory settings."""
+
+    side: int
+    batch: int
+    checkpointing: bool
+    share: str
+    step: int = field(compare=False, default=0)
+
+
+@cache
+def read_sizes() -> dict[str, Sizes]:
+    """Read memory.json, by family."""
+    data = json.loads(Path(__file__).with_name("memory.json").read_text(encoding="utf-8"))
+    return {name: Sizes(**sizes) for name, sizes in data.items()}
+
+
+def usable_mib(gb: int) -> int:
+    """Return the MiB of a card that a job can use."""
+    return int(gb * 1024 * SHARE) - RESERVE
+
+
+@cache
+def fit_card(family: str, gb: int) -> Fit:
+    """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
+
+    Gradient checkpointing costs 1.4 times the time, offloading costs more, and a lower resolution costs detail, so
+    they come in this order. An unknown family gets what saves most without offloading.
+    """
+    usable = usable_mib(gb)
+    sizes = read_sizes().get(family)
+    if sizes is None:
+        return Fit(_unknown_values(), None, usable)
+    choices = list(_choices(sizes))
+    text = next((storage for storage, size in sizes.text.items() if size <= usable), None)
+    fitting = (choice for choice in choices if _peak(sizes, choice, text or "nf4") <= usable)
+    choice = next(fitting, None) if text else None
+    problem = "" if choice else _refuse(family, gb, text)
+    choice = choice or choices[-1]
+    peak = _peak(sizes, choice, text or "nf4")
+    held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
+    side = next((side for side in sizes.sides if held + sizes.decode.get(str(side), 0) <= usable), sizes.sides[-1])
+    side = min(side, choice.side)
+    values = [*_weight_values(sizes, choice, usable), *_text_values(sizes, text or "nf4", usable)]
+    values += [*_step_values(sizes, choice, usable), *_side_values(sizes, choice, side, usable)]
+    note = "" if sizes.steps else Message("What a training step takes is not known before it is tried.")
+    return Fit(values, max(peak, held + sizes.decode.get(str(side), 0)), usable, problem, note)
+
+
+def _unknown_values() -> list[Value]:
+    less = Message("Saves memory. The family is not known, so nothing was estimated.")
+    return [
+        Value("quantize.storage", "fp8", less),
+        Value("optimizer.name", "adamw8bit", less),
+        Value("memory.gradient_checkpointing", True, less),
+        Value("train.batch_size", 1, less),
+        Value("train.accumulate", IMAGES_PER_STEP, less),
+    ]
+
+
+def _choices(sizes: Sizes) -> Iterator[Choice]:
+    """Yield all combinations that were estimated, the fastest first."""
+    native, *smaller = sizes.sides
+    for side, batch, checkpointing, share in (
+        (native, 2, False, "0"),
+        (native, 1, False, "0"),
+        (native, 2, True, "0"),
+        *((native, 1, True, share) for share in sizes.weights),
+        *((side, 1, True, share) for side in smaller for share in sizes.weights),
+    ):
+        key = f"{side} x{batch}{' checkpointed' * checkpointing}"
+        if key in sizes.steps:
+            yield Choice(side, batch, checkpointing, share, sizes.steps[key])
+        elif not sizes.steps and batch == 1 and checkpointing:
+            yield Choice(side, batch, checkpointing, share, UNKNOWN_STEP)
+
+
+UNKNOWN_STEP = 6 * 1024
+"""MiB that are kept free for a training step that cannot be estimated."""
+
+
+def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
+    """Return the highest peak of encoding, training and the smallest preview, in MiB."""
+    held = sizes.weights[choice.share][0] + sizes.trained
+    encode = max(sizes.vae + sizes.encode.get(str(choice.side), 0), sizes.text[text])
+    preview = held + sizes.vae + sizes.decode.get(str(sizes.sides[-1]), 0)
+    return max(held + choice.step, encode, preview)
+
+
+def _refuse(family: str, gb: int, text: str | None) -> Message:
+    title, sizes = families.get(family).title, read_sizes()[family]
+    larger = next((other for other in CARDS if other > gb and not fit_card(family, other).problem), None)
+    if text is None:
+        why = Message("its largest text encoder takes {size} GiB even in nf4", size=gib(sizes.text["nf4"]))
+    else:
+        least = min(_peak(sizes, choice, text) for choice in _choices(sizes))
+        why = Message("even with everything offloaded it takes {size} GiB", size=gib(least))
+    usable = gib(usable_mib(gb))
+    if larger is None:
+        return Message(
+            "{title} does not fit a GPU of {gb} GB, of which a job can use {usable} GiB: {why}.",
+            title=title,
+            gb=gb,
+            usable=usable,
+            why=why,
+        )
+    return Message(
+        "{title} does not fit a GPU of {gb} GB, of which a job can use {usable} GiB: {why}. One of {larger} GB would "
+        "do.",
+        title=title,
+        gb=gb,
+        usable=usable,
+        why=why,
+        larger=larger,
+    )
+
+
+def gib(mib: int) -> str:
+    """Return MiB as GiB, for people."""
+    return digits(mib / 1024)
+
+
+def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
+    whole = sizes.weights["0"][0]
+    yield Value(
+        "quantize.storage",
+        "fp8",
+        Message(
+            "One byte a weight instead of two: the base takes {size} GiB. Measured, the held-out loss rises by 0.3 to "
+            "0.6 %, less than seeds differ.",
+            size=gib(whole),
+        ),
+    )
+    if choice.share != "0":
+        held, waiting = sizes.weights[choice.share]
+        yield Value(
+            "memory.offload",
+            float(choice.share),
+            Message(
+                "{waiting} GiB of the base stay in RAM, so that {held} GiB are left on the GPU, of whose memory a job "
+                "can use {usable} GiB. The result is bit-identical, and training is slower.",
+                waiting=gib(waiting),
+                held=gib(held),
+                usable=gib(usable),
+            ),
+        )
+    yield Value(
+        "optimizer.name",
+        "adamw8bit",
+        Message("Two bytes of moments for each trained weight instead of eight."),
+    )
+
+
+def _text_values(sizes: Sizes, storage: str, usable: int) -> Iterator[Value]:
+    plain, size = gib(sizes.text["none"]), gib(sizes.text[storage])
+    if storage == "none":
+        why = Message(
+            "The largest text encoder takes {size} GiB and fits: captions are encoded before the base is loaded.",
+            size=size,
+        )
+    else:
+        why = Message(
+            "The largest text encoder takes {plain} GiB in bf16, more than the {usable} GiB that a job can use; in "
+            "{storage} it takes {size} GiB.",
+            plain=plain,
+            usable=gib(usable),
+            storage=storage,
+            size=size,
+        )
+    yield Value("model.text_storage", storage, why)
+
+
+def _step_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
+    size = gib(choice.step)
+    plain = sizes.steps.get(f"{choice.side} x1")
+    if not choice.checkpointing:
+        why = Message(
+            "A step takes {size} GiB without gradient checkpointing, which fits; with it, steps would take 1.4 times "
+            "as long (measured on a CPU).",
+            size=size,
+        )
+    elif not sizes.steps:
+        why = Message(
+            "Saves memory. What a step takes is not known before it is tried; {size} GiB are kept free.", size=size
+        )
+    elif plain is None:
+        why = Message("Recomputes activations, so that a step takes {size} GiB.", size=size)
+    else:
+        why = Message(
+            "Recomputes activations: a step takes {size} GiB; without, one image alone takes {plain} GiB.",
+            size=size,
+            plain=gib(plain),
+        )
+    yield Value("memory.gradient_checkpointing", choice.checkpointing, why)
+    if choice.batch == IMAGES_PER_STEP:
+        why = Message("Two images at once are faster than one after the other, and fit.")
+    else:
+        why = Message("One image at a time, as two at once do not fit.")
+    yield Value("train.batch_size", choice.batch, why)
+    yield Value(
+        "train.accumulate",
+        IMAGES_PER_STEP // choice.batch,
+        Message("Two images a step on every GPU, so that the number of steps means the same."),
+    )
+
+
+def _side_values(sizes: Sizes, choice: Choice, preview: int, usable: int) -> Iterator[Value]:
+    native = sizes.sides[0]
+    if choice.side == native:
+        why = Message("The resolution that the base was trained at: {side} pixels.", side=native)
+        yield Value("dataset.resolution", "auto", why)
+    else:
+        why = Message("{native} pixels do not fit this GPU, so details are lost.", native=native)
+        yield Value("dataset.resolution", choice.side, why)
+    if preview < choice.side:
+        why = Message(
+            "Decoding a preview of {side} pixels beside the training does not fit into {usable} GiB.",
+            side=choice.side,
+            usable=gib(usable),
+        )
+        yield Value("preview.width", preview, why, drawn=True)
+        yield Value("preview.height", preview, why, drawn=True)

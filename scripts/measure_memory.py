@@ -1,0 +1,285 @@
+"""Estimate what each family's released model takes in training, and write it to lora_fp8/config/memory.json.
+
+    python scripts/measure_memory.py [FAMILY ...]      default: every family; takes an hour on two cores
+
+The recipes (lora_fp8/config/recipes.py) choose memory settings from this file, because `lora-fp8 estimate` takes up to
+a minute for a large model. Run it again for a family whose numbers tests/test_recipes.py calls outdated.
+
+No model is downloaded: the denoiser is built from the family's `reference_config` and the VAE from the sizes below,
+both on the meta device. The text encoders are counted from their published numbers of parameters.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import torch
+from PIL import Image
+
+from lora_fp8 import adapters, config, families, precision
+from lora_fp8.common.writing import atomic_write
+from lora_fp8.families.base import ModelFamily
+from lora_fp8.plan import dry_run, estimate
+from lora_fp8.plan.placement import place_images, scan
+from lora_fp8.plan.plan import Plan, plan_layers
+from lora_fp8.plan.resolve import resolve_auto
+from lora_fp8.precision import stream
+from lora_fp8.settings import SCALES, Job, Model
+from lora_fp8.training import optim
+from lora_fp8.training.text_encoders import Adapted
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import miniatures  # noqa: E402  tests/miniatures
+
+FILE = Path(config.__file__).with_name("memory.json")
+
+MIB = 2**20
+CLIP_L, CLIP_H, CLIP_G = (123, 38), (340, 51), (695, 63)
+T5_XXL, UMT5_XXL = (4762, 132), (5681, 1050)
+QWEN3_4B, QWEN25_VL_7B = (4022, 389), (8292, 545)
+LARGEST_TEXT = {
+    "anima": (596, 156),  # Qwen3-0.6B
+    "aura_flow": (1224, 66),  # UMT5 with Pile-T5-XL's sizes
+    "chroma": T5_XXL,
+    "ernie_image": (3849, 403),  # Ministral 3 3B
+    "flux": T5_XXL,
+    "flux2": (24011, 671),  # Mistral Small 3.1 24B
+    "flux2_klein": QWEN3_4B,
+    "flux_kontext": T5_XXL,
+    "hidream": (8030, 525),  # Llama 3.1 8B
+    "hunyuan_video": (7505, 525),  # Llama 3 8B without its output layer
+    "ideogram4": (8145, 622),  # Qwen3-VL-8B without its output layer
+    "kolors": (6244, 266),  # ChatGLM3-6B
+    "krea2": (4438, 389),  # Qwen3-VL-4B
+    "ltx_video": T5_XXL,
+    "lumina2": (2614, 590),  # Gemma 2 2B
+    "qwen_image": QWEN25_VL_7B,
+    "qwen_image_edit": QWEN25_VL_7B,
+    "qwen_image_edit_plus": QWEN25_VL_7B,
+    "sana": (2614, 590),  # Gemma 2 2B
+    "sd15": CLIP_L,
+    "sd2": CLIP_H,
+    "sd3": T5_XXL,
+    "sdxl": CLIP_G,
+    "wan": UMT5_XXL,
+    "wan22_5b": UMT5_XXL,
+    "z_image": QWEN3_4B,
+}
+"""Family -> (millions of parameters, of these in embeddings) of its largest text encoder, by the model cards."""
+KL_VAE: dict[str, Any] = {
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+}
+SMALL_LATENTS = ("sd15", "sd2", "sdxl", "kolors", "aura_flow")
+"""Families whose VAE has four channels; the other ones of this class have sixteen."""
+WAN22_VAE: dict[str, Any] = {"base_dim": 160, "decoder_base_dim": 256, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+RANK = 32
+"""The highest rank of a recipe."""
+OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
+FRACTIONS = (1.0, 0.75, 0.5)
+"""Training resolutions, as fractions of the family's own."""
+LARGEST_CARD = 80 * 2**30
+PLAIN = {"memory.gradient_checkpointing": False, "preview.prompts": [], "preview.controls": []}
+TIGHT = 6 * 2**30
+"""Free bytes of the smallest card of a recipe."""
+
+
+def released(name: str, folder: Path) -> ModelFamily:
+    """Return a family object with the sizes of the released model.
+
+    Args:
+        name: the family.
+        folder: empty or missing; gets the family's miniature, from which tokenizers and schedulers are taken.
+    """
+    Family = families.get(name)
+    if not folder.exists():
+        miniatures.save(name, folder)
+    family: Any = Family(Model(family=name, path=str(folder)), device="cpu", dtype=torch.bfloat16)
+    family.denoiser_config = lambda: dict(Family.reference_config)
+    family.empty_vae = partial(_empty_vae, family)
+    family.vae_bytes = lambda: 4 * sum(parameter.numel() for parameter in _empty_vae(family).parameters())
+    family.text_bytes = lambda: {"largest": count_text_bytes(name, family.text_storage)}
+    for part in family.text_parts:
+        if "tokenizer" in part and "CLIP" not in family.text_parts[part]:
+            family.tokenizer(part).model_max_length = Family.prompt_tokens or 512
+    return family  # type: ignore[no-any-return]
+
+
+def _empty_vae(family: ModelFamily) -> Any:
+    import diffusers
+
+    cls = getattr(diffusers, family.vae_class)
+    tiny = json.loads((family.folder / "vae" / "config.json").read_text(encoding="utf-8"))
+    kept = {key: value for key, value in tiny.items() if key.endswith(("factor", "latents_mean", "latents_std"))}
+    if family.vae_class == "AutoencoderKL":
+        channels = 4 if family.name in SMALL_LATENTS else 16
+        kept = {key: tiny[key] for key in ("scaling_factor", "shift_factor", "use_quant_conv", "use_post_quant_conv")}
+        kept |= {**KL_VAE, "latent_channels": channels}
+    elif family.name == "wan22_5b":
+        kept = {**tiny, **WAN22_VAE}
+    with torch.device("meta"):
+        return cls(**{key: value for key, value in kept.items() if not key.startswith("_")}).eval()
+
+
+def count_text_bytes(name: str, storage: str) -> int:
+    """Return the bytes of the family's largest text encoder in this storage."""
+    everything, embeddings = (num * 10**6 for num in LARGEST_TEXT[name])
+    if storage == "none":
+        return 2 * everything
+    side = 4096
+    form = precision.Format(storage, SCALES[storage][0])
+    return 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
+
+
+def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
+    """Return a job on two square images, with control images where the family takes any."""
+    pictures, controls = folder / "pictures", folder / "controls"
+    side = values["dataset.resolution"]
+    for place in (pictures, controls):
+        place.mkdir(parents=True, exist_ok=True)
+        for number in range(2):
+            Image.new("RGB", (side, side)).save(place / f"{number}.png")
+            (pictures / f"{number}.txt").write_text("a picture", encoding="utf-8")
+    given: dict[str, Any] = {"model": {"family": name, "path": str(folder / "base")}, "output_dir": str(folder)}
+    given["dataset"] = {"folders": [{"path": str(pictures)}], "cache_dir": str(folder / "cache")}
+    given |= {"adapter": {"rank": RANK, "alpha": float(RANK)}, "preview": {"prompts": ["a"]}}
+    if any(families.get(name).controls):
+        given["dataset"]["folders"][0]["control"] = str(controls)
+        given["preview"]["controls"] = [str(controls / "0.png")]
+    for key, value in values.items():
+        section, _, last = key.partition(".")
+        given.setdefault(section, {})[last] = value
+    return resolve_auto(config.loads(tomlkit.dumps(given)), families.get(name))
+
+
+def make_plan(name: str, folder: Path, values: dict[str, Any]) -> Plan:
+    """Return the Plan of a job with these values on the released model."""
+    family = released(name, folder / "base")
+    job = make_job(name, folder, values)
+    family.text_storage = job.model.text_storage
+    placed = place_images(job, scan(job, families.get(name)))
+    return Plan(job, family, placed, plan_layers(job, family))
+
+
+def list_sides(name: str) -> list[int]:
+    """Return the training resolutions that recipes choose from, the family's own first."""
+    native = families.get(name).native_resolution
+    return [int(native * fraction) // 32 * 32 for fraction in FRACTIONS]
+
+
+class Released:
+    """A family's released model on the meta device, with adapters, as training builds it."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder, self.sides = name, folder, list_sides(name)
+        self.plan = make_plan(name, folder, {"dataset.resolution": self.sides[0], **PLAIN})
+        self.denoiser = estimate._build_denoiser(self.plan.job, self.plan.family)[0]
+
+    def count_weights(self) -> dict[str, list[int]]:
+        """Return, by share of offload, the bytes of the base on the GPU and of its part in RAM."""
+        frozen = (one for one in (*self.denoiser.parameters(), *self.denoiser.buffers()) if not one.requires_grad)
+        everything = sum(map(estimate._count_bytes, frozen))
+        sizes = {name: layer.qweight.nbytes for name, layer in precision.frozen_layers(self.denoiser).items()}
+        found = {}
+        for share in OFFLOADS:
+            waiting = [sizes[layer] for layer in stream.chosen(sizes, share)]
+            buffers = stream.BUFFERS * max(waiting, default=0)
+            found[f"{share:g}"] = [everything - sum(waiting) + buffers, sum(waiting)]
+        return found
+
+    def count_trained(self) -> int:
+        """Return the bytes of adapters and optimizer."""
+        parameters = [parameter for _, parameter in adapters.parameters(Adapted(self.denoiser, {}))]
+        values = sum(parameter.numel() for parameter in parameters)
+        state = optim.state_bytes(parameters, self.plan.job.optimizer)
+        return sum(parameter.nbytes for parameter in parameters) + 4 * values + state
+
+    def measure_step(self, side: int, batch: int) -> int | None:
+        """Return the bytes of a training step beside the weights; None if only trying tells."""
+        plan = self.plan
+        if side != self.sides[0]:
+            plan = make_plan(self.name, self.folder, {"dataset.resolution": side, **PLAIN})
+        bucket, controls = estimate._find_heaviest_bucket(plan)
+        latents = estimate._measure_vae(plan.family, bucket, "encode", [])[1]
+        assert latents is not None
+        per_side = bucket[0] // latents[-1]
+        conds = plan.family.longest_cond(dict(self.denoiser.config))  # type: ignore[arg-type]
+        for number, (width, height) in enumerate(controls):
+            conds[f"control_{number}"] = (latents[0], height // per_side, width // per_side)
+        try:
+            return estimate._measure_step(plan.job, plan.family, self.denoiser, latents, conds, batch)
+        except dry_run.Undecided:
+            return None
+
+    def measure_steps(self, held: int) -> dict[str, int]:
+        """Return the steps that a card could choose from, in MiB; switches gradient checkpointing on.
+
+        Args:
+            held: bytes of adapters and optimizer.
+        """
+        native, found = self.sides[0], {}
+        single = self.measure_step(native, 1)
+        if single is None:
+            return {}
+        found[f"{native} x1"] = single
+        if single < LARGEST_CARD / 3:
+            found[f"{native} x2"] = self.measure_step(native, 2)
+        self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
+        for batch in (1, 2):
+            found[f"{native} x{batch} checkpointed"] = self.measure_step(native, batch)
+        if held + (found[f"{native} x1 checkpointed"] or 0) > TIGHT * 2 / 3:
+            for side in self.sides[1:]:
+                found[f"{side} x1 checkpointed"] = self.measure_step(side, 1)
+        return {key: mib(size) for key, size in found.items() if size is not None}
+
+
+def mib(size: int) -> int:
+    """Return bytes as MiB, rounded up."""
+    return math.ceil(size / MIB)
+
+
+def measure(name: str, folder: Path) -> dict[str, Any]:
+    """Return what the recipes need to know of a family, in MiB: see `recipes.Sizes`."""
+    model = Released(name, folder)
+    sides, family = model.sides, model.plan.family
+    trained = model.count_trained()
+    vae: dict[str, dict[str, int]] = {"encode": {}, "decode": {}}
+    for side in sides:
+        for way, sizes in vae.items():
+            size = estimate._measure_vae(family, (side, side), way, [])[0]
+            if size is not None:
+                sizes[str(side)] = mib(size)
+    steps = model.measure_steps(trained)
+    return {
+        "base": families.get(name).example_base,
+        "sides": sides,
+        "weights": {share: [mib(size) for size in sizes] for share, sizes in model.count_weights().items()},
+        "trained": mib(trained),
+        "steps": steps,
+        "vae": mib(family.vae_bytes()),
+        **vae,
+        "text": {storage: mib(count_text_bytes(name, storage)) for storage in ("none", "fp8", "nf4")},
+    }
+
+
+def main() -> None:
+    """Measure the families named on the command line, or all, and write the file after each."""
+    for name in sys.argv[1:] or families.available():
+        with tempfile.TemporaryDirectory() as folder:
+            found = measure(name, Path(folder))
+        known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+        known = dict(sorted((known | {name: found}).items()))
+        atomic_write(FILE, (json.dumps(known, indent=1) + "\n").encode())
+        print(name, json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

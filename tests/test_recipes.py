@@ -1,0 +1,420 @@
+"""Every recipe (goal x family x GPU) loads, uses what it sets and fits; `new` writes what a person must look at."""
+
+import json
+import logging
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomlkit
+from PIL import Image
+
+from lora_fp8 import cli, config, families
+from lora_fp8.config import dataset_recipe, find_unused_settings, recipes, short_config
+from lora_fp8.config.dataset_recipe import Pictures
+from lora_fp8.errors import Message, UserError
+from lora_fp8.plan.check import check
+from lora_fp8.settings import Job
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+FAMILIES = families.available()
+MEASURED = sorted(recipes.read_sizes())
+GIB = 2**30
+
+
+def load(family: str, presets: list[str], **sections: dict[str, object]) -> Job:
+    """Load a job with these presets on a family's usual base, with previews."""
+    folder = {"path": "pictures"} | ({"control": "before"} if any(families.get(family).controls) else {})
+    data = {"preset": presets, "model": {"family": family, "path": families.get(family).example_base}}
+    data |= {"dataset": {"folders": [folder]}, "preview": {"prompts": ["a"]}}
+    if "control" in folder:
+        data["preview"] = {"prompts": ["a"], "controls": ["before/a.png"]}
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section}  # type: ignore[dict-item]
+    return config.loads(tomlkit.dumps(data))
+
+
+def value_of(job: Job, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(job, section), name)
+
+
+# ------------------------------------------------------------------------------------------------- goal x family x GPU
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_every_recipe_loads_uses_what_it_sets_and_fits(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    for goal in recipes.find_goals(family):
+        for card in recipes.CARDS:
+            recipe = recipes.make(goal, family, card)
+            job = load(family, recipe.presets)
+            assert find_unused_settings(job) == [], (goal, card)
+            assert {value.key: value.value for value in recipe.values} == {
+                value.key: value_of(job, value.key) for value in recipe.values
+            }
+            assert all(isinstance(value.why, Message) and value.why.endswith(".") for value in recipe.values)
+            assert len({value.key for value in recipe.values}) == len(recipe.values), "a setting has one reason"
+            assert job.train.batch_size * job.train.accumulate == recipes.IMAGES_PER_STEP
+            if recipe.fit.problem:
+                assert f"{card} GB" in recipe.fit.problem
+            else:
+                assert recipe.fit.peak is not None and recipe.fit.peak <= recipe.fit.usable < card * 1024 - 1024
+    assert not caplog.records
+    # Without previews, nothing is set that only they use.
+    for card in recipes.CARDS:
+        assert (
+            find_unused_settings(load(family, [recipes.card_name(card)], preview={"prompts": [], "controls": []})) == []
+        )
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_a_larger_gpu_is_never_slower_and_a_refusal_names_one_that_would_do(family: str) -> None:
+    cost = {}
+    for card in recipes.CARDS:
+        job, fit = load(family, [recipes.card_name(card)]), recipes.fit_card(family, card)
+        area = job.dataset.resolution
+        native = families.get(family).native_resolution
+        less = native - (native if area == "auto" else area)
+        cost[card] = (
+            bool(fit.problem),
+            less,
+            job.memory.offload,
+            job.memory.gradient_checkpointing,
+            job.train.accumulate,
+        )
+        if fit.problem:
+            named = re.search(r"One of (\d+) GB would do", fit.problem)
+            larger = [other for other in recipes.CARDS if other > card and not recipes.fit_card(family, other).problem]
+            assert (int(named[1]) if named else None) == (larger[0] if larger else None)
+    assert [cost[card] for card in recipes.CARDS] == sorted(cost.values(), reverse=True)
+    assert not cost[80][0], "an 80 GB card trains every family"
+
+
+@pytest.mark.parametrize("family", MEASURED)
+def test_the_estimates_are_of_todays_family(family: str) -> None:
+    sizes, Family = recipes.read_sizes()[family], families.get(family)
+    assert (sizes.base, sizes.sides[0]) == (Family.example_base, Family.native_resolution)
+    assert all(side % Family.bucket_multiple == 0 for side in sizes.sides)
+    assert bool(sizes.steps) == (family != "hidream"), "its experts are chosen by the activations"
+
+
+@pytest.mark.parametrize(("family", "card"), [("sd15", 8)])
+def test_the_real_estimate_of_a_recipe_is_the_one_that_is_stored(family: str, card: int, tmp_path: Path) -> None:
+    """scripts/measure_memory.py is to be run again for this family if this fails."""
+    import measure_memory
+
+    from lora_fp8.plan import estimate
+
+    fit, sizes = recipes.fit_card(family, card), recipes.read_sizes()[family]
+    chosen = {value.key: value.value for value in fit.values}
+    if chosen["dataset.resolution"] == "auto":
+        chosen["dataset.resolution"] = sizes.sides[0]
+    estimated = estimate.estimate(measure_memory.make_plan(family, tmp_path, chosen), "cuda")
+    checkpointed = " checkpointed" if chosen["memory.gradient_checkpointing"] else ""
+    stored = {
+        "base": sizes.weights[f"{chosen.get('memory.offload', 0):g}"][0],
+        "trained": sizes.trained,
+        "step": sizes.steps[f"{chosen['dataset.resolution']} x{chosen['train.batch_size']}{checkpointed}"],
+        "text": sizes.text[chosen["model.text_storage"]],
+        "vae": sizes.vae,
+        "encode": sizes.encode[str(chosen["dataset.resolution"])],
+    }
+    assert estimated.step_bytes and estimated.vae_encode_bytes and estimated.peak_bytes
+    found = {
+        "base": estimated.base_bytes,
+        "trained": estimated.adapter_bytes + estimated.optimizer_bytes,
+        "step": estimated.step_bytes,
+        "text": estimated.text_bytes,
+        "vae": estimated.vae_bytes,
+        "encode": estimated.vae_encode_bytes,
+    }
+    assert {name: size / 2**20 for name, size in found.items()} == pytest.approx(stored, rel=0.005, abs=2)
+    assert estimated.peak_bytes / 2**20 <= (fit.peak or 0) + 2 <= fit.usable
+
+
+def test_presets_of_recipes_know_the_family_and_the_config_wins() -> None:
+    assert load("sdxl", ["character"]).dataset.shuffle_tags and not load("flux", ["character"]).dataset.shuffle_tags
+    assert load("sdxl", ["style"]).objective.min_snr_gamma == 5 and load("flux", ["style"]).objective.min_snr_gamma == 0
+    small, large = (load("flux", [name]).memory for name in ("vram_12gb", "vram_80gb"))
+    assert small.offload > 0 and large.offload == 0 and small.gradient_checkpointing
+    assert load("flux", ["vram_12gb"], memory={"offload": 0.0}).memory.offload == 0
+    job = config.loads(
+        'preset = ["vram_12gb"]\nmodel = {family = "sd15", path = "demo"}\ndataset = {folders = [{path = "p"}]}',
+        ["model.family=flux"],
+    )
+    assert job.memory.offload == small.offload, "the family of --set counts"
+
+
+# --------------------------------------------------------------------------------------------------------- the images
+
+
+def values_of(goal: str, family: str, pictures: Pictures, trigger: str = "") -> dict[str, object]:
+    return {value.key: value.value for value in dataset_recipe.values(goal, family, pictures, trigger)}
+
+
+def test_steps_follow_from_the_images_and_the_arithmetic_is_shown() -> None:
+    pictures = Pictures(images=25, samples=50)
+    steps = next(iter(dataset_recipe.values("character", "sdxl", pictures)))
+    # 25 - 2 (a tenth, rounded to even) = 23; 23 * 80 / 2 = 920, to the next fifty; 900 * 2 / 46 samples of an epoch.
+    assert (steps.key, steps.value) == ("train.steps", 900)
+    assert steps.why == "23 images x 80 times / 2 a step = 920: 39.1 epochs of 46 samples."
+    few, many = (dataset_recipe.values("style", "flux", Pictures(num, num))[0] for num in (5, 1000))
+    assert (few.value, many.value) == (800, 5000) and "kept within 800 and 5000" in few.why
+    none = dataset_recipe.values("object", "flux", Pictures())
+    assert [(value.key, value.value) for value in none] == [("train.steps", 1000)]
+
+
+@pytest.mark.parametrize(("images", "held_out"), [(1, 0), (14, 0), (15, 2), (40, 4), (1000, 8)])
+def test_validation_is_on_where_there_are_enough_images(images: int, held_out: int) -> None:
+    found = values_of("concept", "sdxl", Pictures(images, images))
+    assert found.get("validation.pictures", 0) == held_out
+    assert ("validation.every" in found) == (held_out > 0)
+    job = load("sdxl", ["concept"], validation={k.split(".")[1]: v for k, v in found.items() if "validation" in k})
+    assert find_unused_settings(job) == []
+
+
+TAGS, SENTENCES = "1girl, red hair, park, smile", "A girl with red hair sits in the park, and she smiles at a dog."
+
+
+@pytest.mark.parametrize(
+    ("family", "caption", "goal", "shuffled"),
+    [
+        ("sdxl", TAGS, "character", True),
+        ("sdxl", SENTENCES, "character", False),
+        ("flux", SENTENCES, "character", False),
+        ("flux", TAGS, "character", True),
+        ("qwen_image_edit", TAGS, "edit", False),
+        ("qwen_image_edit", SENTENCES, "edit", False),
+    ],
+)
+def test_tags_are_shuffled_and_sentences_and_instructions_never(
+    family: str, caption: str, goal: str, shuffled: bool, tmp_path: Path
+) -> None:
+    for number in range(3):
+        Image.new("RGB", (32, 32)).save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text(caption, encoding="utf-8")
+    pictures = dataset_recipe.look([(tmp_path, 1)])
+    assert pictures.style == ("tags" if caption == TAGS else "sentences") and pictures.images == 3
+    wishes = short_config.Wishes("x", family, "a/b", goal, 24, [(str(tmp_path), 1)])
+    assert config.loads(short_config.write(wishes, pictures)).dataset.shuffle_tags is shuffled
+
+
+def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -> None:
+    for name, number in (("10_zibo dog", 3), ("2_other", 5)):
+        folder = tmp_path / "img" / name
+        folder.mkdir(parents=True)
+        for index in range(number):
+            Image.new("RGB", (8, 8)).save(folder / f"{index}.PNG")
+        (folder / "0.txt").write_text("a dog", encoding="utf-8")
+        (folder / "notes.md").write_text("x", encoding="utf-8")
+    (tmp_path / "img" / "2_other" / "clip.mp4").write_bytes(b"")
+    folders = dataset_recipe.expand(tmp_path / "img")
+    assert [(path.name, repeats) for path, repeats in folders] == [("10_zibo dog", 10), ("2_other", 2)]
+    pictures = dataset_recipe.look(folders)
+    assert (pictures.images, pictures.videos, pictures.samples) == (8, 1, 3 * 10 + 6 * 2)
+    assert pictures.uncaptioned == 7 and pictures.captions == ["a dog", "a dog"] and pictures.style == ""
+    assert values_of("object", "sdxl", pictures, "zibo")["dataset.missing_caption"] == "trigger"
+    assert "dataset.missing_caption" not in values_of("object", "sdxl", pictures)
+    assert "dataset.frames" not in values_of("object", "sdxl", pictures)
+    assert values_of("object", "wan", pictures)["dataset.frames"] == [17]
+    for wrong in (tmp_path / "none", tmp_path / "img" / "2_other" / "0.PNG"):
+        with pytest.raises(UserError):
+            dataset_recipe.expand(wrong)
+
+
+# -------------------------------------------------------------------------------------------------------------- `new`
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """ask("new", ...): (exit code, output, errors) of a command in this process."""
+
+    def ask(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", *map(str, arguments)])
+        capfd.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capfd.readouterr()
+
+    return ask
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen images of 96 x 96 pixels with captions of tags, and control images in `before`."""
+    folder = tmp_path_factory.mktemp("images")
+    for name in ("after", "before"):
+        (folder / name).mkdir()
+        for number in range(16):
+            Image.new("RGB", (96, 96), (number * 9, 40, len(name) * 9)).save(folder / name / f"{number:02}.png")
+    for number in range(16):
+        (folder / "after" / f"{number:02}.txt").write_text(f"zibo, red, number {number}", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_is_short_and_checks_clean_for_every_family(
+    family: str,
+    tiny: Callable[[str], Path],
+    images: Path,
+    ask: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    edits = ["--controls", images / "before"] if families.get(family).controls[0] else []
+    code, out, err = ask("new", "角色 一.toml", "--family", family, "--images", images / "after", "--card", 24, *edits)
+    assert (code, err) == (0, "") and "16 images (captions of tags)" in out
+    text = Path("角色 一.toml").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 160
+    written = tomlkit.parse(text)
+    keys = [key for name, part in written.items() for key in (part if isinstance(part, dict) else (name,))]
+    for key in {*keys, *(key for folder in written["dataset"]["folders"] for key in folder)} - {"folders"}:
+        assert re.search(rf"^(# [^\n]+\n{key} = [^\n]+|{key} = [^\n]+  # [^\n]+)$", text, re.MULTILINE), key
+    job = config.load("角色 一.toml")
+    assert job.name == "角色 一" and job.model.path == families.get(family).example_base
+    assert job.validation.pictures == 2 and job.preview.prompts and job.preview.every
+    assert len(job.preview.controls) == (2 if edits else 0)
+    result = check(config.load("角色 一.toml", [f"model.path={tiny(family)}", "dataset.resolution=64"]))
+    assert result.problems == []
+    assert not [line for line in result.warnings if "no effect" in line or "sentences" in line], result.warnings
+
+
+def test_new_without_images_has_a_placeholder_and_says_what_it_assumed(ask: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    code, out, _ = ask("new", path, "--trigger", "zibo", "--goal", "style", "--family", "flux", "--card", 16)
+    job = config.load(path)
+    assert code == 0 and (job.name, job.preset) == ("my", ["style", "vram_16gb"]) and job.train.steps == 2000
+    assert job.dataset.trigger == "zibo" and all("zibo" in prompt for prompt in job.preview.prompts)
+    assert "2000 steps: For 100 images" in out and job.dataset.folders[0].path == "my_pictures"
+    code, out, _ = ask("new", path, "--force", "--base", "demo", "--trigger", "zibo")
+    job = config.load(path)
+    assert code == 0 and job.preset == ["character", "demo_sd15"] and job.train.batch_size == 6
+
+
+def test_new_refuses_what_cannot_be(ask: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    wrong = {
+        ("--goal", "edit", "--family", "sdxl"): "--goal edit: Stable Diffusion XL takes character | style |",
+        ("--goal", "character", "--family", "qwen_image_edit"): "takes edit",
+        ("--card", "10"): "--card 10: not among 8 | 12 | 16 | 24 | 48 | 80 GB",
+        ("--images", str(tmp_path / "none")): "does not exist",
+        ("--base", str(ROOT / "README.md")): "README.md",
+    }
+    for arguments, message in wrong.items():
+        code, out, err = ask("new", path, *arguments)
+        assert code == 2 and message in err and not out and not path.exists(), (arguments, err)
+
+
+def test_recipes_explains_each_value(ask: Callable, images: Path) -> None:
+    code, out, _ = ask("recipes")
+    assert code == 0 and all(f"  {family} " in out for family in FAMILIES)
+    listed = json.loads(ask("recipes", "--json")[1])["recipes"]
+    assert [row["family"] for row in listed] == FAMILIES and set(listed[0]["cards"]) == set(map(str, recipes.CARDS))
+    code, out, _ = ask("recipes", "flux", "--goal", "character", "--card", "16")
+    assert code == 0 and "memory.offload = 0.25: " in out and 'preset = ["character", "vram_16gb"]' in out
+    found = json.loads(
+        ask("recipes", "flux", "--goal", "style", "--card", "24", "--images", images / "after", "--json")[1]
+    )
+    rows = {row["key"]: row for row in found["settings"]}
+    assert found["fits"] and rows["train.steps"]["value"] == 800 and rows["dataset.shuffle_tags"]["value"] is True
+    assert found["peak_mib"] < found["usable_mib"] < 24 * 1024
+    assert ask("recipes", "fluks")[0] == 2 and ask("recipes", "sdxl", "--goal", "edit")[0] == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- questions
+
+
+class Terminal:
+    """`lora-fp8 new` in a terminal of its own."""
+
+    def __init__(self, folder: Path):
+        self.own, theirs = pty.openpty()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200", "LANG": "C.UTF-8"}
+        command = [sys.executable, "-m", "lora_fp8", "new"]
+        self.process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def wait(self, text: str) -> str:
+        """Read until this text; return what came before it."""
+        deadline = time.monotonic() + 120
+        while text not in self.seen:
+            assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
+            if select.select([self.own], [], [], 1)[0]:
+                try:
+                    self.seen += os.read(self.own, 4096).decode()
+                except OSError:  # the process has ended
+                    assert text in self.seen, self.seen
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def answer(self, question: str, text: str) -> str:
+        before = self.wait(question)
+        os.write(self.own, f"{text}\n".encode())
+        return before
+
+
+def test_new_asks_in_a_terminal_shows_the_plan_and_offers_to_start(images: Path, tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    try:
+        offered = terminal.answer("Number or name [character]:", "nonsense")
+        assert "What do you want to train?" in offered and "edit" in offered
+        assert "nonsense: give a number from 1 to 5" in terminal.answer("Number or name [character]:", "2")
+        offered = terminal.answer("Number or name [sdxl]:", "flux")
+        assert "FLUX.1" in offered and "Qwen-Image-Edit" not in offered, "families that cannot learn a style"
+        terminal.answer("Its Hugging Face id, folder or file [black-forest-labs/FLUX.1-dev]:", "")
+        assert "80 GB" in terminal.answer("Number or name [24]:", "16")
+        terminal.answer("Folder with the images:", "not here")
+        assert "folder not here does not exist" in terminal.answer("Folder with the images:", str(images / "after"))
+        assert "16 images" in terminal.answer("Trigger word, which the base does not know (Enter: none) []:", "zibo")
+        terminal.answer("Config file to write [my-lora.toml]:", "画风")
+        plan = terminal.answer("Start the training now? [y/N]:", "n")
+        assert "800 steps: 14 images x 40 times / 2 a step = 280" in plan and "FLUX.1 on 16 GB: " in plan
+        terminal.wait("Later: lora-fp8 check")
+        assert terminal.process.wait(timeout=60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.own)
+    job = config.load(tmp_path / "画风.toml")
+    assert (job.name, job.preset, job.model.family) == ("画风", ["style", "vram_16gb"], "flux")
+    assert job.dataset.trigger == "zibo" and job.dataset.folders[0].path == str(images / "after")
+
+
+def test_new_asks_nothing_where_nobody_can_answer(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lora_fp8", "new"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stdout == "" and "lora-fp8 new my.toml" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("gib", "card"), [([], 24), ([5.9], 8), ([7.99], 8), ([23.99], 24), ([31.8], 24), ([8, 79.6], 80), ([15.7], 16)]
+)
+def test_the_card_of_this_machine(gib: list[float], card: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lora_fp8.cli import new
+    from lora_fp8.common import gpu
+
+    monkeypatch.setattr(gpu, "read_gpus", lambda: [("NVIDIA", int(size * GIB)) for size in gib])
+    assert new.detect_card() == card
