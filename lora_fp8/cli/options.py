@@ -1,8 +1,11 @@
 """What several commands share: arguments, options, and how they print."""
 
+import contextlib
+import gc
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,6 +62,22 @@ def _find_importer(path: Path) -> str:
     except (UserError, OSError, TypeError):
         return ""
     return f"lora-fp8 import-config {quote_path(path)}"
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Keep the garbage collector off, in a context or a decorated command that ends soon.
+
+    It would go through all objects of torch and diffusers again and again while they are imported: a fifth of the time
+    of `check`.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def get_language() -> str:
