@@ -18,49 +18,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-<<<<<<< HEAD
-=======
-def new(
-    path: Path = typer.Argument(..., help="Config file to write."),
-    family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: sd15."),
-    preset: list[str] = typer.Option([], help="Preset to start from; its values are written out. Repeatable."),
-    from_lora: Path | None = typer.Option(None, metavar="FILE", help="LoRA file whose settings to copy."),
-    force: bool = typer.Option(False, help="Replace an existing file."),
-) -> None:
-    """Write a config with every setting explained."""
-    from .. import config, errors
-    from ..common.writing import atomic_write
-    from ..config import example
-
-    if os.path.lexists(path) and not force:
-        raise errors.UserError(
-            Message("{path}: exists already; choose another name, or --force to replace it", path=path)
-        )
-    if from_lora:
-        from ..lora_files.export_metadata import config_of
-
-        if preset or family:
-            line = Message("--from-lora: the file says family and settings; leave out --family and --preset")
-            raise errors.UserError(line)
-        job = config.loads(config_of(from_lora), [config.toml_line("name", path.stem)], where=str(from_lora))
-    else:
-        job = example(path.stem, family or "sd15", preset)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path.resolve(), config.commented(job.model_copy(update={"preset": []})).encode())
-    except OSError as error:
-        raise errors.cannot_write(path, error) from None
-    print_lines(
-        Message(
-            "{path} written; put your base model and picture folder in, then: {command}",
-            path=path,
-            command=f"lora-fp8 check {quote_path(path)}",
-        )
-    )
-
-
 @without_collection()
->>>>>>> 263c3a5 (terminal: check, plan and estimate run without garbage collection; docs of doctor; bench_terminal)
 def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Check config, images and base model files. No model is loaded."""
     from .. import errors
