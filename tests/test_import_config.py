@@ -1648,11 +1648,14 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def ask(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["lora-fp8", "import-config", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
+        code = 0
+        try:
             cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
         out, err = capsys.readouterr()
         assert "Traceback" not in out + err
-        return int(end.value.code or 0), out, err
+        return code, out, err
 
     return ask
 

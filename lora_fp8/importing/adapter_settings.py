@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import Message
 from ..settings import MOST_RANK
+from . import remarks
 from .common_values import accepted, on, plain, said_number
 from .import_draft import Draft
 from .readers import Unfit
@@ -31,7 +32,7 @@ def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
         return own
     draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
     draft.set("adapter.type", "lora")
-    draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+    draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
     return "lora"
 
 

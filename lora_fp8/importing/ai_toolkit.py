@@ -31,13 +31,13 @@ SAMPLE = f"{PROCESS}sample."
 TRAIN = f"{PROCESS}train."
 NO_VIDEO = dataset_settings.NO_CLIPS
 NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N.control")
-NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_gamma only")
+NO_LOSS = remarks.ONE_LOSS
 NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
 NO_PRESERVE = Message("no prior is preserved here; caption some pictures of the class without the trigger")
 
 SHORT: dict[str, Rule] = {
     "type": idle("the kind of process"),
-    "training_folder": to("output_dir", text, Message("a run folder of the job's name is made in it")),
+    "training_folder": to("output_dir", text, remarks.RUN_FOLDER),
     "sqlite_db_path": idle(),
     "device": idle(),
     "trigger_word": to("dataset.trigger", text, Message("put in front of captions that lack it")),
@@ -53,18 +53,14 @@ SHORT: dict[str, Rule] = {
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
     **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
-    "network.network_kwargs.**": none(
-        Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
-    ),
+    "network.network_kwargs.**": none(remarks.TARGETS),
     "network.pretrained_lora_path": to("adapter.init_from", text, remarks.START),
     "network.transformer_only": idle("only the denoiser is trained here"),
     "network.old_lokr_format": idle(Message("belongs to LoKr")),
     "save.dtype": to("export.dtype", common_values.FILE_DTYPE),
     "save.save_every": JOINT,
     "save.max_step_saves_to_keep": JOINT,
-    "save.save_format": none(
-        Message("files are .safetensors in the key names of export.formats"), "safetensors", "diffusers"
-    ),
+    "save.save_format": none(remarks.FILE_FORMAT, "safetensors", "diffusers"),
     "save.push_to_hub": none(remarks.UPLOAD),
     "save.hf_repo_id": none(remarks.UPLOAD),
     "save.hf_private": none(remarks.UPLOAD),
@@ -108,11 +104,11 @@ SHORT: dict[str, Rule] = {
     "datasets.*.auto_frame_count": idle(NO_VIDEO),
     "datasets.*.audio_normalize": idle(NO_VIDEO),
     "datasets.*.audio_preserve_pitch": idle(NO_VIDEO),
-    "datasets.*.random_scale": none(Message("pictures are cropped at the middle")),
-    "datasets.*.random_crop": none(Message("pictures are cropped at the middle")),
-    "datasets.*.scale": none(Message("pictures are scaled to their bucket"), 1, 1.0),
-    "datasets.*.augments": none(Message("colours are not changed here")),
-    "datasets.*.augmentations": none(Message("colours are not changed here")),
+    "datasets.*.random_scale": none(remarks.CENTER_CROP),
+    "datasets.*.random_crop": none(remarks.CENTER_CROP),
+    "datasets.*.scale": none(remarks.SCALED, 1, 1.0),
+    "datasets.*.augments": none(remarks.NO_COLOURS),
+    "datasets.*.augmentations": none(remarks.NO_COLOURS),
     "datasets.*.type": none(Message("folders of pictures with captions are read"), "image"),
     "datasets.*.num_workers": idle(),
     "datasets.*.prefetch_factor": idle(),
@@ -120,20 +116,20 @@ SHORT: dict[str, Rule] = {
     "train.steps": to("train.steps", whole),
     "train.gradient_accumulation_steps": JOINT,
     "train.gradient_accumulation": JOINT,
-    "train.train_unet": none(Message("the denoiser is what is trained"), True),
+    "train.train_unet": none(remarks.DENOISER, True),
     "train.train_text_encoder": JOINT,
     "train.gradient_checkpointing": to("memory.gradient_checkpointing", flag),
-    "train.noise_scheduler": none(Message("the model's scheduler_config.json says how it noises"), "flowmatch", "ddpm"),
+    "train.noise_scheduler": none(remarks.NOISING, "flowmatch", "ddpm"),
     "train.optimizer": JOINT,
     "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
     "train.optimizer_params.eps": to("optimizer.eps", number),
     "train.optimizer_params.betas": JOINT,
     **dict.fromkeys((f"train.optimizer_params.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
-    "train.optimizer_params.**": none(Message("not known to the optimizers here")),
+    "train.optimizer_params.**": none(remarks.NOT_AN_ARGUMENT),
     "train.lr": JOINT,
     "train.unet_lr": JOINT,
     "train.text_encoder_lr": JOINT,
-    "train.embedding_lr": none(Message("no embeddings are trained here")),
+    "train.embedding_lr": none(remarks.NO_EMBEDDINGS),
     "train.lr_scheduler": JOINT,
     "train.lr_scheduler_params.num_cycles": JOINT,
     "train.lr_scheduler_params.num_warmup_steps": JOINT,
@@ -145,8 +141,8 @@ SHORT: dict[str, Rule] = {
     "train.timestep_type": JOINT,
     "train.linear_timesteps": JOINT,
     "train.linear_timesteps2": JOINT,
-    "train.content_or_style": none(Message("the whole range of noise is trained alike"), "balanced"),
-    "train.content_or_style_reg": none(Message("the whole range of noise is trained alike"), "balanced"),
+    "train.content_or_style": none(remarks.WHOLE_RANGE, "balanced"),
+    "train.content_or_style_reg": none(remarks.WHOLE_RANGE, "balanced"),
     "train.min_denoising_steps": none(NO_RANGE),
     "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
     "train.loss_type": none(objective_settings.ONE_LOSS, "mse"),
@@ -159,7 +155,7 @@ SHORT: dict[str, Rule] = {
     "train.disable_sampling": JOINT,
     "train.cache_text_embeddings": cached(remarks.ALWAYS_CACHED),
     "train.unload_text_encoder": always(Message("text encoders are freed before training")),
-    "train.bypass_guidance_embedding": none(Message("objective.guidance is always shown")),
+    "train.bypass_guidance_embedding": none(remarks.GUIDANCE),
     "train.xformers": always(remarks.ATTENTION),
     "train.sdp": always(remarks.ATTENTION),
     "train.attention_backend": always(remarks.ATTENTION),
@@ -189,16 +185,16 @@ SHORT: dict[str, Rule] = {
     "model.qtype": JOINT,
     "model.quantize_te": idle("text encoders are freed before training here"),
     "model.qtype_te": idle("text encoders are freed before training here"),
-    "model.quantize_kwargs.**": none(Message("quantize.keep and quantize.override say which layers are held how")),
+    "model.quantize_kwargs.**": none(remarks.LAYER_STORAGE),
     "model.low_vram": idle(),
     "model.dtype": idle("train.dtype counts"),
-    "model.vae_path": none(Message("the base's own VAE is used, or that of model.components")),
+    "model.vae_path": none(remarks.OWN_VAE),
     "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
     "model.assistant_lora_path": none(
         Message("no LoRA is merged into the base while training; train on an undistilled base")
     ),
-    "model.inference_lora_path": none(Message("no LoRA is merged into the base")),
-    "model.lora_path": none(Message("no LoRA is merged into the base")),
+    "model.inference_lora_path": none(remarks.NOT_MERGED),
+    "model.lora_path": none(remarks.NOT_MERGED),
     "model.layer_offloading": JOINT,
     "model.layer_offloading_transformer_percent": JOINT,
     "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
@@ -222,7 +218,7 @@ SHORT: dict[str, Rule] = {
     "sample.walk_seed": JOINT,
     "sample.guidance_scale": JOINT,
     "sample.sample_steps": JOINT,
-    "sample.guidance_rescale": none(Message("guidance is not rescaled here")),
+    "sample.guidance_rescale": none(remarks.NO_RESCALE),
     "sample.num_frames": JOINT,
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle("previews are .png"),
@@ -234,7 +230,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.inpaint_path": none(NO_CONTROL),
     "datasets.*.full_size_control_images": none(NO_CONTROL),
     "datasets.*.standardize_images": none(remarks.NOT_HERE),
-    "datasets.*.use_short_captions": none(Message("one caption of each picture is read here")),
+    "datasets.*.use_short_captions": none(remarks.ONE_CAPTION),
     "datasets.*.replacements": none(Message("captions are read as they are")),
     **{
         f"train.{name}": none(objective_settings.NO_NOISE, 1, 1.0)
@@ -254,16 +250,16 @@ SHORT: dict[str, Rule] = {
     **{f"train.{name}": none(NO_LOSS) for name in ("do_cfg", "do_random_cfg", "contrastive_loss", "t0_loss_target")},
     **{f"train.{name}": none(remarks.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
     **{f"train.ema_config.{name}": idle("belongs to use_ema") for name in ("use_feedback", "param_multiplier")},
-    "train.short_and_long_captions": none(Message("one caption of each picture is read here")),
+    "train.short_and_long_captions": none(remarks.ONE_CAPTION),
     "train.inverted_mask_prior_multiplier": idle("belongs to inverted_mask_prior"),
-    "train.num_train_timesteps": none(Message("the model's scheduler_config.json says how it noises"), 1000),
+    "train.num_train_timesteps": none(remarks.NOISING, 1000),
     **{
         f"model.{name}": none(Message("ai-toolkit's other architectures"), False)
         for name in ("is_ssd", "is_vega", "is_pixart")
     },
     "model.accuracy_recovery_adapter": none(Message("no LoRA is merged into the base while training")),
     "model.refiner_name_or_path": none(Message("no refiner is trained here")),
-    "model.split_model_over_gpus": none(Message("each process holds the whole model here")),
+    "model.split_model_over_gpus": none(remarks.WHOLE_MODEL),
     "sample.cache_prompts": idle(),
 }
 RULES: dict[str, Rule] = {
@@ -320,9 +316,9 @@ ARCHITECTURES = {
 
 
 OTHER_JOBS = {
-    "generate": Message("it draws images and trains nothing"),
+    "generate": remarks.DRAWS,
     "extract": Message("it extracts a LoRA from two models: `lora-fp8 extract` does"),
-    "mod": Message("it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do"),
+    "mod": remarks.CHANGES_A_FILE,
 }
 OTHER_PROCESSES = {
     **dict.fromkeys(
@@ -331,8 +327,8 @@ OTHER_PROCESSES = {
     **dict.fromkeys(
         ("textual_inversion_trainer", "image_reference_slider_trainer"), Message("it trains no LoRA on images")
     ),
-    "to_folder": Message("it draws images and trains nothing"),
-    "rescale_lora": Message("it changes a LoRA file: `lora-fp8 resize` and `lora-fp8 merge` do"),
+    "to_folder": remarks.DRAWS,
+    "rescale_lora": remarks.CHANGES_A_FILE,
 }
 """Jobs and processes that do not train a LoRA on images -> what they do."""
 
@@ -492,12 +488,10 @@ def _set_folders(draft: Draft) -> None:
     _set_shared(draft, tables)
     for key in [caption_key for table in tables for caption_key in (f"{table}caption_ext", f"{table}caption_type")]:
         if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
-            draft.mapped(key, {}, Message(".txt and .caption files are read by themselves"))
+            draft.mapped(key, {}, remarks.CAPTIONS_READ)
         else:
-            draft.none(key, Message("captions are .txt or .caption files here; rename yours"))
-            draft.todo.append(
-                Message("captions end in {suffix} there; here in .txt or .caption", suffix=f".{draft.get(key)}")
-            )
+            draft.none(key, remarks.RENAME_CAPTIONS)
+            draft.todo.append(remarks.CAPTION_SUFFIX(suffix=f".{draft.get(key)}"))
 
 
 def _add_folders(draft: Draft, table: str) -> range:
@@ -525,7 +519,7 @@ def _add_folders(draft: Draft, table: str) -> range:
         draft.differs(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
     sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
     if len(sides) > 1:
-        draft.mapped(f"{table}resolution", {}, Message("the folder once for each, as there"))
+        draft.mapped(f"{table}resolution", {}, remarks.ONCE_FOR_EACH)
         draft.folders += [replace(folder, resolution=side) for side in sides]
     else:
         draft.folders.append(folder)
@@ -573,7 +567,7 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
             draft.report_default(key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
     if top:
         draft.set("dataset.resolution", top, "the largest of theirs, which previews have unless they say another")
-    note = Message("the largest, and folders that have another say so") if len({largest or top, *sides}) > 1 else ""
+    note = remarks.LARGEST if len({largest or top, *sides}) > 1 else ""
     draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
 
 
@@ -597,7 +591,7 @@ def _set_training(draft: Draft) -> None:
     _set_timesteps(draft)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
         if common_values.on(draft.get(key)):
-            draft.differs(key, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
+            draft.differs(key, {"memory.compile": "blocks"}, remarks.COMPILED)
         draft.none(key, "off", off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
@@ -632,7 +626,7 @@ def _set_optimizer(draft: Draft) -> None:
     own = encoder if draft.has(encoder) else general
     rates = {"CLIP": draft.get(own, number)} if trains_encoder else {}
     optimizer_settings.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
-    draft.none([general, denoiser], Message("{rate_key} counts for the denoiser", rate_key="unet_lr"), off=True)
+    draft.none([general, denoiser], remarks.RATE_OF_DENOISER(rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
         draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
@@ -672,7 +666,7 @@ def _set_previews(draft: Draft) -> None:
     off_switch = f"{PROCESS}train.disable_sampling"
     starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
     if common_values.on(draft.get(off_switch)):
-        draft.mapped(off_switch, {}, Message("no prompts are written"))
+        draft.mapped(off_switch, {}, remarks.NO_PROMPTS)
         draft.none([key for key in draft.given if key.startswith(SAMPLE)], "previews are off", off=True)
         draft.none(starts, "off", off=True)
         return

@@ -15,6 +15,7 @@ from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
 from ..errors import Message
 from ..settings import Train
+from . import remarks
 from .common_values import bounds
 from .import_draft import Draft, Folder
 from .readers import Unfit, number, text, whole
@@ -261,9 +262,7 @@ def set_every(
     if steps_key:
         draft.none(steps_key, "off", off=True)
     if epochs > 0 and per_epoch:
-        counted = Message(
-            "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=epochs, steps=per_epoch
-        )
+        counted = remarks.EVERY_EPOCHS(epochs=epochs, steps=per_epoch)
         draft.differs(epochs_key, every(epochs * per_epoch), f"{counted}; {note}" if note else counted)
     elif epochs > 0:
         draft.none(
@@ -364,11 +363,9 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     for folder, side in zip(draft.folders, sides, strict=True):
         folder.resolution = side[0] if side and side[0] != largest else 0
     rounded = [side[1] for side in sides if side and side[1]]
-    remarks = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
-    account = draft.differs if remarks else draft.mapped
-    account(
-        keys, {"dataset.resolution": largest}, remarks or Message("the largest, and folders that have another say so")
-    )
+    differences = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
+    account = draft.differs if differences else draft.mapped
+    account(keys, {"dataset.resolution": largest}, differences or remarks.LARGEST)
 
 
 def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:

@@ -25,14 +25,14 @@ from .readers import flag, listed, number, pair, positive, text, whole
 from .rules import JOINT, Rule, idle, none, to
 from .source_files import Source, flattened
 
-NO_EVAL = Message("say validation.every and validation.pictures, which are kept out of the folders")
-PARTS = Message("model.components takes a diffusers folder, not single files of its parts")
+NO_EVAL = remarks.VALIDATION
+PARTS = remarks.NO_SINGLE_PARTS
 DENOISER_FILES = ["model.transformer_path", "model.diffusion_model", "model.checkpoint_path", "model.single_file_path"]
 """The keys that name the denoiser's file, in several versions."""
 CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
 
 RULES: dict[str, Rule] = {
-    "output_dir": to("output_dir", text, Message("a run folder of the job's name is made in it")),
+    "output_dir": to("output_dir", text, remarks.RUN_FOLDER),
     "dataset": JOINT,
     "epochs": JOINT,
     "max_steps": JOINT,
@@ -43,9 +43,9 @@ RULES: dict[str, Rule] = {
     "warmup_steps": JOINT,
     "lr_scheduler": JOINT,
     "force_constant_lr": none(Message("the schedule is schedule.name")),
-    "pipeline_stages": none(Message("each process holds the whole model here"), 1),
+    "pipeline_stages": none(remarks.WHOLE_MODEL, 1),
     "partition_method": idle(),
-    "partition_split": none(Message("each process holds the whole model here")),
+    "partition_split": none(remarks.WHOLE_MODEL),
     "blocks_to_swap": JOINT,
     "disable_block_swap_for_eval": idle(),
     "pseudo_huber_c": JOINT,
@@ -83,9 +83,7 @@ RULES: dict[str, Rule] = {
     "model.ckpt_path": JOINT,
     "model.single_file_path": JOINT,
     **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
-    **dict.fromkeys(
-        ("model.merge_adapters", "model.merge_adapters.**"), none(Message("no LoRA is merged into the base"))
-    ),
+    **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), none(remarks.NOT_MERGED)),
     **dict.fromkeys(("model.vae", "model.text_encoders", "model.text_encoders.**"), none(PARTS)),
     **dict.fromkeys(
         ("model.vae_path", "model.llm_path", "model.clip_path", "model.text_encoder_path", "model.t5_path")
@@ -93,8 +91,8 @@ RULES: dict[str, Rule] = {
         none(PARTS),
     ),
     "model.llama3_4bit": idle(),
-    "model.max_llama3_sequence_length": none(Message("the pipeline's own length is used")),
-    "model.max_sequence_length": none(Message("the pipeline's own length is used")),
+    "model.max_llama3_sequence_length": none(remarks.PROMPT_LENGTH),
+    "model.max_sequence_length": none(remarks.PROMPT_LENGTH),
     "model.dtype": JOINT,
     "model.transformer_dtype": JOINT,
     "model.timestep_sample_method": JOINT,
@@ -103,16 +101,16 @@ RULES: dict[str, Rule] = {
     "model.flux_shift": JOINT,
     "model.lumina_shift": JOINT,
     "model.guidance": to("objective.guidance", number),
-    "model.bypass_guidance_embedding": none(Message("objective.guidance is always shown")),
+    "model.bypass_guidance_embedding": none(remarks.GUIDANCE),
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
-    "model.debiased_estimation_loss": none(Message("min_snr_gamma is the only weight here")),
+    "model.debiased_estimation_loss": none(remarks.ONLY_MIN_SNR),
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
     "model.min_t": to("objective.t_min", number),
     "model.max_t": to("objective.t_max", number),
-    "model.first_frame_conditioning_p": none(Message("no clip is begun with a picture here")),
+    "model.first_frame_conditioning_p": none(remarks.NO_FIRST_FRAME),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
     "adapter.alpha": none(Message("theirs refuses it: alpha is the rank")),
@@ -122,25 +120,25 @@ RULES: dict[str, Rule] = {
     ),
     "adapter.decompose_factor": JOINT,
     "adapter.init_from_existing": none(Message("name the .safetensors file in that folder in adapter.init_from")),
-    "adapter.fuse_adapters": none(Message("no LoRA is merged into the base; merge it beforehand")),
-    "adapter.fuse_adapters.**": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "adapter.fuse_adapters": none(remarks.MERGE_BEFOREHAND),
+    "adapter.fuse_adapters.**": none(remarks.MERGE_BEFOREHAND),
     "optimizer.type": JOINT,
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
     **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "optimizer.weight_decay": to("optimizer.weight_decay", number),
     "optimizer.eps": to("optimizer.eps", number),
-    "optimizer.beta3": none(Message("not known to the optimizers here")),
+    "optimizer.beta3": none(remarks.NOT_AN_ARGUMENT),
     "optimizer.min_8bit_size": idle(),
-    "optimizer.stabilize": none(Message("updates are not stabilized beyond Adam's")),
-    "optimizer.gradient_release": none(Message("gradients are summed in float32 and stepped together here")),
+    "optimizer.stabilize": none(remarks.NOT_STABILIZED),
+    "optimizer.gradient_release": none(remarks.SUMMED),
     "data.resolutions": JOINT,
     "data.enable_ar_bucket": JOINT,
     "data.min_ar": JOINT,
     "data.max_ar": JOINT,
     "data.num_ar_buckets": JOINT,
-    "data.ar_buckets": none(Message("buckets are made from the resolution and max_aspect")),
-    "data.size_buckets": none(Message("buckets are made from the resolution and max_aspect")),
+    "data.ar_buckets": none(remarks.BUCKETS),
+    "data.size_buckets": none(remarks.BUCKETS),
     "data.frame_buckets": JOINT,
     "data.shuffle_tags": JOINT,
     "data.cache_shuffle_num": JOINT,
@@ -153,16 +151,16 @@ RULES: dict[str, Rule] = {
     "data.directory.*.control_path": JOINT,
     "data.directory.*.caption_prefix": JOINT,
     "data.directory.*.resolutions": JOINT,
-    "data.directory.*.ar_buckets": none(Message("buckets are made from the resolution and max_aspect")),
-    "data.directory.*.size_buckets": none(Message("buckets are made from the resolution and max_aspect")),
+    "data.directory.*.ar_buckets": none(remarks.BUCKETS),
+    "data.directory.*.size_buckets": none(remarks.BUCKETS),
     "data.directory.*.frame_buckets": JOINT,
-    "data.directory.*.min_ar": none(Message("one aspect ratio here for all folders: dataset.max_aspect")),
-    "data.directory.*.max_ar": none(Message("one aspect ratio here for all folders: dataset.max_aspect")),
+    "data.directory.*.min_ar": none(remarks.ONE_ASPECT),
+    "data.directory.*.max_ar": none(remarks.ONE_ASPECT),
     **{
-        f"data.directory.*.{name}": none(Message("one value here for all folders"))
+        f"data.directory.*.{name}": none(remarks.FOR_ALL_FOLDERS)
         for name in ("shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter")
     },
-    "data.directory.*.num_ar_buckets": none(Message("buckets are multiples of dataset.bucket_step")),
+    "data.directory.*.num_ar_buckets": none(remarks.BUCKET_STEP),
 }
 
 MODELS = {
@@ -235,12 +233,12 @@ def combine(draft: Draft) -> None:
     objective_settings.set_min_snr(draft, "model.min_snr_gamma")
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
-        note = Message("activations are recomputed, not moved to main memory")
+        note = remarks.RECOMPUTED
         draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, note)
     else:
         draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
     if draft.get("compile"):
-        draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
+        draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
     draft.none("compile", "off", off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
@@ -281,7 +279,7 @@ def _set_adapter(draft: Draft) -> None:
     elif kind:
         draft.none("adapter.type", Message("there is no {kind} here; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", Message("{kind} has no counterpart: check rank and alpha", kind=kind))
+        draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
         rank = draft.get("adapter.rank", whole) or 0
         if rank > adapter_settings.WHOLE_RANK:  # a LoKr's way to say "whole matrices"
             draft.none("adapter.rank", Message("belongs to LoKr"))
@@ -296,11 +294,11 @@ def _set_folders(draft: Draft) -> None:
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
     dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
-    draft.differs(keys, {}, Message("the folder's trigger: put in front only where it is missing"))
+    draft.differs(keys, {}, remarks.FOLDER_TRIGGER)
     draft.mapped("dataset", {}, Message("read as well") if tables else Message("not here"))
     if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", Message("the folders of {file}, which is not here", file=draft.get("dataset")))
+        draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("dataset")))
     if any(resolutions):
         sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
         dataset_settings.set_resolutions(draft, sizes, resolutions)
@@ -324,7 +322,7 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
         draft.differs(
             f"{table}num_repeats",
             {},
-            Message("{at}.repeats = {repeats}: whole numbers here", at=at, repeats=folder.repeats),
+            remarks.WHOLE_REPEATS(at=at, repeats=folder.repeats),
         )
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
@@ -334,7 +332,7 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
     resolutions = draft.get(own, listed) or [None]
     if len(resolutions) > 1:
-        draft.mapped(own, {}, Message("the folder once for each, as there"))
+        draft.mapped(own, {}, remarks.ONCE_FOR_EACH)
     draft.folders += [replace(folder) for _ in resolutions]
     return resolutions
 
@@ -409,7 +407,7 @@ def _set_length_and_rate(draft: Draft) -> None:
     optimizer_settings.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
     if draft.has("pseudo_huber_c"):
         ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
-        draft.differs("pseudo_huber_c", ours, Message("the same loss, twice as large here"))
+        draft.differs("pseudo_huber_c", ours, remarks.TWICE)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
@@ -418,9 +416,7 @@ def _set_length_and_rate(draft: Draft) -> None:
     why = Message("theirs trains SDXL's text encoders too, unless their rates are 0") if not draft.has(keys[0]) else ""
     left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
     optimizer_settings.set_text_encoders(draft, keys, keys, rates, why, left_out)
-    draft.none(
-        ["optimizer.lr", "model.unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate), off=True
-    )
+    draft.none(["optimizer.lr", "model.unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate), off=True)
     betas = draft.get("optimizer.betas", pair)
     if betas:
         draft.mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
@@ -469,7 +465,7 @@ def _set_timesteps(draft: Draft) -> None:
         shift = draft.get("model.shift", number) or 1.0
     scale = draft.get("model.sigmoid_scale", number)
     if scale not in (None, 1.0):
-        notes.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
+        notes.append(remarks.SIGMOID_SCALE(scale=f"{scale:g}"))
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         shape = "uniform" if method == "uniform" else "logit_normal"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import Message
-from . import common_values, model_settings, optimizer_settings
+from . import common_values, model_settings, optimizer_settings, remarks
 from .import_draft import Draft
 from .kohya_table import NO_RATIO
 from .readers import Unfit, number, whole
@@ -92,7 +92,7 @@ def _numbers(text: str, total: int) -> set[int]:
         first, dash, last = part.partition("-")
         numbers |= set(range(whole(first), whole(last if dash else first) + 1))
     if not numbers <= set(range(total)):
-        raise Unfit(Message("another number of blocks"))
+        raise Unfit(remarks.OTHER_BLOCKS)
     return numbers
 
 
@@ -141,7 +141,7 @@ def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> t
     alphas = [number(part) for part in source.get("block_alphas", "").split(",") if part.strip()]
     alphas = alphas or [alpha] * number_of
     if len(dims) != number_of or len(alphas) != number_of:
-        raise Unfit(Message("another number of blocks"))
+        raise Unfit(remarks.OTHER_BLOCKS)
     used = {name: dims[place] if weights.get(name, 1.0) else 0 for place, name in blocks.items()}
     if not any(used.values()):
         raise Unfit(Message("no block is trained"))

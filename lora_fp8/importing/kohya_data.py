@@ -84,7 +84,7 @@ def set_absent_dataset(draft: Draft) -> None:
     for key in SAID_BY_DATASET:
         draft.defaults.pop(key, None)
     draft.folders = [Folder("TODO")]
-    draft.need("dataset.folders", Message("the folders of {file}, which is not here", file=file))
+    draft.need("dataset.folders", remarks.FOLDERS_OF(file=file))
     draft.need(
         "dataset.resolution",
         Message("it stands in {file}, which is not here, and buckets and the batch size with it", file=file),
@@ -110,11 +110,9 @@ def set_folders(draft: Draft) -> None:
     used = [key for key in everywhere(draft, "is_reg") if common_values.on(draft.given[key])]
     draft.differs(used, {}, remarks.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), "off", off=True)
-    draft.differs(
-        everywhere(draft, "caption_prefix"), {}, Message("the folder's trigger: put in front only where it is missing")
-    )
+    draft.differs(everywhere(draft, "caption_prefix"), {}, remarks.FOLDER_TRIGGER)
     for name in ("num_repeats", "class_tokens", "dataset_repeats"):
-        draft.mapped(everywhere(draft, name), {}, Message("in each of the folders"))
+        draft.mapped(everywhere(draft, name), {}, remarks.IN_EACH_FOLDER)
     draft.mapped("dataset_config", {}, Message("read as well") if subset_keys else Message("not here"))
     _set_root_folders(draft, bool(subset_keys))
     dataset_settings.balance_regularization(draft)
@@ -132,7 +130,7 @@ def _add_folder(draft: Draft, subset: str) -> None:
     """Add a folder of the dataset file to the draft, and report the folder's own keys."""
     path = draft.get(f"{subset}image_dir", text)
     if not path:
-        draft.none(f"{subset}metadata_file", Message("captions are .txt or .caption files beside the pictures here"))
+        draft.none(f"{subset}metadata_file", remarks.CAPTION_FILES)
         return
     folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
     dataset_settings.look_into(draft, folder, deep=False)
@@ -279,12 +277,10 @@ def set_pictures(draft: Draft) -> None:
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)
         if all(_reads_captions(draft.given[key]) for key in keys):
-            draft.mapped(keys, {}, Message(".txt and .caption files are read by themselves"))
+            draft.mapped(keys, {}, remarks.CAPTIONS_READ)
         else:
-            draft.none(keys, Message("captions are .txt or .caption files here; rename yours"))
-            draft.todo.append(
-                Message("captions end in {suffix} there; here in .txt or .caption", suffix=draft.given[keys[0]])
-            )
+            draft.none(keys, remarks.RENAME_CAPTIONS)
+            draft.todo.append(remarks.CAPTION_SUFFIX(suffix=draft.given[keys[0]]))
 
 
 def _reads_captions(value: Any) -> bool:

@@ -27,10 +27,10 @@ PAGE_RULES: dict[str, Rule] = {
     "train_on_input": idle("the page's own"),
     f"{OF_OTHERS}**": idle("belongs to another architecture, which is not chosen"),
     "unit": none(Message("belongs to DyLoRA"), 1),
-    "stop_text_encoder_training": none(Message("text encoders are trained to the end")),
-    "stop_text_encoder_training_pct": none(Message("text encoders are trained to the end")),
+    "stop_text_encoder_training": none(remarks.TEXT_TO_THE_END),
+    "stop_text_encoder_training_pct": none(remarks.TEXT_TO_THE_END),
     "noise_offset_type": idle("says which of the noise keys counts"),
-    "no_token_padding": none(Message("captions are padded as the pipeline does")),
+    "no_token_padding": none(remarks.PADDING),
     "LyCORIS_preset": JOINT,
     "use_wandb": idle(remarks.LOGGING),
     "extra_accelerate_launch_args": none(Message("give them to `accelerate launch train_lora.py` yourself")),
@@ -104,7 +104,7 @@ def recognise(source: Source) -> str:
 def combine(draft: Draft) -> None:
     """Convert as for sd-scripts, whose command the page writes."""
     if draft.has("num_vectors_per_token") or draft.has("token_string"):
-        model_settings.refuse(draft, Message("it trains an embedding (textual inversion)"))
+        model_settings.refuse(draft, remarks.EMBEDDING)
     if not draft.has("LoRA_type") and not draft.has("network_dim"):
         model_settings.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
     sd_scripts.combine(draft)

@@ -8,12 +8,12 @@ from .readers import flag, number, text, whole
 from .rules import JOINT, Rule, always, cached, idle, none, to
 
 NO_CONV = remarks.NO_CONV
-NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
+NO_PART = remarks.TARGETS
 NO_RATIO = Message("both matrices of an adapter have the same rate here")
 NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
 NO_LYCORIS = Message("belongs to LyCORIS")
 NO_MODULE = "the file names no network_module: theirs trains the whole model then, unless the command names one"
-NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
+NO_VALIDATION = remarks.VALIDATION
 
 SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Model
@@ -27,7 +27,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "gemma2": JOINT,
     "text_encoder": JOINT,
     "byt5": JOINT,
-    "vae": none(Message("the base's own VAE is used, or that of model.components")),
+    "vae": none(remarks.OWN_VAE),
     "v_parameterization": JOINT,
     "no_half_vae": always(Message("the VAE never runs in float16")),
     "tokenizer_cache_dir": idle(),
@@ -53,7 +53,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "dim_from_weights": none(
         Message("set adapter.rank and adapter.alpha to those of the file: `lora-fp8 inspect` tells them")
     ),
-    "base_weights": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "base_weights": none(remarks.MERGE_BEFOREHAND),
     "base_weights_multiplier": none(Message("belongs to base_weights")),
     "scale_weight_norms": none(Message("weights are not rescaled here")),
     "conv_dim": none(NO_CONV),
@@ -72,12 +72,12 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "lr_restart_cycles": JOINT,
     "lr_scheduler_power": JOINT,
     "lr_scheduler_min_lr_ratio": JOINT,
-    "lr_scheduler_type": none(Message("schedules of other packages are not loaded")),
-    "lr_scheduler_args": none(Message("schedules of other packages are not loaded")),
+    "lr_scheduler_type": none(remarks.NO_OTHER_SCHEDULES),
+    "lr_scheduler_args": none(remarks.NO_OTHER_SCHEDULES),
     "lr_scheduler_timescale": none(Message("belongs to inverse_sqrt")),
     "lr_decay_steps": none(Message("belongs to warmup_stable_decay")),
     "max_grad_norm": to("train.max_grad_norm", number),
-    "fused_backward_pass": none(Message("gradients are summed in float32 and stepped together here")),
+    "fused_backward_pass": none(remarks.SUMMED),
     # Length
     "max_train_steps": JOINT,
     "max_train_epochs": JOINT,
@@ -101,8 +101,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "is_reg": JOINT,
     "reg_data_dir": JOINT,
     "prior_loss_weight": JOINT,
-    "in_json": none(Message("captions are .txt or .caption files beside the pictures here")),
-    "metadata_file": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "in_json": none(remarks.CAPTION_FILES),
+    "metadata_file": none(remarks.CAPTION_FILES),
     "conditioning_data_dir": none(
         Message("is for ControlNets, which are not trained here; with masked_loss it has masks")
     ),
@@ -130,21 +130,21 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "enable_wildcard": JOINT,
     "caption_dropout_every_n_epochs": none(Message("captions are dropped by chance only: dataset.caption_dropout")),
     "caption_tag_dropout_rate": JOINT,
-    "token_warmup_min": none(Message("all tags are shown from the start"), 1),
-    "token_warmup_step": none(Message("all tags are shown from the start")),
+    "token_warmup_min": none(remarks.ALL_TAGS, 1),
+    "token_warmup_step": none(remarks.ALL_TAGS),
     "weighted_captions": none(Message("brackets in captions are text here")),
     "custom_attributes": none(remarks.NOT_HERE),
-    "color_aug": none(Message("colours are not changed here")),
-    "random_crop": none(Message("pictures are cropped at the middle")),
-    "face_crop_aug_range": none(Message("pictures are cropped at the middle")),
+    "color_aug": none(remarks.NO_COLOURS),
+    "random_crop": none(remarks.CENTER_CROP),
+    "face_crop_aug_range": none(remarks.CENTER_CROP),
     "alpha_mask": JOINT,
     "masked_loss": JOINT,
     "max_token_length": none(
         Message("captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which"), 75
     ),
-    "clip_skip": none(Message("the text encoder's layer is the one the pipeline uses"), 1),
-    "t5xxl_max_token_length": none(Message("the pipeline's own length is used"), 512),
-    "apply_t5_attn_mask": none(Message("the pipeline's own attention is used")),
+    "clip_skip": none(remarks.CLIP_SKIP, 1),
+    "t5xxl_max_token_length": none(remarks.PROMPT_LENGTH, 512),
+    "apply_t5_attn_mask": none(remarks.OWN_ATTENTION),
     "cache_latents": cached(remarks.ALWAYS_CACHED),
     "cache_latents_to_disk": cached(remarks.ALWAYS_CACHED),
     "cache_text_encoder_outputs": cached(remarks.ALWAYS_CACHED),
@@ -166,7 +166,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "multires_noise_discount": none(Message("belongs to multires_noise_iterations"), 0.3),
     "ip_noise_gamma": none(objective_settings.NO_NOISE),
     "ip_noise_gamma_random_strength": none(objective_settings.NO_NOISE),
-    "zero_terminal_snr": none(Message("the model's scheduler_config.json says how it noises")),
+    "zero_terminal_snr": none(remarks.NOISING),
     "min_timestep": to("objective.t_min", common_values.thousandths),
     "max_timestep": to("objective.t_max", common_values.thousandths),
     "min_snr_gamma": JOINT,
@@ -174,9 +174,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "huber_schedule": JOINT,
     "huber_c": JOINT,
     "huber_scale": JOINT,
-    "debiased_estimation_loss": none(Message("min_snr_gamma is the only weight here")),
-    "scale_v_pred_loss_like_noise_pred": none(Message("min_snr_gamma is the only weight here")),
-    "v_pred_like_loss": none(Message("min_snr_gamma is the only weight here")),
+    "debiased_estimation_loss": none(remarks.ONLY_MIN_SNR),
+    "scale_v_pred_loss_like_noise_pred": none(remarks.ONLY_MIN_SNR),
+    "v_pred_like_loss": none(remarks.ONLY_MIN_SNR),
     "timestep_sampling": JOINT,
     "sigmoid_scale": JOINT,
     "discrete_flow_shift": JOINT,
@@ -190,7 +190,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Memory and speed
     "blocks_to_swap": JOINT,
     "block_swap_h2d_only": idle("belongs to blocks_to_swap"),
-    "cpu_offload_checkpointing": none(Message("activations are recomputed, not moved to main memory")),
+    "cpu_offload_checkpointing": none(remarks.RECOMPUTED),
     "split_mode": none(Message("deprecated there; FP8 storage takes its place")),
     "train_blocks": none(NO_PART, "all"),
     "torch_compile": JOINT,
@@ -201,7 +201,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "attn_mode": always(remarks.ATTENTION),
     "split_attn": idle(),
     # Saving
-    "output_dir": to("output_dir", text, Message("a run folder of the job's name is made in it")),
+    "output_dir": to("output_dir", text, remarks.RUN_FOLDER),
     "output_name": JOINT,
     "save_model_as": none(Message("files are always .safetensors"), "safetensors"),
     "save_precision": to("export.dtype", common_values.FILE_DTYPE),
@@ -212,17 +212,17 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "save_last_n_steps_state": none(Message("checkpoint.keep counts checkpoints")),
     "save_last_n_epochs": none(Message("checkpoint.keep counts checkpoints")),
     "save_last_n_epochs_state": none(Message("checkpoint.keep counts checkpoints")),
-    "save_state": always(Message("every checkpoint holds the whole state")),
-    "save_state_on_train_end": always(Message("every checkpoint holds the whole state")),
+    "save_state": always(remarks.WHOLE_STATE),
+    "save_state_on_train_end": always(remarks.WHOLE_STATE),
     "resume": none(remarks.RESUMES),
     "no_metadata": none(Message("metadata is always written")),
-    "training_comment": none(Message("export.description is the text in the file")),
+    "training_comment": none(remarks.DESCRIPTION),
     "metadata_title": to("export.title", text),
     "metadata_author": to("export.author", text),
     "metadata_description": to("export.description", text),
     "metadata_license": to("export.license", text),
     "metadata_tags": none(Message("no tags are written into the file")),
-    "metadata_usage_hint": none(Message("export.description is the text in the file")),
+    "metadata_usage_hint": none(remarks.DESCRIPTION),
     "metadata_thumbnail": none(Message("no picture is written into the file")),
     "metadata_trigger_phrase": none(Message("the trigger word is written into the file by itself")),
     # Previews
@@ -261,13 +261,13 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Single architectures
     **dict.fromkeys(
         ("qwen3", "llm_adapter_path", "t5_tokenizer_path"),
-        none(Message("model.components takes a diffusers folder, not single files of its parts")),
+        none(remarks.NO_SINGLE_PARTS),
     ),
     **dict.fromkeys(
         ("gemma2_max_token_length", "qwen3_max_token_length", "t5_max_token_length"),
-        none(Message("the pipeline's own length is used")),
+        none(remarks.PROMPT_LENGTH),
     ),
-    "apply_lg_attn_mask": none(Message("the pipeline's own attention is used")),
+    "apply_lg_attn_mask": none(remarks.OWN_ATTENTION),
     "system_prompt": none(Message("the pipeline's own is put in front of captions")),
     **dict.fromkeys(
         ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
@@ -280,7 +280,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("vae_disable_cache", "fused_optimizer_groups"),
         idle(),
     ),
-    "blockwise_fused_optimizers": none(Message("gradients are summed in float32 and stepped together here")),
-    "controlnet_model_name_or_path": none(Message("ControlNets are not trained here")),
-    "unsloth_offload_checkpointing": none(Message("activations are recomputed, not moved to main memory")),
+    "blockwise_fused_optimizers": none(remarks.SUMMED),
+    "controlnet_model_name_or_path": none(remarks.NO_CONTROLNET),
+    "unsloth_offload_checkpointing": none(remarks.RECOMPUTED),
 }

@@ -43,8 +43,8 @@ WHOLE_MODEL = {
 }
 """Scripts that train the whole model."""
 OTHER_JOBS = {
-    "textual_inversion": Message("it trains an embedding (textual inversion)"),
-    "control_?net": Message("it trains a ControlNet"),
+    "textual_inversion": remarks.EMBEDDING,
+    "control_?net": remarks.CONTROLNET,
     "leco": Message("it trains a slider from prompts (LECO)"),
 }
 """Parts of the names of scripts that cannot be converted -> what these scripts train."""
@@ -122,7 +122,7 @@ def set_model(draft: Draft) -> None:
     draft.none(keys, "another family, or another key that says it", off=True)
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     for key in ("clip_l", "clip_g", "t5xxl", "ae", "gemma2", "text_encoder", "byt5"):
-        draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
+        draft.none(key, remarks.NO_SINGLE_PARTS)
 
 
 def other_job(script: str) -> str:
@@ -195,9 +195,9 @@ def _report_page_keys(draft: Draft, plain: bool) -> None:
         elif key in ("conv_dim", "conv_alpha"):
             # The page stores them for every type of LoRA; only LoCon and LyCORIS use them.
             page = plain and draft.tool.name != "sd-scripts"
-            draft.none(key, Message("not used by this kind of LoRA") if page else NO_CONV, off=page or not used)
+            draft.none(key, remarks.OF_ANOTHER_KIND if page else NO_CONV, off=page or not used)
         else:
-            draft.none(key, Message("not used by this kind of LoRA") if plain else NO_LYCORIS, off=plain or not used)
+            draft.none(key, remarks.OF_ANOTHER_KIND if plain else NO_LYCORIS, off=plain or not used)
 
 
 def _no_argument(name: str) -> str:
@@ -282,11 +282,7 @@ def _set_batch(draft: Draft) -> tuple[int, int]:
     keys += ["train_batch_size", "num_processes"]
     sizes = {positive(value or outer or 1) for value in inner}
     batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
-    note = (
-        Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
-        if processes > 1
-        else ""
-    )
+    note = remarks.BATCH_OF_ALL(batch=batch, processes=processes) if processes > 1 else ""
     if len(sizes) > 1:
         note = Message("one batch size here, the largest of {sizes}", sizes=sorted(sizes))
     (draft.differs if note else draft.mapped)(keys, {"train.batch_size": batch * processes}, note)
@@ -322,7 +318,7 @@ def _set_optimizer(draft: Draft) -> None:
     draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
     if draft.tool.name != "musubi-tuner":
         _set_text_encoders(draft)
-    draft.none(["learning_rate", "unet_lr"], Message("{rate_key} counts for the denoiser", rate_key=rate_key), off=True)
+    draft.none(["learning_rate", "unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate_key), off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):
             optimizer_settings.set_optimizer_arguments(draft, key, draft.given[key])
@@ -431,24 +427,24 @@ def _remarks_on_method(draft: Draft, method: str) -> list[str]:
     if method.endswith("_shift"):
         return [Message("{keys}: the shift of the model's own scheduler here", keys=method)]
     draft.need("objective.timesteps", Message("choose one for {name}", name=repr(method)))
-    return [Message("{method} has no counterpart; logit_normal was written", method=method)]
+    return [remarks.LOGIT_NORMAL(method=method)]
 
 
 def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
     """Return the remarks on scales, means and deviations other than the usual, and add their keys to `keys`."""
-    remarks: list[str] = []
+    lines: list[str] = []
     scale = draft.get("sigmoid_scale", number)
     if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
-        remarks.append(Message("sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
+        lines.append(remarks.SIGMOID_SCALE(scale=f"{scale:g}"))
         keys.append("sigmoid_scale")
     for key, usual in (("logit_mean", 0.0), ("logit_std", 1.0)):
         value = draft.get(key, number)
         if scheme == "logit_normal" and value not in (None, usual):
-            remarks.append(
+            lines.append(
                 Message("{key} = {value} is always {usual} here", key=key, value=f"{value:g}", usual=f"{usual:g}")
             )
             keys.append(key)
-    return remarks
+    return lines
 
 
 def _set_flow_objective(draft: Draft) -> None:
@@ -492,6 +488,6 @@ def set_compile(draft: Draft) -> None:
         draft.differs(
             ["torch_compile", "dynamo_backend"],
             {"memory.compile": "blocks"},
-            Message("each repeated block is compiled, once"),
+            remarks.COMPILED,
         )
     draft.none(["torch_compile", "dynamo_backend"], "off", off=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import config
 from ..errors import Message
-from . import common_values, model_settings, optimizer_settings, sd_scripts
+from . import common_values, model_settings, optimizer_settings, remarks, sd_scripts
 from .import_draft import Draft, Tool
 from .kohya_data import sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
@@ -32,7 +32,7 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "network_args_custom": JOINT,
     "optimizer_args_custom": JOINT,
     "ui_custom_params": JOINT,
-    "enable_base_weight": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "enable_base_weight": none(remarks.MERGE_BEFOREHAND),
     "enable_block_weights": JOINT,
     "dylora_unit": none(Message("belongs to DyLoRA")),
     "lokr_factor": JOINT,

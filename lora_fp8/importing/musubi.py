@@ -25,7 +25,7 @@ from .readers import flag, listed, positive, text, whole
 from .rules import JOINT, Rule, always, idle, near, none
 from .source_files import Source, flattened, read_source
 
-NO_VIDEO = Message("no clip is begun with a picture here")
+NO_VIDEO = remarks.NO_FIRST_FRAME
 FRAMES_OF_PARTS = Message("belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip")
 SQUEEZED = Message("there squeezed into the range, unless preserve_distribution_shape is set; here cut off")
 NO_CONTROL = Message("control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution")
@@ -51,15 +51,15 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "vae_chunk_size": idle(),
     "vae_spatial_tile_sample_min_size": idle(),
     "vae_cache_cpu": idle(),
-    "dit_dtype": none(Message("model.dtype is the dtype of what is not quantized"), "bfloat16"),
+    "dit_dtype": none(remarks.DTYPE, "bfloat16"),
     "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "block_swap_ring_size": idle("belongs to blocks_to_swap"),
     "use_pinned_memory_for_block_swap": idle("belongs to blocks_to_swap"),
-    "gradient_checkpointing_cpu_offload": none(Message("activations are recomputed, not moved to main memory")),
+    "gradient_checkpointing_cpu_offload": none(remarks.RECOMPUTED),
     "img_in_txt_in_offloading": none(remarks.NO_SWAP),
-    "num_timestep_buckets": none(Message("every timestep is drawn by itself")),
+    "num_timestep_buckets": none(remarks.EACH_TIMESTEP),
     "min_timestep": near("objective.t_min", common_values.thousandths, SQUEEZED),
     "max_timestep": near("objective.t_max", common_values.thousandths, SQUEEZED),
     "preserve_distribution_shape": always(
@@ -72,7 +72,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "compile_dynamic": idle(),
     "compile_fullgraph": idle(),
     "image_directory": JOINT,
-    "image_jsonl_file": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "image_jsonl_file": none(remarks.CAPTION_FILES),
     "cache_directory": none(remarks.OTHER_CACHE),
     "multiple_target": none(remarks.NOT_HERE),
     **dict.fromkeys(
@@ -100,7 +100,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     **dict.fromkeys(
         ("offload_inactive_dit", "timestep_boundary"), none(Message("a job trains one of Wan 2.2's experts"))
     ),
-    "base_weights": none(Message("no LoRA is merged into the base; merge it beforehand")),
+    "base_weights": none(remarks.MERGE_BEFOREHAND),
 }
 
 SCRIPTS = {
@@ -178,7 +178,7 @@ def combine(draft: Draft) -> None:
     )
     keys = ["compile", "dynamo_backend", "torch_compile"]
     if compiled:
-        draft.differs(keys, {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
+        draft.differs(keys, {"memory.compile": "blocks"}, remarks.COMPILED)
     draft.none(keys, "off", off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
 
@@ -201,7 +201,7 @@ def _set_model(draft: Draft) -> None:
     draft.none(keys, "family is told by model.family", off=True)
     model_settings.set_model_path(draft, "dit", Message("the denoiser's own file"))
     for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
-        draft.none(key, Message("model.components takes a diffusers folder, not single files of its parts"))
+        draft.none(key, remarks.NO_SINGLE_PARTS)
 
 
 def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
@@ -240,7 +240,7 @@ def _set_folders(draft: Draft) -> None:
             draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}"
         )
         draft.folders.append(folder)
-    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, Message("in each of the folders"))
+    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, remarks.IN_EACH_FOLDER)
     draft.mapped("dataset_config", {}, Message("read as well") if tables(draft) else Message("not here"))
     if draft.has("dataset_config") and not tables(draft):
         kohya_data.set_absent_dataset(draft)
@@ -270,12 +270,10 @@ def _set_pictures(draft: Draft) -> None:
     )
     keys = kohya_data.everywhere(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
-        draft.mapped(keys, {}, Message(".txt and .caption files are read by themselves"))
+        draft.mapped(keys, {}, remarks.CAPTIONS_READ)
     elif keys:
-        draft.none(keys, Message("captions are .txt or .caption files here; rename yours"))
-        draft.todo.append(
-            Message("captions end in {suffix} there; here in .txt or .caption", suffix=draft.given[keys[0]])
-        )
+        draft.none(keys, remarks.RENAME_CAPTIONS)
+        draft.todo.append(remarks.CAPTION_SUFFIX(suffix=draft.given[keys[0]]))
 
 
 def recognise(source: Source) -> str:

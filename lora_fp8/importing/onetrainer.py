@@ -30,14 +30,14 @@ from .readers import flag, number, positive, text, whole
 from .rules import JOINT, Rule, always, cached, idle, none, to
 from .source_files import Source, flattened
 
-NO_PART = Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")
-NO_EMBEDDING = Message("no embeddings are trained here")
+NO_PART = remarks.TARGETS
+NO_EMBEDDING = remarks.NO_EMBEDDINGS
 NO_OFT = "belongs to OFT"
 NO_LOKR = Message("belongs to LoKr")
-NO_LOSS = Message("there is one loss here, objective.loss, weighted by min_snr_gamma only")
+NO_LOSS = remarks.ONE_LOSS
 CONCEPT_OFF = "the concept is off"
-NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
-NO_COLOUR = Message("colours are not changed here")
+NO_VALIDATION = remarks.VALIDATION
+NO_COLOUR = remarks.NO_COLOURS
 NO_VIDEO = dataset_settings.NO_CLIPS
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -72,20 +72,18 @@ RULES: dict[str, Rule] = {
         idle("train.gradient_exchange says how gradients travel"),
     ),
     "output_dtype": to("export.dtype", common_values.FILE_DTYPE),
-    "output_model_format": none(
-        Message("files are .safetensors in the key names of export.formats"), "SAFETENSORS", "KOHYA"
-    ),
+    "output_model_format": none(remarks.FILE_FORMAT, "SAFETENSORS", "KOHYA"),
     "output_model_destination": JOINT,
     "async_offloading": idle(),
     "enable_async_offloading": idle(),
-    "enable_activation_offloading": none(Message("activations are recomputed, not moved to main memory")),
+    "enable_activation_offloading": none(remarks.RECOMPUTED),
     "layer_offload_fraction": JOINT,
     "force_circular_padding": none(remarks.NOT_HERE),
     "compile": JOINT,
     "gradient_checkpointing": JOINT,
     "concept_file_name": JOINT,
     "circular_mask_generation": none(remarks.NO_MASK),
-    "random_rotate_and_crop": none(Message("pictures are cropped at the middle")),
+    "random_rotate_and_crop": none(remarks.CENTER_CROP),
     "aspect_ratio_bucketing": to("dataset.buckets", flag),
     "latent_caching": cached(remarks.ALWAYS_CACHED),
     "image_caching": cached(remarks.ALWAYS_CACHED),
@@ -94,9 +92,9 @@ RULES: dict[str, Rule] = {
     "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
     "learning_rate": JOINT,
     "learning_rate_scheduler": JOINT,
-    "custom_learning_rate_scheduler": none(Message("schedules of other packages are not loaded")),
-    "scheduler_params": none(Message("belongs to custom schedules")),
-    "scheduler_params.**": none(Message("belongs to custom schedules")),
+    "custom_learning_rate_scheduler": none(remarks.NO_OTHER_SCHEDULES),
+    "scheduler_params": none(remarks.OF_CUSTOM_SCHEDULES),
+    "scheduler_params.**": none(remarks.OF_CUSTOM_SCHEDULES),
     "learning_rate_warmup_steps": JOINT,
     "learning_rate_cycles": JOINT,
     "learning_rate_min_factor": JOINT,
@@ -139,9 +137,7 @@ RULES: dict[str, Rule] = {
     "offset_noise_weight": JOINT,
     "generalized_offset_noise": none(objective_settings.NO_NOISE),
     "perturbation_noise_weight": none(objective_settings.NO_NOISE),
-    "rescale_noise_scheduler_to_zero_terminal_snr": none(
-        Message("the model's scheduler_config.json says how it noises")
-    ),
+    "rescale_noise_scheduler_to_zero_terminal_snr": none(remarks.NOISING),
     "force_v_prediction": JOINT,
     "force_epsilon_prediction": JOINT,
     "timestep_distribution": JOINT,
@@ -155,24 +151,18 @@ RULES: dict[str, Rule] = {
     "k_noise_sampling": none(objective_settings.NO_NOISE, 1),
     "svd_dtype": none(Message("layers are quantized without a low-rank part here"), "NONE"),
     "svd_rank": idle("belongs to svd_dtype"),
-    "quantization.layer_filter": none(Message("quantize.keep and quantize.override say which layers are held how")),
-    "quantization.layer_filter_preset": none(
-        Message("quantize.keep and quantize.override say which layers are held how"), "full", "blocks"
-    ),
-    "quantization.**": none(Message("quantize.keep and quantize.override say which layers are held how")),
+    "quantization.layer_filter": none(remarks.LAYER_STORAGE),
+    "quantization.layer_filter_preset": none(remarks.LAYER_STORAGE, "full", "blocks"),
+    "quantization.**": none(remarks.LAYER_STORAGE),
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("model_name", "train", "learning_rate", "weight_dtype")},
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("gradient_checkpointing", "guidance_scale")},
     **{f"{part}.offload_fraction": JOINT for part in PARTS},
     **{f"{part}.**": none(Message("one length of training for all: train.steps")) for part in PARTS},
     **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
-    **{f"{part}.stop_training_after_unit": none(Message("train.steps is the end"), "NEVER", "EPOCH") for part in PARTS},
+    **{f"{part}.stop_training_after_unit": none(remarks.END, "NEVER", "EPOCH") for part in PARTS},
     **{f"{part}.{name}": idle("belongs to text encoders") for part in PARTS for name in ("dropout_probability",)},
-    **{
-        f"{part}.{name}": idle(Message("no embeddings are trained here"))
-        for part in PARTS
-        for name in ("train_embedding",)
-    },
-    **{f"{part}.attention_mask": none(Message("the pipeline's own attention is used")) for part in PARTS},
+    **{f"{part}.{name}": idle(remarks.NO_EMBEDDINGS) for part in PARTS for name in ("train_embedding",)},
+    **{f"{part}.attention_mask": none(remarks.OWN_ATTENTION) for part in PARTS},
     **{f"{part}.activation_offloading": none(remarks.NO_SWAP) for part in PARTS},
     **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate")},
     **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
@@ -181,21 +171,21 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("text_encoder_layer_skip", "text_encoder_2_layer_skip", "text_encoder_3_layer_skip")
         + ("text_encoder_4_layer_skip",),
-        none(Message("the text encoder's layer is the one the pipeline uses")),
+        none(remarks.CLIP_SKIP),
     ),
     **dict.fromkeys(
         ("text_encoder_sequence_length", "text_encoder_2_sequence_length"),
-        none(Message("the pipeline's own length is used"), 77, 512),
+        none(remarks.PROMPT_LENGTH, 77, 512),
     ),
     # Flat keys of older files
     "unet_weight_dtype": JOINT,
     "unet_learning_rate": JOINT,
     "prior_weight_dtype": JOINT,
     "prior_learning_rate": JOINT,
-    "train_unet": none(Message("the denoiser is what is trained"), True),
-    "train_unet_epochs": idle(Message("train.steps is the end")),
-    "train_prior": none(Message("the denoiser is what is trained"), True),
-    "train_prior_epochs": idle(Message("train.steps is the end")),
+    "train_unet": none(remarks.DENOISER, True),
+    "train_unet_epochs": idle(remarks.END),
+    "train_prior": none(remarks.DENOISER, True),
+    "train_prior_epochs": idle(remarks.END),
     "train_text_encoder": JOINT,
     "train_text_encoder_2": JOINT,
     "text_encoder_learning_rate": JOINT,
@@ -249,8 +239,8 @@ RULES: dict[str, Rule] = {
     "optimizer.eps": to("optimizer.eps", number),
     **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
-    "optimizer.fused_back_pass": none(Message("gradients are summed in float32 and stepped together here")),
-    "optimizer.**": none(Message("not known to the optimizers here")),
+    "optimizer.fused_back_pass": none(remarks.SUMMED),
+    "optimizer.**": none(remarks.NOT_AN_ARGUMENT),
     "optimizer_defaults.**": idle("what the page remembers of other optimizers"),
     "optimizer_defaults": idle("what the page remembers of other optimizers"),
     "optimizer_weight_decay": to("optimizer.weight_decay", number),
@@ -298,7 +288,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.balancing_strategy": JOINT,
     "concepts.*.include_subdirectories": JOINT,
     "concepts.*.text.prompt_source": JOINT,
-    "concepts.*.text.prompt_path": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "concepts.*.text.prompt_path": none(remarks.CAPTION_FILES),
     "concepts.*.text.enable_tag_shuffling": JOINT,
     "concepts.*.text.keep_tags_count": JOINT,
     "concepts.*.text.tag_delimiter": JOINT,
@@ -310,9 +300,9 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.caps_randomize_enable": none(Message("captions are not changed to capitals here")),
     "concepts.*.image.enable_random_flip": JOINT,
     "concepts.*.image.enable_fixed_flip": none(Message("pictures are mirrored at random or not at all")),
-    "concepts.*.image.enable_crop_jitter": none(Message("pictures are cropped at the middle")),
-    "concepts.*.image.enable_random_rotate": none(Message("pictures are not turned here")),
-    "concepts.*.image.enable_fixed_rotate": none(Message("pictures are not turned here")),
+    "concepts.*.image.enable_crop_jitter": none(remarks.CENTER_CROP),
+    "concepts.*.image.enable_random_rotate": none(remarks.NO_ROTATION),
+    "concepts.*.image.enable_fixed_rotate": none(remarks.NO_ROTATION),
     "concepts.*.image.enable_resolution_override": JOINT,
     "concepts.*.image.resolution_override": JOINT,
     **{
@@ -359,7 +349,7 @@ MODELS = {
 
 
 OTHER_METHODS = {
-    "EMBEDDING": Message("it trains an embedding (textual inversion)"),
+    "EMBEDDING": remarks.EMBEDDING,
     "FINE_TUNE_VAE": Message("it trains the VAE"),
 }
 """Training methods that cannot be converted -> what they train."""
@@ -393,7 +383,7 @@ def combine(draft: Draft) -> None:
     )
     method = str(draft.get("training_method") or "LORA")
     if method == "LORA":
-        draft.mapped("training_method", {}, Message("a LoRA is trained"))
+        draft.mapped("training_method", {}, remarks.A_LORA)
     elif method in OTHER_METHODS:
         model_settings.refuse(draft, OTHER_METHODS[method])
     else:
@@ -475,7 +465,7 @@ def _set_adapter(draft: Draft) -> None:
     _set_lokr(draft, kind)
     for part in PARTS:
         if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
-            draft.mapped(f"{part}.train", {}, Message("the denoiser is what is trained"))
+            draft.mapped(f"{part}.train", {}, remarks.DENOISER)
         draft.none(f"{part}.train", Message("the denoiser is what is trained here"))
     dtype = draft.get("lora_weight_dtype")
     if dtype:
@@ -521,9 +511,7 @@ def _set_folders(draft: Draft) -> None:
     draft.none("concepts", "empty", off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]
-        draft.need(
-            "dataset.folders", Message("the folders of {file}, which is not here", file=draft.get("concept_file_name"))
-        )
+        draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("concept_file_name")))
     if kept:
         _set_flip_and_tags(draft, kept)
     dropped = draft.get("text_encoder.dropout_probability", number)
@@ -576,9 +564,7 @@ def _add_folder(draft: Draft, table: str) -> None:
     elif repeats == folder.repeats:
         draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
     else:
-        draft.differs(
-            counted, {}, Message("{at}.repeats = {repeats}: whole numbers here", at=at, repeats=folder.repeats)
-        )
+        draft.differs(counted, {}, remarks.WHOLE_REPEATS(at=at, repeats=folder.repeats))
     draft.none(f"{table}balancing_strategy", Message("belongs to balancing"), off=not by_samples)
     if deep:
         draft.mapped(f"{table}include_subdirectories", {}, Message("subfolders are always searched"))
@@ -597,9 +583,7 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
     if source == "sample":
         draft.mapped(f"{table}text.prompt_source", {}, Message("captions are files beside the pictures"))
     else:
-        draft.none(
-            f"{table}text.prompt_source", Message("captions are .txt or .caption files beside the pictures here")
-        )
+        draft.none(f"{table}text.prompt_source", remarks.CAPTION_FILES)
         draft.todo.append(
             Message(
                 "{key}: captions come from {source} there; here from .txt files beside the pictures",
@@ -711,7 +695,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     devices = [device for device in str(draft.get("device_indexes") or "").split(",") if device.strip()]
     processes = len(devices) if common_values.on(draft.get("multi_gpu")) and devices else 1
     if processes > 1:
-        note = Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
+        note = remarks.BATCH_OF_ALL(batch=batch, processes=processes)
         draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note)
     else:
         draft.mapped("batch_size", {"train.batch_size": batch})
@@ -733,7 +717,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     draft.mapped("learning_rate_scaler", {}, Message("the rate is not scaled"))
     _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
-    draft.none([*rates, *others], Message("{rate_key} counts for the denoiser", rate_key=used), off=True)
+    draft.none([*rates, *others], remarks.RATE_OF_DENOISER(rate_key=used), off=True)
     warmup = draft.get("learning_rate_warmup_steps", number)
     optimizer_settings.set_schedule(
         draft,
@@ -784,9 +768,7 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
         draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
         return True
     if unit == "EPOCH" and per_epoch:
-        counted = Message(
-            "every {epochs} x {steps} steps; steps are counted here, not epochs", epochs=f"{count:g}", steps=per_epoch
-        )
+        counted = remarks.EVERY_EPOCHS(epochs=f"{count:g}", steps=per_epoch)
         draft.differs(
             [key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{counted}; {note}" if note else counted
         )
@@ -839,7 +821,7 @@ def _set_loss(draft: Draft) -> None:
         delta = draft.get("huber_delta", number)
         ours = {"objective.loss": "huber", "objective.huber_delta": 1.0 if delta is None else delta}
         keys = ["huber_strength", "huber_delta", "mse_strength"]
-        draft.differs(keys, ours, Message("the same loss, twice as large here"))
+        draft.differs(keys, ours, remarks.TWICE)
     draft.none("huber_delta", "belongs to huber_strength", off=True)
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
@@ -847,7 +829,7 @@ def _set_loss(draft: Draft) -> None:
         draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma says it"))
     else:
         off = weight in ("CONSTANT", "NONE")
-        draft.none("loss_weight_fn", Message("min_snr_gamma is the only weight here"), off=off)
+        draft.none("loss_weight_fn", remarks.ONLY_MIN_SNR, off=off)
         draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
     objective_settings.set_min_snr(draft, "min_snr_gamma")
 
@@ -861,7 +843,7 @@ def _set_timesteps(draft: Draft) -> None:
     shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
     shape = "uniform" if kind == "UNIFORM" else "logit_normal"
     if kind not in ("UNIFORM", "LOGIT_NORMAL"):
-        notes.append(Message("{method} has no counterpart; logit_normal was written", method=kind))
+        notes.append(remarks.LOGIT_NORMAL(method=kind))
     for key in ("noising_weight", "noising_bias"):
         value = draft.get(key, number)
         if value and kind != "UNIFORM":
@@ -901,14 +883,14 @@ def _set_memory(draft: Draft, part: str) -> None:
     if draft.has(used):
         word = str(value).upper()
         if word == "CPU_OFFLOADED":
-            note = Message("activations are recomputed, not moved to main memory")
+            note = remarks.RECOMPUTED
             draft.differs(used, {"memory.gradient_checkpointing": True}, note)
         else:
             draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
     draft.none(keys, "another part", off=True)
     if common_values.on(draft.get("compile")):
-        draft.differs("compile", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
+        draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
     draft.none("compile", "off", off=True)
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
     own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"

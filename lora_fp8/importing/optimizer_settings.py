@@ -10,6 +10,7 @@ from typing import Any
 from ..config.relations import LEAST_FACTOR
 from ..errors import Message
 from ..settings import MOST_LR
+from . import remarks
 from .common_values import accepted, plain
 from .import_draft import Draft
 from .model_settings import trains_text
@@ -27,12 +28,12 @@ ALIKE = {
     "bnbadamw8bitpaged": ("adamw8bit", "its state is not paged to main memory here"),
     "adamw8bitkahan": (
         "adamw8bit",
-        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+        remarks.MASTERS(what_else="Kahan summation"),
     ),
     "aoadamw8bit": ("adamw8bit", "bitsandbytes' instead of torchao's"),
     "adamw8": ("adamw8bit", "bitsandbytes' instead of a build of its own"),
-    "adam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
-    "bnbadam8bit": ("adamw8bit", Message("weight decay is decoupled here")),
+    "adam8bit": ("adamw8bit", remarks.DECOUPLED),
+    "bnbadam8bit": ("adamw8bit", remarks.DECOUPLED),
     "aoadamw4bit": ("adamw8bit", "8 bits of state instead of 4"),
     "aoadamwfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
     "bnbadamw": ("adamw", ""),
@@ -40,32 +41,32 @@ ALIKE = {
     "pagedadamw32bit": ("adamw", "its state is not paged to main memory here"),
     "adamwoptimi": (
         "adamw",
-        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+        remarks.MASTERS(what_else="Kahan summation"),
     ),
     "optimiadamw": (
         "adamw",
-        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="Kahan summation"),
+        remarks.MASTERS(what_else="Kahan summation"),
     ),
     "adamwbf16": (
         "adamw",
-        Message("float32 masters (optimizer.rounding) take the place of {what_else}", what_else="stochastic rounding"),
+        remarks.MASTERS(what_else="stochastic rounding"),
     ),
-    "adam": ("adamw", Message("weight decay is decoupled here")),
+    "adam": ("adamw", remarks.DECOUPLED),
     "adamwadv": ("adamw", "its additions are not known here"),
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
-    "lion": ("lion8bit", Message("8 bits of state instead of 32")),
-    "optimilion": ("lion8bit", Message("8 bits of state instead of 32")),
-    "lionoptimi": ("lion8bit", Message("8 bits of state instead of 32")),
-    "bnblionpaged": ("lion8bit", Message("8 bits of state instead of 32")),
+    "lion": ("lion8bit", remarks.EIGHT_BITS),
+    "optimilion": ("lion8bit", remarks.EIGHT_BITS),
+    "lionoptimi": ("lion8bit", remarks.EIGHT_BITS),
+    "bnblionpaged": ("lion8bit", remarks.EIGHT_BITS),
     "torchadamw": ("adamw", ""),
-    "stableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
-    "optimistableadamw": ("adamw", Message("updates are not stabilized beyond Adam's")),
-    "optimiadam": ("adamw", Message("weight decay is decoupled here")),
-    "bnbadam": ("adamw", Message("weight decay is decoupled here")),
+    "stableadamw": ("adamw", remarks.NOT_STABILIZED),
+    "optimistableadamw": ("adamw", remarks.NOT_STABILIZED),
+    "optimiadam": ("adamw", remarks.DECOUPLED),
+    "bnbadam": ("adamw", remarks.DECOUPLED),
     "bnbadamwpaged": ("adamw", "its state is not paged to main memory here"),
     "aoadamfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
-    "bnblion": ("lion8bit", Message("8 bits of state instead of 32")),
+    "bnblion": ("lion8bit", remarks.EIGHT_BITS),
     "bnblion8bit": ("lion8bit", ""),
     "bitsandbytesoptimlion8bit": ("lion8bit", ""),
     "pagedlion8bit": ("lion8bit", "its state is not paged to main memory here"),
@@ -100,8 +101,8 @@ def set_text_encoders(
         left_out: names of CLIPs that the tool does not train.
     """
     if not rates:
-        draft.mapped(keys, {}, Message("text encoders are not trained"))
-        draft.none(rate_keys, Message("text encoders are not trained"), off=True)
+        draft.mapped(keys, {}, remarks.TEXT_NOT_TRAINED)
+        draft.none(rate_keys, remarks.TEXT_NOT_TRAINED, off=True)
         return
     if not trains_text(draft.family):
         draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
@@ -118,9 +119,9 @@ def set_text_encoders(
     rate = next(iter(rates.values()))
     if draft.settings.get("optimizer.name") == "prodigy":
         if set(rates.values()) == {draft.settings["optimizer.lr"]}:
-            draft.mapped(rate_keys, {}, Message("Prodigy finds one rate for all that is trained"))
+            draft.mapped(rate_keys, {}, remarks.ONE_RATE)
         else:
-            draft.none(rate_keys, Message("Prodigy finds one rate for all that is trained"))
+            draft.none(rate_keys, remarks.ONE_RATE)
     elif not 0 < rate < 1:  # learning rates for optimizers that find their own
         draft.none(rate_keys, Message("{rate} is no rate for AdamW; half of optimizer.lr is taken", rate=f"{rate:g}"))
     elif len(set(rates.values())) > 1:
@@ -278,7 +279,7 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
     if left and settings:
         draft.differs(key, settings, Message("not known here: {names}", names=", ".join(left)))
     elif left:
-        draft.none(key, Message("not known to the optimizers here"))
+        draft.none(key, remarks.NOT_AN_ARGUMENT)
     else:
         draft.mapped(key, settings)
 

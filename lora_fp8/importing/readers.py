@@ -8,6 +8,7 @@ from typing import Any
 
 from ..common.text import quote
 from ..errors import Message
+from . import remarks
 
 NOTHING: tuple[Any, ...] = (None, "", (), [], {})
 """Values that mean "not set" in every tool: settings pages write them for empty fields."""
@@ -54,11 +55,11 @@ def text(value: Any) -> str:
 def number(value: Any) -> float:
     """Read a number, which settings pages and YAML (1e-4 without a point) may store as text."""
     if isinstance(value, bool):
-        raise Unfit(Message("{value} is not a number", value=value))
+        raise Unfit(remarks.NO_NUMBER(value=value))
     try:
         parsed = float(value)
     except (TypeError, ValueError):
-        raise Unfit(Message("{value} is not a number", value=quote(value))) from None
+        raise Unfit(remarks.NO_NUMBER(value=quote(value))) from None
     except OverflowError:
         parsed = math.inf
     if not abs(parsed) <= MOST_NUMBER:  # NaN fails this comparison too

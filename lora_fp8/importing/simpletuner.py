@@ -27,7 +27,7 @@ from .readers import Unfit, flag, listed, number, positive, text, whole
 from .rules import JOINT, Rule, always, idle, none, to
 from .source_files import Source, flattened
 
-NO_VALIDATION = Message("say validation.every and validation.pictures, which are kept out of the folders")
+NO_VALIDATION = remarks.VALIDATION
 NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")
 NO_CLOUD = Message("pictures are read from folders of this machine")
 
@@ -38,13 +38,13 @@ RULES: dict[str, Rule] = {
     "pretrained_model_name_or_path": JOINT,
     "pretrained_transformer_model_name_or_path": JOINT,
     "pretrained_unet_model_name_or_path": JOINT,
-    "pretrained_vae_model_name_or_path": none(Message("the base's own VAE is used, or that of model.components")),
+    "pretrained_vae_model_name_or_path": none(remarks.OWN_VAE),
     "pretrained_t5_model_name_or_path": none(Message("the base's own encoders are used, or those of model.components")),
     "revision": to("model.revision", text),
     "variant": idle("the files of full precision come first"),
     "prediction_type": JOINT,
     "base_model_precision": JOINT,
-    "base_model_default_dtype": idle(Message("model.dtype is the dtype of what is not quantized")),
+    "base_model_default_dtype": idle(remarks.DTYPE),
     "quantize_via": idle(),
     **{f"text_encoder_{i}_precision": idle("text encoders are freed before training here") for i in range(1, 5)},
     "mixed_precision": JOINT,
@@ -59,10 +59,10 @@ RULES: dict[str, Rule] = {
     "lycoris_config": JOINT,
     "init_lokr_norm": none(Message("belongs to LoKr")),
     "peft_lora_mode": none(remarks.NOT_HERE, "standard"),
-    "flux_lora_target": none(Message("adapter.targets names the layers that are adapted, adapter.ranks their ranks")),
+    "flux_lora_target": none(remarks.TARGETS),
     "fuse_qkv_projections": idle("q, k and v share one quantized input"),
     "controlnet": JOINT,
-    "control": none(Message("ControlNets are not trained here")),
+    "control": none(remarks.NO_CONTROLNET),
     "train_text_encoder": JOINT,
     "text_encoder_lr": JOINT,
     "optimizer": JOINT,
@@ -74,7 +74,7 @@ RULES: dict[str, Rule] = {
     "adam_weight_decay": to("optimizer.weight_decay", number),
     "adam_epsilon": to("optimizer.eps", number),
     "adam_bfloat16": idle("optimizer.rounding says how small updates are kept"),
-    "optimizer_release_gradients": none(Message("gradients are summed in float32 and stepped together here")),
+    "optimizer_release_gradients": none(remarks.SUMMED),
     "optimizer_cpu_offload_method": none(Message("the optimizer's state stays where the adapters are"), "none"),
     "optimizer_offload_gradients": idle(),
     "fuse_optimizer": idle(),
@@ -90,7 +90,7 @@ RULES: dict[str, Rule] = {
     "grad_clip_method": JOINT,
     "max_train_steps": JOINT,
     "num_train_epochs": JOINT,
-    "ignore_final_epochs": idle(Message("train.steps is the end")),
+    "ignore_final_epochs": idle(remarks.END),
     "train_batch_size": JOINT,
     "num_processes": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
@@ -104,7 +104,7 @@ RULES: dict[str, Rule] = {
         idle("belongs to use_ema"),
     ),
     "snr_gamma": JOINT,
-    "use_soft_min_snr": none(Message("min_snr_gamma is the only weight here")),
+    "use_soft_min_snr": none(remarks.ONLY_MIN_SNR),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(objective_settings.NO_NOISE),
     "noise_offset_probability": idle("belongs to noise_offset"),
@@ -112,38 +112,38 @@ RULES: dict[str, Rule] = {
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": none(objective_settings.NO_NOISE),
     "input_perturbation_steps": idle("belongs to input_perturbation"),
-    "rescale_betas_zero_snr": none(Message("the model's scheduler_config.json says how it noises")),
-    "disable_segmented_timestep_sampling": idle(Message("every timestep is drawn by itself")),
+    "rescale_betas_zero_snr": none(remarks.NOISING),
+    "disable_segmented_timestep_sampling": idle(remarks.EACH_TIMESTEP),
     "flow_schedule_shift": JOINT,
     "flow_schedule_auto_shift": JOINT,
     "flow_sigmoid_scale": JOINT,
     "flow_use_uniform_schedule": JOINT,
-    "flow_use_beta_schedule": none(Message("timesteps are uniform or logit-normal here")),
+    "flow_use_beta_schedule": none(remarks.TIMESTEPS),
     "flow_beta_schedule_alpha": idle("belongs to flow_use_beta_schedule"),
     "flow_beta_schedule_beta": idle("belongs to flow_use_beta_schedule"),
-    "flux_fast_schedule": none(Message("timesteps are uniform or logit-normal here")),
+    "flux_fast_schedule": none(remarks.TIMESTEPS),
     "flux_guidance_mode": none(Message("one guidance while training: objective.guidance"), "constant"),
     "flux_guidance_value": to("objective.guidance", number),
     "flux_guidance_min": idle("belongs to flux_guidance_mode"),
     "flux_guidance_max": idle("belongs to flux_guidance_mode"),
-    "flux_attention_masked_training": none(Message("the pipeline's own attention is used")),
-    "t5_padding": none(Message("captions are padded as the pipeline does")),
-    "tokenizer_max_length": none(Message("the pipeline's own length is used")),
+    "flux_attention_masked_training": none(remarks.OWN_ATTENTION),
+    "t5_padding": none(remarks.PADDING),
+    "tokenizer_max_length": none(remarks.PROMPT_LENGTH),
     "caption_dropout_probability": to("dataset.caption_dropout", number),
     "resolution": JOINT,
     "resolution_type": JOINT,
-    "aspect_bucket_rounding": idle(Message("buckets are multiples of dataset.bucket_step")),
+    "aspect_bucket_rounding": idle(remarks.BUCKET_STEP),
     "aspect_bucket_alignment": to("dataset.bucket_step", whole),
-    "minimum_image_size": none(Message("small pictures are enlarged, or get smaller buckets: dataset.upscale")),
-    "maximum_image_size": none(Message("pictures are scaled to their bucket")),
-    "target_downsample_size": none(Message("pictures are scaled to their bucket")),
+    "minimum_image_size": none(remarks.UPSCALE),
+    "maximum_image_size": none(remarks.SCALED),
+    "target_downsample_size": none(remarks.SCALED),
     "disable_bucket_pruning": always(Message("no picture is left out of an epoch")),
     "caption_strategy": JOINT,
     "instance_prompt": JOINT,
     "data_backend_config": JOINT,
-    "data_backend_sampling": none(Message("folders weigh by their pictures and repeats"), "auto-weighting"),
-    "delete_unwanted_images": always(Message("nothing of yours is ever deleted")),
-    "delete_problematic_images": always(Message("nothing of yours is ever deleted")),
+    "data_backend_sampling": none(remarks.FOLDER_WEIGHTS, "auto-weighting"),
+    "delete_unwanted_images": always(remarks.NEVER_DELETED),
+    "delete_problematic_images": always(remarks.NEVER_DELETED),
     "output_dir": JOINT,
     "tracker_run_name": JOINT,
     "checkpoint_step_interval": JOINT,
@@ -152,13 +152,13 @@ RULES: dict[str, Rule] = {
     "checkpoints_total_limit": JOINT,
     "resume_from_checkpoint": none(Message("`lora-fp8 resume` goes on with our own runs"), "latest"),
     "validation_prompt": JOINT,
-    "validation_prompt_library": none(Message("prompts are written out here: preview.prompts")),
-    "user_prompt_library": none(Message("prompts are written out here: preview.prompts")),
+    "validation_prompt_library": none(remarks.PROMPTS_WRITTEN),
+    "user_prompt_library": none(remarks.PROMPTS_WRITTEN),
     "validation_negative_prompt": JOINT,
     "validation_guidance": JOINT,
     "validation_guidance_real": none(Message("one guidance for previews: preview.guidance"), 1, 1.0),
     "validation_adapter_strength": none(Message("previews are drawn at a strength of 1"), 1.0),
-    "validation_guidance_rescale": none(Message("guidance is not rescaled here")),
+    "validation_guidance_rescale": none(remarks.NO_RESCALE),
     "validation_num_inference_steps": JOINT,
     "validation_num_video_frames": JOINT,
     "validation_resolution": JOINT,
@@ -241,14 +241,14 @@ RULES: dict[str, Rule] = {
     "data.*.resolution": JOINT,
     "data.*.resolution_type": JOINT,
     "data.*.crop": JOINT,
-    "data.*.crop_style": none(Message("pictures are cropped at the middle"), "center", "centre"),
+    "data.*.crop_style": none(remarks.CENTER_CROP, "center", "centre"),
     "data.*.crop_aspect": JOINT,
-    "data.*.crop_aspect_buckets": none(Message("buckets are made from the resolution and max_aspect")),
-    "data.*.minimum_image_size": none(Message("small pictures are enlarged, or get smaller buckets: dataset.upscale")),
-    "data.*.maximum_image_size": none(Message("pictures are scaled to their bucket")),
-    "data.*.target_downsample_size": none(Message("pictures are scaled to their bucket")),
-    "data.*.minimum_aspect_ratio": none(Message("no picture is left out for its shape; dataset.max_aspect crops it")),
-    "data.*.maximum_aspect_ratio": none(Message("no picture is left out for its shape; dataset.max_aspect crops it")),
+    "data.*.crop_aspect_buckets": none(remarks.BUCKETS),
+    "data.*.minimum_image_size": none(remarks.UPSCALE),
+    "data.*.maximum_image_size": none(remarks.SCALED),
+    "data.*.target_downsample_size": none(remarks.SCALED),
+    "data.*.minimum_aspect_ratio": none(remarks.MAX_ASPECT),
+    "data.*.maximum_aspect_ratio": none(remarks.MAX_ASPECT),
     "data.*.caption_strategy": JOINT,
     "data.*.instance_prompt": JOINT,
     "data.*.prepend_instance_prompt": JOINT,
@@ -259,7 +259,7 @@ RULES: dict[str, Rule] = {
     "data.*.caption_shuffle.position_start": JOINT,
     "data.*.caption_shuffle.split_on": JOINT,
     "data.*.caption_shuffle.**": idle("shuffles are drawn from the job's seed"),
-    "data.*.probability": none(Message("folders weigh by their pictures and repeats"), 1, 1.0),
+    "data.*.probability": none(remarks.FOLDER_WEIGHTS, 1, 1.0),
     "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
     "data.*.is_regularisation_data": none(remarks.NO_REG),
     "data.*.is_regularization_data": none(remarks.NO_REG),
@@ -268,7 +268,7 @@ RULES: dict[str, Rule] = {
     "data.*.conditioning_type": none(NO_CONTROL),
     "data.*.conditioning": none(NO_CONTROL),
     "data.*.video.**": none(dataset_settings.NO_CLIPS),
-    "data.*.parquet.**": none(Message("captions are .txt or .caption files beside the pictures here")),
+    "data.*.parquet.**": none(remarks.CAPTION_FILES),
     **{
         f"data.*.{name}": idle(remarks.OTHER_CACHE)
         for name in ("cache_dir", "cache_dir_vae", "vae_cache_clear_each_epoch", "write_batch_size", "text_embeds")
@@ -353,7 +353,7 @@ def combine(draft: Draft) -> None:
 
 def _set_model(draft: Draft) -> None:
     if common_values.on(draft.get("controlnet")):
-        model_settings.refuse(draft, Message("it trains a ControlNet"))
+        model_settings.refuse(draft, remarks.CONTROLNET)
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
     known = _variant(FAMILIES.get(kind, kind), flavour)
@@ -362,7 +362,7 @@ def _set_model(draft: Draft) -> None:
         draft, "model_family", *model_settings.refined(known, why, [draft.get("pretrained_model_name_or_path")])
     )
     if draft.get("model_type") in (None, "lora"):
-        draft.mapped("model_type", {}, Message("a LoRA is trained"))
+        draft.mapped("model_type", {}, remarks.A_LORA)
     else:
         model_settings.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
@@ -449,7 +449,7 @@ def _set_precision(draft: Draft) -> None:
     model_settings.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
     backend = str(draft.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "none"):
-        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, Message("each repeated block is compiled, once"))
+        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, remarks.COMPILED)
     draft.none("dynamo_backend", "off", off=True)
     _set_offload(draft)
 
@@ -487,7 +487,7 @@ def _set_folders(draft: Draft) -> None:
         draft.folders = [Folder("TODO")]
         draft.need(
             "dataset.folders",
-            Message("the folders of {file}, which is not here", file=draft.get("data_backend_config")),
+            remarks.FOLDERS_OF(file=draft.get("data_backend_config")),
         )
     _set_sizes(draft, kept)
     _set_shuffling(draft, kept)
@@ -685,7 +685,7 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     if all(square) and square:
         draft.mapped(keys, {"dataset.buckets": False})
     elif any(square):
-        draft.differs(keys, {"dataset.buckets": True}, Message("one value here for all folders"))
+        draft.differs(keys, {"dataset.buckets": True}, remarks.FOR_ALL_FOLDERS)
     elif tables:
         note = Message("pictures are cropped to their bucket, by less than one bucket_step where the bucket fits")
         draft.differs(keys, {"dataset.buckets": True}, note)
@@ -693,11 +693,7 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
 
 def _set_length_and_rate(draft: Draft) -> None:
     batch, processes = positive(draft.get("train_batch_size") or 1), positive(draft.get("num_processes") or 1)
-    note = (
-        Message("over all processes together here: {batch} x {processes}", batch=batch, processes=processes)
-        if processes > 1
-        else ""
-    )
+    note = remarks.BATCH_OF_ALL(batch=batch, processes=processes) if processes > 1 else ""
     (draft.differs if note else draft.mapped)(
         ["train_batch_size", "num_processes"], {"train.batch_size": batch * processes}, note
     )
@@ -804,7 +800,7 @@ def _set_previews(draft: Draft) -> None:
     keys = ["validation_prompt", *fields, "validation_resolution"]
     prompt = draft.get("validation_prompt", text)
     if common_values.on(draft.get("validation_disable")) or not prompt:
-        draft.mapped("validation_disable", {}, Message("no prompts are written"))
+        draft.mapped("validation_disable", {}, remarks.NO_PROMPTS)
         draft.none([*keys, "validation_on_startup"], "no previews", off=True)
         return
     picture = {"prompt": prompt} | {ours: draft.get(key) for key, ours in fields.items()}
@@ -826,9 +822,7 @@ def _set_names(draft: Draft) -> None:
     parent, _, last = re.sub(r"[/\\]+$", "", path).replace("\\", "/").rpartition("/")
     if draft.has("tracker_run_name"):
         common_values.set_name(draft, "tracker_run_name")
-        draft.mapped(
-            "output_dir", {"output_dir": path or "runs"}, Message("a run folder of the job's name is made in it")
-        )
+        draft.mapped("output_dir", {"output_dir": path or "runs"}, remarks.RUN_FOLDER)
     elif last:
         common_values.set_name(draft, "output_dir", last, Message("the last part of output_dir"))
         draft.set("output_dir", parent or ".", "output_dir")
