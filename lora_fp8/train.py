@@ -23,7 +23,7 @@ import torch
 
 from . import config
 from .common.shell import quote_path
-from .distributed.processes import Elsewhere, Processes
+from .distributed.processes import Elsewhere, Processes, find_unused_gpus
 from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
 from .plan.resolve import get_run_folder
@@ -82,7 +82,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 run.log_event(
                     "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
                 )
-                for warning in [*plan.images.warnings, *plan.warnings, *warnings]:
+                for warning in [*plan.images.warnings, *plan.warnings, *warnings, *find_unused_gpus()]:
                     session.warn(warning)
                 return _run_stages(session, resume)
         except (UserError, RunFailure, Stopped) as error:

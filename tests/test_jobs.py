@@ -320,6 +320,7 @@ from pathlib import Path
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import Queue
 queue = Queue(Path(sys.argv[1]))
+sys.dont_write_bytecode = True  # or Python would leave cut .pyc files in the checkout
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 try:
     queue.submit(sys.argv[2])
@@ -808,6 +809,7 @@ def room():
     print("room", flush=True)
 threading.Thread(target=room).start()
 worker.take_lock(); worker._lock.close()
+sys.dont_write_bytecode = True  # or Python would leave cut .pyc files in the checkout
 limit(0)
 worker.run(idle_s=0.5)
 """

@@ -18,7 +18,11 @@ from . import sanitize, translations
 
 OWN_FOLDERS = ("datasets", "runs", "presets", "cache", "tools")
 """Folders below the page's home that belong to the user and may be named like allowed folders."""
-SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot")
+SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot") + tuple(
+    os.environ[name]
+    for name in ("SystemRoot", "ProgramFiles", "ProgramFiles(x86)", "ProgramData")
+    if name in os.environ
+)
 """Folders that are never allowed, nor anything in them."""
 
 
@@ -130,7 +134,7 @@ class Place:
             )
         path = sanitize.resolve_path(text)
         sanitize.require_folder(path, text)
-        if path == Path("/") or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
+        if path == Path(path.anchor) or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
             raise UserError(
                 Message(
                     "{text}: the whole disk or a folder of the system; name the one you work in",

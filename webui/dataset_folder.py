@@ -276,7 +276,7 @@ def submit_captioning(
         UserError: the model is neither an allowed folder nor a Hugging Face id.
     """
     model = model.strip()
-    if model.startswith(("/", "~")):
+    if os.path.isabs(model) or model.startswith("~"):
         model = str(place.resolve(model))
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
         raise UserError(

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lora_fp8.common import reading
+from lora_fp8.common import reading, system
 from lora_fp8.data.clips import VIDEOS
 from lora_fp8.errors import Message, UserError
 
 MOST_PIXELS = 128 * 2**20
 MOST_MEMORY = 3 * 2**30  # address space; an image of MOST_PIXELS takes 384 MiB per copy, and there are a few copies
+WATCH_SECONDS = 0.02  # between looks at a child's memory, where the system cannot limit it
 MOST_SECONDS = 30
 MOST_VIDEO_SECONDS = 120  # for a whole video with every frame decoded
 MOST_FRAMES = 513  # of an animated preview
@@ -82,7 +83,7 @@ class _Child:
             stderr=subprocess.DEVNULL,
             cwd="/",
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
-            start_new_session=True,  # Ctrl-C in the terminal is for the page
+            **system.detached(),  # Ctrl-C in the terminal is for the page
         )
         assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
         self._requests, self._answers = self.process.stdin, self.process.stdout
@@ -96,6 +97,9 @@ class _Child:
 
         timer = threading.Timer(seconds, kill)
         timer.start()
+        answered = threading.Event()
+        if not system.CAN_LIMIT_MEMORY:
+            threading.Thread(target=self._watch_memory, args=(answered,), daemon=True).start()
         try:
             self._requests.write(json.dumps(request).encode() + b"\n")
             self._requests.flush()
@@ -106,6 +110,7 @@ class _Child:
             answer, data = {}, b""
         finally:
             timer.cancel()
+            answered.set()
         if not answer or len(data) != answer.get("bytes", 0):
             self.process.kill()
             self.process.wait()
@@ -113,6 +118,11 @@ class _Child:
         if "error" in answer:
             raise UserError(answer["error"])
         return data
+
+    def _watch_memory(self, answered: threading.Event) -> None:
+        while not answered.wait(WATCH_SECONDS):
+            if system.read_memory(self.process.pid) > MOST_MEMORY:
+                self.process.kill()
 
 
 def _python_path() -> str:
@@ -188,10 +198,8 @@ def _open_header(path: str) -> Iterator[Any]:
 
 
 def _serve() -> None:
-    import resource
-
     commands: dict[str, Callable[..., bytes]] = {"show": encode_still, "move": encode_animation, "check": check}
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    system.limit_memory(MOST_MEMORY)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:

@@ -4,12 +4,12 @@ A reload, a second window and the other language show the same draft. Each chang
 to what a window had seen, so that two windows can change different settings.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lora_fp8.common import system
 from lora_fp8.common.writing import atomic_write, make_folder, sync_folder
 
 from . import form
@@ -86,7 +86,7 @@ class Draft:
         self._finish_exchange()
         self._put(self.leaving, now)
         self._put(self.file, text)
-        os.replace(self.leaving, self.before)
+        system.replace(self.leaving, self.before)
         sync_folder(self.before.parent)
         return text
 
@@ -96,7 +96,7 @@ class Draft:
             if self.leaving.read_text(encoding="utf-8") == self.text():
                 self.leaving.unlink()
             else:
-                os.replace(self.leaving, self.before)
+                system.replace(self.leaving, self.before)
 
     def put(self, key: str, value: object) -> str:
         """Set a setting and return the new text. Raises UserError if the text is not TOML."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import config, jobs
+from lora_fp8.common import system
 from lora_fp8.common.messages import restore
 from lora_fp8.errors import UserError
 from lora_fp8.run import Run, disk_space
@@ -154,7 +155,7 @@ class Estimates:
                 stdout=out,
                 stderr=err,
                 env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
-                start_new_session=True,
+                **system.detached(),
             )
         self._asked = _Request(text, process, time.monotonic(), path, answers)
 

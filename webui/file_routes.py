@@ -6,13 +6,13 @@
 """
 
 import hashlib
-import os
 import threading
 
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
+from lora_fp8.common import system
 from lora_fp8.errors import Message, UserError
 
 from . import sanitize
@@ -86,7 +86,7 @@ def _load_picture(place: Place, decoders: Decoders, text: str, width: int, movin
         try:
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             part.write_bytes(data)
-            os.replace(part, kept)  # no fsync: after a power loss it is made again
+            system.replace(part, kept)  # no fsync: after a power loss it is made again
         except OSError:  # a full disk: the image is sent, and decoded again the next time
             part.unlink(missing_ok=True)
     return data, f'"{key}"'

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_fp8.common import system
 from lora_fp8.common.writing import make_folder, sync_folder, write_synced
 from lora_fp8.data import clips
 from lora_fp8.data.caption_text import CAPTIONS
@@ -169,7 +170,7 @@ def _copy_whole(file: Path, target: Path) -> None:
     try:
         with open(file, "rb") as source, write_synced(temporary) as copy:
             shutil.copyfileobj(source, copy)
-        os.replace(temporary, target)
+        system.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

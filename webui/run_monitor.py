@@ -91,7 +91,7 @@ def find_job(ui: Ui, text: str) -> JobView:
     queue = get_monitor(ui.place).queue
     if text.isascii() and text.isdecimal() and len(text) < 15:
         return queue.job(int(text))
-    if "/" in text:
+    if "/" in text or Path(text).is_absolute():
         return queue.job(str(ui.path(text)))
     for view in get_monitor(ui.place).views():
         if view.name == text and view.kind == "train":

@@ -10,6 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
+from lora_fp8.common import system
 from lora_fp8.errors import Message, Template, UserError
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
@@ -51,16 +52,17 @@ def resolve_path(text: str) -> Path:
         UserError: it is not written as a path of this computer.
     """
     given = _check_text(text, PATH)
-    if given.startswith("~/"):
-        given = str(Path.home()) + given[1:]
-    if given.startswith("//") or not given.startswith("/") or "\\" in given:
+    whole = write_windows_path(given) if system.WINDOWS else _write_posix_path(given)
+    if whole is None:
         raise UserError(
             Message("{text}: not a path of this computer; write it whole, from / or ~/ on", text=shorten(text))
+            if not system.WINDOWS
+            else Message("{text}: not a path of this computer; write it whole, from C:\\ or ~\\ on", text=shorten(text))
         )
-    if ".." in given.split("/"):
+    if ".." in re.split(r"[/\\]" if system.WINDOWS else "/", whole):
         raise UserError(Message("{text}: write the path without ..", text=shorten(text)))
     try:
-        return Path(given).resolve()
+        return Path(whole).resolve()
     except (OSError, RuntimeError):  # a loop of links
         raise UserError(Message("{text}: cannot be followed to a file or folder", text=shorten(text))) from None
 
@@ -69,6 +71,30 @@ def require_folder(path: Path, text: object) -> None:
     """Check that a folder exists. Raises UserError, which names it by what was typed."""
     if not path.is_dir():
         raise UserError(Message("{text}: there is no such folder", text=shorten(text)))
+
+
+def _write_posix_path(given: str) -> str | None:
+    if given.startswith("~/"):
+        given = str(Path.home()) + given[1:]
+    return None if given.startswith("//") or not given.startswith("/") or "\\" in given else given
+
+
+def write_windows_path(given: str) -> str | None:
+    """Return a Windows path from its drive on, or None if it is not one of a local disk.
+
+    Refused are shares (which would send the user's password hash to a server), devices, alternate streams, and names
+    that Windows changes or cannot hold: a folder could not be told from another.
+    """
+    path = given.replace("/", "\\")
+    if path.startswith("~\\"):
+        path = str(Path.home()).replace("/", "\\") + path[1:]
+    if not re.match(r"[A-Za-z]:\\", path):
+        return None
+    parts = [part for part in path[3:].split("\\") if part]
+    for part in parts:
+        if part != ".." and (re.search(r'[:*?"<>|]', part) or part[-1] in ". " or RESERVED.match(part)):
+            return None
+    return path[:3] + "\\".join(parts)
 
 
 def check_name(text: str) -> str:

@@ -1,6 +1,7 @@
 """`lora-fp8 ui`: serve the site until Ctrl-C. Jobs belong to the worker and continue without it."""
 
 import ctypes
+import errno
 import gc
 import os
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import jobs
+from lora_fp8.common import system
 from lora_fp8.errors import Message, UserError
 
 from . import sanitize
@@ -101,6 +103,8 @@ def _take_password() -> str:
 
 def _find_environment_string(name: str) -> int:
     """Return the address of a variable's value in this process's own environment; 0 where there is none."""
+    if system.WINDOWS:  # where a process's environment is not shown to other users
+        return 0
     getenv = ctypes.CDLL(None).getenv
     getenv.restype, getenv.argtypes = ctypes.c_size_t, [ctypes.c_char_p]
     return getenv(name.encode())
@@ -115,14 +119,17 @@ def _listen(host: str, port: int) -> socket.socket:
             Message("--host {host}: {why}; give a name or address of this machine", host=host, why=error.strerror)
         ) from None
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # On Windows, SO_REUSEADDR would let two pages share a port.
+    option = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+    listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
         listener.bind(where)
         listener.listen(128)
     except OSError as error:
         listener.close()
-        holder = f" by {_find_port_holder(port)}" if error.errno == 98 else ""
-        what = f"taken{holder}; choose another port" if error.errno == 98 else error.strerror
+        taken = error.errno == errno.EADDRINUSE
+        holder = f" by {_find_port_holder(port)}" if taken else ""
+        what = f"taken{holder}; choose another port" if taken else error.strerror
         raise UserError(Message("--host {host} --port {port}: {line}", host=host, port=port, line=what)) from None
     return listener
 

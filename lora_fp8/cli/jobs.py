@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from ..common import system
 from ..errors import Message
 from .help import Program
 from .options import JSON, SET, load_config, print_json, print_lines
@@ -102,7 +103,9 @@ def worker(
     """Start queued jobs until Ctrl-C. Each GPU or group gets one at a time; running jobs continue after Ctrl-C."""
     from .. import jobs
 
-    report = lambda line: print(time.strftime("%F %T"), line, flush=True)  # noqa: E731
+    report = lambda line: print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)  # noqa: E731
+    if background and not system.CAN_FORK:
+        raise typer.Exit(jobs.start_worker(jobs.find_home(), gpus, idle))
     queue_worker = jobs.Worker(jobs.find_home(), gpus, report)
     if background:
         queue_worker.take_lock()  # errors are reported before the fork

@@ -1,15 +1,23 @@
-"""A lock on an open file that ends with its holder: flock, or one locked byte on Windows, which has not been tested."""
+"""A lock on an open file that ends with its holder: flock, or a locked byte on Windows.
 
+The system releases it when the process exits, however it exits. The file's content, its holder's name, stays.
+filelock's `lock_descriptor` does the work where there is no fcntl: the same exclusive lock, but none that is shared,
+and on Windows the file's first byte cannot be read by others meanwhile.
+"""
+
+import contextlib
 import os
+import time
+from pathlib import Path
 from typing import IO, Any
 
 try:
     import fcntl
-except ModuleNotFoundError:  # Windows
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]  # tested before each use
-    import msvcrt
 
-FAR = 1 << 40  # beyond the end of the file, as Windows keeps others from reading the locked byte
+PROBES = 5
+"""Attempts at a shared lock where there is none: another reader may hold the exclusive one for an instant."""
 
 
 def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
@@ -17,7 +25,8 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 
     Args:
         file: an open file, or its descriptor.
-        shared: allow others to hold a shared lock at the same time. On Windows the lock is never shared.
+        shared: allow others to hold a shared lock at the same time. Without fcntl, the lock is never shared, and a
+            caller must close the file at once.
 
     Returns:
         True if the file is locked now.
@@ -26,18 +35,39 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
         OSError: the file system does not support locks.
     """
     if fcntl is None:
+        import filelock
+
         descriptor = file if isinstance(file, int) else file.fileno()
-        before = os.lseek(descriptor, 0, os.SEEK_CUR)
-        os.lseek(descriptor, FAR, os.SEEK_SET)
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-            return True
-        except PermissionError:
-            return False
-        finally:
-            os.lseek(descriptor, before, os.SEEK_SET)
+        for attempt in range(PROBES if shared else 1):
+            if attempt:
+                time.sleep(0.005)
+            if filelock.lock_descriptor(descriptor, blocking=False):
+                return True
+        return False
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
+
+
+def write_holder(file: IO[str]) -> None:
+    """Write this process's name into a file that it has locked."""
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()}")
+    file.flush()
+
+
+def read_holder(path: Path) -> int:
+    """Return the id of the process that `write_holder` named; 0 if the file names none.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        file.seek(1)  # Windows refuses to read the first byte, which is the locked one
+        name = file.read(100)
+    with contextlib.suppress(ValueError):
+        return int(name.rpartition(b" ")[2])
+    return 0

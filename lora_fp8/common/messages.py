@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Joined, Message, Translated
+from . import system
 
 if TYPE_CHECKING:
     from babel.messages.catalog import Message as Entry
@@ -74,7 +75,10 @@ def without_home(text: str) -> str:
     home = os.path.expanduser("~")
     if len(Path(home).parts) < 2:  # "/", or unknown
         return text
-    return re.sub(rf"(?<![\w./~-]){re.escape(home)}(?=[/\\])", "~", text)
+    pattern, flags = re.escape(home), re.NOFLAG
+    if system.WINDOWS:  # with either kind of separator, in any case, and doubled where a text quotes it
+        pattern, flags = r"[\\/]+".join(map(re.escape, re.split(r"[\\/]+", home))), re.IGNORECASE
+    return re.sub(rf"(?<![\w./~-]){pattern}(?=[/\\])", "~", text, flags=flags)
 
 
 def add_translations(content: dict[str, Any]) -> dict[str, Any]:

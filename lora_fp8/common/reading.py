@@ -1,7 +1,7 @@
 """Open files that somebody else named or put there: only regular files, and no more bytes than a reader can use.
 
 Opening a FIFO waits for a writer, forever if there is none, and `/dev/zero` never ends. Both are OSErrors here, so that
-a caller that reports missing or forbidden files reports these too. This module imports nothing of ours.
+a caller that reports missing or forbidden files reports these too. This module imports little of ours.
 """
 
 import errno
@@ -12,6 +12,7 @@ from io import BufferedReader
 from typing import IO, Any
 
 from ..errors import Message
+from . import system
 
 MIB = 1 << 20
 MOST_TEXT = MIB
@@ -28,7 +29,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """
     # Checked before opening, as opening a device may have effects, and again after it, as the file may be replaced.
     _refuse(os.stat(path).st_mode, path)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(path, system.flags("O_RDONLY", "O_NONBLOCK"))
     try:
         _refuse(os.fstat(descriptor).st_mode, path)
         return os.fdopen(descriptor, "rb")

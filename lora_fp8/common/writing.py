@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from . import system
+
 
 def atomic_write(path: Path, data: bytes) -> None:
     """Write a whole file so that a reader, or a crash or power cut, finds the old content or the new, never a mixture.
@@ -18,7 +20,7 @@ def atomic_write(path: Path, data: bytes) -> None:
     try:
         with write_synced(temporary) as file:
             file.write(data)
-        os.replace(temporary, path)
+        system.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -57,7 +59,7 @@ def sync_folder(path: Path) -> None:
     Raises:
         OSError: `filename` is the folder.
     """
-    if os.name == "nt":  # folders cannot be opened on Windows
+    if not system.CAN_SYNC_FOLDERS:  # Windows cannot open a folder; NTFS logs renames itself
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -72,7 +74,8 @@ def sync_folder(path: Path) -> None:
 def sync_files(paths: list[Path]) -> None:
     """Make the contents of files durable. Call it after all are written, as a disk handles many at once."""
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
+        # Windows flushes only what is open for writing.
+        descriptor = os.open(path, system.flags("O_RDWR" if system.WINDOWS else "O_RDONLY"))
         try:
             os.fsync(descriptor)
         finally:

@@ -52,6 +52,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import settings
+from ..common import system
 from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
 from ..errors import Message, RunFailure, UserError
@@ -506,7 +507,7 @@ class Cache:
         try:
             with write_synced(temporary) as file:
                 file.write(data)
-            os.replace(temporary, path)
+            system.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from ..common import system
 from ..common.writing import sync_files, sync_folder
 from ..errors import Message, UserError
 from . import caption_text
@@ -57,7 +58,7 @@ def read_bytes(path: Path) -> bytes | None:
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(path, system.flags("O_RDONLY", "O_NONBLOCK"))
     except FileNotFoundError:
         return None
     with open(descriptor, "rb") as file:
@@ -112,7 +113,7 @@ class Swap:
             if raw is None:
                 path.unlink(missing_ok=True)
             else:
-                os.replace(_new(path), path)
+                system.replace(_new(path), path)
         for folder in self.folders:
             sync_folder(folder)
         self.done = True
@@ -127,7 +128,7 @@ class Swap:
                     path.unlink(missing_ok=True)
                 else:
                     sync_files([_old(path)])
-                    os.replace(_old(path), path)
+                    system.replace(_old(path), path)
             except OSError:
                 stuck += not self._has_old(path)
         try:
@@ -167,10 +168,10 @@ def _old(path: Path) -> Path:
 def _write(path: Path, raw: bytes, mode: int | None) -> None:
     path.unlink(missing_ok=True)  # left by an earlier process that had this process id
     # O_EXCL does not follow a link of this name, which may come with a dataset.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(path, system.flags("O_WRONLY", "O_CREAT", "O_EXCL"), 0o666)
     try:
         write_all(descriptor, raw)
-        if mode is not None:
+        if mode is not None and hasattr(os, "fchmod"):
             os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
@@ -211,15 +212,7 @@ def _is_ours(name: str, names: tuple[str, ...]) -> bool:
 
 def _is_alive(pid: int) -> bool:
     """Return True if another process has this id: it may be editing a folder that contains this one, or lies in it."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid != os.getpid() and system.process_exists(pid)
 
 
 def sweep(leftovers: list[Path]) -> list[Path]:

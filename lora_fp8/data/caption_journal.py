@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common import system
 from ..common.writing import atomic_write, sync_folder
 from ..errors import Message, UserError, cannot_read
 from . import caption_text
@@ -219,7 +220,7 @@ class Journal:
         if self.path.is_symlink():
             raise UserError(Message("{path}: is a link; remove it, so that edits can be written down", path=self.path))
         try:
-            opened = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            opened = os.open(self.path, system.flags("O_RDONLY", "O_NONBLOCK"))
         except FileNotFoundError:
             return self._forget()
         except OSError as error:
@@ -236,7 +237,7 @@ class Journal:
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
             raise UserError(Message("{path}: is no journal of caption edits; remove it", path=self.path))
-        self._take_lines(os.pread(descriptor, status.st_size - self._size, self._size))
+        self._take_lines(system.read_at(descriptor, status.st_size - self._size, self._size))
 
     def _take_lines(self, raw: bytes) -> None:
         *lines, last = raw.split(b"\n")
@@ -345,7 +346,7 @@ class Journal:
         If even this fails, the operation stays open, and the next edit reverts it.
         """
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, os.O_WRONLY)
+            descriptor = os.open(self.path, system.flags("O_WRONLY"))
             try:
                 os.ftruncate(descriptor, self._began)
                 os.fsync(descriptor)
@@ -358,10 +359,10 @@ class Journal:
     def _append(self, raw: bytes) -> int:
         """Append a line, durably. Return the size of the file before."""
         self.in_doubt = False
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        descriptor = os.open(self.path, system.flags("O_RDWR", "O_APPEND", "O_CREAT", "O_NOFOLLOW"), 0o666)
         try:
             size = os.fstat(descriptor).st_size
-            ragged = size and os.pread(descriptor, 1, size - 1) != b"\n"
+            ragged = size and system.read_at(descriptor, 1, size - 1) != b"\n"
             raw = b"\n" + raw if ragged else raw
             try:
                 write_all(descriptor, raw)
@@ -395,6 +396,8 @@ class Journal:
                 kept[number] = line
         lines = [kept[number] for number in (*self.done, *reversed(self.undone)) if number in kept]
         lines += [_dump({"undo": number}) for number in self.undone if number in kept]
+        if system.WINDOWS:  # an open file cannot be replaced there
+            self.close()
         atomic_write(self.path, b"".join([*lines, _dump({"end": 0})]))
         self._forget()
         self.refresh()

@@ -291,7 +291,8 @@ def _folder(settings: Settings) -> Path:
     folder = Path(os.path.expanduser(settings.model))
     if folder.is_dir():
         return folder
-    if folder.is_file() or settings.model.count("/") != 1 or settings.model.startswith(("/", "~", ".")):
+    is_path = folder.is_absolute() or settings.model.startswith(("~", "."))
+    if folder.is_file() or settings.model.count("/") != 1 or is_path:
         raise UserError(Message("{model}: no such folder, and no Hugging Face id (OWNER/NAME)", model=settings.model))
     try:
         fetched = huggingface_hub.snapshot_download(

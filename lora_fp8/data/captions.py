@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..common import system
 from ..common.locks import try_lock
 from ..common.shell import quote_path
 from ..errors import Message, UserError, UserErrors, about
@@ -41,6 +42,9 @@ from .caption_operations import MAX_CAPTION, Operation, Recode, ReplacePattern, 
 from .examples import ScanReport
 
 __all__ = ["JOURNAL", "Change", "Entry", "Journal"]
+
+LOCK = ".lora_fp8_captions.lock"
+"""Empty file that is locked on Windows, where a folder cannot be. It is left there: deleting it could free it twice."""
 
 
 def listed(folder: Path, mask: str = "") -> dict[str, Path]:
@@ -706,13 +710,16 @@ def _editing(folder: Path, journal: Journal | None = None, sweeping: bool = True
             held.refresh()
             yield held
         finally:
-            if journal is None:
+            if journal is None or system.WINDOWS:  # Windows lets nobody replace a file that is held open
                 held.close()
 
 
 def _is_locked(folder: Path) -> bool:
     """Return True if captions of this folder are being edited now."""
-    descriptor = os.open(os.path.expanduser(folder), os.O_RDONLY)
+    try:
+        descriptor = _open_to_lock(folder, create=False)
+    except FileNotFoundError:
+        return False
     try:
         return not try_lock(descriptor, shared=True)
     finally:
@@ -722,12 +729,8 @@ def _is_locked(folder: Path) -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Lock the folder against all other edits, of this and of other processes."""
-    root = Path(os.path.expanduser(folder))
-    if os.name == "nt":
-        raise UserError(Message("captions cannot be edited here on Windows: a folder cannot be locked there"))
     try:
-        # The folder itself is locked, as a lock file would be one more file in it.
-        descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = _open_to_lock(folder)
     except OSError as error:
         raise UserError(Message("{path}: cannot be opened ({why})", path=folder, why=error.strerror)) from None
     try:
@@ -739,3 +742,11 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _open_to_lock(folder: Path, create: bool = True) -> int:
+    """Open what is locked for a folder: the folder itself, or a file in it on Windows, which cannot lock folders."""
+    root = os.path.expanduser(folder)
+    if system.CAN_LOCK_FOLDERS:
+        return os.open(root, system.flags("O_RDONLY", "O_DIRECTORY"))
+    return os.open(os.path.join(root, LOCK), system.flags(*(("O_RDWR", "O_CREAT") if create else ("O_RDONLY",))), 0o666)

@@ -29,6 +29,13 @@ training steps, but here the others also wait while one fills the cache. It does
 launcher does."""
 
 
+def find_unused_gpus() -> list[str]:
+    """Return a sentence for a GPU that this program cannot use, if the machine has one and no other."""
+    if torch.cuda.is_available() or not torch.backends.mps.is_available():
+        return []
+    return [Message("the GPU of this Mac (MPS) is not used, as PyTorch has no FP8 on it: training runs on the CPU")]
+
+
 class Elsewhere(RunFailure):
     """Another process of this job failed or exited."""
 
@@ -47,7 +54,10 @@ class Processes:
 
     def __init__(self) -> None:
         # accelerate forms a CPU process group only if it is told to use the CPU.
-        state = PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+        # torch for Windows has no NCCL; gloo sends tensors of GPUs through RAM.
+        on_gpu, distributed = torch.cuda.is_available(), torch.distributed.is_available()
+        options = {"backend": "gloo"} if on_gpu and distributed and not torch.distributed.is_nccl_available() else {}
+        state = PartialState(cpu=not on_gpu, timeout=PATIENCE, **options)
         self.rank, self.world = state.process_index, state.num_processes
         self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
         self.all_know = False

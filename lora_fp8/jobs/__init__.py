@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config, settings
+from ..common import system
 from ..common.reading import load_text
 from ..common.text import is_utf8
 from ..errors import Message, UserError
@@ -32,7 +33,7 @@ from ..run import Run, ownership
 from . import job_state, procs, run_events
 from .job_view import ENDED, SENTENCES, JobView, Sentence
 from .store import Damaged, Row, Store, StoreError, find_home, now, parse_command
-from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, was_worker_killed
+from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, start_worker, was_worker_killed
 
 __all__ = [
     "COMMANDS",
@@ -52,6 +53,7 @@ __all__ = [
     "find_home",
     "find_worker",
     "make_paths_absolute",
+    "start_worker",
     "was_worker_killed",
 ]
 
@@ -345,7 +347,10 @@ class Queue:
         if not hard:
             run.request("stop")  # before the signal, so that the run is seen to be stopping
         try:
-            procs.send(procs.find_family(pid) if hard else [pid], signal.SIGKILL if hard else signal.SIGTERM)
+            if hard:
+                procs.kill(procs.find_family(pid))
+            elif system.CAN_ASK_TO_STOP:
+                procs.send([pid], signal.SIGTERM)
         except PermissionError:
             raise UserError(
                 Message("{path}: process {pid}, which trains here, is another user's", path=run.path, pid=pid)
@@ -565,8 +570,7 @@ def _make_columns(scheduling: Scheduling) -> dict[str, Any]:
     """Return the columns that every new job has.
 
     Raises:
-        UserError: the GPU group is malformed, or this system has no /proc.
+        UserError: the GPU group is malformed.
     """
-    procs.read_boot_id()  # refuse a system without /proc before anything is queued
     values = asdict(scheduling) | {"gpus": normalize_group(scheduling.gpus) if scheduling.gpus else ""}
     return values | {"created": now()}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..common.locks import read_holder
 from ..common.messages import restore
 from ..common.reading import load_text, parse_json
 from ..run import Run, Unreadable
@@ -33,7 +34,7 @@ def _is_exiting(row: Row) -> bool:
     with contextlib.suppress(OSError, ValueError, Unreadable):
         if not run.alive():
             return False
-        return procs.is_exiting(int(run.lock_file.read_text(encoding="utf-8").rpartition(" ")[2]))
+        return procs.is_exiting(read_holder(run.lock_file))
     return False
 
 
@@ -141,7 +142,7 @@ def _describe_stop(row: Row, step: int | None, status: int | None) -> Sentence:
 def _describe_crash(
     row: Row, status: int | None, launcher_status: int | None, by_name: dict[str, Any], last: dict[str, Any]
 ) -> Sentence:
-    if row.boot and row.boot != procs.read_boot_id():
+    if procs.has_rebooted(row.boot, row.launched):
         return Sentence("reboot")
     if status is None:
         return Sentence("vanished")

@@ -15,7 +15,6 @@ file name.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import signal
@@ -25,10 +24,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..common import system
 from ..common.writing import atomic_write
 from . import procs
-
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(arguments: list[str]) -> int:
@@ -40,8 +38,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     outer, record = options.sweep is not None, options.record
     if outer:
-        # Orphans of the launcher become children of this process, which can then wait for them.
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        system.adopt_orphans()  # those of the launcher: this process can then wait for them
     else:
         record = record.with_name(f"{record.stem}-{os.environ.get('RANK', '0')}{record.suffix}")
     oom_before = procs.count_oom_kills()
@@ -52,13 +49,13 @@ def main(arguments: list[str]) -> int:
         # The outer keeper outlives every polite request: it has to record how the others end.
         if child is None:
             pending.append(number)
-        elif not outer:
+        elif not outer and system.CAN_ASK_TO_STOP:  # Windows sends Ctrl-Break to all processes itself
             procs.send([child.pid], number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (*system.STOP_SIGNALS, *system.HANGUP):
         signal.signal(number, pass_on)
     child = subprocess.Popen(options.command)
-    if not outer:
+    if not outer and system.CAN_ASK_TO_STOP:
         for received in pending:
             procs.send([child.pid], received)
     status = child.wait()
@@ -74,26 +71,18 @@ def main(arguments: list[str]) -> int:
 
 def _sweep(patience: float) -> int:
     """End the processes that still have this job's token. Return how many there were."""
-    token, own = os.environ[procs.TOKEN], os.getpid()
+    # The parent is the worker, which has no token, or on Windows the launcher of a venv's python.exe, which has it.
+    token, own = os.environ[procs.TOKEN], (os.getpid(), os.getppid())
 
     def find_left() -> list[int]:
-        return [pid for pid in procs.find_members(token) if pid != own]
-
-    def reap_children() -> bool:
-        """Reap the children of this process, inherited ones too; return True if none is left."""
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return True
-        return False
+        return [pid for pid in procs.find_members(token) if pid not in own]
 
     to_end = find_left()
     procs.send(to_end, signal.SIGTERM)
     deadline = time.monotonic() + patience
-    while not reap_children() or find_left():
+    while not system.reap_children() or find_left():
         if time.monotonic() > deadline:
-            procs.send(find_left(), signal.SIGKILL)
+            procs.kill(find_left())
         time.sleep(0.05)
     return len(to_end)
 

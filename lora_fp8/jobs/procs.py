@@ -1,4 +1,6 @@
-"""Find out which processes are alive, and signal them. Everything is read from /proc: a stored note may be outdated.
+"""Find out which processes are alive, and signal them. Everything is read anew: a stored note may be outdated.
+
+Linux's /proc is read directly, as it also tells of processes that are exiting; elsewhere `portable_procs` asks psutil.
 
 A process id alone means nothing after a reboot or a day, as ids are reused. Together with the process's start time (in
 clock ticks since boot) and the id of the boot it identifies one process forever. The processes of a job are found by a
@@ -7,13 +9,15 @@ all.
 """
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import Message, UserError
+from ..common import system
+from ..common.locks import read_holder
 
 PROC = Path("/proc")
 PF_EXITING = 0x4  # among the flags in /proc/PID/stat
@@ -29,22 +33,45 @@ class Identity(NamedTuple):
     boot: str
 
 
-def read_boot_id() -> str:
-    """Return the id of the machine's current boot.
+@functools.cache
+def has_proc() -> bool:
+    """Return True if this system has a Linux-like /proc."""
+    return _read_boot_id() is not None
 
-    Raises:
-        UserError: this system has no Linux-like /proc.
-    """
+
+def read_boot_id() -> str:
+    """Return the id of the machine's current boot; "" where only Linux has one."""
+    return _read_boot_id() or ""
+
+
+def _read_boot_id() -> str | None:
     try:
         return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        raise UserError(
-            Message("the queue needs Linux's /proc to see its processes; here, use `lora-fp8 train`")
-        ) from None
+        return None
+
+
+def has_rebooted(boot: str, since: float) -> bool:
+    """Return True if the machine was restarted.
+
+    Args:
+        boot: id of the boot then.
+        since: that time, in seconds since 1970; it decides where boots have no id.
+    """
+    if has_proc():
+        return bool(boot) and boot != read_boot_id()
+    from . import portable_procs
+
+    return portable_procs.find_boot_time() > since > 0
 
 
 def identify(pid: int) -> Identity | None:
     """Return the identity of the living process with this id; None if there is none, or it only waits to be reaped."""
+    if not has_proc():
+        from . import portable_procs
+
+        start = portable_procs.read_start(pid)
+        return None if start is None else Identity(pid, start, "")
     fields = _read_stat(pid)
     if fields is None or fields[0] in ("Z", "X"):
         return None
@@ -62,6 +89,10 @@ def find_members(token: str, session: int = 0) -> list[int]:
     A process that is exiting has no environment any more, but may hold its lock and its GPU for seconds. With
     `session`, the exiting processes of that session are included.
     """
+    if not has_proc():
+        from . import portable_procs
+
+        return portable_procs.find_members(TOKEN, token)
     entry_of_token, pids = f"{TOKEN}={token}".encode(), []
     for entry in os.scandir(PROC):
         if not entry.name.isdigit():
@@ -81,14 +112,22 @@ def find_members(token: str, session: int = 0) -> list[int]:
 
 def find_parent(pid: int) -> int:
     """Return the id of a process's parent; 0 if the process has exited."""
+    if not has_proc():
+        from . import portable_procs
+
+        return portable_procs.find_parent(pid)
     fields = _read_stat(pid)
     return int(fields[1]) if fields else 0
 
 
 def find_holder(file: Path) -> int | None:
     """Return the process named in `file`, a run's lock; None if it does not have the file open or is another user's."""
-    with contextlib.suppress(OSError, ValueError):
-        pid = int(file.read_text(encoding="utf-8").rpartition(" ")[2])
+    if not has_proc():
+        from . import portable_procs
+
+        return portable_procs.find_holder(file)
+    with contextlib.suppress(OSError):
+        pid = read_holder(file)
         if any(os.path.samefile(entry.path, file) for entry in os.scandir(PROC / str(pid) / "fd")):
             return pid
     return None
@@ -96,6 +135,10 @@ def find_holder(file: Path) -> int | None:
 
 def find_family(pid: int) -> list[int]:
     """Return a process and its living descendants."""
+    if not has_proc():
+        from . import portable_procs
+
+        return portable_procs.find_family(pid)
     children: dict[int, list[int]] = {}
     for entry in os.scandir(PROC):
         if entry.name.isdigit():
@@ -116,11 +159,19 @@ def is_exiting(pid: int, session: int = 0) -> bool:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process that still exists."""
+    """Send a signal to each process that still exists. On Windows, every signal ends it at once."""
     for pid in pids:
         assert pid > 1, f"{pid} would be a group of processes, or all"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def kill(pids: Iterable[int]) -> None:
+    """End each process that still exists at once (SIGKILL)."""
+    for pid in pids:
+        assert pid > 1, f"{pid} would be a group of processes, or all"
+        with contextlib.suppress(ProcessLookupError):
+            system.kill(pid)
 
 
 def count_oom_kills() -> int:

@@ -8,12 +8,12 @@ run folder and the records of its last attempt show how it ended. The damaged fi
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import config
+from ..common import system
 from ..common.locks import try_lock
 from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
 from ..errors import Message, UserError
@@ -74,7 +74,7 @@ def rescue(home: Path) -> Rescued:
             number += 1
         for name in reversed(FILES):  # the database last: while it is there, an interrupted rescue can be repeated
             if (home / name).exists():
-                os.replace(home / name, aside.with_name(aside.name + name.removeprefix("queue.db")))
+                system.replace(home / name, aside.with_name(aside.name + name.removeprefix("queue.db")))
         rescued = Rescued(aside)
         store = Store(home)
         folders = [folder for folder in (home / "jobs").iterdir() if folder.name.isdecimal() and folder.is_dir()]

@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..common import system
 from ..common.reading import parse_json
 from ..common.text import is_utf8, quote
 from ..common.writing import atomic_write
@@ -165,7 +166,7 @@ class Store:
             (home / "jobs").mkdir(exist_ok=True, mode=0o700)
             if not self.file.exists():
                 # SQLite gives its other files the same permissions.
-                os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, 0o600))
+                os.close(os.open(self.file, system.flags("O_CREAT", "O_RDWR"), 0o600))
         self._migrate()
 
     def folder(self, id: int) -> Path:

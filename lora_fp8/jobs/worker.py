@@ -1,12 +1,12 @@
 """The process that starts queued jobs, stops those that should stop, and records how they ended.
 
 There is one per home folder (flock). It keeps nothing important in memory: the database says what was started and what
-is wanted, /proc says what is alive. It can therefore be killed at any time: its jobs continue, and the next worker
-takes them over.
+is wanted, the system's process table says what is alive. It can therefore be killed at any time: its jobs continue, and
+the next worker takes them over.
 
 A job is stopped in steps: a file control/stop in its run folder (the trainer saves at the end of its step); after
 `patience_s`, SIGTERM to the trainers; after `kill_after_s`, SIGKILL to all processes with its token. Before the first
-step there is nothing to save, so SIGTERM comes at once.
+step there is nothing to save, so SIGTERM comes at once. On Windows it kills, and so it is the last step there.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import errno
 import glob
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from ..common import system
 from ..common.locks import try_lock
 from ..common.messages import without_home
 from ..common.reading import load_text
@@ -126,7 +128,17 @@ def normalize_group(text: str) -> str:
 
 
 def _count_gpus() -> int:
-    return len(glob.glob("/dev/nvidia[0-9]*"))
+    """Count NVIDIA GPUs by their device files, or by nvidia-smi where there are none (Windows, and Linux in WSL2)."""
+    if number := len(glob.glob("/dev/nvidia[0-9]*")):
+        return number
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        done = subprocess.run([program, "-L"], capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith(b"GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
 def find_worker(home: Path) -> Info | None:
@@ -174,7 +186,7 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
                 stdout=file,
                 stderr=file,
                 env=environment,
-                start_new_session=True,
+                **system.detached(),
             )
         deadline = time.monotonic() + 5
         while worker := find_worker(home):  # ours, or one that another process started first
@@ -187,11 +199,28 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
     )
 
 
+def start_worker(home: Path, gpus: Sequence[str] = (), idle_s: float | None = None) -> int:
+    """Start a worker in a process of its own where a process cannot fork, and wait until it holds the lock.
+
+    Returns:
+        The exit code: 0, or that of a worker that ended with an error, which it has printed.
+    """
+    command = [sys.executable, *PROGRAM, "worker", *(part for gpu in gpus for part in ("--gpus", gpu))]
+    command += [] if idle_s is None else ["--idle", str(idle_s)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **system.detached())
+    while process.poll() is None:
+        worker = find_worker(home)
+        if worker is not None and worker.pid:
+            return 0
+        time.sleep(0.05)
+    return process.returncode
+
+
 @contextlib.contextmanager
 def _open_rotated(path: Path) -> Iterator[Any]:
     try:
         if path.exists() and path.stat().st_size > 1_000_000:
-            os.replace(path, path.with_suffix(".1.log"))
+            system.replace(path, path.with_suffix(".1.log"))
         file = open(path, "ab")  # noqa: SIM115 - closed below
     except OSError as error:
         raise cannot_write(path, error) from None
@@ -240,7 +269,7 @@ class Worker:
         if self._lock is None:
             self.take_lock()
         self._last_beat = -1.0  # write it at once: the lock may have been taken by the process before a fork
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in system.STOP_SIGNALS:
             signal.signal(number, lambda *_: setattr(self, "_is_leaving", True))
         self.report(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
         busy_at = time.monotonic()
@@ -338,7 +367,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.make_environment(token, group, attempt),
-                start_new_session=True,
+                **system.detached(),
             )
         self._children[child.pid] = child
         if process := procs.identify(child.pid):  # else it has exited already
@@ -363,7 +392,7 @@ class Worker:
         )
         # OpenMP accepts a number for each nesting level, separated by commas; the first is that of the outermost.
         omp_threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-        threads = omp_threads if omp_threads.isdecimal() else len(os.sched_getaffinity(0)) // len(self.groups) // number
+        threads = omp_threads if omp_threads.isdecimal() else system.count_cpus() // len(self.groups) // number
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings_file), "--quiet"]
         launch += multi_gpu
         launch += ["--num_processes", str(number), "--num_machines", "1", "--mixed_precision", "no"]
@@ -392,7 +421,7 @@ class Worker:
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
             "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
             "CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # the order that nvidia-smi uses
-            "CUDA_VISIBLE_DEVICES": "" if group == "cpu" else group,
+            "CUDA_VISIBLE_DEVICES": system.NO_GPUS if group == "cpu" else group,
         }
 
     def _open_log(self, path: Path) -> Any:
@@ -401,7 +430,7 @@ class Worker:
         names = [path, *(path.with_name(f"log.{i}.txt") for i in range(1, self.settings.logs + 1))]
         for older, newer in reversed(list(zip(names[1:], names, strict=False))):
             if newer.exists():
-                os.replace(newer, older)
+                system.replace(newer, older)
         return open(path, "wb")
 
     # -- started jobs
@@ -433,7 +462,9 @@ class Worker:
         if not row.asked:
             self.store.update(row.id, asked=now())
             return
-        at_once = row.wanted == "cancel" or row.kind == "command" or stage in NOTHING_TO_SAVE
+        at_once = (
+            row.kind == "command" or stage in NOTHING_TO_SAVE or (row.wanted == "cancel" and system.CAN_ASK_TO_STOP)
+        )
         pids = procs.find_members(row.token)
         keeper = row.pid if row.pid in pids else 0
         if not row.termed:
@@ -444,7 +475,7 @@ class Worker:
                 self.store.update(row.id, killed=now())
                 self.report(f"job {row.id} ({row.name}): does not end; killed")
             # The keeper is killed last: it writes the record.
-            procs.send([pid for pid in pids if pid != keeper] or pids, signal.SIGKILL)
+            procs.kill([pid for pid in pids if pid != keeper] or pids)
 
     def _ask_to_stop(self, row: Row) -> str:
         """Request a stop in the job's run folder. Return the stage that the run has reached."""
@@ -524,7 +555,7 @@ class Worker:
         temporary = self.home / f".worker.{os.getpid()}.tmp"
         try:
             temporary.write_text(json.dumps(content), encoding="utf-8")
-            os.replace(temporary, self.home / "worker.json")
+            system.replace(temporary, self.home / "worker.json")
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..common.locks import try_lock
+from ..common import system
+from ..common.locks import read_holder, try_lock, write_holder
 from ..common.messages import add_translations, restore, without_home
 from ..common.reading import parse_json, read_bytes
 from ..common.shell import quote_path
@@ -185,7 +186,7 @@ class Run:
             self._status["t"], self._status["pid"] = now, os.getpid()
             temporary = self.status_file.with_name(f".status.json.{os.getpid()}.tmp")
             temporary.write_text(json.dumps(self._status), encoding="utf-8")
-            os.replace(temporary, self.status_file)
+            system.replace(temporary, self.status_file)
 
     def write_config(self, config_text: str) -> None:
         """Write the resolved job into the folder."""
@@ -261,8 +262,8 @@ class Run:
             if attempt < 9:
                 time.sleep(0.02)
         else:
-            self._lock.seek(0)
-            holder = self._lock.read().strip() or "another process"
+            pid = read_holder(self.lock_file)
+            holder = f"process {pid}" if pid else "another process"
             self._lock.close()
             raise UserError(
                 Message(
@@ -271,10 +272,7 @@ class Run:
                     command=f"lora-fp8 stop {quote_path(self.path)}",
                 )
             )
-        self._lock.seek(0)
-        self._lock.truncate()
-        self._lock.write(f"process {os.getpid()}")
-        self._lock.flush()
+        write_holder(self._lock)
 
     def _mend_events(self) -> None:
         """Terminate a partial line that a killed process left, so that the next event gets its own line."""

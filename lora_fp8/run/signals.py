@@ -1,4 +1,4 @@
-"""Turn SIGTERM and Ctrl-C into a stop at the end of the step."""
+"""Turn SIGTERM, Ctrl-C and (on Windows) Ctrl-Break into a stop at the end of the step."""
 
 import contextlib
 import os
@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..common import system
 from ..errors import Message, Stopped
 
 STOPPED_EARLY = Message("stopped before the first step; what was cached stays cached")
@@ -33,7 +34,7 @@ class StopSignal:
     def watching(self) -> Iterator[None]:
         """Handle the signals inside the block, and restore the previous handlers after it."""
         try:
-            before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
+            before = {number: signal.signal(number, self._received) for number in system.STOP_SIGNALS}
         except ValueError:  # not the main thread, whose owner handles signals
             yield
             return
@@ -59,7 +60,7 @@ class StopSignal:
             if self.at_once is None:
                 with contextlib.suppress(OSError):  # not print: the signal may have interrupted one
                     os.write(2, b"\nstopping after this step; press Ctrl-C again to end at once\n")
-        elif number == signal.SIGINT and time.monotonic() - self._first >= 1:
+        elif number != signal.SIGTERM and time.monotonic() - self._first >= 1:
             raise KeyboardInterrupt
         self._raise_if_at_once()
 

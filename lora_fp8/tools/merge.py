@@ -24,6 +24,7 @@ from torch import Tensor
 
 from .. import families, settings
 from ..adapters import kinds
+from ..common import system
 from ..common.numbers import sides
 from ..common.text import first_few
 from ..common.writing import sync_folder, write_synced
@@ -444,7 +445,7 @@ def _rewrite(
                 for place, weight_changes in changes[name]:
                     _add_(held, place, weight_changes)
                 write.write(data)
-        os.replace(temporary, target)
+        system.replace(temporary, target)
     except OSError as error:
         raise cannot_write(target, error) from None
     finally:

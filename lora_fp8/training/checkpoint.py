@@ -29,6 +29,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from ..common import system
 from ..common.reading import MOST_JSON, parse_json, read_bytes
 from ..common.writing import sync_folder, write_synced
 from ..errors import Message, RunFailure, Template, UserError
@@ -461,11 +462,11 @@ def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
     if ownership.remove_bundle(final):
         # Others put files there, so ours are moved in one by one; the manifest comes last and completes the bundle.
         for name in files:
-            os.replace(staged / name, final / name)
+            system.replace(staged / name, final / name)
         sync_folder(final)
         staged.rmdir()
     else:
-        os.rename(staged, final)
+        system.rename(staged, final)
     sync_folder(final.parent)
 
 
@@ -501,7 +502,7 @@ def _remove(path: Path) -> list[str]:
             if left
             else []
         )
-    os.rename(path, doomed)
+    system.rename(path, doomed)
     with contextlib.suppress(OSError):
         ownership.remove_bundle(doomed)
     return []

@@ -10,13 +10,13 @@ import shutil
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import precision, settings
+from ..common import system
 from ..errors import Message, UserError
 
 RECOMPILES = 128
@@ -121,21 +121,15 @@ def reset_peak(device: torch.device) -> None:
     """Start a new measurement of the peak, where the system can: on CUDA and, for a CPU, on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets VmHWM to VmRSS
+    else:
+        system.reset_peak_memory()
 
 
 def peak_gib(device: torch.device) -> float:
     """Return the peak memory in GiB since `reset_peak`: of the GPU's allocator, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    if sys.platform == "linux":
-        # Not ru_maxrss: it keeps, over exec, the peak of the process that started this one.
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
-    import resource  # exists on Unix only
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
+    return system.read_peak_memory() / 2**30
 
 
 def free_bytes(device: torch.device) -> int | None:

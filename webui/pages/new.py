@@ -937,7 +937,11 @@ class _Page:
 
     def _check_path(self, key: str, path: str) -> None:
         """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
-        if key == "dataset.cache_dir" and not path.startswith(("/", "~")) and ".." not in Path(path).parts:
+        if (
+            key == "dataset.cache_dir"
+            and not (os.path.isabs(path) or path.startswith("~"))
+            and ".." not in Path(path).parts
+        ):
             return  # below the page's home
         full = self.ui.path(self._resolve_local(path))
         if key in ("output_dir", "dataset.cache_dir"):
