@@ -950,6 +950,8 @@ class _Page:
         if not full.exists():
             if kind == "folder":
                 sanitize.require_folder(full, path)
+            if kind == "file":
+                raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(path)))
             raise UserError(Message("{text}: there is no such file or folder", text=sanitize.shorten(path)))
         if kind == "folder" and not full.is_dir():
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
