@@ -26,6 +26,7 @@ from waiting import LONG_SECONDS
 
 from lora_fp8 import config, train
 from lora_fp8.cli import commands
+from lora_fp8.common import messages
 from lora_fp8.distributed import processes
 from lora_fp8.errors import Stopped
 from lora_fp8.run import Run
@@ -232,7 +233,7 @@ def test_the_run_is_written_by_one_process(float32):
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 11))
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [5, 10]
     assert [event["event"] for event in events].count("done") == 1
-    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = [messages.restore(json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
     assert printed == events
     assert sorted(path.name for path in (folder_of(job) / "export").iterdir()) == [
         "lora_diffusers.safetensors",
