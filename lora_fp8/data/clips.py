@@ -49,8 +49,25 @@ class ClipError(ValueError):
     """A clip that cannot be used; the message says why, without the file's name."""
 
 
+class TooLarge(ClipError):
+    """A clip of more pixels than are allowed, and its size."""
+
+    def __init__(self, width: int, height: int, most: int):
+        """Say what is wrong without naming a setting: callers other than a scan have limits of their own."""
+        self.size = width, height
+        pixels = f"{width * height:,}"
+        line = Message(
+            "has {width} x {height} = {pixels} pixels, more than {most}",
+            width=width,
+            height=height,
+            pixels=pixels,
+            most=f"{most:,}",
+        )
+        super().__init__(line)
+
+
 def too_large(width: int, height: int, most: int) -> Message:
-    """Return what is wrong with an image or clip of more pixels than are allowed."""
+    """Return what is wrong with an image or clip of more pixels than `dataset.max_pixels`."""
     return Message(
         "has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
         width=width,
@@ -309,7 +326,7 @@ def _can_begin_anywhere(container: Any, stream: Any) -> bool:
 def _check_size(picture: Any, max_pixels: int) -> None:
     pixels = picture.width * picture.height
     if max_pixels and pixels > max_pixels:
-        raise ClipError(too_large(picture.width, picture.height, max_pixels))
+        raise TooLarge(picture.width, picture.height, max_pixels)
 
 
 def _check_shape_of_pixels(ratio: Fraction | None) -> None:

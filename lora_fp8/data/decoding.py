@@ -208,6 +208,8 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return Looked(Message("cannot be read: {why}", why=error.strerror))
+    except clips.TooLarge as error:
+        return Looked(clips.too_large(*error.size, section.max_pixels))
     except clips.ClipError as error:
         return Looked(str(error))
     measured = measure(first, first) if measure else None
