@@ -56,7 +56,7 @@ class FakeCache:
         assert not self.captions or caption in self.captions, f"{caption!r} was never encoded"
         return {"embeds": torch.tensor([float(len(caption)), float(hash(caption) % 1000)])}
 
-    def shown(self, placed):
+    def control_crops(self, placed):
         return ()
 
     def prompt(self, text, shown, flipped):
