@@ -165,7 +165,7 @@ def test_a_picture_is_sent_although_it_cannot_be_kept(
     def no_room(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(file_routes.os, "replace", no_room)
+    monkeypatch.setattr(file_routes.system, "replace", no_room)
     answer = site.client.get("/picture", params={"path": str(site.folder / "data/set/a.png"), "width": "96"})
     assert answer.status_code == 200 and answer.content[:4] == b"RIFF"
 

@@ -363,13 +363,11 @@ def test_the_command(job, tmp_path, monkeypatch, capsys) -> None:
     file.write_text(config.dumps(job()), encoding="utf-8")
     arguments = ["lora-fp8", "precision", str(file), "--pictures", "1", "--layers-only"]
     monkeypatch.setattr("sys.argv", [*arguments, "--json"])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
+    cli.main()
     told = json.loads(capsys.readouterr().out)
-    assert not done.value.code and told["layers"][0]["damage"] >= told["layers"][-1]["damage"] > 0
+    assert told["layers"][0]["damage"] >= told["layers"][-1]["damage"] > 0
     monkeypatch.setattr("sys.argv", arguments)
-    with pytest.raises(SystemExit):
-        cli.main()
+    cli.main()
     assert told["layers"][0]["name"] in capsys.readouterr().out
 
 
