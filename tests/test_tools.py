@@ -411,7 +411,7 @@ def test_a_full_disk_leaves_no_half_of_a_model(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge.os, "replace", full)
+    monkeypatch.setattr(merge.system, "replace", full)
     code, _, said = ask("merge", lora, "--into", tiny("sd15"), "--output", tmp_path / "merged")
     assert code == 2 and "No space left on device" in said
     assert [path.name for path in tmp_path.iterdir()] == [lora.name]
