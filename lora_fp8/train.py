@@ -96,6 +96,9 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
 def _run_stages(session: Session, resume: bool) -> Result:
     run, processes = session.run, session.processes
     with session.together():
+        if processes.is_main:
+            session.family.fetch_weights()
+    with session.together():
         data = cache(session)
         session.stop_if_asked()
     with session.together():

@@ -186,7 +186,7 @@ def test_rate_limits_are_waited_for(hub: HubServer, repository: Repository, home
         ({"gated": "auto"}, None, "is gated. Accept its licence at https://huggingface.co/org/tiny, then .*`hf auth"),
         ({"gated": "manual"}, STRANGER, "is gated, and the account of your token may not read it"),
         ({"private": True}, None, "was not found"),
-        ({}, "hf_wrong", "refuses access .status 401.*`hf auth login`"),
+        ({}, "hf_wrong", "does not accept the token.*`hf auth login`"),
         ({"files": {}}, None, "model.revision = .* does not exist"),
     ],
 )

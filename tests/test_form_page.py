@@ -244,7 +244,7 @@ def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_p
     ],
 )
 def test_an_address_of_the_hub_is_an_id(tmp_path: Path, given: str, meant: str) -> None:
-    assert base_models.parse_hub_url(given) == meant
+    assert base_models.read_address(given) == meant
     page = new._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     page._paint_side = lambda everything: {}
     page._paint = lambda view, done, but="": {"but": but}

@@ -169,6 +169,10 @@ def test_the_commands_of_the_pages_exist(path: Path) -> None:
     assert len(told) >= 6 or path not in READMES, "the README shows how to use it"
     for words in told:
         said = " ".join(words)
+        if words[1:2] == ["--lang"]:
+            words = [words[0], *words[3:]]
+        if words == ["lora-fp8", "--help"]:
+            continue
         if words[0] == "make":
             assert set(w for w in words[1:] if "=" not in w) <= set(targets), said
         elif "-m" in words:

@@ -1,7 +1,9 @@
 """Find what a training can start from: base models, presets and configs near the allowed folders."""
 
-import re
+import threading
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,19 +11,24 @@ from typing import Any, NamedTuple
 import tomlkit
 
 from lora_fp8 import config, demo, families, settings
-from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
 from lora_fp8.config import recipes
 from lora_fp8.errors import Message, UserError
+from lora_fp8.families import sources
+from lora_fp8.families.sources import known_bases
+from lora_fp8.families.sources.description import find_family
+from lora_fp8.families.sources.selection import INDEXES
 
 from . import form
 
-INDEXES = ("model_index.json", "modular_model_index.json")
-"""Files that name the pipeline of a diffusers folder."""
 LARGE = 512 * 2**20
 """Files of at least this many bytes are no LoRAs."""
 DEEP = 3
 MOST_FOUND = 200
+FRESH_SECONDS = 60.0
+"""An answer of a hub counts this long; a licence may be accepted meanwhile, and a disk emptied."""
+LONGEST_SECONDS = 60.0
+"""A hub that has not answered after this long is asked again."""
 OPEN = ("name", "output_dir", "preset", "model.path", "model.components", "model.revision", "dataset.folders")
 """Settings that belong to one job; presets leave them out."""
 
@@ -46,21 +53,63 @@ def list_vram_presets() -> tuple[str, ...]:
 
 def list_usual_bases(family: str) -> list[str]:
     """List the base models that a family is usually trained on."""
-    if family not in families.available():
-        return []
-    example = families.get(family).example_base
-    return [*(["demo"] if family in list_demo_families() else []), *([example] if is_hub_id(example) else [])]
+    known = [base.id for base in known_bases.of_family(family) if base.kind != "distilled"]
+    return [*(["demo"] if family in list_demo_families() else []), *known]
 
 
-def is_hub_id(path: str) -> bool:
-    """Return True if this has the form of a Hugging Face id."""
-    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path)) and not path.endswith(".safetensors")
+def is_remote(path: str) -> bool:
+    """Return True if this names a base on Hugging Face, ModelScope or Civitai."""
+    try:
+        return sources.parse(path).is_remote
+    except UserError:
+        return False
 
 
-def parse_hub_url(address: object) -> str:
-    """Return the id in an address of the hub, as people copy it from their browser; "" for anything else."""
-    match = re.fullmatch(r"\s*https?://(?:huggingface\.co|hf\.co)/([^/\s?#]+/[^/\s?#]+)(?:[/?#].*)?", str(address))
-    return match[1] if match and is_hub_id(match[1]) else ""
+def read_address(text: object) -> str:
+    """Return how `model.path` names the base at an address that was copied from a browser; "" for anything else."""
+    try:
+        reference = sources.parse(str(text))
+    except UserError:
+        return ""
+    return reference.name if reference.is_remote and reference.name != str(text) else ""
+
+
+@dataclass
+class _Question:
+    begun: float
+    answered: float = 0.0
+    answer: sources.BaseDescription | None = None
+
+
+class Descriptions:
+    """What hubs answer about base models; a thread of its own asks each, so that a slow hub never holds a page."""
+
+    def __init__(self) -> None:
+        self._questions: dict[tuple[str, str, str], _Question] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: str, revision: str, family: str) -> sources.BaseDescription | None:
+        """Return the description of a base elsewhere; None while the hub is asked, and if it takes too long.
+
+        An answer counts for `FRESH_SECONDS`; meanwhile the last one is returned.
+        """
+        key, now = (path, revision, family), time.monotonic()
+        with self._lock:
+            question = self._questions.get(key)
+            is_asked = question is not None and not question.answered and now - question.begun < LONGEST_SECONDS
+            is_fresh = question is not None and question.answered and now - question.answered < FRESH_SECONDS
+            if question is None or not (is_asked or is_fresh):
+                if len(self._questions) > MOST_FOUND:
+                    self._questions.clear()
+                question = self._questions[key] = _Question(now, answer=question.answer if question else None)
+                threading.Thread(target=self._ask, args=(key, question), daemon=True, name="base").start()
+            return question.answer
+
+    def _ask(self, key: tuple[str, str, str], question: _Question) -> None:
+        try:
+            question.answer = sources.describe(*key)
+        finally:  # what nobody foresaw is in the log of the thread, and asked again
+            question.answered = time.monotonic()
 
 
 class Base(NamedTuple):
@@ -130,7 +179,7 @@ def _walk_files(roots: Iterable[Path]) -> Iterator[Path]:
 def inspect_base(path: Path) -> Base:
     """Inspect a path as a base model. Returns an empty `Base` for a path that does not exist."""
     if path.is_dir():
-        return Base(_read_folder_family(path))
+        return Base(find_family(path))
     try:
         stat = path.stat()
     except OSError:
@@ -159,35 +208,11 @@ def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family
     return [(name, path) for name, path in find_base_models(models, roots) if inspect_base(Path(path)) == Base(family)]
 
 
-def _read_folder_family(path: Path) -> str:
-    """Return the family of a diffusers folder by its index; "" if unknown."""
-    try:
-        index = next(file for name in INDEXES if (file := path / name).is_file())
-        pipeline = reading.parse_json(reading.read_bytes(index, reading.MOST_JSON)).get("_class_name")
-    except (OSError, ValueError, AttributeError, StopIteration):
-        return ""
-    fitting = [name for name in families.available() if families.get(name).pipeline_class == pipeline]
-    if len(fitting) > 1:
-        fitting = [name for name in fitting if _has_config_marks(path, name)]
-    return fitting[0] if len(fitting) == 1 else ""
-
-
-def _has_config_marks(path: Path, name: str) -> bool:
-    """Return True if the denoiser's config has the values that tell this family from its relatives."""
-    family = families.get(name)
-    try:
-        file = path / family.denoiser_name / "config.json"
-        denoiser_config = reading.parse_json(reading.read_bytes(file, reading.MOST_JSON))
-    except (OSError, ValueError):
-        return False
-    return all(denoiser_config.get(key, False) == value for key, value in family.config_marks.items())
-
-
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
     paths = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
     base = values["model.path"]
-    if isinstance(base, str) and base != "demo" and not is_hub_id(base):
+    if isinstance(base, str) and base != "demo" and not is_remote(base):
         paths.append(("model.path", base))
     rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
     for row in rows:

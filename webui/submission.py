@@ -5,17 +5,16 @@ browser they are limited to the same folders as everything else (sanitize.py).
 """
 
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
 from lora_fp8 import config, jobs, settings
 from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.families import sources
 
 from . import sanitize
 from .context import Place
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 PATHS = (
     *("output_dir", "model.path", "model.components", "dataset.cache_dir", "adapter.init_from"),
     *("dataset.folders.path", "dataset.folders.control", "dataset.folders.mask", "preview.controls"),
@@ -87,7 +86,11 @@ def _list_paths(data: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 
 def _is_not_local(place: Place, given: str) -> bool:
     """Return True if a base model is the bundled one or one of the hub, and not a file of this machine."""
-    return given == "demo" or (HUB_ID.fullmatch(given) is not None and not (place.home / given).exists())
+    try:
+        reference = sources.parse(given)
+    except UserError:
+        return False
+    return reference.kind == "demo" or (reference.is_remote and not (place.home / given).exists())
 
 
 def check_presets(place: Place, text: str) -> None:

@@ -110,11 +110,6 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
 def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Estimate memory, steps, cache and file sizes. No weights are read, and nothing is encoded."""
     job = load_config(config_file, overrides)
-    from ..families import _files
-
-    base = job.model
-    if _files.is_hub_id(base.path) and not os.path.exists(os.path.expanduser(base.path)):
-        os.environ["HF_HUB_OFFLINE"] = "1"  # only the hub's cache is read; an estimate downloads nothing
     import torch
 
     from ..plan import plan as planning

@@ -6,71 +6,13 @@ families' facts at once.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..errors import Message, UserError
+from ..errors import Message
 from ._files import Header, check_kind, count_marks, read_header
+from ._registry import available, get, traits
 
-if TYPE_CHECKING:
-    from .base import ModelFamily
-
-
-def available() -> list[str]:
-    """Return the names of the families, from the folder's file names, without importing any of them."""
-    return list(_names())
-
-
-@cache  # called many times by each check of a config
-def _names() -> tuple[str, ...]:
-    modules = pkgutil.iter_modules(__path__)
-    return tuple(sorted(m.name for m in modules if not (m.ispkg or m.name == "base" or m.name.startswith("_"))))
-
-
-def get(name: str) -> type[ModelFamily]:
-    """Return the class `Family` of the file `name`.py, importing that one file.
-
-    Its facts are attributes of the class: `get("sdxl").native_resolution`. They are there without torch, which the
-    methods import when they are called.
-
-    Raises:
-        UserError: there is no family of this name.
-    """
-    _known(name)
-    family: type[ModelFamily] = importlib.import_module(f"{__name__}.{name}").Family
-    return family
-
-
-def traits(name: str) -> dict[str, Any]:
-    """Return the facts that decide which settings have an effect with a family.
-
-    Returns:
-        objective: "Diffusion" or "FlowMatching".
-        text_encoder: True if text encoders can be trained.
-        controls: True if it takes control images.
-        clips: True if it generates clips.
-        guidance: True if its denoiser may take the guidance scale as an input.
-        negative: True if previews can use a negative prompt.
-        captions: "tags", "sentences" or "instructions".
-
-    Raises:
-        UserError: there is no family of this name.
-    """
-    family = get(name)
-    return {
-        "objective": family.objective,
-        "text_encoder": bool(family.trained_text),
-        "controls": any(family.controls),
-        "clips": any(family.clips),
-        "guidance": family.embeds_guidance,
-        "negative": family.uses_negative,
-        "captions": family.captions,
-    }
-
+__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "traits"]
 
 UNKNOWN = Message("not a checkpoint of a kind that is known")
 
@@ -97,11 +39,3 @@ def of_file(path: Path) -> tuple[str, str]:
     """
     check_kind(str(path))
     return describe(read_header(path))
-
-
-def _known(name: str) -> None:
-    names = available()
-    if name not in names:
-        close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"model.family = {name!r} is not known{hint}; available: {', '.join(names)}")

@@ -103,7 +103,7 @@ def check_complete(family: ModelFamily) -> None:
         missing += _missing_of_text(family, name)
         if not family._is_tokenizer(name) and not family._has_text(name):
             needed[name] = family._text_class(name)[1]
-    weights = {name: _files.weight_files(family.folder / name, stem) for name, stem in needed.items()}
+    weights = {name: family._weight_files(name, stem) for name, stem in needed.items()}
     missing += [f"{name}/{needed[name]}.safetensors" for name, paths in weights.items() if not paths]
     _check_unquantized(family)
     _check_scales(family, weights)
@@ -130,7 +130,7 @@ def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) ->
 
     for name, paths in weights.items():
         for path in paths:
-            file = WeightFile(path)
+            file = WeightFile(path, family.absent)
             if name == family.denoiser_name:
                 family.warnings += file.notes()
             elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
@@ -157,7 +157,7 @@ def check_denoiser(family: ModelFamily) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
     found: Header = {}
     for path in family._denoiser_files():
-        found |= WeightFile(path).header
+        found |= WeightFile(path, family.absent).header
     wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in found]
     wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
     wrong += [
@@ -226,8 +226,8 @@ def check_vae(family: ModelFamily) -> None:
 
     from ._weights import WeightFile
 
-    files = _files.weight_files(family.folder / "vae", "diffusion_pytorch_model") if family.other_vaes else []
-    for path in files:
+    files = family._weight_files("vae", "diffusion_pytorch_model") if family.other_vaes else []
+    for path in filter(Path.is_file, files):  # the others are checked once they are downloaded
         file = WeightFile(path)
         means = file.decoded("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
         for model, begin in family.other_vaes.items():

@@ -136,8 +136,8 @@ class Encoders(Facts):
         if prefix:
             vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
         else:
-            (path, *_) = _files.weight_files(self.folder / "vae", "diffusion_pytorch_model")
-            vae = _files.read_header(path)
+            (path, *_) = self._weight_files("vae", "diffusion_pytorch_model")
+            vae = _files.read_header(path, self.absent)
         return sum(map(math.prod, vae.values())) * torch.float32.itemsize
 
     def text_bytes(self) -> dict[str, int]:
@@ -147,9 +147,8 @@ class Encoders(Facts):
             if self._has_text(name):
                 headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
             else:
-                headers = list(
-                    map(_files.read_header, _files.weight_files(self.folder / name, self._text_class(name)[1]))
-                )
+                files = self._weight_files(name, self._text_class(name)[1])
+                headers = [_files.read_header(path, self.absent) for path in files]
             found[name] = sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
         return found
 
@@ -216,7 +215,7 @@ class Encoders(Facts):
                     files += self._config_and_weights(name, stem, from_checkpoint=self._has_text(name))
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
-        digest = _files.digest(files)
+        digest = _files.digest(files, self.absent)
         quantized = what == "text" and self.text_storage != "none"
         return f"{digest} {self.text_storage}" if quantized else digest
 
@@ -262,14 +261,21 @@ class Encoders(Facts):
     def _from_pretrained(self, cls: Any, stem: str, name: str, **options: Any) -> Any:
         import torch
 
-        files = _files.weight_files(self.folder / name, stem)
+        files = self._weight_files(name, stem)
+        on_meta = options.get("device_map") == "meta"
         for path in files:
-            _files.read_header(path)
+            if not on_meta:
+                _files.require_here(path)
+            _files.read_header(path, self.absent)
+        is_here = all(path.is_file() for path in files)
         options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, with our message
         try:
             with quiet():
-                model, told = cls.from_pretrained(self.folder / name, **options)
+                if is_here:
+                    model, told = cls.from_pretrained(self.folder / name, **options)
+                else:
+                    model, told = self._from_headers(cls, self.folder / name, files)
         except Exception as error:  # diffusers and transformers raise many types for files that do not match
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None):
                 raise  # the machine's fault, not the files'
@@ -307,12 +313,38 @@ class Encoders(Facts):
             )
         return model
 
+    def _from_headers(self, cls: Any, folder: Path, files: Sequence[Path]) -> tuple[Any, dict[str, Any]]:
+        """Build a model on the meta device from its config, and compare it with headers, as from_pretrained does.
+
+        Returns:
+            The model, and the names that are missing or have another size.
+        """
+        import torch
+        import transformers
+
+        entries = {key: entry for path in files for key, entry in _files.read_entries(path, self.absent)[0].items()}
+        tensors = {key: torch.empty(entry.shape, device="meta") for key, entry in entries.items()}
+        if issubclass(cls, transformers.PreTrainedModel):
+            config = cls.config_class.from_pretrained(folder, local_files_only=True)
+            options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            return cls.from_pretrained(None, config=config, state_dict=tensors, device_map="meta", **options)
+        with torch.device("meta"):
+            model = cls.from_config(cls.load_config(folder, local_files_only=True))
+        model._fix_state_dict_keys_on_load(tensors)  # attention layers of old VAEs
+        wanted = model.state_dict()
+        other = [key for key, tensor in tensors.items() if key in wanted and wanted[key].shape != tensor.shape]
+        return model, {"mismatched_keys": other, "missing_keys": wanted.keys() - tensors.keys()}
+
+    def _weight_files(self, name: str, stem: str) -> list[Path]:
+        """Return the weight files of a part, those that are not downloaded yet too; see `_files.weight_files`."""
+        return _files.weight_files(self.folder / name, stem, self.absent)
+
     def _config_and_weights(self, name: str, stem: str, *, from_checkpoint: bool = False) -> list[tuple[str, Path]]:
         part = self.folder / name
         if from_checkpoint and self.checkpoint:
             weights = [("checkpoint", self.checkpoint)]
         else:
-            weights = [(f"{name}/{p.name}", p) for p in _files.weight_files(part, stem)]
+            weights = [(f"{name}/{p.name}", p) for p in self._weight_files(name, stem)]
         return [(f"{name}/config.json", part / "config.json"), *weights]
 
     def _vae_prefix(self) -> str | None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..lora_files import naming
-from ._files import Header
+from ._files import Absentees, Header
 
 if TYPE_CHECKING:
     import torch
 
     from ._weights import WeightFile
+    from .sources import BaseDescription
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,10 @@ class Facts:
     told_prediction: str
     folder: Path
     checkpoint: Path | None
+    absent: Absentees
+    """The weights that are not on this machine yet, by the place where they will be; see `_files.Absent`."""
+    base: BaseDescription | None
+    """The description of a base on a hub; None for a local one."""
     warnings: list[str]
     """Notes on the files; the trainer shows them."""
     vae: Any  # diffusers types neither its VAEs nor its pipelines; None until it is loaded

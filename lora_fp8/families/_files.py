@@ -15,14 +15,17 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes
 from ..common.writing import atomic_write
-from ..errors import Message, UserError
+from ..errors import Message, UserError, UserErrors
+from .sources import BaseDescription, BaseFile, describe, headers, parse
+from .sources.remembered import cache_folder
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -85,11 +88,26 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Absent(NamedTuple):
+    """A weight file that is not on this machine yet: what its host says about it, and its header."""
+
+    file: BaseFile
+    header: headers.Header
+
+
+Absentees = Mapping[Path, Absent]
+"""Where a weight file will be -> what is known of it."""
+
+
 class Place(NamedTuple):
     """Where a base model is. `folder` is a diffusers folder; if `checkpoint` is set, it only adds the missing parts."""
 
     folder: Path
     checkpoint: Path | None
+    absent: Absentees = MappingProxyType({})
+    """the weights that are still to be downloaded"""
+    base: BaseDescription | None = None
+    """the description of a base on a hub"""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -145,52 +163,33 @@ def built(cls: Any, path: Path, told: dict[str, Any] | None = None) -> Any:
         ) from error
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, absent: Absentees = MappingProxyType({})) -> Header:
     """Return names and shapes of a safetensors file's tensors; see `read_entries`."""
-    return {name: entry.shape for name, entry in read_entries(path)[0].items()}
+    return {name: entry.shape for name, entry in read_entries(path, absent)[0].items()}
 
 
-def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_entries(path: Path, absent: Absentees = MappingProxyType({})) -> tuple[dict[str, Entry], dict[str, str]]:
     """Read the tensors' descriptions and the metadata of a safetensors file, and compare its size with them.
+
+    Args:
+        path: the file.
+        absent: files of which only the header is known; the file on this machine is preferred.
 
     Raises:
         UserError: the file is no safetensors file, or is damaged.
     """
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= size - 8:
-            # A safetensors file starts with its header's length in 8 bytes; any other file has nonsense there.
-            raise UserError(
-                Message(
-                    "{path} is not a whole safetensors file ({size} bytes, its header would take {length})",
-                    path=path,
-                    size=size,
-                    length=length,
-                )
-            )
-        try:
-            entries = parse_json(file.read(length))
-            metadata = entries.pop("__metadata__", None) or {}
-            end = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
-            header = {name: Entry(e["dtype"], tuple(e["shape"])) for name, e in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                Message("{path} is not a safetensors file (its header cannot be read)", path=path)
-            ) from error
-    if end != size:
-        raise UserError(
-            Message(
-                "{path} is damaged: the file has {size} bytes, its header says {end}; download it again",
-                path=path,
-                size=size,
-                end=end,
-            )
-        )
-    return header, metadata
+    if path in absent and not path.is_file():
+        header = absent[path].header
+    else:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            headers.require_length(length, size, str(path))
+            header = headers.parse(file.read(length), size, str(path))
+    return {name: Entry(dtype, shape) for name, dtype, shape in header.tensors}, dict(header.metadata)
 
 
-def weight_files(folder: Path, stem: str) -> list[Path]:
+def weight_files(folder: Path, stem: str, absent: Absentees = MappingProxyType({})) -> list[Path]:
     """Return the safetensors files of a model in a diffusers folder, sharded or not.
 
     Full precision is preferred to fp16, and fp16 to bf16.
@@ -198,6 +197,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     Args:
         folder: subfolder of the model.
         stem: "diffusion_pytorch_model" for diffusers' models, "model" for those of transformers.
+        absent: files that count as if they were here.
 
     Returns:
         The files; [] if the folder has no weights at all.
@@ -210,7 +210,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
             index = folder / name
             if index.is_file():
                 names = sorted({Path(n).name for n in read_json(index).get("weight_map", {}).values()})
-                missing = [n for n in names if not (folder / n).is_file()]
+                missing = [n for n in names if not ((folder / n).is_file() or folder / n in absent)]
                 if missing:
                     raise UserError(
                         Message(
@@ -222,7 +222,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
                     )
                 return [folder / n for n in names]
         single = folder / f"{stem}{variant}.safetensors"
-        if single.is_file():
+        if single.is_file() or single in absent:
             return [single]
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
     if pickles:
@@ -238,22 +238,32 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
     return []
 
 
+def require_here(path: Path) -> None:
+    """Check that a weight file is on this machine before it is loaded.
+
+    Raises:
+        UserError: only its header is known so far.
+    """
+    if not path.exists():
+        raise UserError(Message("{path} is not downloaded yet; only its header is known", path=path))
+
+
 def variant(files: list[Path]) -> str | None:
     """Return the `variant` argument with which from_pretrained finds these files: "fp16", "bf16" or None."""
     return next((v for v in ("fp16", "bf16") if files and f".{v}" in files[0].name), None)
 
 
-def locate(path: str, components: str, revision: str, *, family: str, parts: Iterable[str]) -> Place:
-    """Find what `model.path` names: "demo", a folder, a .safetensors file, or a hub id.
+def locate(path: str, components: str, revision: str, *, family: str, base: BaseDescription | None = None) -> Place:
+    """Find what `model.path` names: "demo", a folder, a .safetensors file, or a base on a hub.
 
-    A hub id that is not on this machine is downloaded here.
+    Of a base on a hub, configs and tokenizers are fetched, and weights only described.
 
     Args:
         path: `model.path`.
         components: `model.components`, or "".
         revision: `model.revision`, or "".
         family: name of the family, which selects the demo base.
-        parts: subfolders that are needed of a hub repository.
+        base: the description of a base on a hub, if it was asked for already.
 
     Raises:
         UserError: there is no such model, or it is of a format that is not opened.
@@ -272,10 +282,21 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         return Place(bundled / family, None)
 
     local = Path(os.path.expanduser(path))  # Path.expanduser raises if there is no such user
+    absent: Absentees = {}
+    if local.exists() or not parse(path).is_remote:
+        base = None
+    else:
+        base = base or describe(path, revision, family)
+        if base.problems or base.folder is None:
+            raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        absent = {base.folder / file.path: Absent(file, base.headers[file.path]) for file in base.missing}
+        if not base.reference.is_single_file:
+            return Place(base.folder, None, absent, base)
+        local = base.folder / base.files[0].path
     if local.is_dir():
         return Place(local, None)
-    if local.is_file():
-        check_kind(path)
+    if local.is_file() or local in absent:
+        check_kind(str(local))
         if not components:
             raise UserError(
                 Message(
@@ -288,9 +309,7 @@ def locate(path: str, components: str, revision: str, *, family: str, parts: Ite
         folder = Path(os.path.expanduser(components))
         if not folder.is_dir():
             raise UserError(Message("model.components = {path} is not a folder", path=repr(components)))
-        return Place(folder, local)
-    if is_hub_id(path):
-        return Place(download(path, revision, parts), None)
+        return Place(folder, local, absent, base)
     raise UserError(
         Message(
             "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
@@ -401,8 +420,7 @@ _Stamp = tuple[int, int, int, int]
 
 def hash_book() -> Path:
     """Return the file that keeps the hashes of large files: reading a base of 24 GB takes minutes."""
-    default = os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8" / "hashes.json"
+    return cache_folder() / "hashes.json"
 
 
 def _stamp(path: Path) -> _Stamp:
@@ -449,13 +467,17 @@ def _file_digest(path: Path, stamp: _Stamp) -> str:
     return sha
 
 
-def digest(files: Iterable[tuple[str, Path]]) -> str:
+def digest(files: Iterable[tuple[str, Path]], absent: Absentees = MappingProxyType({})) -> str:
     """Return the SHA-256 of the names and contents of files, sorted by name.
 
-    Each file is read once per process, and a large one only again when it changes (see `hash_book`).
+    Each file is read once per process, and a large one only again when it changes (see `hash_book`). Of a file that is
+    not here, the SHA-256 that its host states counts, so that the digest is the same before and after the download.
     """
     total = hashlib.sha256()
     for name, path in sorted(files):
+        if path in absent and not path.is_file():
+            total.update(f"{name}\0{absent[path].file.sha256}\n".encode())
+            continue
         path = path.resolve()
         total.update(f"{name}\0{_file_digest(path, _stamp(path))}\n".encode())
     return total.hexdigest()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ _SAMPLED = (16, 64)
 class WeightFile:
     """A safetensors file. Opening it reads its header and the descriptions of quantized layers, but no weights.
 
+    Args:
+        path: the file.
+        absent: files that are not on this machine yet: of those only the header is known, and reading is an error.
+
     Attributes:
         path: the file.
         header: names and shapes of its tensors, without the companions of quantized ones.
@@ -83,10 +88,10 @@ class WeightFile:
             problem is listed once, with the first tensor's name.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, absent: _files.Absentees = MappingProxyType({})):
         self.path = path
         self._problems: dict[str, list[str]] = {}
-        entries, metadata = _files.read_entries(path)
+        entries, metadata = _files.read_entries(path, absent)
         self._entries, self.metadata = entries, metadata
         companions = {name for name in entries if name.endswith((*_SCALES, *_OF_INPUTS, ".comfy_quant"))}
         markers = {name for name in entries if name == "scaled_fp8" or name.endswith(".scaled_fp8")}
@@ -101,12 +106,18 @@ class WeightFile:
         if self._problems:
             raise UserErrors([f"{path}: {_first(names)} {what}; {ADVICE}" for what, names in self._problems.items()])
 
+    @property
+    def is_here(self) -> bool:
+        """True if the file is on this machine."""
+        return self.path.is_file()
+
     def read(self, name: str) -> Weight:
         """Read a tensor of `header`. FP8 matrices are returned as `Quantized`, other FP8 tensors as float32.
 
         Raises:
             UserErrors: the codes hold NaN or infinity, or the scales do or are negative.
         """
+        _files.require_here(self.path)
         # Opened for each tensor: pages read from a file that stays open count as memory, 4 GB for a 4 GB file.
         with safe_open(self.path, framework="pt") as file:
             tensor = file.get_tensor(name)
@@ -146,7 +157,7 @@ class WeightFile:
     def notes(self) -> list[str]:
         """Return what users must know before training on this file; reads a few rows."""
         names = [name for name in self._fp8 if len(self.header[name]) == 2]
-        if not names or self.scaled:
+        if not names or self.scaled or not self.is_here:
             return []
         num, rows = _SAMPLED
         with safe_open(self.path, framework="pt") as file:
@@ -174,7 +185,7 @@ class WeightFile:
                 whole = layer if f"{layer}.weight" in self._entries else f"{_DIFFUSION_MODEL}{layer}"
                 described[whole] = description
         names = [name for name in self._entries if name.endswith(".comfy_quant")]
-        if names:
+        if names and self.is_here:  # before the download, the scales and dtypes alone say what is quantized
             with safe_open(self.path, framework="pt") as file:
                 for name in names:
                     described[name.removesuffix(".comfy_quant")] = _json(bytes(file.get_tensor(name).tolist()))

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
     from ..objectives import Objective
     from ..precision import Weight
+    from .sources import BaseDescription
+    from .sources.download import Report
 
 DE_DISTILLED = r"de[-_. ]?(distill|turbo)|undistill"
 """Matches the names of de-distilled models, which were trained back from a distilled one (ostris/Z-Image-De-Turbo)."""
@@ -70,12 +72,20 @@ class ModelFamily(Latents, Prompts):
         dtype: compute dtype of the denoiser and the text encoders.
         prediction: `objective.prediction`; "auto" takes what the model's files state.
 
+        base: the description of a base on a hub, if it was asked for already.
+
     Raises:
         UserError: files are missing, damaged, pickled, or of another architecture.
     """
 
     def __init__(
-        self, model: settings.Model, *, device: torch.device | str, dtype: torch.dtype, prediction: str = "auto"
+        self,
+        model: settings.Model,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        prediction: str = "auto",
+        base: BaseDescription | None = None,
     ):
         import torch
 
@@ -83,21 +93,42 @@ class ModelFamily(Latents, Prompts):
 
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
         self.told_prediction = prediction
-        parts = ("scheduler", "vae", self.denoiser_name, *self.text_parts)
-        self.folder, self.checkpoint = _files.locate(
-            model.path, model.components or "", model.revision or "", family=self.name, parts=parts
+        self.folder, self.checkpoint, self.absent, self.base = _files.locate(
+            model.path, model.components or "", model.revision or "", family=self.name, base=base
         )
         self.warnings = []
         self.vae = None
         self._text_pipeline = None
         self._tokenizers = {}
-        self._file = WeightFile(self.checkpoint) if self.checkpoint else None
+        self._file = WeightFile(self.checkpoint, self.absent) if self.checkpoint else None
         self._header = self._file.header if self._file else {}
         _checks.check_architecture(self)
         _checks.check_complete(self)
         _checks.check_vae(self)
         _checks.check_fit(self)
         self.warnings += self.caveats()
+
+    def missing_bytes(self) -> int:
+        """Return the bytes of the weights that are still to be downloaded."""
+        return sum(absent.file.size for path, absent in self.absent.items() if not path.is_file())
+
+    def fetch_weights(self, report: Report | None = None, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Download the weights of a base on a hub that are not here yet, and check what only they tell.
+
+        Args:
+            report: called several times a second with the progress.
+            is_cancelled: asked as often; True stops the download.
+
+        Raises:
+            UserError: they cannot be downloaded, or are another model's.
+            RunFailure: the connection failed again and again.
+            Stopped: it was cancelled.
+        """
+        from .sources.download import download
+
+        if self.base is not None and self.missing_bytes():
+            download(self.base, report, is_cancelled)
+            _checks.check_vae(self)
 
     # -- what only the family knows --------------------------------------------------------------------------------
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
@@ -436,7 +467,7 @@ class ModelFamily(Latents, Prompts):
 
         if self._file is None:
             for path in self._denoiser_files():
-                file = WeightFile(path)
+                file = WeightFile(path, self.absent)
                 for name in file.header:
                     yield name, file.read(name)
             return
@@ -552,19 +583,19 @@ class ModelFamily(Latents, Prompts):
     def base_identity(self) -> str:
         """Return the SHA-256 of the denoiser's files (for a single file: of the whole file)."""
         if self.checkpoint:
-            return _files.digest([("checkpoint", self.checkpoint)])
-        return _files.digest(self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"))
+            return _files.digest([("checkpoint", self.checkpoint)], self.absent)
+        return _files.digest(self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"), self.absent)
 
     def file_scale(self) -> str:
         """Return the block that shares a scale in FP8 files: "1x64", "1x128" or "128x128"; "" without block scales."""
         from ._weights import WeightFile
 
-        files = [self._file] if self._file else [WeightFile(path) for path in self._denoiser_files()]
+        files = [self._file] if self._file else [WeightFile(path, self.absent) for path in self._denoiser_files()]
         found = Counter(scale for file in files for scale in file.block_scales())
         return found.most_common(1)[0][0] if found else ""
 
     def _denoiser_files(self) -> list[Path]:
-        return _files.weight_files(self.folder / self.denoiser_name, "diffusion_pytorch_model")
+        return self._weight_files(self.denoiser_name, "diffusion_pytorch_model")
 
     def _assemble(self, **parts: Any) -> Any:
         """Build the pipeline with these parts and None for the others; options are taken from model_index.json."""

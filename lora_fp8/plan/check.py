@@ -4,7 +4,7 @@ Checks that need no torch run first. torch is imported only to read the base mod
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..data import buckets, images
 from ..data.examples import ScanReport
 from ..errors import UserError
 from ..families import _files
+from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
 from ..settings import Job
 
@@ -48,21 +49,20 @@ def check(job: Job) -> Check:
     result = Check(problems=[*report.problems], facts=images.describe(report))
     result.problems += _check_places(job)
     section = job.model
-    has_base = False
-    if _files.is_hub_id(section.path) and not os.path.exists(os.path.expanduser(section.path)):
-        result.facts.append(f"base: {section.path}, from the hub when training starts (not looked at here)")
-    else:
+    base = describe(section.path, section.revision, section.family)
+    result.problems += base.problems
+    result.facts += base.lines
+    if not base.problems:
         try:
-            _files.locate(section.path, section.components, section.revision, family=section.family, parts=())
+            _files.locate(section.path, section.components, section.revision, family=section.family, base=base)
         except UserError as error:
             result.problems += getattr(error, "problems", [str(error)])
-        else:
-            has_base = True
+            base = replace(base, problems=(str(error),))
     if report.problems:  # reported at once: importing torch takes seconds
         result.warnings += [*report.warnings, *find_unused_settings(job)]
         _add_buckets(job, report, result)
-    elif has_base:
-        _check_with_base(job, report, result)
+    elif not base.problems:
+        _check_with_base(job, report, result, base)
     else:
         _check_sizes(job, report, result)
     return result
@@ -84,12 +84,12 @@ def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
     result.warnings += [*report.warnings, *find_unused_settings(job)]
 
 
-def _check_with_base(job: Job, report: ScanReport, result: Check) -> None:
+def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDescription) -> None:
     """Make the job's Plan, then check how the tokenizers cut the captions and whether the disks have room."""
     from ..data.caption_variants import dataset_captions, truncation_warnings
     from . import plan as planning
 
-    plan, problems = planning.attempt(job, report)
+    plan, problems = planning.attempt(job, report, base=base)
     result.problems += [line for line in problems if line not in result.problems]
     if plan is None:
         result.warnings += [*report.warnings, *find_unused_settings(job)]

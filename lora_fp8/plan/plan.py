@@ -23,6 +23,7 @@ from ..data.examples import ScanReport
 from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
+from ..families.sources import BaseDescription, describe
 from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
@@ -91,14 +92,16 @@ class Plan:
         return read_start_values(self.job, self.family, self.trainable) if self.job.adapter.init_from else {}
 
     def writes(self, world: int = 1) -> list[Need]:
-        """Estimate the bytes that the job will still write: checkpoints, LoRA files, previews and cache.
+        """Estimate the bytes that the job will still write: the base model, checkpoints, LoRA files, previews, cache.
 
         Args:
             world: number of processes that train.
         """
         missing = self.cache.missing(self.images.placed, self.texts)
         cached = disk_budget.estimate_cache(self.cache, missing, min(self.images.buckets))
-        return [*disk_budget.estimate_run(self.job, self.trainable, self.run_folder, world), cached]
+        size = self.family.missing_bytes()
+        download = [Need(self.family.folder, "the base model", size, size)] if size else []
+        return [*download, *disk_budget.estimate_run(self.job, self.trainable, self.run_folder, world), cached]
 
 
 class Problems(list[str]):
@@ -146,20 +149,24 @@ def attempt(
     report: ScanReport,
     device: torch.device | None = None,
     *,
+    base: BaseDescription | None = None,
     world: int = 1,
     resume: bool = False,
 ) -> tuple[Plan | None, Problems]:
     """Make the Plan of a job as far as possible, and collect all problems.
 
     Args:
-        report: the images of the job. The other arguments are those of `make`.
+        report: the images of the job.
+        base: the description of the base model, if it was asked for already. The other arguments are those of `make`.
 
     Returns:
         The Plan, or None if it cannot be made; and the problems, empty if training can start.
     """
     problems = Problems(report.problems)
     Family = families.get(job.model.family)
-    family = problems.collect(lambda: make_family(job, device or "cpu"))
+    base = base or describe(job.model.path, job.model.revision, job.model.family)
+    problems.extend(base.problems)
+    family = None if base.problems else problems.collect(lambda: make_family(job, device or "cpu", base))
     if device is not None:
         refusals = precision.problem(job.quantize, device, world), memory.problem(job.memory, device)
         problems.extend(filter(None, refusals))

@@ -10,20 +10,28 @@ from .. import adapters, families
 from ..adapters import kinds
 from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
+from ..families.sources import BaseDescription
 from ..lora_files import layouts
 from ..precision.dtypes import DTYPES
 from ..settings import Job
 from ..training import optim, text_encoders
 
 
-def make_family(job: Job, device: torch.device | str = "cpu") -> ModelFamily:
+def make_family(job: Job, device: torch.device | str = "cpu", base: BaseDescription | None = None) -> ModelFamily:
     """Find and check the files of the job's base model, without loading them.
+
+    Of a base on a hub, nothing but configs, tokenizers and headers is transferred.
+
+    Args:
+        job: with its base model.
+        device: device of the encoders and the denoiser.
+        base: the description of the base, if it was asked for already.
 
     Raises:
         UserError: see `ModelFamily`.
     """
     dtype, prediction = DTYPES[job.model.dtype], job.objective.prediction
-    return families.get(job.model.family)(job.model, device=device, dtype=dtype, prediction=prediction)
+    return families.get(job.model.family)(job.model, device=device, dtype=dtype, prediction=prediction, base=base)
 
 
 def get_run_folder(job: Job) -> Path:

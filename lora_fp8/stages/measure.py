@@ -142,6 +142,7 @@ def report(
                 storage=repr(job.quantize.storage),
             )
         )
+    plan.family.fetch_weights()
     session = Session(plan, _UnwrittenRun(echo), processes)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)

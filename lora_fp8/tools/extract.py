@@ -135,6 +135,8 @@ def extract(
         for path in (base, tuned)
     ]
     denoiser = _same_denoiser(models, base, tuned)
+    for model in models:
+        model.fetch_weights()
     wanted = {f"{name}.weight": name for name in _target_names(Family, denoiser, layers)}
     with_text = not layers or layers == ["all"]
 

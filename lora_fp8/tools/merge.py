@@ -193,6 +193,7 @@ def into(
         )
     section = settings.Model(family=family_name, path=base, components=components)
     family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
+    family.fetch_weights()
     adapters = [(tensors, weight) for (tensors, _), (_, weight) in zip(loras, sources, strict=True)]
     deltas = _changes(adapters, family)
     places = _places(family)

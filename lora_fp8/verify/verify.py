@@ -185,6 +185,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
     prediction = stated if stated in PREDICTION_TYPES else "auto"
     section = settings.Model(family=family_name, path=base)
     family = Family(section, device="cpu", dtype=torch.bfloat16, prediction=prediction)
+    family.fetch_weights()
     return check(file, family, merged=True)
 
 

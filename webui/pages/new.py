@@ -15,6 +15,8 @@ from lora_fp8 import config, families
 from lora_fp8.config import recipes
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
+from lora_fp8.families import sources
+from lora_fp8.families.sources import known_bases
 
 from .. import (
     base_models,
@@ -153,6 +155,7 @@ class _Page:
         self.ui = ui
         self.draft = Draft(ui.place.home)
         self.estimates = estimate_panel.Estimates(ui.place.home)
+        self.descriptions = base_models.Descriptions()
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
         self.counted: dict[tuple[Path, str], image_folders.Count] = {}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
@@ -486,7 +489,7 @@ class _Page:
     def _change(self, view: str, key: str, repaint: bool, held: Any, everything: bool) -> dict[Any, Any]:
         """Handle a changed field: write its setting to the draft; repaint the view if other fields depend on it."""
         value = form.from_component(form.settings()[key], held)
-        if address := key in ("model.path", "model.components") and base_models.parse_hub_url(value):
+        if address := key in ("model.path", "model.components") and base_models.read_address(value):
             value = address
 
         def put() -> None:
@@ -512,7 +515,8 @@ class _Page:
         """Set the architecture that the base model's files show, and the preset of a demo base."""
         values = form.read_values(self.draft.text(), self.draft.home)
         path, family = str(values["model.path"] or ""), str(values["model.family"])
-        known = self._inspect_base(path)
+        described = self._describe_base(values)
+        known = base_models.Base(described.family) if described else self._inspect_base(path)
         if not base_models.fits_family(known, family):
             self.draft.put("model.family", known.family)
             gr.Info(self.ui.say("new.base.is_other", title=self.families[known.family]))
@@ -521,12 +525,19 @@ class _Page:
 
     def _inspect_base(self, path: str) -> base_models.Base:
         """Inspect a base model of the draft. Returns an empty `Base` for a path that the page may not read."""
-        if not path or path == "demo" or base_models.is_hub_id(path):
+        if not path or path == "demo" or base_models.is_remote(path):
             return base_models.Base()
         try:
             return base_models.inspect_base(self.ui.path(self._resolve_local(path)))
         except UserError:
             return base_models.Base()
+
+    def _describe_base(self, values: dict[str, Any]) -> sources.BaseDescription | None:
+        """Return what the hub answers about the draft's base model; None for a local one, and while it is asked."""
+        path, revision, family = (str(values[f"model.{name}"] or "") for name in ("path", "revision", "family"))
+        if not base_models.is_remote(path):
+            return None
+        return self.descriptions.get(path, revision, family if family in self.families else "")
 
     def _choose_demo(self, family: str, everything: bool) -> dict[Any, Any]:
         def choose() -> None:
@@ -774,7 +785,9 @@ class _Page:
             names = [str(name) for name in value] if isinstance(value, list) else []
             return gr.update(choices=self._list_presets(names), value=names)
         if key == "model.path" and view == "simple":
-            usual = [(name, name) for name in base_models.list_usual_bases(str(values["model.family"]))]
+            usual = [
+                (self._label_base(name), name) for name in base_models.list_usual_bases(str(values["model.family"]))
+            ]
             return _offer([*usual, *base_models.find_base_models(self.ui.place.models, self.ui.place.roots)], held)
         if key == "model.components" and view == "simple":
             if not held and not self._inspect_base(str(values["model.path"] or "")).single:
@@ -863,6 +876,9 @@ class _Page:
             elif family in self.families and not base_models.fits_family(known, family):
                 file_says, form_says = self.families[known.family], self.families[family]
                 yield key, say("new.base.differs", file=name, found=file_says, title=form_says)
+        described = self._describe_base(values)
+        if described and not described.unanswered:
+            yield from (("model.path", self.ui.translate(line)) for line in described.problems)
         if path == "demo" and family in self.families and family not in base_models.list_demo_families():
             line = Message(
                 "there is no demo base for {family}; bundled are: {names}",
@@ -1172,15 +1188,26 @@ class _Page:
         if path == "demo" and family in base_models.list_demo_families():
             return sanitize.escape(say("new.base.demo_is", title=title))
         size = families.get(family).native_resolution if family in self.families else None
-        lines = []
-        known = self._inspect_base(path)
-        if known.family:
-            lines.append(say("new.base.is", title=self.families[known.family]))
-        elif base_models.is_hub_id(path):
-            lines.append(say("new.base.hub", path=path))
+        lines, described = [], self._describe_base(values)
+        if known := described.family if described else self._inspect_base(path).family:
+            lines.append(say("new.base.is", title=self.families[known]))
+        if base_models.is_remote(path):
+            lines.append(self._note_base(described) if described else say("new.base.looking", path=path))
         if size:
             lines.append(say("new.base.size", pixels=size))
         return sanitize.escape(" ".join(lines))
+
+    def _label_base(self, name: str) -> str:
+        """Return what the list of bases says of a known one: its id, and what it is good for."""
+        known = known_bases.get(name)
+        return f"{name} · {self.ui.translate(known.purpose)}" if known else name
+
+    def _note_base(self, described: sources.BaseDescription) -> str:
+        """Say what a person should know of a base on a hub: what is to be downloaded, licence and gate."""
+        lines = [*described.lines, *(described.problems if described.unanswered else ())]
+        if not lines and not described.problems:
+            return self.ui.say("new.base.complete")
+        return " · ".join(map(self.ui.translate, lines))
 
     # ------------------------------------------------------------------------------------------------------- offers
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from ...common.reading import MOST_JSON, parse_json, read_bytes
 from ...errors import Message, UserError
 from ...run import disk_space
+from .._registry import available, get
 from . import hosts, known_bases, places, remembered, selection
 from .headers import Header
 from .hosts import Host, NoAnswer
@@ -87,6 +88,7 @@ class BaseDescription:
         origin: how all of this is known.
         problems: why training cannot start with it, one sentence each.
         notes: what else a person should know, one sentence each.
+        unanswered: why the host could not be asked, if nothing else tells of the base either; "" if it could.
     """
 
     reference: Reference
@@ -102,6 +104,7 @@ class BaseDescription:
     origin: Origin = "unknown"
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    unanswered: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -200,20 +203,14 @@ def _describe_local(reference: Reference) -> BaseDescription:
 
 def find_family(folder: Path) -> str:
     """Return the family of a diffusers folder by its configs; "" if they do not tell."""
-    from .. import get
-
     candidates = find_candidates(folder)
     if len(candidates) > 1:
-        candidates = [
-            name for name in candidates if _has_marks(folder, get(name).denoiser_name, get(name).config_marks)
-        ]
+        candidates = [name for name in candidates if _has_marks(folder, name)]
     return candidates[0] if len(candidates) == 1 else ""
 
 
 def find_candidates(folder: Path) -> list[str]:
     """Return the families whose pipeline a diffusers folder's index names."""
-    from .. import available, get
-
     pipeline = read_pipeline(folder)
     return [name for name in available() if get(name).pipeline_class == pipeline]
 
@@ -226,10 +223,20 @@ def read_pipeline(folder: Path) -> str:
     return ""
 
 
-def _has_marks(folder: Path, part: str, marks: Mapping[str, Any]) -> bool:
-    """Return True if the config of a part has these entries; a missing one has its default, "no" or "none"."""
-    config = _read_json(folder / part / "config.json")
-    return all((config.get(key) or None) == (value or None) for key, value in marks.items())
+def _has_marks(folder: Path, name: str) -> bool:
+    """Return True if the configs of denoiser and VAE have what tells this family from its relatives.
+
+    A missing entry has its default, "no" or "none"; a missing config says nothing.
+    """
+    family = get(name)
+    expected = {family.denoiser_name: family.config_marks | {"_class_name": family.denoiser_class}}
+    expected["vae"] = family.vae_marks | {"_class_name": family.vae_class}
+    for part, marks in expected.items():
+        path = folder / part / "config.json"
+        config = {"_class_name": marks["_class_name"], **_read_json(path)} if path.is_file() else marks
+        if any((config.get(key) or None) != (value or None) for key, value in marks.items()):
+            return False
+    return True
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -298,7 +305,9 @@ def _describe_answer(host: Host, answer: Answer, origin: Origin, family: str) ->
         asked = [file for file in absent if file.path not in answer.headers]
         headers = {**answer.headers, **host.fetch_headers(commit, asked)}
         if origin == "asked":
-            remembered.write(_memory(host), dataclasses.replace(answer, headers=headers))
+            for revision in {host.revision, commit}:  # the next job may name the commit
+                at = dataclasses.replace(host, revision=revision)
+                remembered.write(_memory(at), dataclasses.replace(answer, headers=headers))
         headers = {file.path: headers[file.path] for file in absent}
     files = tuple(BaseFile(*file, host.find(commit, file)) for file in (*chosen.small, *chosen.weights))
     return dataclasses.replace(description, family=recognised, files=files, headers=headers, problems=tuple(problems))
@@ -314,8 +323,6 @@ def _select(host: Host, answer: Answer, family: str, is_closed: bool) -> tuple[s
     Returns:
         The architecture or "", and the files.
     """
-    from .. import get
-
     reference = host.reference
     if reference.is_single_file:
         weights = tuple(file for file in answer.files if file.path == (reference.file or file.path))
@@ -343,22 +350,18 @@ def _select(host: Host, answer: Answer, family: str, is_closed: bool) -> tuple[s
 
 def _recognise(host: Host, answer: Answer) -> tuple[str, list[str]]:
     """Fetch the configs that tell the architecture. Returns the family or "", and those with the same pipeline."""
-    from .. import get
-
     commit = answer.revision
     folder = host.folder(commit)
     host.fetch_small(commit, [file for file in answer.files if file.path in selection.INDEXES])
     candidates = find_candidates(folder)
     if len(candidates) > 1:
-        paths = {f"{get(name).denoiser_name}/config.json" for name in candidates}
+        paths = {"vae/config.json", *(f"{get(name).denoiser_name}/config.json" for name in candidates)}
         host.fetch_small(commit, [file for file in answer.files if file.path in paths])
     return find_family(folder), candidates
 
 
 def _family_problem(host: Host, answer: Answer, recognised: str, family: str) -> str:
     """Return the problem of a repository of no family here, or of another than the job's; "" if there is none."""
-    from .. import get
-
     name = repr(host.reference.name)
     if not recognised:
         pipeline = read_pipeline(host.folder(answer.revision)) or "?"
@@ -411,8 +414,6 @@ def file_address(reference: Reference) -> str:
 
 def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
     """Describe a base whose host cannot be asked and never was: from the cache, or by published sizes."""
-    from .. import get
-
     reference, known = host.reference, known_bases.get(host.reference.repo)
     if isinstance(host, hosts.HuggingFace) and not reference.is_single_file and (commit := host.find_commit()):
         folder = host.folder(commit)
@@ -435,7 +436,7 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
     problem = Message(
         "model.path = {name} is not on this machine, and cannot be looked up: {why}", name=repr(reference.name), why=why
     )
-    if host.endpoint == "https://huggingface.co" and "connection" in why:
+    if host.endpoint == "https://huggingface.co" and why.startswith("no connection to "):
         problem = Message("{line}. In mainland China, set HF_ENDPOINT=https://hf-mirror.com", line=problem)
     return BaseDescription(
         reference,
@@ -446,13 +447,12 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
         origin="published" if known else "unknown",
         problems=(problem,),
         notes=notes,
+        unanswered=why,
     )
 
 
 def _select_cached(folder: Path, family: str, name: str) -> selection.Selection | None:
     """Select the files of a snapshot in the cache; None unless every part that has a config has its weights."""
-    from .. import get
-
     files = [
         RemoteFile(path.relative_to(folder).as_posix(), path.stat().st_size, None)
         for path in folder.rglob("*")

@@ -183,6 +183,14 @@ class Host:
             return NoAnswer(Message("{host} limits the number of requests (429); wait some minutes", host=host))
         if status == 404:
             return UserError(self.missing_problem())
+        if status == 401 and self.has_token():
+            return UserError(
+                Message(
+                    "{host} does not accept the token of this machine. Log in again: {how}",
+                    host=host,
+                    how=self.how_to_log_in,
+                )
+            )
         if status in (401, 403):
             return UserError(
                 Message(

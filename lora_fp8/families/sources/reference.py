@@ -20,7 +20,7 @@ from . import known_bases
 
 Kind = Literal["demo", "path", "hub", "modelscope", "civitai"]
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 """Matches the id of a repository, on Hugging Face and on ModelScope."""
 HUB = "https://huggingface.co"
 """Address of Hugging Face. References keep it, whatever HF_ENDPOINT says: a config must not depend on the machine."""
@@ -166,7 +166,7 @@ def _parse_repository(kind: Kind, parts: list[str], given: str) -> Reference:
         name, _, revision = owner_and_name[1].partition("@")
         owner_and_name, rest = [owner_and_name[0], name], ["resolve", revision, *rest]
     repo = "/".join(owner_and_name).removesuffix(".git")
-    if len(owner_and_name) < 2 or not HUB_ID.fullmatch(repo):
+    if len(owner_and_name) < 2 or not HUB_ID.fullmatch(repo) or ".." in rest:
         raise UserError(
             Message(
                 "model.path: {given} names no model. Give its id, such as {example}",
