@@ -2,6 +2,7 @@
 
     run(job)
       plan       everything that is known before a weight is loaded, and all problems of the job
+      download   what is missing of a base model on a hub
       cache      encoders only: images and captions -> latents and conditioning on disk; encoders freed
       load       the denoiser, streamed into its storage; adapters; memory settings
       preflight  one real forward and backward pass at the largest bucket, to see whether it fits
@@ -30,6 +31,7 @@ from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job
 from .stages.cache import Data, cache
+from .stages.download import download
 from .stages.finish import Result, finish
 from .stages.load import Loaded, load
 from .stages.measure import find_layers_to_move
@@ -96,8 +98,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
 def _run_stages(session: Session, resume: bool) -> Result:
     run, processes = session.run, session.processes
     with session.together():
-        if processes.is_main:
-            session.family.fetch_weights()
+        download(session)
     with session.together():
         data = cache(session)
         session.stop_if_asked()

@@ -262,39 +262,44 @@ class HubServer:
         """Environment of a process that takes this server for the hub and `home` for HF_HOME."""
         unwanted = r"HF_.*|HUGGING.*|TRANSFORMERS_OFFLINE|.*_proxy|MODELSCOPE.*|CIVITAI.*"
         clean = {k: v for k, v in os.environ.items() if not re.fullmatch(unwanted, k, re.IGNORECASE)}
-        return {**clean, **self._settings(home), **({"HF_TOKEN": token} if token else {}), **more}
-
-    def _settings(self, home: Path) -> dict[str, str]:
-        switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY")
-        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"} | dict.fromkeys(
-            switches, "1"
-        )
+        return {**clean, **list_settings(self.endpoint, home), **({"HF_TOKEN": token} if token else {}), **more}
 
     def use(self, monkeypatch: pytest.MonkeyPatch, home: Path, token: str | None = None) -> None:
-        """Make this process take this server for the hub and `home` for HF_HOME, until the test ends.
+        """Make this process take this server for the hub and `home` for HF_HOME, until the test ends."""
+        use_endpoint(monkeypatch, self.endpoint, home, token)
 
-        huggingface_hub reads the environment when it is imported, but looks its constants up at each call.
-        """
-        from huggingface_hub import constants, hf_api
-        from huggingface_hub.utils import close_session
 
-        for name in [name for name in os.environ if re.fullmatch(r"HF_.*|TRANSFORMERS_OFFLINE", name)]:
-            monkeypatch.delenv(name)
-        for name, value in (self._settings(home) | ({"HF_TOKEN": token} if token else {})).items():
-            monkeypatch.setenv(name, value)
-        template = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        paths = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HUGGINGFACE_HUB_CACHE": home / "hub"}
-        paths |= {"HF_TOKEN_PATH": home / "token", "HF_STORED_TOKENS_PATH": home / "stored_tokens"}
-        for name, value in {
-            "ENDPOINT": self.endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": template,
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            **{name: str(path) for name, path in paths.items()},
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setattr(hf_api.api, "endpoint", self.endpoint)
-        close_session()  # its connections are those of another server
+def list_settings(endpoint: str, home: Path) -> dict[str, str]:
+    """Return the variables that make a process take an endpoint for the hub."""
+    switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY")
+    return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"} | dict.fromkeys(switches, "1")
+
+
+def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path, token: str | None = None) -> None:
+    """Make this process take an endpoint for the hub; see `HubServer.use`.
+
+    huggingface_hub reads the environment when it is imported, but looks its constants up at each call.
+    """
+    from huggingface_hub import constants, hf_api
+    from huggingface_hub.utils import close_session
+
+    for name in [name for name in os.environ if re.fullmatch(r"HF_.*|TRANSFORMERS_OFFLINE", name)]:
+        monkeypatch.delenv(name)
+    for name, value in (list_settings(endpoint, home) | ({"HF_TOKEN": token} if token else {})).items():
+        monkeypatch.setenv(name, value)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    paths = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HUGGINGFACE_HUB_CACHE": home / "hub"}
+    paths |= {"HF_TOKEN_PATH": home / "token", "HF_STORED_TOKENS_PATH": home / "stored_tokens"}
+    for name, value in {
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_DISABLE_XET": True,
+        **{name: str(path) for name, path in paths.items()},
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
+    close_session()  # its connections are those of another server
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -315,10 +315,11 @@ Command = Callable[..., subprocess.Popen[str]]
 def miniature(hub: HubServer, tmp_path: Path) -> Repository:
     """A repository of the layout of SD 1.5, with weights that nobody loads."""
     root = tmp_path / "sd15"
-    parts = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
-    for number, (part, stem) in enumerate(parts.items()):
+    stem = "diffusion_pytorch_model"
+    parts = {"unet": ("UNet2DConditionModel", stem), "vae": ("AutoencoderKL", stem), "text_encoder": ("", "model")}
+    for number, (part, (kind, stem)) in enumerate(parts.items()):
         (root / part).mkdir(parents=True)
-        (root / part / "config.json").write_text(json.dumps({"in_channels": 4, "part": number}))
+        (root / part / "config.json").write_text(json.dumps({"_class_name": kind, "in_channels": 4}))
         weights = numpy.random.default_rng(number).integers(0, 255, 300_000, dtype=numpy.uint8)
         save_file({"weight": weights}, root / part / f"{stem}.safetensors")
         (root / part / f"{stem}.fp16.safetensors").write_bytes(b"a copy that nobody needs")
@@ -418,3 +419,11 @@ def test_the_command_says_what_is_wrong_in_one_line(hub: HubServer, miniature: R
     miniature.faults.wrong_bytes = set(list_needed(miniature))
     answer, events, err = finish(start("org/tiny", "--json"))
     assert answer == 3 and "arrived damaged twice" in err and err.count("\n") == 1
+
+
+def test_a_proxy_is_used(hub: HubServer, miniature: Repository, start: Command) -> None:
+    """The hub's name cannot be resolved here: only the proxy, which the server also is, can answer for it."""
+    environment = {"HF_ENDPOINT": "http://hub.example", "HTTP_PROXY": hub.endpoint}
+    assert finish(start("org/tiny", "--json", **environment))[0] == 0
+    assert sorted(hub.downloads()) == list_needed(miniature)
+    assert any(request.path.startswith("http://hub.example/") for request in hub.seen())

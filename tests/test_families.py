@@ -15,10 +15,8 @@ import shutil
 import struct
 import subprocess
 import sys
-import threading
 import time
 import tomllib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1025,111 +1023,6 @@ def test_the_base_of_a_second_run_is_not_read_again(book, Family, folder):
     num_read = len(book.reads)
     book.new_process()
     assert make(Family, folder).base_identity() == first and len(book.reads) == num_read > 0
-
-
-# -- the hub ---------------------------------------------------------------------------------------------------------
-
-
-class Hub(BaseHTTPRequestHandler):
-    """The few routes of the Hugging Face hub that a snapshot needs, over a folder; remembers what was fetched."""
-
-    root: Path
-    fetched: list[str]
-
-    def do_HEAD(self):
-        self.do_GET(body=False)
-
-    def do_GET(self, body=True):
-        sha, path = "a" * 40, self.path.split("?")[0]
-        files = {str(p.relative_to(self.root)): p for p in self.root.rglob("*") if p.is_file()}
-        headers = {"X-Repo-Commit": sha}
-        if path in ("/api/models/org/tiny", "/api/models/org/tiny/revision/main"):
-            content = json.dumps({"id": "org/tiny", "sha": sha, "siblings": [{"rfilename": f} for f in files]}).encode()
-        elif path == f"/api/models/org/tiny/tree/{sha}":
-            tree = [
-                {"type": "file", "path": f, "size": p.stat().st_size, "oid": hashlib.sha1(f.encode()).hexdigest()}
-                for f, p in files.items()
-            ]
-            content = json.dumps(tree).encode()
-        elif path.startswith(f"/org/tiny/resolve/{sha}/") and path.split(sha)[1][1:] in files:
-            name = path.split(sha)[1][1:]
-            content = files[name].read_bytes()
-            headers["ETag"] = f'"{hashlib.sha1(name.encode()).hexdigest()}"'
-            if body:
-                self.fetched.append(name)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(200)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *args):
-        pass
-
-
-def fetch(repo, home, **environment):
-    """Run the download in a process of its own, as huggingface_hub reads its environment when it is imported."""
-    code = (
-        "import sys; from lora_fp8.families import _files; from lora_fp8.errors import UserError\n"
-        "try: print(_files.download(sys.argv[1], '', ['unet', 'vae', 'scheduler', 'tokenizer', 'text_encoder']))\n"
-        "except UserError as error: print('UserError:', error)"
-    )
-    environment = {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-c", code, repo]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_hub_models_are_fetched_once_and_only_what_is_needed(tmp_path):
-    root = tmp_path / "hub"
-    miniatures.save("sd15", root)
-    stem = "diffusion_pytorch_model"
-    for extra in (f"unet/{stem}.fp16.safetensors", f"unet/{stem}.bin", "v1.safetensors"):
-        (root / extra).write_bytes(b"not wanted")
-    (root / "safety_checker").mkdir()
-    (root / "safety_checker" / "model.safetensors").write_bytes(b"not wanted")
-    vae = root / "vae" / "diffusion_pytorch_model.safetensors"
-    vae.rename(vae.with_name(f"{stem}.fp16.safetensors"))  # the only form this one comes in
-
-    handler = type("OneHub", (Hub,), {"root": root, "fetched": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
-        found = Path(fetch("org/tiny", tmp_path / "home", HF_ENDPOINT=endpoint))
-        wrong = fetch("org/tinny", tmp_path / "home", HF_ENDPOINT=endpoint)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert found.is_relative_to(tmp_path / "home")
-    fetched = sorted(handler.fetched)
-    assert "unet/diffusion_pytorch_model.safetensors" in fetched
-    assert "vae/diffusion_pytorch_model.fp16.safetensors" in fetched
-    assert not {f"unet/{stem}.fp16.safetensors", f"unet/{stem}.bin", "v1.safetensors"} & set(fetched)
-    assert not any(f.startswith("safety_checker") for f in fetched)
-    assert wrong.startswith("UserError: model.path = 'org/tinny'") and "spelling" in wrong
-    # The server is gone: the copy on disk serves, offline or not, and it is a whole model.
-    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": endpoint}):
-        assert fetch("org/tiny", tmp_path / "home", **environment) == str(found)
-    family = make(families.get("sd15"), found)
-    load_encoders(family)
-    assert load_denoiser(family).dtype == torch.float32
-
-
-def test_an_unreachable_hub_is_one_clear_line(tmp_path):
-    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
-        said = fetch("org/tiny", tmp_path, **environment)
-        assert said.startswith("UserError: model.path = 'org/tiny' is not on this machine") and "\n" not in said
 
 
 # -- single files: the original layouts ------------------------------------------------------------------------------

@@ -267,6 +267,20 @@ def test_every_reason_of_the_queue_has_a_sentence(language: str) -> None:
         assert all(translations.say(language, f"runs.do.{name}") for name in buttons)
 
 
+@pytest.mark.parametrize("language", ["en", "zh-CN"])
+def test_a_download_shows_bytes_speed_and_time_left(language: str, ui: Ui) -> None:
+    speaker = Ui(language, ui.place)
+    about = {"id": 7, "name": "cat", "kind": "train", "state": "running", "stage": "download", "eta_s": 180.0}
+    figures = {"bytes": 1 << 30, "total": 4 << 30, "speed": 50 << 20}
+    view = JobView(**about, sentence=Sentence("stage", {"stage": "download"}), download=figures)
+    assert "width:25.0%" in run_cards.render_progress(view)
+    shown = run_cards.render_figures(speaker, view)
+    for text in ("1.00 GiB / 4.00 GiB", "50.0 MiB/s", run_cards.format_duration(speaker, 180.0)):
+        assert f"<b>{text}</b>" in shown
+    sentence = {"en": "Downloading the base model", "zh-CN": "正在下载底模"}[language]
+    assert sentence in run_cards.translate_sentence(speaker, view.sentence)
+
+
 def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:
     cause = {"key": "killed", "args": {}}
     text = run_cards.translate_sentence(

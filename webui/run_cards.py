@@ -12,6 +12,7 @@ from typing import Any
 from lora_fp8.common.messages import restore
 from lora_fp8.common.numbers import digits
 from lora_fp8.jobs import JobView, Sentence
+from lora_fp8.run import disk_space
 
 from . import translations
 from .context import Ui
@@ -79,7 +80,7 @@ def translate_stage(ui: Ui, name: str) -> str:
     return ui.say(f"stage.{name}") if name in STAGES else name
 
 
-STAGES = ("start", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
+STAGES = ("start", "download", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
 
 
 def render_state(ui: Ui, view: JobView) -> str:
@@ -88,7 +89,10 @@ def render_state(ui: Ui, view: JobView) -> str:
 
 
 def render_progress(view: JobView) -> str:
-    """Render a progress bar; "" before the first step."""
+    """Render a progress bar, of the training or of the download of its base model; "" before there is one."""
+    if view.download:
+        share = 100 * view.download["bytes"] / max(1, view.download["total"])
+        return f'<div class="bar"><i style="width:{min(100.0, share):.1f}%"></i></div>'
     if view.step is None or not view.steps:
         return ""
     share = min(100.0, 100 * view.step / view.steps)
@@ -97,9 +101,13 @@ def render_progress(view: JobView) -> str:
 
 
 def render_figures(ui: Ui, view: JobView) -> str:
-    """Render step, loss, time left, GPU, place in the queue and priority, as far as each is known."""
+    """Render step or bytes, loss, time left, GPU, place in the queue and priority, as far as each is known."""
     figures = []
-    if view.step is not None and view.steps:
+    if view.download:
+        arrived, total, speed = (disk_space.amount(int(view.download[name])) for name in ("bytes", "total", "speed"))
+        figures.append((ui.say("runs.downloaded"), f"{arrived} / {total}"))
+        figures.append((ui.say("runs.speed"), f"{speed}/s"))
+    elif view.step is not None and view.steps:
         counted = "runs.step" if view.kind == "train" else "runs.pictures"
         figures.append((ui.say(counted), f"{view.step} / {view.steps}"))
     if view.loss is not None:

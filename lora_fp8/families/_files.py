@@ -342,69 +342,6 @@ def check_kind(path: str) -> None:
         )
 
 
-def download(repo: str, revision: str, parts: Iterable[str]) -> Path:
-    """Download the needed files of a hub repository. Returns the local snapshot.
-
-    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have their usual effect.
-
-    Raises:
-        UserError: the hub is not reachable, or the model is not there or not accessible; says what to do.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    parts = list(parts)
-    allowed = ["model_index.json", "modular_model_index.json"]
-    for part in parts:
-        allowed += [f"{part}/*.{suffix}" for suffix in ("json", "txt", "jinja", "model", "safetensors")]
-    try:
-        # Repositories often hold the same weights two or three times. The full-precision ones are requested first, and
-        # a half-precision copy only if there is nothing else.
-        ignored = ["*.fp16*", "*.bf16*", "*.non_ema*"]
-        root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed, ignore_patterns=ignored))
-        bare = [p for p in parts if (root / p / "config.json").is_file() and not [*(root / p).glob("*.safetensors")]]
-        if bare:
-            allowed = [f"{p}/*.safetensors" for p in bare] + [f"{p}/*.index*.json" for p in bare]
-            root = Path(snapshot_download(repo, revision=revision or None, allow_patterns=allowed))
-    except GatedRepoError as error:
-        raise UserError(
-            Message(
-                "model.path = {repo}: the hub wants you to accept this model's licence first; do so on its page, "
-                "then `{command}`",
-                repo=repr(repo),
-                command="hf auth login",
-            )
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(
-            Message(
-                "model.revision = {revision} does not exist in {repo} on the hub",
-                revision=repr(revision),
-                repo=repr(repo),
-            )
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            Message(
-                "model.path = {repo} is neither a local path nor a model that the hub shows you; check the "
-                "spelling, or log in (`{command}`) if it is private",
-                repo=repr(repo),
-                command="hf auth login",
-            )
-        ) from error
-    except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many types
-        why = next(iter(str(error).splitlines()), "")[:200]
-        raise UserError(
-            Message(
-                "model.path = {repo} is not on this machine and could not be fetched from the hub ({why}); "
-                "connect, or download it elsewhere and give the folder",
-                repo=repr(repo),
-                why=f"{type(error).__name__}{why and f': {why}'}",
-            )
-        ) from error
-    return root
-
-
 WORTH_KEEPING = 16 << 20
 """Size in bytes from which a file's hash is kept between processes; smaller files are hashed in no time."""
 

@@ -116,19 +116,23 @@ class ModelFamily(Latents, Prompts):
         """Download the weights of a base on a hub that are not here yet, and check what only they tell.
 
         Args:
-            report: called several times a second with the progress.
-            is_cancelled: asked as often; True stops the download.
+            report: called with the progress several times a second.
+            is_cancelled: asked as often; True stops the download, and the next one continues it.
 
         Raises:
-            UserError: they cannot be downloaded, or are another model's.
-            RunFailure: the connection failed again and again.
+            UserError: they are not accessible, have no room, or are another model's.
+            RunFailure: the connection failed again and again, or a file arrived damaged.
             Stopped: it was cancelled.
         """
+        from ._weights import WeightFile
         from .sources.download import download
 
-        if self.base is not None and self.missing_bytes():
-            download(self.base, report, is_cancelled)
-            _checks.check_vae(self)
+        if self.base is None or not self.missing_bytes():
+            return
+        self.base = download(self.base, report, is_cancelled)
+        if self.checkpoint:
+            self._file = WeightFile(self.checkpoint)
+        _checks.check_vae(self)
 
     # -- what only the family knows --------------------------------------------------------------------------------
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

@@ -113,7 +113,8 @@ def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
         step=progress.step,
         steps=progress.steps,
         loss=progress.loss,
-        eta_s=progress.compute_eta_s() if progress.stage == "train" else None,
+        eta_s=progress.compute_eta_s(),
+        download=progress.download,
     )
     if row.wanted != "run":
         key = "stop_kill" if row.killed else "stop_term" if row.termed else "stop_asked"
@@ -189,7 +190,8 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
             step=progress.step,
             steps=progress.steps,
             loss=progress.loss,
-            eta_s=progress.compute_eta_s() if progress.stage == "train" else None,
+            eta_s=progress.compute_eta_s(),
+            download=progress.download,
             resumable=False,
         )
         if (run.control / "stop").exists():

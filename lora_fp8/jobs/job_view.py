@@ -100,9 +100,11 @@ class JobView:
         name: the job's name.
         kind: "train", or "command" for a subcommand of `lora-fp8`.
         state, sentence: see the top of this file.
-        stage: the trainer's stage: start, cache, load, preflight, train, export, verify; "" if nothing is training.
+        stage: the trainer's stage: start, download, cache, load, preflight, train, export, verify; "" if nothing is
+            training.
         step, steps, loss, eta_s: newest step, number of steps, the step's loss, and seconds left at the pace of this
             process; None if unknown.
+        download: {"bytes": 5, "total": 9, "speed": 1, ...} while the base model is downloaded; None at other times.
         folder, log: the run folder, and the file with the job's output; None if there is none.
         command: a command's name and arguments.
         place: position in the queue, 1 being the next to start; 0 if it is not waiting.
@@ -125,6 +127,7 @@ class JobView:
     steps: int | None = None
     loss: float | None = None
     eta_s: float | None = None
+    download: dict[str, Any] | None = None
     folder: Path | None = None
     log: Path | None = None
     command: tuple[str, ...] = ()

@@ -20,12 +20,18 @@ class Progress:
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
+    download: dict[str, Any] | None = None  # the newest event of a download; None outside of one
     last: dict[str, Any] | None = None  # the newest of done, stopped and error, if no event follows it
     first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
 
     def compute_eta_s(self) -> float | None:
-        """Return the seconds left at the pace of this process, including previews and checkpoints; None if unknown."""
+        """Return the seconds left of the training or the download, at the pace of this process; None if unknown."""
+        if self.download:
+            eta = self.download.get("eta")
+            return float(eta) if isinstance(eta, int | float) else None
+        if self.stage != "train":
+            return None
         if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
             return None
         seconds = (self.newest[0] - self.first[0]) / (self.newest[1] - self.first[1])
@@ -34,6 +40,8 @@ class Progress:
     def update(self, event: dict[str, Any]) -> None:
         """Update the progress with one event."""
         kind = event.get("event")
+        if kind != "warning":
+            self.download = event if kind == "download" and _are_numbers(event, "bytes", "total", "speed") else None
         if kind in ("done", "stopped", "error"):
             self.last = event
             return
