@@ -163,19 +163,21 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     assert not (folder / "brief.txt").exists()
 
     # The form reckons with the pieces that the training's own scan cuts, and names what it would refuse.
-    form = new._Page(ui)
+    form = new.Page(ui)
     values = {"model.family": "wan", "dataset.resolution": "auto", "dataset.frames": [5, 9], "dataset.fps": "auto",
               "dataset.clip": "chunks"}  # fmt: skip
-    assert form._examine(values, folder, "") is found
+    assert form.reader.examine(values, folder, "") is found
     counts = [(folder, image_folders.count_files(folder), 1, "")]
-    assert [key for key, _ in form._find_clip_problems(values, counts)] == ["dataset.folders"]
-    ((_, line),) = form._find_clip_problems(values, counts)
+    assert [key for key, _ in form.problems._find_clip_problems(values, counts)] == ["dataset.folders"]
+    ((_, line),) = form.problems._find_clip_problems(values, counts)
     assert "torn.mp4 (cannot be decoded" in line
     for family, key, part in (
         ("wan", "dataset.frames", "4 videos, but no clip lengths"),
         ("sd15", "dataset.folders", "trains on images only"),
     ):
-        ((wrong, line),) = form._find_clip_problems(values | {"model.family": family, "dataset.frames": []}, counts)
+        ((wrong, line),) = form.problems._find_clip_problems(
+            values | {"model.family": family, "dataset.frames": []}, counts
+        )
         assert wrong == key and part in line
     (folder / "torn.mp4").unlink()
     for skipping, missing in ((True, "skip"), (False, "trigger")):
@@ -190,14 +192,14 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
 
 
 def test_settings_of_clips_are_asked_where_clips_are_drawn(ui: Ui) -> None:
-    form = new._Page(ui)
+    form = new.Page(ui)
     for family, frames, hidden in (
         ("sd15", "", {"frames", "fps", "clip"}),
         ("wan", "", {"fps", "clip"}),
         ("wan", "frames = [17]", set()),
     ):
         text = f"[model]\nfamily = '{family}'\npath = 'demo'\n[dataset]\n{frames}\n"
-        style = form._style_settings(text, [], everything=False)
+        style = form.styles.style_settings(text, [], everything=False)
         assert {name for name in ("frames", "fps", "clip") if f"#new-dataset-{name}" in style} == hidden, family
 
 

@@ -37,6 +37,7 @@ from webui import (
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import dataset, new
+from webui.pages.new import painting, questions, styles
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
 
@@ -82,8 +83,8 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
 
     def hidden(family: str, row: str = "", view: str = "set") -> set[str]:
         text = f'[model]\nfamily = "{family}"\n[[dataset.folders]]\npath = "a"\n{row}'
-        styles = new._style_columns(new._share_columns(form.read_values(text, tmp_path), False, view), view)
-        return {name for name, style in zip(columns, styles, strict=True) if "none" in style}
+        rules = styles._style_columns(styles._share_columns(form.read_values(text, tmp_path), False, view), view)
+        return {name for name, style in zip(columns, rules, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
     rare = {"regularization", "weight", "resolution", "mask"}  # in the simple view where one is set
@@ -103,7 +104,7 @@ def test_the_empty_row_below_the_folders_is_no_folder() -> None:
 
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
     with gr.Blocks():
-        page = new._Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+        page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
     (tmp_path / "here").mkdir()
     (tmp_path / "lora.safetensors").touch()
     for path, file, folder in (
@@ -117,11 +118,11 @@ def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) 
         )
         assert (
             "没有"
-            in dict(page._find_problems(text.replace(f"{tmp_path}/none.pt", "demo").replace("sd15", "wan")))[
+            in dict(page.problems.find(text.replace(f"{tmp_path}/none.pt", "demo").replace("sd15", "wan")))[
                 "model.path"
             ]
         )
-        told = dict(page._find_problems(text))
+        told = dict(page.problems.find(text))
         assert told["model.path"].endswith("没有这个文件或文件夹")
         assert "dataset.cache_dir" not in told and bool(file) == ("adapter.init_from" in told)
         assert told.get("adapter.init_from", "").endswith(file)
@@ -131,34 +132,41 @@ def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) 
 def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
     """Somebody may be typing in the other fields while its answer is on the way."""
     with gr.Blocks():
-        page = new._Page(Ui("en", Place(tmp_path, [])))
+        page = new.Page(Ui("en", Place(tmp_path, [])))
         page.lay_out()
-        preset = new.GOALS[1]
-        painted = {part.elem_id for part in page._choose_preset(tuple(new.GOALS), preset, False)}
+        preset = questions.GOALS[1]
+        painted = {part.elem_id for part in page.handlers.choose_preset(tuple(questions.GOALS), preset, False)}
         values = form.read_values(page.draft.text(), page.draft.home)
         changed = {
             key
             for key, value in form.read_values(form.START, tmp_path).items()
             if not form.is_same_value(value, values[key])
         }
-        parts = {key: part.elem_id for key, part in page.parts["simple"].items() if key not in new.LISTED}
+        parts = {key: part.elem_id for key, part in page.layout.parts["simple"].items() if key not in painting.LISTED}
         assert {key for key, id in parts.items() if id in painted} == changed & set(parts)
         assert "new-name" not in painted and "new-preset" not in parts
-        assert {part.elem_id for part in page._choose_demo("flux", False)} >= {"new-model-family", "new-model-path"}
-        assert set(parts.values()) <= {part.elem_id for part in page._repaint("simple", False)}, "opening paints all"
-        tell = page._paint_side
+        assert {part.elem_id for part in page.handlers.choose_demo("flux", False)} >= {
+            "new-model-family",
+            "new-model-path",
+        }
+        assert set(parts.values()) <= {part.elem_id for part in page.painter.repaint("simple", False)}, (
+            "opening paints all"
+        )
+        tell = page.painter.paint_side
 
         def typed_meanwhile(everything: bool) -> dict[Any, Any]:
             page.draft.put("train.steps", 2)  # of 21: the field holds more by the time the answer comes
             return tell(everything)
 
-        page._paint_side = typed_meanwhile
-        painted = {part.elem_id for part in page._choose_preset(tuple(new.GOALS), new.GOALS[0], False)}
+        page.painter.paint_side = typed_meanwhile
+        painted = {
+            part.elem_id for part in page.handlers.choose_preset(tuple(questions.GOALS), questions.GOALS[0], False)
+        }
         assert "new-goal" in painted and "new-train-steps" not in painted
 
 
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
-    from webui.pages.new import _quote_css
+    from webui.pages.new.styles import _quote_css
 
     bad = "\"</style><script>alert(1)</script>\\ '} body { display: none } \u202e\n中文"
     text = _quote_css(bad)
@@ -219,16 +227,18 @@ def test_a_caption_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> 
 
 
 def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_path: Path) -> None:
-    page = new._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     for text, key in (("network dim", "adapter.rank"), ("network_dim", "adapter.rank"), ("Rank", "adapter.rank")):
-        style, nothing = page._search(text)
+        style, nothing = page.styles.search(text)
         assert (
-            f"#{new._make_id('set', key)}," not in style and f"#{new._make_id('set', 'seed')}" in style and not nothing
+            f"#{questions.make_id('set', key)}," not in style
+            and f"#{questions.make_id('set', 'seed')}" in style
+            and not nothing
         )
-    style, nothing = page._search("<b>no such thing")
-    assert all(f"#{new._make_id('set', key)}" in style for key in form.settings())
+    style, nothing = page.styles.search("<b>no such thing")
+    assert all(f"#{questions.make_id('set', key)}" in style for key in form.settings())
     assert "No settings match “&lt;b&gt;no such thing”" in nothing
-    assert page._search("  ") == ("", "")
+    assert page.styles.search("  ") == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -245,10 +255,12 @@ def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_p
 )
 def test_an_address_of_the_hub_is_an_id(tmp_path: Path, given: str, meant: str) -> None:
     assert base_models.read_address(given) == meant
-    page = new._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
-    page._paint_side = lambda everything: {}
-    page._paint = lambda view, done, but="": {"but": but}
-    painted = page._change("simple", "model.path", True, given, False)
+    page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    with gr.Blocks():
+        page.lay_out()
+    page.painter.paint_side = lambda everything: {}
+    page.painter.paint = lambda view, done, but="": {"but": but}
+    painted = page.handlers.change("simple", "model.path", True, given, False)
     assert form.read_values(page.draft.text())["model.path"] == (meant or given)
     assert painted["but"] == ("" if meant else "model.path"), "the field shows what was understood"
 
@@ -543,10 +555,10 @@ def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkey
     assert not list((tmp_path / "drafts").glob("tmp*")), "nothing is left behind"
 
     told = "dataset.shuffle_tags: 2 of 3 captions look like sentences, such as 'a b', and are shuffled at their commas"
-    draft = new._Page(Ui("zh-CN", Place(tmp_path, [tmp_path, DEMO])))
+    draft = new.Page(Ui("zh-CN", Place(tmp_path, [tmp_path, DEMO])))
     draft.draft.write(text)
-    draft.estimates = SimpleNamespace(get=lambda text: found | {"notes": [f"{told}. Set it to false"]})
-    assert "3 条标注中有 2 条像是句子" in draft._render_summary(), "the page shows what the engine noted"
+    draft.summary.estimates = SimpleNamespace(get=lambda text: found | {"notes": [f"{told}. Set it to false"]})
+    assert "3 条标注中有 2 条像是句子" in draft.summary.render(), "the page shows what the engine noted"
 
     assert estimate_panel.check_disk_space(found) == ([], [])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 20))
@@ -589,23 +601,23 @@ def test_a_draft_that_is_not_toml_is_kept_and_not_changed_by_the_form(tmp_path: 
 
 def test_what_was_replaced_comes_back(tmp_path: Path) -> None:
     with gr.Blocks():
-        page = new._Page(Ui("en", Place(tmp_path, [])))
+        page = new.Page(Ui("en", Place(tmp_path, [])))
         page.lay_out()
         mine = 'name = "mine"  # an hour of work\n'
         page.draft.write(mine)
-        assert page._paint_side()[page.back]["visible"] is False
+        assert page.painter.paint_side()[page.layout.back]["visible"] is False
         for _ in range(2):  # twice, and nothing is lost all the same
-            assert page._reset(False)[page.back]["visible"] is True and page.draft.text() == form.START
-        assert page._bring_back(False)[page.code] == page.draft.text() == mine
+            assert page.handlers.reset(False)[page.layout.back]["visible"] is True and page.draft.text() == form.START
+        assert page.handlers.bring_back(False)[page.layout.code] == page.draft.text() == mine
         page.draft.put("train.steps", 7)
         later = page.draft.text()
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / "other.toml").write_text('name = "other"\n')
-        page._load(str(tmp_path / "runs" / "other.toml"), False)
+        page.handlers.load(str(tmp_path / "runs" / "other.toml"), False)
         assert page.draft.text() == 'name = "other"\n'
-        page._bring_back(False)
+        page.handlers.bring_back(False)
         assert page.draft.text() == later
-        page._bring_back(False)
+        page.handlers.bring_back(False)
         assert page.draft.text() == 'name = "other"\n'
 
 

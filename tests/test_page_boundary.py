@@ -84,7 +84,7 @@ def test_a_failure_is_told_by_the_queue_too_and_logged_once(
             (line,) = [json.loads(part[5:]) for part in told.split("\n\n") if "process_completed" in part]
             assert line["success"] and "a mistake of ours" in line["output"]["problem"]
     (record,) = [one for one in caplog.records if one.name == "lora_fp8.page"]
-    assert "new-start.click: RuntimeError: a mistake of ours (at new.py:" in record.getMessage()
+    assert "new-start.click: RuntimeError: a mistake of ours (at handlers.py:" in record.getMessage()
     assert "\n" not in record.getMessage()
 
 

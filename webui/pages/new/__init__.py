@@ -1,0 +1,39 @@
+"""The New training page: one draft in three views (simple, all settings, TOML), with a summary and the Start button.
+
+`layout` makes the components, and `events` binds them to `handlers`, which change the draft. `painting` turns the draft
+into values for the components, with the help of `problems`, `summary` and `styles`. `draft_reader` looks at the files
+that the draft names. `questions` lists what the simple view asks.
+"""
+
+from ...context import Ui
+from ...draft import Draft
+from .draft_reader import DraftReader
+from .events import Events
+from .handlers import Handlers
+from .layout import Layout
+from .painting import Painter
+from .problems import Problems
+from .styles import Styles
+from .summary import Summary
+
+
+class Page:
+    """The page in one language."""
+
+    def __init__(self, ui: Ui):
+        self.ui, self.draft, self.reader = ui, Draft(ui.place.home), DraftReader(ui)
+        self.problems = Problems(ui, self.draft, self.reader)
+        self.summary = Summary(ui, self.draft, self.reader, self.problems)
+        self.styles = Styles(ui, self.draft)
+
+    def lay_out(self) -> None:
+        """Make the components and bind their events, inside of a gr.Blocks."""
+        self.layout = Layout(self.ui, self.reader)
+        self.painter = Painter(self.layout, self.problems, self.summary, self.styles)
+        self.handlers = Handlers(self.painter)
+        Events(self.layout, self.handlers).bind()
+
+
+def build(ui: Ui) -> None:
+    """Lay the page out."""
+    Page(ui).lay_out()

@@ -1,0 +1,193 @@
+"""The events of the page: which handler answers which component, what it is sent and what it repaints."""
+
+import functools
+import json
+from typing import Any
+
+import gradio as gr
+from gradio.blocks import Block
+
+from ... import base_models, live_panel
+from .handlers import Handlers
+from .layout import Layout
+from .questions import GOALS
+
+SECONDS = 2.0
+QUIET: dict[str, Any] = {
+    "show_progress": "hidden",
+    "queue": False,
+    "concurrency_limit": None,
+    "api_visibility": "private",
+    "trigger_mode": "always_last",
+}
+QUEUED = QUIET | {"queue": True}
+"""For handlers that may show a message: gr.Info and gr.Warning reach the browser only through the queue."""
+SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
+OPENING = "(...inputs) => { window.opening(); return inputs; }"
+OPENED = "() => window.opened()"
+"""Wraps handlers that repaint a whole view, so that input typed meanwhile is not lost."""
+CHOOSING = "(...inputs) => { window.choosing(); return inputs; }"
+CHOSEN = "() => window.chosen()"
+"""Wraps handlers that may change other settings than their own."""
+GO = "address => { if (address) location.assign(address); }"
+REPAINTING = ("preset", "model.family", "model.path", "model.components")
+"""Settings that other fields depend on."""
+
+
+class Events:
+    """Binds the components to their handlers.
+
+    `side` is what shows the state of the draft beside the form, `window` what each handler is sent of the window, and
+    `views` what each view shows.
+    """
+
+    def __init__(self, layout: Layout, handlers: Handlers):
+        self.layout, self.handlers = layout, handlers
+        self.side: list[Any] = [layout.summary, layout.marks, layout.changes, layout.seen, layout.back]
+        self.window: dict[str, Block] = {"everything": layout.everything}
+        self.views: dict[str, list[Any]] = {
+            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.folder, layout.base_note],
+            "all": list(layout.parts["all"].values()),
+            "toml": [layout.code],
+        }
+        self.everywhere = [part for parts in self.views.values() for part in parts]
+        held = {part.elem_id: part for part in self.everywhere if part.elem_id in layout.keys}
+        self.typed = {"touched": layout.touched, **self.window, **held}
+        # Gradio fails without a table's value.
+        tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]
+        # Other fields are sent only if they were touched: a field may hold a value that is not among its choices, which
+        # Gradio would refuse with a message of its own.
+        self.script = f"""(_, everything, ...values) => {{
+            const ids = {json.dumps(list(held))}, touched = %s;
+            const sent = [...touched, ...{json.dumps(tables)}];
+            return [touched.join(" "), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
+        }}"""
+
+    def bind(self) -> None:
+        """Bind all events."""
+        self._bind_fields()
+        self._bind_choices()
+        self._bind_views()
+        self._bind_folders()
+        self._bind_files()
+        self._bind_start()
+
+    def _bind_fields(self) -> None:
+        for view, parts in self.layout.parts.items():
+            for key, part in parts.items():
+                repaint = key in REPAINTING
+                changed = part.input(
+                    functools.partial(self.handlers.change, view, key, repaint),
+                    inputs_kwargs={"held": part, **self.window},
+                    outputs=[*self.side, *(self.views[view] if repaint else [])],
+                    js=CHOOSING if repaint else None,
+                    **(QUEUED if repaint else QUIET),
+                )
+                if repaint:
+                    changed.then(None, js=CHOSEN)
+
+    def _bind_choices(self) -> None:
+        layout, outputs = self.layout, [*self.side, *self.views["simple"]]
+        for part, names in ((layout.goal, GOALS), (layout.card, base_models.list_vram_presets())):
+            part.input(
+                functools.partial(self.handlers.choose_preset, tuple(names)),
+                inputs_kwargs={"name": part, **self.window},
+                outputs=outputs,
+                js=CHOOSING,
+                **QUEUED,
+            ).then(None, js=CHOSEN)
+        for name, button in layout.demos.items():
+            button.click(
+                functools.partial(self.handlers.choose_demo, name),
+                inputs_kwargs=self.window,
+                outputs=outputs,
+                js=CHOOSING,
+                **QUEUED,
+            ).then(None, js=CHOSEN)
+        layout.code.input(
+            self.handlers.write_text, inputs_kwargs={"text": layout.code, **self.window}, outputs=self.side, **QUIET
+        )
+
+    def _bind_views(self) -> None:
+        layout, handlers = self.layout, self.handlers
+        for view, tab in layout.tabs.items():
+            tab.select(
+                functools.partial(handlers.switch_view, view),
+                inputs_kwargs=self.typed,
+                outputs=[*self.side, *self.views[view]],
+                js=self.script % "window.leftSettings()",
+                **QUIET,
+            ).then(None, js=OPENED)
+        live_panel.get_load_event()(
+            functools.partial(handlers.painter.repaint, "", offers=True),
+            inputs_kwargs=self.window,
+            outputs=[*self.side, *self.everywhere, layout.source],
+            js=OPENING,
+            **QUIET,
+        ).then(None, js=OPENED)
+        layout.search.input(
+            handlers.painter.styles.search,
+            inputs_kwargs={"text": layout.search},
+            outputs=[layout.match_style, layout.nothing],
+            **QUIET,
+        )
+        layout.everything.input(handlers.painter.paint_side, inputs_kwargs=self.window, outputs=self.side, **QUIET)
+
+    def _bind_folders(self) -> None:
+        layout = self.layout
+        # Only these of the view, because people may be typing elsewhere.
+        folders = [layout.parts["simple"]["dataset.folders"], layout.folder]
+        layout.drop.upload(
+            self.handlers.add_uploads,
+            inputs_kwargs={"files": layout.drop, "name": layout.set_name, **self.window},
+            outputs=[layout.drop, layout.taken, *self.side, *folders],
+            **SLOW,
+        )
+        layout.add.click(
+            self.handlers.add_folder,
+            inputs_kwargs={"folder": layout.folder, **self.window},
+            outputs=[layout.taken, *self.side, *folders],
+            **QUEUED,
+        )
+
+    def _bind_files(self) -> None:
+        layout, handlers = self.layout, self.handlers
+        layout.load.click(
+            handlers.load,
+            inputs_kwargs={"source": layout.source, **self.window},
+            outputs=[*self.side, *self.everywhere],
+            js=OPENING,
+            **QUEUED,
+        ).then(None, js=OPENED)
+        layout.foreign.upload(
+            handlers.import_settings,
+            inputs_kwargs={"files": layout.foreign, **self.window},
+            outputs=[layout.foreign, layout.imported, *self.side, *self.everywhere],
+            js=OPENING,
+            **SLOW,
+        ).then(None, js=OPENED)
+        layout.save.click(
+            handlers.save_preset,
+            inputs_kwargs={"name": layout.preset_name},
+            outputs=[layout.parts["all"]["preset"]],
+            **QUEUED,
+        )
+        once = QUIET | {"trigger_mode": "once"}  # restoring twice would undo itself
+        for button, restore in ((layout.reset, handlers.reset), (layout.back, handlers.bring_back)):
+            button.click(
+                restore, inputs_kwargs=self.window, outputs=[*self.side, *self.everywhere], js=OPENING, **once
+            ).then(None, js=OPENED)
+
+    def _bind_start(self) -> None:
+        layout = self.layout
+        layout.start.click(
+            self.handlers.start,
+            inputs_kwargs=self.typed,
+            outputs=[layout.address, *self.side],
+            js=self.script % "window.touchedSettings()",
+            **SLOW,
+        )
+        layout.address.change(None, [layout.address], None, js=GO)
+        gr.Timer(SECONDS).tick(
+            self.handlers.tick, inputs_kwargs={"seen": layout.seen, **self.window}, outputs=self.side, **QUIET
+        )

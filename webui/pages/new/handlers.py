@@ -1,0 +1,224 @@
+"""Handlers of the page's events: each changes the draft and returns values for the components that show it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from lora_fp8.errors import UserError
+
+from ... import base_models, form, image_folders, importer, sanitize, submission
+from .painting import Painter
+
+
+class Handlers:
+    """Handles the events of the components of one language."""
+
+    def __init__(self, painter: Painter):
+        self.ui, self.draft, self.reader = painter.ui, painter.draft, painter.reader
+        self.layout, self.painter, self.problems = painter.layout, painter, painter.problems
+
+    def change(self, view: str, key: str, repaint: bool, held: Any, everything: bool) -> dict[Any, Any]:
+        """Handle a changed field: write its setting to the draft; repaint the view if other fields depend on it."""
+        value = form.from_component(form.settings()[key], held)
+        if address := key in ("model.path", "model.components") and base_models.read_address(value):
+            value = address
+
+        def put() -> None:
+            before = self.draft.text()
+            after = self.draft.put(key, value)
+            if key == "model.family":
+                self._drop_old_base(before, after)
+            elif key == "model.path":
+                self._recognize_base()
+
+        done = self._change_draft(put)
+        return self.painter.paint_side(everything) | (
+            self.painter.paint(view, done, but="" if address else key) if repaint else {}
+        )
+
+    def _drop_old_base(self, before: str, after: str) -> None:
+        """Clear a base model that was chosen from the previous architecture's list."""
+        path = form.read_values(before, self.draft.home)["model.path"]
+        old, new = (form.read_values(text, self.draft.home)["model.family"] for text in (before, after))
+        if old != new and path in base_models.list_usual_bases(old):
+            self.draft.put("model.path", "")
+            self._set_preset(base_models.list_demo_presets(), "")
+
+    def _recognize_base(self) -> None:
+        """Set the architecture that the base model's files show, and the preset of a demo base."""
+        values = form.read_values(self.draft.text(), self.draft.home)
+        path, family = str(values["model.path"] or ""), str(values["model.family"])
+        described = self.reader.describe_base(values)
+        known = base_models.Base(described.family) if described else self.reader.inspect_base(path)
+        if not base_models.fits_family(known, family):
+            self.draft.put("model.family", known.family)
+            gr.Info(self.ui.say("new.base.is_other", title=self.reader.families[known.family]))
+        demo = f"demo_{family}" if path == "demo" else ""
+        self._set_preset(base_models.list_demo_presets(), demo if demo in base_models.list_demo_presets() else "")
+
+    def choose_demo(self, family: str, everything: bool) -> dict[Any, Any]:
+        """Handle the button of a demo base: choose it and its architecture."""
+
+        def choose() -> None:
+            self.draft.put("model.family", family)
+            self.draft.put("model.path", "demo")
+            self._recognize_base()
+
+        done = self._change_draft(choose)
+        return self.painter.paint_side(everything) | self.painter.paint("simple", done)
+
+    def choose_preset(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
+        """Handle a chosen goal or GPU size: replace the preset of this kind in the draft."""
+        done = self._change_draft(lambda: self._set_preset(names, name))
+        return self.painter.paint_side(everything) | self.painter.paint("simple", done)
+
+    def _set_preset(self, among: tuple[str, ...], name: str) -> None:
+        """Name this preset instead of the others `among` its kind. Demo presets come last: the last one wins."""
+        given = form.read_values(self.draft.text(), self.draft.home)["preset"]
+        kept = [preset for preset in given if preset not in among] if isinstance(given, list) else []
+        kept += [name] if name else []
+        last = [preset for preset in kept if preset in base_models.list_demo_presets()]
+        self.draft.put("preset", [preset for preset in kept if preset not in last] + last)
+
+    def write_text(self, text: str, everything: bool) -> dict[Any, Any]:
+        """Handle input in the TOML view."""
+        self.draft.write(text or "")
+        return self.painter.paint_side(everything)
+
+    def add_uploads(self, files: list[str] | None, name: str, everything: bool) -> dict[Any, Any]:
+        """Handle dropped files: add them to a folder of the page and that folder to the draft."""
+        lines: list[str] = []
+
+        def take() -> None:
+            folder = self.ui.place.home / "datasets" / sanitize.check_name(name or "")
+            count, refused = image_folders.add_uploads(files or [], folder)
+            lines.append(self.ui.say("new.pictures.taken", count=count, folder=folder.name))
+            if refused:
+                reasons = "; ".join(map(self.ui.translate, refused[:8])) + (" …" if len(refused) > 8 else "")
+                lines.append(self.ui.say("new.pictures.refused", lines=reasons))
+            if image_folders.count_files(folder).files:
+                self._put_folder(folder)
+
+        guarded = self._warn_on_error(take)
+        taken = "".join(f"<p class='note'>{sanitize.escape(line)}</p>" for line in lines)
+        painted = {self.layout.drop: None, self.layout.taken: taken} | guarded
+        return painted | self.painter.paint_side(everything) | self.painter.paint_folders()
+
+    def add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
+        """Handle the button that adds a folder of images to the draft."""
+
+        def add() -> None:
+            path = self.ui.path(folder or "")
+            sanitize.require_folder(path, folder)
+            self._put_folder(path)
+
+        return (
+            {self.layout.taken: ""}
+            | self._warn_on_error(add)
+            | self.painter.paint_side(everything)
+            | self.painter.paint_folders()
+        )
+
+    def _put_folder(self, folder: Path) -> None:
+        given = form.read_values(self.draft.text(), self.draft.home)["dataset.folders"]
+        rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
+        if str(folder) not in (row.get("path") for row in rows):
+            self.draft.put("dataset.folders", [*rows, {"path": str(folder)}])
+
+    def load(self, source: str, everything: bool) -> dict[Any, Any]:
+        """Handle the button that replaces the draft by a config or the settings of a run."""
+
+        def load() -> None:
+            path = self.ui.path(source or "")
+            path = path / "config.toml" if path.is_dir() else path
+            text = importer.decoded(path)
+            form.read_values(text, self.draft.home)  # raises if it is not TOML
+            self.draft.replace(text)
+
+        return self._warn_on_error(load) | self.painter.repaint("", everything)
+
+    def import_settings(self, files: list[str] | None, everything: bool) -> dict[Any, Any]:
+        """Handle settings of another trainer: convert them and replace the draft."""
+        painted = {self.layout.imported: "", self.layout.foreign: None}
+
+        def take() -> None:
+            text, painted[self.layout.imported] = importer.import_files(self.ui, map(Path, files or []))
+            self.draft.replace(text)
+
+        return self._warn_on_error(take) | painted | self.painter.repaint("", everything)
+
+    def save_preset(self, name: str) -> dict[Any, Any]:
+        """Handle the button that saves the draft as a preset."""
+
+        def save() -> None:
+            stem = sanitize.check_name(name or "")
+            path = base_models.save_preset(self.draft.home, stem, self.draft.text())
+            gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
+
+        self._warn_on_error(save)
+        return {self.layout.parts["all"]["preset"]: gr.update(choices=self.painter.list_presets())}
+
+    def reset(self, everything: bool) -> dict[Any, Any]:
+        """Handle the button that empties the draft."""
+        self.draft.replace(form.START)
+        return self.painter.repaint("", everything)
+
+    def bring_back(self, everything: bool) -> dict[Any, Any]:
+        """Handle the button that restores the draft which was replaced last."""
+        self.draft.restore_earlier()
+        return self.painter.repaint("", everything)
+
+    def start(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """Submit the draft to the queue and go to the page of the new run."""
+        address: dict[Any, Any] = {}
+
+        def start() -> None:
+            self._apply_touched(touched, held)
+            text = self.draft.text()
+            if not self.problems.find(text):
+                id = submission.submit_training(self.ui.place, text)
+                address[self.layout.address] = self.ui.link("run", run=str(id))
+                gr.Info(self.ui.say("new.start.queued", id=id))
+
+        return self._warn_on_error(start) | address | self.painter.paint_side(everything)
+
+    def switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """Handle a change of the view."""
+        return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self.painter.repaint(view, everything)
+
+    def _apply_touched(self, touched: str, held: dict[str, Any]) -> None:
+        """Write fields into the draft that were changed and have not been sent yet.
+
+        Args:
+            touched: ids of the fields that were changed in this window.
+            held: the value of each field by its id.
+        """
+        for id in (touched or "").split():
+            if id == self.layout.code.elem_id:
+                self.draft.write(held[id] or "")
+            elif id in held:
+                key = self.layout.keys[id]
+                self.draft.put(key, form.from_component(form.settings()[key], held[id]))
+
+    def tick(self, seen: str, everything: bool) -> dict[Any, Any]:
+        """Repaint the summary if it differs from what the window shows, since answers may arrive in another order."""
+        self.draft.save()
+        painted = self.painter.paint_side(everything)
+        return {self.layout.seen: gr.skip()} if painted[self.layout.seen] == seen else painted
+
+    def _warn_on_error(self, action: Callable[[], None]) -> dict[Any, Any]:
+        """Run an action, and show its UserError as a warning."""
+        try:
+            action()
+        except UserError as error:
+            gr.Warning(sanitize.escape(self.ui.translate(str(error))))
+        return {}
+
+    def _change_draft(self, action: Callable[[], None]) -> tuple[str, str]:
+        """Run an action with the draft locked. Returns the text before and after it."""
+        with self.draft.lock():
+            before = self.draft.text()
+            self._warn_on_error(action)
+            return before, self.draft.text()

@@ -1,0 +1,227 @@
+"""The components of the page: three views of one draft, and beside them summary, Start button and files."""
+
+from typing import Any
+
+import gradio as gr
+
+from lora_fp8.config import recipes
+
+from ... import base_models, form, image_folders, sanitize, translations
+from ...context import Ui
+from .draft_reader import DraftReader
+from .questions import CLIPS, GOALS, make_id
+from .styles import STYLE
+
+
+class Layout:
+    """The components of one language.
+
+    `parts` holds the fields by view and setting, `keys` the setting of each field by the field's id.
+    """
+
+    def __init__(self, ui: Ui, reader: DraftReader):
+        self.ui, self.reader = ui, reader
+        self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
+        self.keys: dict[str, str] = {}  # of the parts, by their ids
+        self.tabs: dict[str, gr.Tab] = {}
+        say = ui.say
+        gr.HTML(STYLE, elem_classes="style-only")
+        self.marks, self.match_style = (gr.HTML(elem_classes="style-only") for _ in range(2))
+        # What the window shows, which may differ from what it was sent last: the window reports it.
+        self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
+        self.address = gr.Textbox(visible="hidden", elem_id="new-address")
+        self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
+        with gr.Row():
+            with gr.Column(scale=5, min_width=320):
+                with gr.Tabs(elem_id="new-views"):
+                    with gr.Tab(say("new.view.simple"), id="simple") as self.tabs["simple"]:
+                        self._lay_out_simple()
+                    with gr.Tab(say("new.view.all"), id="all") as self.tabs["all"]:
+                        self._lay_out_all()
+                    with gr.Tab(say("new.view.toml"), id="toml") as self.tabs["toml"]:
+                        gr.Markdown(say("new.toml.info"), elem_classes="note")
+                        self.code = gr.Code(
+                            language=None,
+                            interactive=True,
+                            lines=20,
+                            max_lines=40,
+                            label=say("new.view.toml"),
+                            show_label=False,
+                            elem_id="new-toml",
+                        )
+                        self.keys["new-toml"] = ""
+            with gr.Column(scale=3, min_width=300, elem_id="new-side"):
+                self.summary = gr.HTML(elem_id="new-summary")
+                self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
+                self._lay_out_files()
+                with gr.Accordion(say("new.changes"), open=False):
+                    self.changes = gr.HTML()
+
+    def _lay_out_simple(self) -> None:
+        say = self.ui.say
+        gr.Markdown(f"## {say('new.goal')}")
+        self.goal = gr.Radio(
+            [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
+            label=say("new.goal"),
+            show_label=False,
+            container=False,
+            elem_id="new-goal",
+        )
+        gr.Markdown(f"## {say('new.base')}")
+        with gr.Row(equal_height=True):
+            self.demos = {
+                name: gr.Button(
+                    say("new.base.demo", title=self.reader.families[name]), size="sm", elem_id=f"new-demo-{name}"
+                )
+                for name in base_models.list_demo_families()
+            }
+        gr.Markdown(say("new.base.demo_help"), elem_classes="note")
+        self._add_field("simple", "model.family")
+        self._add_field("simple", "model.path")
+        self._add_field("simple", "model.components")
+        self.base_note = gr.HTML(elem_classes="note")
+        gr.Markdown(f"## {say('new.pictures')}")
+        with gr.Row():
+            with gr.Column(min_width=260):
+                kinds = [*image_folders.TAKEN]
+                self.drop = gr.File(
+                    file_count="multiple",
+                    file_types=kinds,
+                    label=say("new.pictures.drop"),
+                    height=170,
+                    elem_id="new-drop",
+                )
+                self.set_name = gr.Textbox(
+                    "pictures", label=say("new.pictures.set"), info=say("new.pictures.set_info"), elem_id="new-set"
+                )
+            with gr.Column(min_width=260):
+                self.folder = gr.Dropdown(
+                    [], value=None, allow_custom_value=True, label=say("new.pictures.folder"), elem_id="new-folder"
+                )
+                self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
+        self._add_field("simple", "dataset.folders")
+        gr.Markdown(say("new.pictures.columns"), elem_classes="note")
+        self.taken = gr.HTML(elem_id="new-taken")
+        self._add_field("simple", "dataset.trigger")
+        self._add_field("simple", "dataset.missing_caption")
+        with gr.Row(elem_id="new-clips"):
+            for key in CLIPS:
+                self._add_field("simple", key)
+        gr.Markdown(f"## {say('new.card')}")
+        cards = [(say("new.card.gb", gb=recipes.card_of(name)), name) for name in base_models.list_vram_presets()]
+        self.card = gr.Radio(
+            [*cards, (say("new.card.none"), "")],
+            label=say("new.card"),
+            show_label=False,
+            container=False,
+            elem_id="new-card",
+        )
+        gr.Markdown(f"## {say('new.length')}")
+        for key in ("train.steps", "name", "preview.prompts"):
+            self._add_field("simple", key)
+
+    def _lay_out_all(self) -> None:
+        say = self.ui.say
+        with gr.Row(equal_height=True):
+            self.search = gr.Textbox(
+                label=say("new.search"), info=say("new.search.info"), elem_id="new-search", scale=3
+            )
+            self.everything = gr.Checkbox(label=say("new.search.everything"), elem_id="new-everything", scale=1)
+        self.nothing = gr.HTML(elem_id="new-nothing", elem_classes="note")
+        for section in form.sections():
+            key = f"section.{section}" if section else "section"
+            title = translations.get_label(self.ui.language, key)
+            text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
+            with gr.Column(elem_id=make_id("section", section), elem_classes="setting-group"):
+                gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
+                members = [setting for setting in form.settings().values() if setting.section == section]
+                for setting in (setting for setting in members if setting.kind == "table"):
+                    self._add_field("all", setting.key)
+                    gr.HTML(self._render_column_help(setting))
+                for setting in (setting for setting in members if setting.kind != "table"):
+                    self._add_field("all", setting.key)
+
+    def _render_column_help(self, table: form.Setting) -> str:
+        """Render the help of the columns of a table, collapsed."""
+        language = self.ui.language
+        help_rows = (
+            (
+                translations.get_label(language, column.key),
+                translations.get_help(language, column.key, column.description),
+            )
+            for column in table.columns
+        )
+        rows = "".join(
+            f"<tr><th>{sanitize.escape(title)}</th><td>{sanitize.escape(text)}</td></tr>" for title, text in help_rows
+        )
+        summary = sanitize.escape(self.ui.say("new.pictures.meanings"))
+        return f"<details><summary>{summary}</summary><table class='facts'>{rows}</table></details>"
+
+    def _lay_out_files(self) -> None:
+        say = self.ui.say
+        with gr.Accordion(say("new.files"), open=False, elem_id="new-files"):
+            self.source = gr.Dropdown(
+                [], value=None, allow_custom_value=True, label=say("new.files.load"), info=say("new.files.load_info")
+            )
+            self.load = gr.Button(say("new.files.load_button"), size="sm")
+            gr.Markdown(say("new.files.import_info"), elem_classes="note")
+            self.foreign = gr.File(
+                label=say("new.files.import"), file_count="multiple", height=130, elem_id="new-import"
+            )
+            self.imported = gr.HTML()
+            self.preset_name = gr.Textbox(
+                label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
+            )
+            self.save = gr.Button(say("new.files.preset_save"), size="sm", elem_id="new-preset-save")
+            self.reset = gr.Button(say("new.files.reset"), size="sm", variant="stop", elem_id="new-reset")
+            gr.Markdown(say("new.files.reset_info"), elem_classes="note")
+            self.back = gr.Button(say("new.files.back"), size="sm", visible=False, elem_id="new-back")
+
+    def _add_field(self, view: str, key: str) -> None:
+        setting = form.settings()[key]
+        language = self.ui.language
+        info = translations.get_help(language, key, setting.description)
+        bounds = f" ({setting.bounds})" if setting.bounds else ""
+        common: dict[str, Any] = {
+            "label": translations.get_label(language, key),
+            "info": f"{info}{bounds} `{key}`" if view == "all" else info,
+            "elem_id": make_id("set" if view == "all" else "new", key),
+            "elem_classes": ["setting"],
+            "interactive": True,
+        }
+        choices = [(translations.get_choice_label(language, key, word), word) for word in setting.choices]
+        part: Any
+        if key == "model.family":
+            part = gr.Dropdown([(title, name) for name, title in self.reader.families.items()], value=None, **common)
+        elif key == "preset":
+            part = gr.Dropdown([], value=None, multiselect=True, allow_custom_value=True, **common)
+        elif key == "model.path" and view == "simple":
+            common["info"] = self.ui.say("new.base.path_info")
+            part = gr.Dropdown([], value=None, allow_custom_value=True, **common)
+        elif key == "model.components" and view == "simple":
+            part = gr.Dropdown([], value=None, allow_custom_value=True, visible=False, **common)
+        elif setting.kind == "flag":
+            part = gr.Checkbox(**common)
+        elif setting.kind == "choice":
+            part = gr.Dropdown(choices, value=None, **common)
+        elif setting.kind == "mixed":
+            part = gr.Dropdown(choices, value=None, allow_custom_value=True, **common)
+        elif setting.kind == "choices":
+            part = gr.Dropdown(choices, value=None, multiselect=True, **common)
+        elif setting.kind == "table":
+            del common["info"]
+            part = gr.Dataframe(
+                headers=[translations.get_label(language, column.key) for column in setting.columns],
+                datatype=["bool" if column.kind == "flag" else "str" for column in setting.columns],
+                type="array",
+                column_count=len(setting.columns),
+                row_count=1,
+                wrap=True,
+                buttons=[],
+                **(common | {"label": translations.get_label(language, f"section.{key}")}),
+            )
+        else:
+            lines = 3 if setting.kind in ("lines", "entries") or setting.name == "description" else 1
+            part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
+        self.parts[view][key] = part
+        self.keys[part.elem_id] = key

@@ -1,0 +1,232 @@
+"""Values for the components: what the fields, the menus and the texts beside them show of the draft."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from lora_fp8 import config, families
+from lora_fp8.config import recipes
+from lora_fp8.errors import UserError
+from lora_fp8.families import sources
+from lora_fp8.families.sources import known_bases
+
+from ... import base_models, form, image_folders, sanitize, translations
+from .layout import Layout
+from .problems import Problems
+from .questions import GOALS
+from .styles import Styles
+from .summary import Summary
+
+LISTED = ("preset", "model.path", "model.components")
+"""Settings whose choices depend on other settings."""
+
+
+class Painter:
+    """Turns the draft into values for the components."""
+
+    def __init__(self, layout: Layout, problems: Problems, summary: Summary, styles: Styles):
+        self.ui, self.draft, self.reader = layout.ui, problems.draft, layout.reader
+        self.layout, self.problems, self.summary, self.styles = layout, problems, summary, styles
+
+    def repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
+        """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
+        painted = self.paint_side(everything)
+        for painted_view in (view,) if view else ("simple", "all", "toml"):
+            painted |= self.paint(painted_view)
+        if offers:
+            painted[self.layout.source] = gr.update(choices=self._list_sources())
+        return painted
+
+    def paint(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
+        """Return values for the fields of a view, or nothing if the text is not TOML.
+
+        Args:
+            done: the draft before and after a change. Fields whose value is the same in both are left alone, as
+                somebody may be typing there.
+            but: a setting whose field is left alone.
+        """
+        before, text = done or (None, self.draft.text())
+        if view == "toml":
+            return {self.layout.code: text}
+        try:
+            values = form.read_values(text, self.draft.home)
+        except UserError:
+            return {}
+        try:
+            old = {} if before is None else form.read_values(before, self.draft.home)
+        except UserError:
+            old = {}
+        painted: dict[Any, Any] = {}
+        for key, part in self.layout.parts[view].items():
+            kept = key not in LISTED and key in old and form.is_same_value(old[key], values[key])
+            if key != but and not kept:
+                painted[part] = self._paint_setting(view, key, part, values)
+        if view == "simple":
+            named = values["preset"] if isinstance(values["preset"], list) else []
+            painted[self.layout.goal] = self._offer_goals(str(values["model.family"]), named)
+            painted[self.layout.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
+            painted[self.layout.folder] = gr.update(
+                choices=[str(path) for path in image_folders.find_folders(self.ui.place.roots)]
+            )
+            painted[self.layout.base_note] = self._render_base_note(values)
+        return painted
+
+    def _offer_goals(self, family: str, named: list[Any]) -> Any:
+        """Return the goals that this family can be trained for, and the one among these presets."""
+        chosen = next((name for name in named if name in GOALS), "")
+        known = recipes.find_goals(family) if family in self.reader.families else GOALS
+        offered = [name for name in GOALS if name in (*known, chosen)]
+        say = self.ui.say
+        choices = [*((say(f"new.goal.{name}"), name) for name in offered), (say("new.goal.none"), "")]
+        return gr.update(choices=choices, value=chosen)
+
+    def _explain(self, key: str, origin: str, values: dict[str, Any]) -> str:
+        """Return why a recipe's preset gives a setting its value, as HTML; "" for other presets."""
+        family = str(values["model.family"])
+        settings = recipes.preset(
+            origin, family if family in self.reader.families else "", draws=bool(values["preview.prompts"])
+        )
+        why = next((value.why for value in settings or [] if value.key == key), "")
+        return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""
+
+    def _paint_setting(self, view: str, key: str, part: Any, values: dict[str, Any]) -> Any:
+        setting, value = form.settings()[key], values[key]
+        held = form.to_component(setting, value)
+        if key == "preset":
+            names = [str(name) for name in value] if isinstance(value, list) else []
+            return gr.update(choices=self.list_presets(names), value=names)
+        if key == "model.path" and view == "simple":
+            usual = [
+                (self._label_base(name), name) for name in base_models.list_usual_bases(str(values["model.family"]))
+            ]
+            return _offer([*usual, *base_models.find_base_models(self.ui.place.models, self.ui.place.roots)], held)
+        if key == "model.components" and view == "simple":
+            if not held and not self.reader.inspect_base(str(values["model.path"] or "")).single:
+                return gr.update(value=None, visible=False)
+            place = self.ui.place
+            return _offer(
+                base_models.find_component_folders(place.models, place.roots, str(values["model.family"])),
+                held,
+                visible=True,
+            )
+        if setting.kind == "table":
+            empty = [form.to_component(column, column.default) for column in setting.columns]
+            return [*held, empty]
+        if setting.kind in ("choice", "choices") or key == "model.family":
+            known = list(self.reader.families) if key == "model.family" else list(setting.choices)
+            strange = [word for word in (held if isinstance(held, list) else [held]) if word and word not in known]
+            titles = self.reader.families if key == "model.family" else {}
+            labels = [
+                (titles.get(w) or translations.get_choice_label(self.ui.language, key, w), w)
+                for w in [*known, *strange]
+            ]
+            return gr.update(choices=labels, value=held or None)
+        return gr.update(value=held)
+
+    def paint_side(self, everything: bool = False) -> dict[Any, Any]:
+        """Return values for the summary, the problems beside the settings, and the list of changed settings."""
+        text = self.draft.text()
+        findings = self.problems.find(text)
+        summary, marks, changes = (
+            self.summary.render(findings),
+            self.styles.style_settings(text, findings, everything),
+            self._render_changes(text),
+        )
+        replaced = self.draft.has_earlier()
+        return {
+            self.layout.summary: summary,
+            self.layout.marks: marks,
+            self.layout.changes: changes,
+            self.layout.back: gr.update(visible=replaced),
+            self.layout.seen: hashlib.sha256(repr((summary, marks, changes, replaced)).encode()).hexdigest(),
+        }
+
+    def paint_folders(self) -> dict[Any, Any]:
+        """Return values for the table and the menu of folders in the simple view."""
+        painted = self.paint("simple")
+        return {
+            part: painted[part]
+            for part in (self.layout.parts["simple"]["dataset.folders"], self.layout.folder)
+            if part in painted
+        }
+
+    def _render_changes(self, text: str) -> str:
+        say = self.ui.say
+        try:
+            values, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
+        except UserError as error:
+            return f"<p class='wrong'>{sanitize.escape(self.ui.translate(str(error)))}</p>"
+        rows = []
+        for key, setting in form.settings().items():
+            if key in origins and key != "preset" and not form.is_same_value(values[key], setting.default):
+                label = translations.get_label(self.ui.language, f"section.{key}" if setting.kind == "table" else key)
+                before, now = (_shorten(_display(setting, value)) for value in (setting.default, values[key]))
+                origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
+                cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now))
+                cells += f"<td>{sanitize.escape(origin)}{self._explain(key, origins[key], values)}</td>"
+                code = sanitize.escape(key).replace(".", ".<wbr>")
+                rows.append(f"<tr><td>{sanitize.escape(label)}<br><code>{code}</code></td>{cells}</tr>")
+        if not rows:
+            return f"<p class='note'>{sanitize.escape(say('new.changes.none'))}</p>"
+        heads = "".join(
+            f"<th>{sanitize.escape(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
+        )
+        return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
+
+    def _render_base_note(self, values: dict[str, Any]) -> str:
+        say, path, family = self.ui.say, str(values["model.path"] or ""), str(values["model.family"])
+        title = self.reader.families.get(family, family)
+        if not path:
+            return ""
+        if path == "demo" and family in base_models.list_demo_families():
+            return sanitize.escape(say("new.base.demo_is", title=title))
+        size = families.get(family).native_resolution if family in self.reader.families else None
+        lines, described = [], self.reader.describe_base(values)
+        if known := described.family if described else self.reader.inspect_base(path).family:
+            lines.append(say("new.base.is", title=self.reader.families[known]))
+        if base_models.is_remote(path):
+            lines.append(self._note_base(described) if described else say("new.base.looking", path=path))
+        if size:
+            lines.append(say("new.base.size", pixels=size))
+        return sanitize.escape(" ".join(lines))
+
+    def _label_base(self, name: str) -> str:
+        """Return what the list of bases says of a known one: its id, and what it is good for."""
+        known = known_bases.get(name)
+        return f"{name} · {self.ui.translate(known.purpose)}" if known else name
+
+    def _note_base(self, described: sources.BaseDescription) -> str:
+        """Say what a person should know of a base on a hub: what is to be downloaded, licence and gate."""
+        lines = [*described.lines, *(described.problems if described.unanswered else ())]
+        if not lines and not described.problems:
+            return self.ui.say("new.base.complete")
+        return " · ".join(map(self.ui.translate, lines))
+
+    def list_presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
+        """List presets as (label, name): the bundled ones, those of the user, and others that are `named`."""
+        own = [(path.stem, str(path)) for path in base_models.list_own_presets(self.draft.home)]
+        known = [*((name, name) for name in config.preset_names()), *own]
+        return known + [(Path(name).stem, name) for name in named or [] if name not in {value for _, value in known}]
+
+    def _list_sources(self) -> list[tuple[str, str]]:
+        return [(label, str(path)) for label, path in base_models.find_configs(self.ui.place.roots)]
+
+
+def _offer(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
+    """Update a dropdown whose value need not be among its choices."""
+    strange = [(str(held), held)] if held and held not in {value for _, value in choices} else []
+    return gr.update(choices=[*choices, *strange], value=held or None, **given)
+
+
+def _display(setting: form.Setting, value: Any) -> Any:
+    """Return a setting's value as its field shows it; of a table the first column."""
+    rows = form.to_component(setting, value)
+    return ", ".join(str(row[0]) for row in rows) if setting.kind == "table" and isinstance(rows, list) else rows
+
+
+def _shorten(held: Any) -> str:
+    text = json.dumps(held, ensure_ascii=False) if not isinstance(held, str) else held
+    return sanitize.shorten(text, 80)

@@ -1,0 +1,156 @@
+"""Problems of a draft: everything that prevents a start, at the setting that it is about."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import families
+from lora_fp8.data import clips
+from lora_fp8.errors import Message, UserError, UserErrors
+
+from ... import base_models, dataset_folder, form, image_folders, sanitize, submission, translations
+from ...context import Ui
+from ...draft import Draft
+from .draft_reader import DraftReader
+
+NEXT_STEPS = {
+    "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'": "new.base.missing",
+    "no picture folder given; add a [[dataset.folders]] table with a path": "new.pictures.missing",
+}
+"""Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
+KINDS = {"model.path": "file or folder", "preview.controls": "file or folder", "adapter.init_from": "file"}
+"""Settings that name a file or either. Every other setting with a path names a folder."""
+
+
+class Problems:
+    """Finds what prevents a start, in the page's language."""
+
+    def __init__(self, ui: Ui, draft: Draft, reader: DraftReader):
+        self.ui, self.draft, self.reader = ui, draft, reader
+
+    def find(self, text: str) -> list[tuple[str, str]]:
+        """Return (setting, message in the page's language) for everything that prevents a start."""
+        home = self.draft.home
+        try:
+            submission.check_presets(self.ui.place, text)
+        except UserErrors as error:
+            return [("preset", self.ui.translate(line)) for line in error.problems]
+        problems = [(problem.key, self._translate_problem(problem)) for problem in form.find_problems(text, home)]
+        try:
+            values = form.read_values(text, home)
+        except UserError:
+            return problems
+        reported = {key for key, _ in problems}
+        for key, path in base_models.list_paths(values):
+            if key in reported:
+                continue
+            try:
+                self._check_path(key, path)
+            except UserError as error:
+                problems.append((key, self.ui.translate(str(error))))
+        problems += [
+            (key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in problems}
+        ]
+        if "dataset.folders" not in {key for key, _ in problems}:
+            counts = self.reader.count_folders(values)
+            for folder, contents, *_ in counts:
+                if not contents.files:
+                    problems.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+            if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
+                problems += self._find_clip_problems(values, counts)
+            without = sum(contents.without_caption for _, contents, *_ in counts)
+            if without and values["dataset.missing_caption"] == "error":
+                problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
+        return problems
+
+    def _find_base_problems(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
+        """Yield (setting, message) for base models that the engine will refuse."""
+        say, family = self.ui.say, str(values["model.family"])
+        path, components = str(values["model.path"] or ""), str(values["model.components"] or "")
+        for key, location in (("model.path", path), ("model.components", components)):
+            known, name = self.reader.inspect_base(location), sanitize.shorten(Path(location).name)
+            if known.wrong:
+                yield key, say("new.base.strange", file=name, what=self.ui.translate(known.wrong))
+            elif family in self.reader.families and not base_models.fits_family(known, family):
+                file_says, form_says = self.reader.families[known.family], self.reader.families[family]
+                yield key, say("new.base.differs", file=name, found=file_says, title=form_says)
+        described = self.reader.describe_base(values)
+        if described and not described.unanswered:
+            yield from (("model.path", self.ui.translate(line)) for line in described.problems)
+        if path == "demo" and family in self.reader.families and family not in base_models.list_demo_families():
+            line = Message(
+                "there is no demo base for {family}; bundled are: {names}",
+                family=repr(family),
+                names=", ".join(base_models.list_demo_families()),
+            )
+            yield "model.path", self.ui.translate(line)
+        if not components and self.reader.inspect_base(path).single:
+            yield "model.components", self.ui.say("new.base.components")
+
+    def _find_clip_problems(
+        self, values: dict[str, Any], counts: list[tuple[Path, image_folders.Count, int, str]]
+    ) -> Iterable[tuple[str, str]]:
+        """Yield (setting, message) for videos that the engine will refuse."""
+        say, family = self.ui.say, str(values["model.family"])
+        for folder, contents, _, mask in counts:
+            numbers = {"folder": folder.name, "count": contents.videos}
+            if contents.videos and not families.traits(family)["clips"]:
+                yield "dataset.folders", say("new.clips.refused", title=self.reader.families[family], **numbers)
+            elif contents.videos and not clips.can_read_videos():
+                yield "dataset.folders", f"{folder.name}: {self.ui.translate(clips.NEEDED)}"
+            elif contents.videos and not values["dataset.frames"]:
+                yield "dataset.frames", say("new.clips.unset", **numbers)
+            elif examined := self.reader.examine(values, folder, mask):
+                short = examined.list_files("clip_short")
+                damaged = {
+                    name: why
+                    for name, why in examined.list_files("unreadable").items()
+                    if dataset_folder.is_video(name)
+                }
+                for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
+                    lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
+                    if lines:
+                        what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
+                        yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
+
+    def _translate_problem(self, problem: form.Problem) -> str:
+        """Translate a problem without its setting's key, since it is shown at that setting."""
+        line = problem.line
+        if isinstance(line, Message) and line.template == "{key}: {line}":
+            line = line.values["line"]
+        else:
+            line = line.removeprefix(f"{problem.key}: ")
+        if line in NEXT_STEPS:
+            return self.ui.say(NEXT_STEPS[line])
+        return self.ui.translate(line)
+
+    def label(self, key: str, line: str) -> str:
+        """Put the setting's name before a problem, for a list of several."""
+        label = translations.get_label(
+            self.ui.language, f"section.{key}" if form.settings()[key].kind == "table" else key
+        )
+        return f"{label} ({key}): {line}" if self.ui.language == "en" else f"{label}（{key}）：{line}"
+
+    def _check_path(self, key: str, path: str) -> None:
+        """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""
+        if (
+            key == "dataset.cache_dir"
+            and not (os.path.isabs(path) or path.startswith("~"))
+            and ".." not in Path(path).parts
+        ):
+            return  # below the page's home
+        full = self.ui.path(self.reader.resolve_local(path))
+        if key in ("output_dir", "dataset.cache_dir"):
+            return  # created if missing
+        kind = KINDS.get(key, "folder")
+        if not full.exists():
+            if kind == "folder":
+                sanitize.require_folder(full, path)
+            if kind == "file":
+                raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(path)))
+            raise UserError(Message("{text}: there is no such file or folder", text=sanitize.shorten(path)))
+        if kind == "folder" and not full.is_dir():
+            raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
+        if kind == "file" and not full.is_file():
+            raise UserError(Message("{text}: this is a folder; give a file", text=sanitize.shorten(path)))
