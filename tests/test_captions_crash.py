@@ -491,21 +491,21 @@ def test_a_held_journal_reads_only_what_others_have_added(folder: Path, monkeypa
 
 def test_the_page_repairs_what_it_finds(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    page = dataset._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    page = dataset.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "a.png", "chosen": [], "mask": "",
           "finding": "", "unsaved": {}, "cut": {"frames": "", "fps": "auto", "clip": "chunks"}, "tags": []}  # fmt: skip
     before = state_of(folder)
     edit(folder, "one")
     journal = folder / room.JOURNAL
     journal.write_bytes(journal.read_bytes().splitlines(keepends=True)[0])  # killed before its end
-    album = page._get_dataset(at)
-    assert 'data-do="repair"' in page._render_head(album)
+    album = page.opened.get_dataset(at)
+    assert 'data-do="repair"' in page.renderer.render_head(album)
     report = {"findings": [{"kind": "caption_half_done", "level": "warning", "files": [{"file": "", "detail": "x"}]}],
               "counts": {"readable": 3, "pictures": 3, "different_captions": 3, "clips": 0}, "sizes": {}}  # fmt: skip
-    assert 'data-do="repair"' in page._render_findings(SimpleNamespace(report=report))
+    assert 'data-do="repair"' in page.renderer.render_findings(SimpleNamespace(report=report))
     text = album.texts["a.png"]
     event = gr.EventData(None, {"do": "repair"})
-    said, shown, head, *rest = page.press(event, at, "sdxl", 0, text, json.dumps(["a.png", text]))
+    said, shown, head, *rest = page.handlers.press(event, at, "sdxl", 0, text, json.dumps(["a.png", text]))
     assert "3 captions of the interrupted edit restored" in said["value"] and "repair" not in head
     assert state_of(folder) == before and shown["picked"] == "a.png"
     assert [part["value"] for part in rest if isinstance(part, dict) and "value" in part] == ["a girl, red hair"]

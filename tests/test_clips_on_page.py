@@ -132,16 +132,16 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
 def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     ui: Ui, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = dataset._Page(ui)
+    page = dataset.Page(ui)
     cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
     at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "walk.mp4", "chosen": [],
           "loaded": "", "cut": cut, "mask": "", "tags": []}  # fmt: skip
     one = dataset_folder.open_folder(folder, fresh=True)
     assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
-    found = page._examine(at, one, "wan", 0)
+    found = page.opened.examine(at, one, "wan", 0)
     wait_until(lambda: not found.running)
     assert not found.problem, found.problem
-    grid, view = page._render_grid(at, one, "wan", 0), page._render_view(at, one, "wan", 0)
+    grid, view = page.renderer.render_grid(at, one, "wan", 0), page.renderer.render_view(at, one, "wan", 0)
     tiles = {name: grid.split('<div class="thumb')[2 + i] for i, name in enumerate(one.files)}
     # 3 s are 48 frames at the model's 16 a second, 1 s is 16.
     assert "▶ 3 s" in tiles["walk.mp4"] and "48 × 32 · 8 fps · 5 × 9 frames" in tiles["walk.mp4"]
@@ -149,8 +149,8 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     assert "cannot be decoded" in tiles["torn.mp4"] and "<img" not in tiles["torn.mp4"]
     assert "▶" not in tiles["still.png"] and "<img src=x" not in grid
     assert "3 s · 8 fps · 5 × 9 frames" in view and 'class="crop"' in view
-    assert "768\u00a0×\u00a0512 · 9 frames" in page._render_buckets(found, "wan")
-    told = page._render_findings(found)
+    assert "768\u00a0×\u00a0512 · 9 frames" in page.renderer.render_buckets(found, "wan")
+    told = page.renderer.render_findings(found)
     assert (
         'data-kind="unreadable"' in told and "3 videos, cut into 11 clips" in told and 'data-kind="clip_slower"' in told
     )
@@ -187,7 +187,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
         assert not scanned.problems and len(scanned.examples) == estimate_panel.count_examples(found.report, skipping)
 
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    grid = page._render_grid(at, one, "wan", 0)
+    grid = page.renderer.render_grid(at, one, "wan", 0)
     assert grid.count("pip install &#x27;lora-fp8[video]&#x27;") == 4 and grid.count("<img") == 1
 
 

@@ -221,8 +221,8 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
 def test_a_caption_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     (tmp_path / "a.txt").write_bytes("中文标注".encode("gb18030"))
-    page = dataset._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
-    cell = page._render_cell(dataset_folder.open_folder(tmp_path, fresh=True), "a.png", False, False, {})
+    page = dataset.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    cell = page.renderer._render_cell(dataset_folder.open_folder(tmp_path, fresh=True), "a.png", False, False, {})
     assert "no caption" not in cell and "UTF-8" in cell
 
 
@@ -280,40 +280,42 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
         3 + 2 * trained, 2 + 2 * trained, masks=2, mask=name
     )
     assert image_folders.count_files(folder, name) == image_folders.Count(3, 2)
-    page, theirs = dataset._Page(ui), {"a.png", "deep/b.png", "c-mask.png"}
+    page, theirs = dataset.Page(ui), {"a.png", "deep/b.png", "c-mask.png"}
     one, told = (
         dataset_folder.open_folder(folder, fresh=True),
         f"enter {name} in the “Masks” column of this folder",
     )
-    assert set(one.files) == theirs and told in page._render_head(one)
-    assert ("they are trained as ordinary images" in page._render_head(one)) == trained
+    assert set(one.files) == theirs and told in page.renderer.render_head(one)
+    assert ("they are trained as ordinary images" in page.renderer.render_head(one)) == trained
 
     # They get no captions: not by an edit of all, nor by a model; and the check-up takes them for what they are.
     at = {"folder": str(folder), "mask": "", "cut": {"frames": "", "fps": "auto", "clip": "chunks"}, "tags": []}
-    edit = page.preview(at, "add_first", "zibo", "", "all")[1]
+    edit = page.handlers.preview(at, "add_first", "zibo", "", "all")[1]
     assert {change.file for change in edit.changes} == {"a.txt", "deep/b.txt", "c-mask.txt"}
     monkeypatch.setattr(dataset_folder.jobs, "ensure_worker", lambda home: None)
-    page.start_captioning(at, "some/model", "text", "", "", False)
+    page.handlers.start_captioning(at, "some/model", "text", "", "", False)
     assert f"--mask={name}" in jobs.Queue(ui.place.home).view(shell=False)[0].command
-    report = page._examine(at, one, "sd15", 0)
+    report = page.opened.examine(at, one, "sd15", 0)
     wait_until(lambda: not report.running)
     assert report.report["counts"]["masked"] == 2 and set(report.list_files("caption_missing")) == theirs - {"a.png"}
 
     # Where New training says it, there is nothing to do; and what has a caption of its own is no mask.
     Draft(ui.place.home).write(f'[[dataset.folders]]\npath = "{folder}"\nmask = "{name}"\n')
-    assert page._find_draft_mask(folder) == name
+    assert page.training.find_mask(folder) == name
     one = dataset_folder.open_folder(folder, mask=name)
     assert (
         set(one.files) == theirs
-        and f"2 masks ({name})" in page._render_head(one)
-        and told not in page._render_head(one)
+        and f"2 masks ({name})" in page.renderer.render_head(one)
+        and told not in page.renderer.render_head(one)
     )
     if trained:
         (folder / masks[0]).with_suffix(".txt").write_text("a white ball")
         assert len(dataset_folder.open_folder(folder, fresh=True).files) == 5
         (folder / "masks" / "deep").mkdir(parents=True)
         (folder / "masks" / "deep" / "b.jpg").write_bytes(png())
-        assert "masks looks like a mask folder" in page._render_head(dataset_folder.open_folder(folder, fresh=True))
+        assert "masks looks like a mask folder" in page.renderer.render_head(
+            dataset_folder.open_folder(folder, fresh=True)
+        )
 
 
 # --------------------------------------------------------------------------------------------------- bases and presets
@@ -626,7 +628,7 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     folder, ui = tmp_path / "set", Ui("en", Place(tmp_path / "home", [tmp_path]))
     folder.mkdir()
     (folder / "a.png").write_bytes(png())
-    page = dataset._Page(ui)
+    page = dataset.Page(ui)
     asked: list[tuple[str, int]] = []
 
     def examination(place: Place, at: Path, family: str, side: int, *rest: Any) -> SimpleNamespace:
@@ -636,9 +638,9 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     monkeypatch.setattr(dataset_folder, "examine", examination)
 
     def opened() -> tuple[str, int]:
-        _, shown, family, resolution, *rest = page.open(SimpleNamespace(query_params={"folder": str(folder)}))
+        _, shown, family, resolution, *rest = page.handlers.open(SimpleNamespace(query_params={"folder": str(folder)}))
         at = next(part for part in rest if isinstance(part, dict) and "folder" in part)
-        page._examine(at, page._get_dataset(at), family, resolution)
+        page.opened.examine(at, page.opened.get_dataset(at), family, resolution)
         assert shown["visible"] and asked[-1] == (family, resolution or 512)
         return family, resolution
 
@@ -657,13 +659,13 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     assert opened() == ("sd15", 320), "the folder's own"
     for odd in ("[model", '[model]\nfamily = "absent"\n', "[model]\nfamily = [1]\n"):
         draft.write(odd)
-        page.open(SimpleNamespace(query_params={}))
+        page.handlers.open(SimpleNamespace(query_params={}))
 
 
 def test_a_caption_that_could_not_be_written_waits_for_who_opens_the_folder_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, page = tmp_path / "set", dataset._Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    folder, page = tmp_path / "set", dataset.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     with gr.Blocks():
         page.lay_out()
     folder.mkdir()
@@ -676,13 +678,13 @@ def test_a_caption_that_could_not_be_written_waits_for_who_opens_the_folder_agai
     def opened() -> dict[str, Any]:
         return next(
             part
-            for part in page.open(SimpleNamespace(query_params={"folder": str(folder)}))
+            for part in page.handlers.open(SimpleNamespace(query_params={"folder": str(folder)}))
             if isinstance(part, dict) and "unsaved" in part
         )
 
     def pick(at: dict[str, Any]) -> list[Any]:
         event = gr.EventData(None, {"do": "pick", "name": "a.png"})
-        _, at, _, _, _, _, editor, editing, *_ = page.press(event, at, "sd15", 0, "", "")
+        _, at, _, _, _, _, editor, editing, *_ = page.handlers.press(event, at, "sd15", 0, "", "")
         return [at, editor["value"], editing]
 
     at, text, editing = pick(opened())
@@ -693,10 +695,10 @@ def test_a_caption_that_could_not_be_written_waits_for_who_opens_the_folder_agai
             raise UserError("set: cannot be written (No space left on device); no caption was changed")
 
         full.setattr(captions, "apply", no_room)
-        said, *rest = page.save(0, at, "sd15", 0, "a red ball", editing)
+        said, *rest = page.handlers.save(0, at, "sd15", 0, "a red ball", editing)
         assert "No space left" in said["value"]
     assert (folder / "a.txt").read_text() == "a ball"
     at, text, editing = pick(opened())  # the page was closed and opened
     assert text == "a red ball"
-    page.save(0, at, "sd15", 0, text, editing)
+    page.handlers.save(0, at, "sd15", 0, text, editing)
     assert (folder / "a.txt").read_text() == "a red ball" and opened()["unsaved"] == {}

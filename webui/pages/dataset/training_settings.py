@@ -1,0 +1,92 @@
+"""What the New training page says of a folder: architecture, resolution, clips, masks and tags."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from lora_fp8 import families
+from lora_fp8.errors import UserError
+from lora_fp8.settings import names_a_folder_of_masks
+
+from ... import dataset_folder, form, run_monitor
+from ...draft import Draft
+from .open_folder import OpenFolder
+
+
+class TrainingSettings:
+    """Reads the draft of New training, or the newest training."""
+
+    def __init__(self, opened: OpenFolder):
+        self.ui, self.opened = opened.ui, opened
+
+    def _read_training_values(self) -> dict[str, Any]:
+        """Return the settings of New training; if that form is untouched, those of the newest training."""
+        home = self.ui.place.home
+        text = Draft(home).text()
+        if text == form.START:
+            trainings = [
+                view
+                for view in run_monitor.get_monitor(self.ui.place).views()
+                if view.kind == "train" and type(view.id) is int
+            ]
+            if trainings:
+                text = run_monitor.get_monitor(self.ui.place).queue.config(
+                    max(trainings, key=lambda training: training.created).id
+                )
+        return form.read_values(text, home)
+
+    def choose_examination(self, folder: Path | None) -> tuple[str, int, dict[str, Any]]:
+        """Return what to examine a folder for: family, resolution (0 is the family's), clip settings."""
+        settings = {name: form.settings()[f"dataset.{name}"] for name in dataset_folder.CUT}
+        usual = {name: form.to_component(setting, setting.default) for name, setting in settings.items()}
+        try:
+            values = self._read_training_values()
+        except UserError:  # New training and the list of runs report it
+            values = {}
+        family, side = str(values.get("model.family")), values.get("dataset.resolution")
+        if family not in self.opened.families:
+            return "sdxl", 0, usual
+        rows = self._find_rows(values, folder) if folder else []
+        side = (rows and rows[0].get("resolution")) or side
+        cut = {name: form.to_component(setting, values[f"dataset.{name}"]) for name, setting in settings.items()}
+        return family, side if type(side) is int else 0, cut if families.traits(family)["clips"] else usual
+
+    def _find_rows(self, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+        """Return the entries of dataset.folders whose path is this folder."""
+        rows, own_rows = values["dataset.folders"], []
+        for row in rows if isinstance(rows, list) else []:
+            path = row.get("path") if isinstance(row, dict) else None
+            if isinstance(path, str) and path:
+                with contextlib.suppress(UserError):  # New training reports what is wrong with a path
+                    if self.ui.path(self.ui.place.home / os.path.expanduser(path)) == folder:
+                        own_rows.append(row)
+        return own_rows
+
+    def find_mask(self, folder: Path) -> str:
+        """Return where New training has the masks of a folder, as in dataset.folders; "" if it names none."""
+        home = self.ui.place.home
+        for row in self._find_draft_rows(folder):
+            mask = row.get("mask")
+            if isinstance(mask, str) and mask:
+                with contextlib.suppress(UserError):
+                    return str(self.ui.path(home / os.path.expanduser(mask))) if names_a_folder_of_masks(mask) else mask
+        return ""
+
+    def list_tag_settings(self, folder: Path) -> list[str]:
+        """Return what New training does to the tags of a folder, as `--set` of the doctor; [] if nothing."""
+        if not self._find_draft_rows(folder):
+            return []
+        values = form.read_values(Draft(self.ui.place.home).text(), self.ui.place.home)
+        if not (values["dataset.shuffle_tags"] is True or values["dataset.tag_dropout"]):
+            return []
+        return [f"dataset.{name}={json.dumps(values[f'dataset.{name}'])}" for name in dataset_folder.TAGS]
+
+    def _find_draft_rows(self, folder: Path) -> list[dict[str, Any]]:
+        """Return the rows of dataset.folders in which New training names this folder."""
+        home = self.ui.place.home
+        try:
+            return self._find_rows(form.read_values(Draft(home).text(), home), folder)
+        except UserError:  # New training reports what is wrong with it
+            return []
