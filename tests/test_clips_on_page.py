@@ -17,7 +17,8 @@ from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView, Sentence
 from webui import dataset_folder, decoder, estimate_panel, image_folders, run_monitor, translations
 from webui.context import Place, Ui
-from webui.pages import compare, dataset, new, run
+from webui.pages import compare, dataset, new
+from webui.pages.run import rendering as run
 
 NASTY = "<img src=x onerror=alert(1)>.mp4"
 LIST = "ffconcat version 1.0\nfile walk.mp4\n"
@@ -225,11 +226,11 @@ def drawn(tmp_path: Path) -> Iterator[Path]:
 def test_previews_of_clips_move_and_can_be_saved(ui: Ui, drawn: Path) -> None:
     view = JobView(7, "ball", "train", "done", Sentence("done", {}), folder=drawn, step=10, steps=10)
     log = run_monitor.read_run_log(ui, view)
-    grid, pair = run.render_grid(ui, view, log), run.render_slider(ui, view, log, 0, 10, 0)
+    grid, pair = run.render_grid(ui, view, log), run.render_slider(ui, view, log, (0, 10), 0)
     side = compare.render_previews(ui, [(view, log)], "a ball")
     for made in (grid, side):
         assert made.count("moving=1") == 2 and made.count("prefers-reduced-motion") == 2 and "secret" not in made
     assert pair.count("moving=1") == 2 and pair.count("/download?path=") == 2 and pair.count(".webp") == 4
     assert "moving" not in run.render_grid(ui, view, log, moving=False)
-    still = run.render_slider(ui, view, log, 0, 10, 0, moving=False)
+    still = run.render_slider(ui, view, log, (0, 10), 0, moving=False)
     assert "moving" not in still and still.count(".png") == 2 and still.count("/download?path=") == 2

@@ -76,6 +76,7 @@ def module_name(path: Path) -> str:
 LIBRARY = {module_name(path): path for path in sorted((ROOT / "lora_fp8").rglob("*.py"))}
 OUTSIDE = [ROOT / "train_lora.py", *sorted((ROOT / "scripts").rglob("*.py"))]
 CODE = [*LIBRARY.values(), *OUTSIDE]
+PAGES = sorted((ROOT / "webui").rglob("*.py"))
 
 
 @functools.cache
@@ -173,14 +174,14 @@ def test_few_files_are_imported_everywhere() -> None:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """What is in one function is read together. The pages, which build their components in one, are to follow."""
+    """What is in one function is read together."""
     functions = [
         (f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}", (node.end_lineno or 0) - node.lineno + 1)
-        for path in CODE
+        for path in (*CODE, *PAGES)
         for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    assert len(functions) > 2000
+    assert len(functions) > 2500
     assert [(name, lines) for name, lines in functions if lines > MOST_LINES] == []
 
 
@@ -207,7 +208,7 @@ def named(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_names_say_what_they_hold() -> None:
     rooms = {path: room_of(name) for name, path in LIBRARY.items()}
-    rooms |= dict.fromkeys(sorted((ROOT / "webui").rglob("*.py")), "webui")
+    rooms |= dict.fromkeys(PAGES, "webui")
     vague: dict[str, list[str]] = {}
     for path, room in rooms.items():
         for name, line in named(path):
@@ -278,7 +279,7 @@ def test_no_list_of_families_stands_outside_of_their_folder() -> None:
     """A new family is a file. The importers are left out: their tables are of the names that other trainers use."""
     names = {path.stem for path in (ROOT / "lora_fp8/families").glob("[!_]*.py")} - {"base"}
     looked_at = [path for name, path in LIBRARY.items() if room_of(name) not in ("families", "importing")]
-    looked_at += sorted((ROOT / "webui").rglob("*.py"))
+    looked_at += PAGES
     found = []
     for path in looked_at:
         for node in ast.walk(tree(path)):

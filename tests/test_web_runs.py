@@ -24,8 +24,8 @@ from webui import chart, form, run_cards, run_log, run_monitor, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
-from webui.pages import run as run_page
 from webui.pages import runs as runs_page
+from webui.pages.run import rendering as run_page
 
 NASTY = "<img src=x onerror=alert(1)>\"'`${alert(2)}{{7*7}}\u202e"
 
@@ -236,7 +236,7 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
         run_page.render_header(ui, view, log),
         run_page.render_curves(ui, log, 0.9, False),
         run_page.render_grid(ui, view, log),
-        run_page.render_slider(ui, view, log, 0, 0, 0),
+        run_page.render_slider(ui, view, log, (0, 0), 0),
         run_page.render_files(ui, view),
         run_page.render_log(ui, view),
         run_page.render_warnings(ui, log),

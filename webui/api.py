@@ -59,7 +59,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
         return find_job(id).to_json()
 
     def events(id: str, offset: int = 0) -> dict:
-        """A run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
+        """Return a run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
         view, _ = find_run(id)
         new_events, behind = queue.events(view.id, max(0, offset))
         return {"events": new_events, "offset": behind}
@@ -70,7 +70,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
         return find_job(id).to_json()
 
     def export(id: str, formats: list[str] = []) -> dict:  # noqa: B006 - Gradio shows the default
-        """A run's LoRA files, and where each is; with formats, a job that writes them again is queued: "job"."""
+        """Return a run's LoRA files, and where each is; with formats, a job that writes them again is queued: "job"."""
         _, folder = find_run(id)
         job = None
         if formats:

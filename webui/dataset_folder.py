@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,25 +164,41 @@ def open_cached(folder: Path, mask: str = "") -> DatasetFolder:
 # --------------------------------------------------------------------------------------------------------- the doctor
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What a folder is examined for.
+
+    Attributes:
+        family, resolution: the training's architecture and resolution.
+        settings: further settings, as of `list_clip_settings`.
+        mask: as in dataset.folders.
+    """
+
+    family: str
+    resolution: int
+    settings: tuple[str, ...] = ()
+    mask: str = ""
+
+
 class Examination:
     """A running or finished `lora-fp8 dataset look`: `report` is its JSON, `problem` its error."""
 
-    def __init__(
-        self, place: Place, folder: Path, family: str, resolution: int, settings: Sequence[str] = (), mask: str = ""
-    ):
+    def __init__(self, place: Place, folder: Path, purpose: Purpose):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
         self.begun = time.monotonic()
         key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
-        self._command += ["--family", family, "--resolution", str(resolution), f"--mask={mask}"]
+        self._command += ["--family", purpose.family, "--resolution", str(purpose.resolution)]
+        self._command += [f"--mask={purpose.mask}"]
         self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
-        self._command += [part for setting in settings for part in ("--set", setting)]
+        self._command += [part for setting in purpose.settings for part in ("--set", setting)]
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
     def running(self) -> bool:
+        """Return True until there is a report or a problem."""
         return self.report is None and not self.problem
 
     def _run(self) -> None:
@@ -236,26 +252,13 @@ def list_clip_settings(family: str, frames: Any, fps: Any, clip: Any) -> tuple[s
 _examinations: dict[tuple[Any, ...], Examination] = {}
 
 
-def examine(
-    place: Place,
-    folder: Path,
-    family: str,
-    resolution: int,
-    settings: tuple[str, ...] = (),
-    again: bool = False,
-    mask: str = "",
-) -> Examination:
-    """Return the examination of a folder for a family at a resolution. Starts one if there is none, or if `again`.
-
-    Args:
-        settings: as of `list_clip_settings`.
-        mask: as in dataset.folders.
-    """
-    key = (folder, family, resolution, settings, mask)
+def examine(place: Place, folder: Path, purpose: Purpose, again: bool = False) -> Examination:
+    """Return the examination of a folder for a purpose. Starts one if there is none, or if `again`."""
+    key = (folder, purpose)
     with _lock:
         examination = _examinations.pop(key, None)
         if examination is None or (again and not examination.running):
-            examination = Examination(place, folder, family, resolution, settings, mask)
+            examination = Examination(place, folder, purpose)
         _examinations[key] = examination
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
@@ -265,17 +268,25 @@ def examine(
 # -------------------------------------------------------------------------------------------------- captioning as a job
 
 
-def submit_captioning(
-    place: Place, folder: Path, *, model: str, kind: str, prompt: str, overwrite: bool, trigger: str, mask: str = ""
-) -> int:
-    """Queue `lora-fp8 caption` for a folder and start a worker if there is none. Returns the job number.
+@dataclass(frozen=True)
+class Captioning:
+    """How a model captions a folder; `kind`: "text" or "tags", `mask`: as `DatasetFolder.mask`."""
 
-    `mask`: as `DatasetFolder.mask`.
+    model: str
+    kind: str
+    prompt: str
+    trigger: str
+    overwrite: bool
+    mask: str = ""
+
+
+def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
+    """Queue `lora-fp8 caption` for a folder and start a worker if there is none. Returns the job number.
 
     Raises:
         UserError: the model is neither an allowed folder nor a Hugging Face id.
     """
-    model = model.strip()
+    model = wanted.model.strip()
     if os.path.isabs(model) or model.startswith("~"):
         model = str(place.resolve(model))
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
@@ -284,11 +295,11 @@ def submit_captioning(
                 "{text}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)", text=model or "no model"
             )
         )
-    arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if kind == 'tags' else 'text'}"]
-    arguments += [f"--prompt={prompt.strip()}"] if prompt.strip() else []
-    arguments += [f"--trigger={trigger.strip()}"] if trigger.strip() else []
-    arguments += [f"--mask={mask}"] if "*" in mask else []
-    arguments += ["--overwrite"] if overwrite else []
+    arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if wanted.kind == 'tags' else 'text'}"]
+    arguments += [f"--prompt={wanted.prompt.strip()}"] if wanted.prompt.strip() else []
+    arguments += [f"--trigger={wanted.trigger.strip()}"] if wanted.trigger.strip() else []
+    arguments += [f"--mask={wanted.mask}"] if "*" in wanted.mask else []
+    arguments += ["--overwrite"] if wanted.overwrite else []
     number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
     jobs.ensure_worker(place.home)
     return number

@@ -114,6 +114,7 @@ class Boundary:
         self.app, self.language = app, language
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or its exception."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

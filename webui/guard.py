@@ -82,6 +82,7 @@ class Guard:
         self.names = {*LOOPBACK, *(name.lower() for name in names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]

@@ -45,7 +45,7 @@ def make_server(place: Place) -> MCPServer:
     server = MCPServer("lora_fp8", instructions=ABOUT, log_level="ERROR")
 
     def template(family: str = "sd15", presets: list[str] = []) -> str:  # noqa: B006 - shown as the default
-        """A config as TOML text: every setting, its meaning, what it accepts. Says which folders may be named."""
+        """Return a config as TOML text: every setting, its meaning, what it accepts, and the folders it may name."""
         submission.check_presets(place, tomlkit.dumps({"preset": presets}))
         text = config.commented(example("my-lora", family, presets))
         return f"# Files and folders must lie below: {', '.join(map(str, place.roots))}\n{text}"

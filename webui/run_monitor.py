@@ -37,6 +37,7 @@ class Cached:
         self._until = -1.0
 
     def __call__(self) -> Any:
+        """Return the value, calculated again if it is too old."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._value = self._ask()

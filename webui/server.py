@@ -36,7 +36,6 @@ def run(
     user: str = "",
     names: Sequence[str] = (),
     open_browser: bool = False,
-    home: Path | None = None,
 ) -> None:
     """Serve the page until Ctrl-C or SIGTERM.
 
@@ -44,16 +43,14 @@ def run(
         host, port: where it listens; port 0 takes a free one.
         roots: folders that the page may use, beside ./runs, the demo's files and those of its settings.
         user: who may log in, with the password of $LORA_FP8_PASSWORD (or of the file that $LORA_FP8_PASSWORD_FILE
-            names);
-            "" needs no login, which is for this machine alone.
+            names); "" needs no login, which is for this machine alone.
         names: accepted Host names beside this machine's own.
         open_browser: open the page in a browser.
-        home: None is the queue's, `jobs.find_home()`.
 
     Raises:
         UserError: the port is taken, a root is not a folder, or others could reach the page without a password.
     """
-    home = (home or jobs.find_home()).resolve()
+    home = jobs.find_home().resolve()
     password = _take_password()
     if host not in LOOPBACK and not (user and password):
         raise UserError(

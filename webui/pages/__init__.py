@@ -1,1 +1,1 @@
-"""One file, one page: `build(ui)` lays it out inside the site and wires its events."""
+"""One file or folder, one page: `build(ui)` lays it out inside the site and wires its events."""

@@ -18,7 +18,8 @@ from ..chart import Line, render_chart
 from ..context import Ui
 from ..run_log import RunLog, smooth, thin
 from ..sanitize import escape
-from . import run, runs
+from . import runs
+from .run import rendering
 
 MOST = 8
 """The number of colours of a chart."""
@@ -61,7 +62,7 @@ def build(ui: Ui) -> None:
 
     def paint(which: list[str], amount: float, log: bool, prompt: str | None, seen: dict[str, Any]) -> list[Any]:
         chosen = find_runs(ui, which or [])
-        prompts = list(dict.fromkeys(text for _, events in chosen for text in run.list_prompts(events)))
+        prompts = list(dict.fromkeys(text for _, events in chosen for text in rendering.list_prompts(events)))
         prompt = prompt if prompt in prompts else next(iter(prompts), None)
         menu = gr.skip() if seen.get("prompts") == prompts else gr.update(choices=prompts, value=prompt)
         painted = [
@@ -142,19 +143,19 @@ def render_previews(ui: Ui, chosen: list[tuple[JobView, RunLog]], prompt: str | 
             prompts = event.get("prompts")
             if not isinstance(prompts, list) or prompt not in prompts:
                 continue
-            paths = run.list_pictures(ui, view, event)
+            paths = rendering.list_pictures(ui, view, event)
             at = prompts.index(prompt)
             if at < len(paths):
-                text = escape(f"{label_run(view)}, {run.format_step(ui, step)}")
-                clip = next(iter(run.list_pictures(ui, view, event, "clips")[at:]), None)
-                image = run.render_picture(ui, paths[at], clip, text)
+                text = escape(f"{label_run(view)}, {rendering.format_step(ui, step)}")
+                clip = next(iter(rendering.list_pictures(ui, view, event, "clips")[at:]), None)
+                image = rendering.render_picture(ui, paths[at], clip, text)
                 cells.setdefault(step, {})[number] = f'<span title="{text}">{image}</span>'
     head = "".join(f"<th>{escape(label_run(view))}</th>" for view, _ in chosen)
     rows = "".join(
-        f"<tr><th>{run.format_step(ui, step)}</th>"
+        f"<tr><th>{rendering.format_step(ui, step)}</th>"
         + "".join(f"<td>{cells[step].get(number, '')}</td>" for number in range(len(chosen)))
         + "</tr>"
-        for step in sorted(cells, reverse=True)[: run.ROWS]
+        for step in sorted(cells, reverse=True)[: rendering.ROWS]
     )
     return (
         f'<div class="scroll"><table class="pictures"><thead><tr><th></th>{head}</tr></thead>'

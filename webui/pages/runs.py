@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from gradio.blocks import Block
 
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
@@ -20,41 +21,56 @@ KINDS = ("all", "active", "ended")
 
 def build(ui: Ui) -> None:
     """Lay the page out."""
-    machine = live_panel.panel(elem_id="machine")
-    which = gr.Radio(
-        [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
-        value="all",
-        label=ui.say("runs.kind"),
-        show_label=False,
-        container=False,
-    )
-    note = live_panel.panel(elem_id="said", visible=False)
-    doomed = gr.State({})
-    with gr.Group(visible=False, elem_classes="ask") as confirm:
-        question = gr.Markdown()
-        typed = gr.Textbox(label=ui.say("runs.type_name"), max_lines=1, elem_id="typed-name")
-        with_run = gr.Checkbox(label=ui.say("runs.with_folder"), value=False)
-        with gr.Row():
-            keep = gr.Button(ui.say("runs.keep"))
-            go = gr.Button(ui.say("runs.do.delete"), variant="stop")
-    with gr.Group(visible=False, elem_classes="ask") as sure:
-        which_end = gr.Markdown()
-        with gr.Row():
-            not_now = gr.Button(ui.say("runs.keep"))
-            end = gr.Button(ui.say("runs.do.force"), variant="stop", elem_id="end-now")
-    cards = live_panel.panel(elem_id="cards")
-    page = gr.State(0)
-    seen = gr.State({})
+    _Events(_Layout(ui), _Handlers(ui)).bind()
 
-    def paint(which: str, page: int, seen: dict[str, int]) -> list[Any]:
-        sent, seen = live_panel.skip_unchanged([render_machine(ui), render_board(ui, which, page)], seen)
+
+class _Layout:
+    """The components: the jobs as cards, and the questions before a job is deleted or ended.
+
+    `doomed` is the button that was pressed before a question, and `seen` what the window shows.
+    """
+
+    def __init__(self, ui: Ui):
+        self.machine = live_panel.panel(elem_id="machine")
+        self.which = gr.Radio(
+            [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
+            value="all",
+            label=ui.say("runs.kind"),
+            show_label=False,
+            container=False,
+        )
+        self.note = live_panel.panel(elem_id="said", visible=False)
+        self.doomed = gr.State({})
+        with gr.Group(visible=False, elem_classes="ask") as self.confirm:
+            self.question = gr.Markdown()
+            self.typed = gr.Textbox(label=ui.say("runs.type_name"), max_lines=1, elem_id="typed-name")
+            self.with_run = gr.Checkbox(label=ui.say("runs.with_folder"), value=False)
+            with gr.Row():
+                self.keep = gr.Button(ui.say("runs.keep"))
+                self.go = gr.Button(ui.say("runs.do.delete"), variant="stop")
+        with gr.Group(visible=False, elem_classes="ask") as self.sure:
+            self.which_end = gr.Markdown()
+            with gr.Row():
+                self.not_now = gr.Button(ui.say("runs.keep"))
+                self.end = gr.Button(ui.say("runs.do.force"), variant="stop", elem_id="end-now")
+        self.cards = live_panel.panel(elem_id="cards")
+        self.page = gr.State(0)
+        self.seen = gr.State({})
+
+
+class _Handlers:
+    """Handles the events; each returns values for the components that `_Events` names."""
+
+    def __init__(self, ui: Ui):
+        self.ui = ui
+
+    def paint(self, which: str, page: int, seen: dict[str, int]) -> list[Any]:
+        """Handle a tick: repaint what has changed since the window was painted."""
+        sent, seen = live_panel.skip_unchanged([render_machine(self.ui), render_board(self.ui, which, page)], seen)
         return [*sent, seen]
 
-    inputs = {"which": which, "page": page, "seen": seen}
-    outputs = [machine, cards, seen]
-    live_panel.repaint_on_ticks(paint, inputs, outputs)
-
-    def press(event: gr.EventData, which: str, page: int) -> list[Any]:
+    def press(self, event: gr.EventData, which: str, page: int) -> list[Any]:
+        """Handle a button of a card; deleting a job, or ending it now, asks first."""
         click = live_panel.read_click(event)
         do, name = click.get("do", ""), click.get("id", "")
         line = gr.update(visible=False)
@@ -63,71 +79,104 @@ def build(ui: Ui) -> None:
             if do == "page":
                 page = max(0, int(click.get("to", "0")))
             elif do == "delete":
-                view = run_monitor.find_job(ui, name)
+                view = run_monitor.find_job(self.ui, name)
                 shell = isinstance(view.id, str)
                 question_ = _escape_markdown(
-                    ui.say("runs.ask_delete_run" if shell else "runs.ask_delete", name=view.name)
+                    self.ui.say("runs.ask_delete_run" if shell else "runs.ask_delete", name=view.name)
                 )
                 folder_too = gr.update(value=False, visible=not shell)
                 asked = [gr.update(visible=True), question_, "", folder_too, gr.update(visible=False), gr.skip(), click]
                 return [line, *asked, page, gr.skip(), gr.skip()]
             elif do in ("force", "kill"):
-                title = _escape_markdown(run_monitor.find_job(ui, name).name)
-                about = f"**{title}** {run_monitor.get_question(ui, do, name)}"
+                title = _escape_markdown(run_monitor.find_job(self.ui, name).name)
+                about = f"**{title}** {run_monitor.get_question(self.ui, do, name)}"
                 asked = [gr.update(visible=False), *[gr.skip()] * 3, gr.update(visible=True), about, click]
                 return [line, *asked, page, gr.skip(), gr.skip()]
             else:
-                line = press_button(ui, do, name)
+                line = press_button(self.ui, do, name)
         except (UserError, ValueError) as error:
-            line = show_notice(ui.translate(str(error)), wrong=True)
-        return [line, *asked, page, render_board(ui, which, page), {}]
+            line = show_notice(self.ui.translate(str(error)), wrong=True)
+        return [line, *asked, page, render_board(self.ui, which, page), {}]
 
-    now = live_panel.private_event(queue=False)  # in order, see ask.js
-    live_panel.on_press(
-        cards,
-        press,
-        live_panel.ASKED,
-        inputs_kwargs={"which": which, "page": page},
-        outputs=[note, confirm, question, typed, with_run, sure, which_end, doomed, page, cards, seen],
-    )
-
-    def end_run(click: dict[str, str], which: str, page: int) -> list[Any]:
+    def end_run(self, click: dict[str, str], which: str, page: int) -> list[Any]:
+        """Handle the confirmed end of a job."""
         try:
-            line = show_notice(run_monitor.run_action(ui, click.get("do", ""), click.get("id", "")))
+            line = show_notice(run_monitor.run_action(self.ui, click.get("do", ""), click.get("id", "")))
         except UserError as error:
-            line = show_notice(ui.translate(str(error)), wrong=True)
-        return [line, gr.update(visible=False), render_board(ui, which, page), {}]
+            line = show_notice(self.ui.translate(str(error)), wrong=True)
+        return [line, gr.update(visible=False), render_board(self.ui, which, page), {}]
 
-    ended = end.click(
-        end_run,
-        inputs_kwargs={"click": doomed, "which": which, "page": page},
-        outputs=[note, sure, cards, seen],
-        **now,
-    )
-    not_ended = not_now.click(lambda: gr.update(visible=False), outputs=[sure], **now)
-
-    def delete(click: dict[str, str], typed: str, with_run: bool, which: str, page: int) -> list[Any]:
+    def delete(self, click: dict[str, str], typed: str, with_run: bool, which: str, page: int) -> list[Any]:
+        """Handle the confirmed deletion of a job."""
         try:
-            line = show_notice(run_monitor.delete_job(ui, click.get("id", ""), typed, with_run))
+            line = show_notice(run_monitor.delete_job(self.ui, click.get("id", ""), typed, with_run))
         except UserError as error:
-            return [show_notice(ui.translate(str(error)), wrong=True), gr.skip(), gr.skip(), gr.skip()]
-        return [line, gr.update(visible=False), render_board(ui, which, page), {}]
+            return [show_notice(self.ui.translate(str(error)), wrong=True), gr.skip(), gr.skip(), gr.skip()]
+        return [line, gr.update(visible=False), render_board(self.ui, which, page), {}]
 
-    deleted = go.click(
-        delete,
-        inputs_kwargs={"click": doomed, "typed": typed, "with_run": with_run, "which": which, "page": page},
-        outputs=[note, confirm, cards, seen],
-        **now,
-    )
-    kept = keep.click(lambda: gr.update(visible=False), outputs=[confirm], **now)
-    for answered in (ended, not_ended, deleted, kept):
-        answered.then(None, js=live_panel.ANSWERED)
-    which.input(
-        lambda which: [render_board(ui, which, 0), 0, {}],
-        inputs_kwargs={"which": which},
-        outputs=[cards, page, seen],
-        **now,
-    )
+    def choose_kind(self, which: str) -> list[Any]:
+        """Handle a change of the kind of jobs that are listed."""
+        return [render_board(self.ui, which, 0), 0, {}]
+
+
+class _Events:
+    """Binds the components to their handlers."""
+
+    def __init__(self, layout: _Layout, handlers: _Handlers):
+        self.layout, self.handlers = layout, handlers
+        self.now = live_panel.private_event(queue=False)  # in order, see ask.js
+
+    def bind(self) -> None:
+        """Bind all events."""
+        layout, handlers = self.layout, self.handlers
+        window = {"which": layout.which, "page": layout.page}
+        live_panel.repaint_on_ticks(
+            handlers.paint, window | {"seen": layout.seen}, [layout.machine, layout.cards, layout.seen]
+        )
+        about_deletion = [layout.confirm, layout.question, layout.typed, layout.with_run]
+        about_end = [layout.sure, layout.which_end]
+        live_panel.on_press(
+            layout.cards,
+            handlers.press,
+            live_panel.ASKED,
+            inputs_kwargs=window,
+            outputs=[
+                layout.note,
+                *about_deletion,
+                *about_end,
+                layout.doomed,
+                layout.page,
+                layout.cards,
+                layout.seen,
+            ],
+        )
+        self._bind_answers()
+        layout.which.input(
+            handlers.choose_kind,
+            inputs_kwargs={"which": layout.which},
+            outputs=[layout.cards, layout.page, layout.seen],
+            **self.now,
+        )
+
+    def _bind_answers(self) -> None:
+        layout, handlers = self.layout, self.handlers
+        asked: dict[str, Block] = {"click": layout.doomed, "which": layout.which, "page": layout.page}
+        ended = layout.end.click(
+            handlers.end_run,
+            inputs_kwargs=asked,
+            outputs=[layout.note, layout.sure, layout.cards, layout.seen],
+            **self.now,
+        )
+        not_ended = layout.not_now.click(lambda: gr.update(visible=False), outputs=[layout.sure], **self.now)
+        deleted = layout.go.click(
+            handlers.delete,
+            inputs_kwargs=asked | {"typed": layout.typed, "with_run": layout.with_run},
+            outputs=[layout.note, layout.confirm, layout.cards, layout.seen],
+            **self.now,
+        )
+        kept = layout.keep.click(lambda: gr.update(visible=False), outputs=[layout.confirm], **self.now)
+        for answered in (ended, not_ended, deleted, kept):
+            answered.then(None, js=live_panel.ANSWERED)
 
 
 def show_notice(line: str, wrong: bool = False, go: str = "") -> Any:
@@ -178,6 +227,7 @@ def render_board(ui: Ui, which: str, page: int) -> str:
 
 
 def render_job(ui: Ui, view: JobView) -> str:
+    """Render the card of a job."""
     tail = run_monitor.read_log_tail(view) if view.state in ("failed", "lost") or view.kind != "train" else []
     if view.command[:1] == ("caption",):
         done, total = dataset_folder.parse_progress(tail)

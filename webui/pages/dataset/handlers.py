@@ -276,16 +276,8 @@ class Handlers:
         """Queue a captioning job."""
         try:
             dataset = self.opened.get_dataset(at)
-            number = dataset_folder.submit_captioning(
-                self.ui.place,
-                dataset.folder,
-                model=model,
-                kind=kind,
-                prompt=prompt,
-                overwrite=overwrite,
-                trigger=trigger,
-                mask=dataset.mask,
-            )
+            wanted = dataset_folder.Captioning(model, kind, prompt, trigger, overwrite, dataset.mask)
+            number = dataset_folder.submit_captioning(self.ui.place, dataset.folder, wanted)
         except UserError as error:
             return [self.renderer.show_error(error), gr.skip()]
         run_monitor.get_monitor(self.ui.place).views.invalidate()

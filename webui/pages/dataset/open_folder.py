@@ -45,7 +45,8 @@ class OpenFolder:
         }
         settings = (*dataset_folder.list_clip_settings(family, **held), *at["tags"])
         side = self.choose_resolution(family, resolution)
-        return dataset_folder.examine(self.ui.place, dataset.folder, family, side, settings, again, dataset.mask)
+        purpose = dataset_folder.Purpose(family, side, settings, dataset.mask)
+        return dataset_folder.examine(self.ui.place, dataset.folder, purpose, again)
 
     def find_texts(self, at: dict[str, Any], dataset: dataset_folder.DatasetFolder, name: str) -> tuple[str, str]:
         """Return an image's caption as it was loaded, and as it was when the editor left it."""

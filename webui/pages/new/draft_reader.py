@@ -70,4 +70,5 @@ class DraftReader:
         now = image_folders.count_files(folder, mask)
         again = self.counted.get((folder, mask), now) != now  # files were added or removed since
         self.counted[folder, mask] = now
-        return dataset_folder.examine(self.ui.place, folder, family, side, cut, again, mask if "*" in mask else "")
+        purpose = dataset_folder.Purpose(family, side, cut, mask if "*" in mask else "")
+        return dataset_folder.examine(self.ui.place, folder, purpose, again)

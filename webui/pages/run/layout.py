@@ -1,0 +1,76 @@
+"""The components of the page: the run's header, the question before it ends, and a tab each for what it has written."""
+
+import gradio as gr
+
+from ... import live_panel
+from ...context import Ui
+
+FORMATS = ("auto", "kohya", "comfy", "diffusers")
+DTYPES = ("", "bf16", "fp16", "fp32")
+
+
+class Layout:
+    """The components of one language.
+
+    `seen` is what the window shows, `steps` what its menus offer, and `newest` moves the right preview on.
+    """
+
+    def __init__(self, ui: Ui):
+        self.ui = ui
+        self.head = live_panel.panel(elem_id="head")
+        self.note = live_panel.panel(elem_id="said", visible=False)
+        with gr.Group(visible=False, elem_classes="ask") as self.confirm:
+            self.question = gr.Markdown()
+            with gr.Row():
+                self.keep = gr.Button(ui.say("runs.keep"))
+                self.force = gr.Button(ui.say("runs.do.force"), variant="stop")
+        self.how = gr.State("force")
+        with gr.Tabs(elem_id="run-tabs"):
+            with gr.Tab(ui.say("run.tab.curves"), id="curves"):
+                with gr.Row(elem_classes="run-options"):
+                    self.amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"))
+                    self.log = gr.Checkbox(label=ui.say("run.log"), value=False)
+                self.curves = live_panel.panel(elem_id="curves")
+            with gr.Tab(ui.say("run.tab.previews"), id="previews"):
+                self._lay_out_previews()
+            with gr.Tab(ui.say("run.tab.files"), id="files"):
+                self._lay_out_files()
+            with gr.Tab(ui.say("run.tab.log"), id="log"):
+                self.printed = live_panel.panel(elem_id="log")
+            with gr.Tab(ui.say("run.tab.warnings"), id="warnings"):
+                self.warned = live_panel.panel(elem_id="warnings")
+            with gr.Tab(ui.say("run.tab.config"), id="config"):
+                self.config = live_panel.panel(elem_id="config")
+        self.seen, self.steps = gr.State({}), gr.State([])
+        self.newest = gr.Textbox(visible="hidden", elem_id="newest")
+
+    def _lay_out_previews(self) -> None:
+        say = self.ui.say
+        with gr.Row():
+            self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
+            self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
+            self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt", scale=2)
+        self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
+        self.pair = live_panel.panel(elem_id="pair")
+        self.grid = live_panel.panel(elem_id="grid")
+
+    def _lay_out_files(self) -> None:
+        say = self.ui.say
+        self.files = live_panel.panel(elem_id="files")
+        with gr.Row():
+            self.step = gr.Dropdown(label=say("run.export_step"), choices=[], elem_id="export-step")
+            self.format = gr.Dropdown(label=say("run.export_format"), choices=list(FORMATS), value=FORMATS[0])
+            self.dtype = gr.Dropdown(
+                label=say("run.export_dtype"), choices=[(name or say("run.as_set"), name) for name in DTYPES], value=""
+            )
+        self.export = gr.Button(say("run.export"), elem_id="export")
+        self.exported = live_panel.panel(elem_id="exported", visible=False)
+        with gr.Accordion(say("run.kit"), open=False):
+            gr.Markdown(say("run.kit_about"))
+            with gr.Row():
+                self.title = gr.Textbox(label=say("run.kit_title"), max_lines=1)
+                self.trigger = gr.Textbox(label=say("run.kit_trigger"), max_lines=1)
+                self.licence = gr.Textbox(label=say("run.kit_licence"), max_lines=1, placeholder="apache-2.0")
+            self.description = gr.Textbox(label=say("run.kit_description"), lines=2)
+            self.make = gr.Button(say("run.kit_make"), elem_id="kit")
+            self.made = live_panel.panel(elem_id="made", visible=False)
