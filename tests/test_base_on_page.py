@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import gradio as gr
 import pytest
 from hub_server import HubServer
 from waiting import wait_until
@@ -23,15 +24,17 @@ def page(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictur
     hub.use(monkeypatch, tmp_path / "home")
 
     def ask(path: str, language: str = "en") -> tuple[list[str], str]:
-        shown = new._Page(Ui(language, Place(tmp_path / "page", [pictures])))
+        shown = new.Page(Ui(language, Place(tmp_path / "page", [pictures])))
+        with gr.Blocks():
+            shown.lay_out()
         shown.draft.write(
             f"name = 'cat'\n[model]\nfamily = 'sd15'\npath = '{path}'\n[[dataset.folders]]\npath = '{pictures}'\n"
         )
         values = form.read_values(shown.draft.text(), shown.draft.home)
         if base_models.is_remote(path):
-            wait_until(lambda: shown._describe_base(values) is not None)
-        problems = [line for key, line in shown._find_problems(shown.draft.text()) if key == "model.path"]
-        return problems, shown._render_base_note(values)
+            wait_until(lambda: shown.reader.describe_base(values) is not None)
+        problems = [line for key, line in shown.problems.find(shown.draft.text()) if key == "model.path"]
+        return problems, shown.painter._render_base_note(values)
 
     return ask
 
@@ -83,9 +86,13 @@ def test_a_slow_hub_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return sources.BaseDescription(sources.parse(given[0]), family="sd15")
 
     monkeypatch.setattr(sources, "describe", describe)
-    shown = new._Page(Ui("en", Place(tmp_path, [tmp_path])))
+    shown = new.Page(Ui("en", Place(tmp_path, [tmp_path])))
+    with gr.Blocks():
+        shown.lay_out()
     values = {"model.path": "org/tiny", "model.revision": "v3", "model.family": "sd15", "model.components": ""}
-    assert "Looking up org/tiny" in shown._render_base_note(values) and not [*shown._find_base_problems(values)]
+    assert "Looking up org/tiny" in shown.painter._render_base_note(values) and not [
+        *shown.problems._find_base_problems(values)
+    ]
     descriptions = base_models.Descriptions()
     assert [descriptions.get("org/tiny", "", "sd15") for _ in range(5)] == [None] * 5
     assert descriptions.get("org/tiny", "v2", "sd15") is None

@@ -631,8 +631,8 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     page = dataset.Page(ui)
     asked: list[tuple[str, int]] = []
 
-    def examination(place: Place, at: Path, family: str, side: int, *rest: Any) -> SimpleNamespace:
-        asked.append((family, side))
+    def examination(place: Place, at: Path, purpose: dataset_folder.Purpose, again: bool = False) -> SimpleNamespace:
+        asked.append((purpose.family, purpose.resolution))
         return SimpleNamespace(report=None, list_files=lambda *kinds: {})
 
     monkeypatch.setattr(dataset_folder, "examine", examination)
