@@ -624,6 +624,7 @@ def random_job(rng: random.Random) -> Job:
     fixed |= {
         "preview.frames": 1 + 4 * rng.randrange(9),
         "dataset.frames": rng.sample([1, 5, 17, 81], rng.randint(0, 3)),
+        "model.files": rng.choice([{}, {"vae": "触发词/ae.safetensors"}]),
         "quantize.override": rng.choice([{}, {"触发词.to_q": "int8 row", "x": "bf16"}]),
         "adapter.ranks": rng.choice([{}, {"attn2": 32, "触发词.to_q": 0}]),
         "optimizer.lrs": rng.choice([{}, {"attn2": 0.5, "触发词.to_q": 2}]),

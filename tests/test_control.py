@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 from editing import NOISE, load_encoders
+from original_code import bfl_tensors
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_families import PROMPTS, bfl_tensors, load_denoiser, make
+from test_families import PROMPTS, load_denoiser, make
 
 from lora_fp8 import config, families, importing
 from lora_fp8.data import buckets, control_files, images

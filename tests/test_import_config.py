@@ -228,7 +228,16 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "name": "my-flux-lora",
         "output_dir": "output",
         "seed": 42,
-        "model": {"family": "flux", "path": "models/flux1-dev.safetensors", "components": "", "dtype": "bf16"},
+        "model": {
+            "family": "flux",
+            "path": "models/flux1-dev.safetensors",
+            "files": {
+                "vae": "models/ae.safetensors",
+                "text_encoder": "models/clip_l.safetensors",
+                "text_encoder_2": "models/t5xxl_fp16.safetensors",
+            },
+            "dtype": "bf16",
+        },
         "quantize": {"storage": "fp8"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 8.0},
         "dataset": {
@@ -313,7 +322,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "model": {
             "family": "flux",
             "path": "E:\\models\\flux1\\flux1-dev.safetensors",
-            "components": "",
+            "files": {
+                "vae": "E:\\models\\vae\\ae.safetensors",
+                "text_encoder": "E:\\models\\clip\\clip_l.safetensors",
+                "text_encoder_2": "E:\\models\\clip\\t5xxl_fp16.safetensors",
+            },
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8"},
@@ -347,7 +360,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     },
     "lora_scripts_preset.toml": {
         "seed": 1337,
-        "model": {"family": "flux", "path": "./sd-models/flux1-dev.safetensors", "components": "", "dtype": "bf16"},
+        "model": {"family": "flux", "path": "./sd-models/flux1-dev.safetensors", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
         "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
         "dataset": {
@@ -371,7 +384,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "model": {
             "family": "qwen_image",
             "path": "/models/qwen_image_bf16.safetensors",
-            "components": "",
+            "files": {"vae": "/models/qwen_vae.safetensors", "text_encoder": "/models/qwen_2.5_vl_7b.safetensors"},
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8", "scale": "1x64"},
@@ -398,7 +411,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "model": {
             "family": "wan",
             "path": "models/wan2.1_t2v_1.3B_bf16.safetensors",
-            "components": "",
+            "files": {"vae": "models/wan_2.1_vae.safetensors"},
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8", "scale": "1x64"},
@@ -601,7 +614,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
         f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap",
-        "dataset.resolution|model.clip_l|model.t5xxl|model.ae|network.network_args|dataset.max_token_length"
+        "dataset.resolution|network.network_args|dataset.max_token_length"
         f"|{DATA}.subsets.1.color_aug"
         "|saving.sample_sampler|saving.huggingface_token",
     ),
@@ -612,7 +625,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     ),
     "kohya_ss_flux.json": (
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
-        "wandb_api_key|max_grad_norm|clip_l|t5xxl|ae|huggingface_token|save_every_n_epochs",
+        "wandb_api_key|max_grad_norm|huggingface_token|save_every_n_epochs",
     ),
     "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
@@ -623,13 +636,12 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
         "|training.timestep_sampling|training.blocks_to_swap",
-        "vae|text_encoder|musubi_dataset.toml: datasets.0.cache_directory"
-        "|musubi_dataset.toml: datasets.1.cache_directory",
+        "musubi_dataset.toml: datasets.0.cache_directory|musubi_dataset.toml: datasets.1.cache_directory",
     ),
     "musubi_wan.sh": (
         "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
         "|save_every_n_steps|min_timestep|max_timestep",
-        "vae|t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
+        "t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
         "|musubi_wan_dataset.toml: datasets.1.cache_directory",
     ),
     "diffusion_pipe_flux.toml": (
@@ -1675,8 +1687,9 @@ def test_the_command(
     assert code == 2 and "exists already" in err and not out and written.read_bytes() == before
     code, out, err = ask(here / "lora_scripts_preset.toml", "--output", "deep/er/x.toml", "--json")
     answer = json.loads(out)
-    assert code == 0 and answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml" and answer["loads"]
-    assert answer["todo"] and answer["settings"] == settings(importing.import_file(here / "lora_scripts_preset.toml"))
+    assert code == 0 and answer["loads"] and answer["todo"] == []
+    assert answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml"
+    assert answer["settings"] == settings(importing.import_file(here / "lora_scripts_preset.toml"))
     counts = [len(answer[name]) for name in ("mapped", "differs", "no_counterpart", "unknown")]
     assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) and not counts[3]
     code, out, err = ask(here / "prompts.txt")

@@ -64,7 +64,7 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
         data["model"]["family"], table["prompts"], given = "flux_kontext", ["a cat"], [given]
     if key == "dataset.folders.control":
         data["model"]["family"] = "flux_kontext"
-    table[name] = given
+    table[name] = {"vae": given} if key == "model.files" else given
     with pytest.raises(UserError, match=rf"{name}.*(not below|without \.\.)"):
         submission.check_config(place, tomlkit.dumps(data))
     with pytest.raises(UserError):

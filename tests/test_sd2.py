@@ -7,8 +7,9 @@ import miniatures
 import pytest
 import torch
 from editing import load_encoders
+from original_code import ldm_names, ldm_vae, open_clip
 from safetensors.torch import load_file, save_file
-from test_families import PROMPTS, full_size_shapes, ldm_names, ldm_vae, load_denoiser, make, open_clip, write_header
+from test_families import PROMPTS, full_size_shapes, load_denoiser, make, write_header
 
 from lora_fp8 import families, settings
 from lora_fp8.errors import UserError

@@ -14,6 +14,7 @@ from lora_fp8.settings import FACTS, Except, Folder, Job
 from webui import translations
 
 ALWAYS = {
+    "model.files",
     *("name", "output_dir", "seed", "preset"),
     *("model.family", "model.path", "model.dtype", "model.text_storage", "quantize.storage"),
     *("adapter.type", "adapter.rank", "adapter.ranks", "adapter.alpha", "adapter.dropout", "adapter.targets"),

@@ -20,6 +20,7 @@ import miniatures
 import pytest
 import safetensors
 import torch
+from original_code import ldm_names
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -200,6 +201,7 @@ OWN_TEST = {
     "model.family": "test_family_and_path_choose_the_base",
     "model.path": "test_family_and_path_choose_the_base",
     "model.components": "test_components",
+    "model.files": "test_components",
     "model.revision": "test_revision",
     "adapter.init_from": "test_init_from",
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
@@ -461,18 +463,29 @@ def test_family_and_path_choose_the_base(
 
 
 def test_components(job: Callable[..., Job], tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """A single file asks for it, its folder is looked into, and with it the file itself is read."""
+    """A single file takes what it lacks from them, and from the files of parts, whose VAE gives other latents."""
+    unet = load_file(next((tiny("sd15") / "unet").glob("*.safetensors")))
+    names = ldm_names(unet, layers_per_block=1)
     single = tmp_path / "model.safetensors"
-    shutil.copy(next((tiny("sd15") / "unet").glob("*.safetensors")), single)
+    save_file({names[name]: tensor for name, tensor in unet.items()}, single)
 
-    def refused(components: str) -> str:
+    def losses(name: str, *given: str) -> list[float]:
+        result = train.run(job(f"name='{name}'", f"model.path='{single}'", "train.steps=1", *given), progress=False)
+        return [event["loss"] for event in result.run.events() if event["event"] == "step"]
+
+    for given, expected in (
+        ("auto", "has no vae (AutoencoderKL), text_encoder (CLIPTextModel). Name their files in [model.files]"),
+        ("/nowhere", "model.components = '/nowhere' is not a folder"),
+    ):
         with pytest.raises(UserError) as caught:
-            train.run(job(f"model.path='{single}'", f"model.components='{components}'"), progress=False)
-        return str(caught.value)
-
-    assert "set model.components" in refused("")
-    assert "model.components = '/nowhere' is not a folder" in refused("/nowhere")
-    assert "diffusers' naming" in refused(str(tiny("sd15")))  # past the folder: now the file is judged
+            losses("refused", f"model.components='{given}'")
+        assert expected in str(caught.value)
+    components = f"model.components='{tiny('sd15')}'"
+    vae = load_file(tiny("sd15") / "vae" / "diffusion_pytorch_model.safetensors")
+    save_file({name: tensor + 0.1 for name, tensor in vae.items()}, tmp_path / "vae.safetensors")
+    plain = losses("plain", components)
+    other = losses("other", components, f"model.files={{vae='{tmp_path / 'vae.safetensors'}'}}")
+    assert plain and plain != other
 
 
 def test_revision(

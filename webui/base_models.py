@@ -210,10 +210,12 @@ def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
-    paths = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from")]
-    base = values["model.path"]
-    if isinstance(base, str) and base != "demo" and not is_remote(base):
-        paths.append(("model.path", base))
+    paths = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "adapter.init_from")]
+    for key, word in (("model.path", "demo"), ("model.components", "auto")):
+        if isinstance(values[key], str) and values[key] != word and not is_remote(values[key]):
+            paths.append((key, values[key]))
+    files = values.get("model.files")
+    paths += [("model.files", path) for path in files.values()] if isinstance(files, dict) else []
     rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
     for row in rows:
         names = [row.get(name) for name in ("path", "control", "mask")] if isinstance(row, dict) else []

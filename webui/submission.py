@@ -16,7 +16,7 @@ from . import sanitize
 from .context import Place
 
 PATHS = (
-    *("output_dir", "model.path", "model.components", "dataset.cache_dir", "adapter.init_from"),
+    *("output_dir", "model.path", "model.components", "model.files", "dataset.cache_dir", "adapter.init_from"),
     *("dataset.folders.path", "dataset.folders.control", "dataset.folders.mask", "preview.controls"),
 )
 """Settings that name a file or folder. tests/test_page_submit.py finds those that are missing here."""
@@ -34,7 +34,7 @@ def check_config(place: Place, text: str) -> settings.Job:
     problems = []
     for key, table, name in _list_paths(data):
         given = table[name]
-        if not given or (key == "model.path" and _is_not_local(place, given)):
+        if not given or (key in ("model.path", "model.components") and _is_not_local(place, given)):
             continue
         if name == "mask" and not settings.names_a_folder_of_masks(given):
             continue
@@ -80,17 +80,20 @@ def _list_paths(data: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         for key, table in tables:
             if isinstance(table[name], list):
                 yield from ((f"{key}{name}.{i}", table[name], i) for i in range(len(table[name])))
+            elif isinstance(table[name], dict):
+                yield from ((f"{key}{name}.{part}", table[name], part) for part in list(table[name]))
             else:
                 yield f"{key}{name}", table, name
 
 
 def _is_not_local(place: Place, given: str) -> bool:
-    """Return True if a base model is the bundled one or one of the hub, and not a file of this machine."""
+    """Return True if a base model or its components are bundled or on a hub, and no file of this machine."""
     try:
         reference = sources.parse(given)
     except UserError:
         return False
-    return reference.kind == "demo" or (reference.is_remote and not (place.home / given).exists())
+    is_word = reference.kind == "demo" or given == "auto"
+    return is_word or (reference.is_remote and not (place.home / given).exists())
 
 
 def check_presets(place: Place, text: str) -> None:

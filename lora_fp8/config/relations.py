@@ -195,6 +195,7 @@ def _check_encoding(job: Job) -> Problems:
 def _check_paths(job: Job) -> Problems:
     """Yield a problem for each path that no file system accepts, and for a `name` that cannot name a folder."""
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
+    paths |= {f"model.files.{part}": path for part, path in job.model.files.items()}
     paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
     for part in ("path", "control", "mask"):
         paths |= {f"dataset.folders.{i}.{part}": getattr(folder, part) for i, folder in enumerate(job.dataset.folders)}

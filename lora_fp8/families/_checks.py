@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .. import settings
 from ..common.text import first_few
 from ..errors import Message, UserError, UserErrors
-from . import UNKNOWN, _files, available, describe, get
+from . import UNKNOWN, _components, _files, _part_files, available, describe, get
 from ._files import Header
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def check_complete(family: ModelFamily) -> None:
         wanted.append(f"{family.denoiser_name}/config.json")
     missing = [w for w in wanted if not (family.folder / w).is_file()]
     needed = {} if family.checkpoint else {family.denoiser_name: "diffusion_pytorch_model"}
-    if not family._vae_prefix():
+    if not family._source("vae"):
         needed["vae"] = "diffusion_pytorch_model"
     for name in family.text_parts:
         missing += _missing_of_text(family, name)
-        if not family._is_tokenizer(name) and not family._has_text(name):
+        if not family._is_tokenizer(name) and not family._source(name):
             needed[name] = family._text_class(name)[1]
     weights = {name: family._weight_files(name, stem) for name, stem in needed.items()}
     missing += [f"{name}/{needed[name]}.safetensors" for name, paths in weights.items() if not paths]
@@ -259,8 +259,9 @@ def check_fit(family: ModelFamily) -> None:
 def _number(family: ModelFamily, place: str) -> int | None:
     """Return the integer at "part.entry" of the configs; None if no config has it."""
     part, _, entry = place.partition(".")
-    if part == "vae" and family._vae_prefix() or part in family.text_parts and family._has_text(part):
-        return None  # the single file contains this part, so the folder's config does not apply
+    source = family._source(part) if part == "vae" or part in family.text_parts else None
+    if source and source.file is family._file:
+        return None  # the single file contains this part, so the folder's config may not apply
     path = family.folder / part / "config.json"
     found = (
         family.denoiser_config() if part == family.denoiser_name else _files.read_json(path) if path.is_file() else {}
@@ -276,7 +277,7 @@ def _latents_problem(family: ModelFamily) -> str:
     """Compare the VAE's latent channels with what the denoiser takes; returns the problem, or ""."""
     name = "z_dim" if _number(family, "vae.z_dim") else "latent_channels"
     given, taken = _number(family, f"vae.{name}"), _number(family, f"{family.denoiser_name}.in_channels")
-    # FLUX.2's VAE folds 2 x 2 latents into one, and in a sequence each token is a patch.
+    # As in `latent_channels`.
     times = 4 if family.vae_class == "AutoencoderKLFlux2" else family.patch**2 if family.latents_as == "BSD" else 1
     if not given or not taken or given * times == taken:
         return ""
@@ -349,8 +350,7 @@ def _check_unquantized(family: ModelFamily) -> None:
     from ._weights import ADVICE
 
     weighed = [family.denoiser_name] if family._file is None else []
-    weighed += ["vae"] if not family._vae_prefix() else []
-    weighed += [name for name in family.text_parts if not family._is_tokenizer(name) and not family._has_text(name)]
+    weighed += [name for name in _components.weighed(type(family)) if not family._source(name)]
     problems = []
     for name in weighed:
         path = family.folder / name / "config.json"
@@ -381,11 +381,7 @@ def check_parts(family: ModelFamily) -> None:
         UserErrors: the parts that cannot be used, one line each.
     """
     tokenizers = [partial(_check_limit, family, name) for name in family.text_parts if family._is_tokenizer(name)]
-    encoders = [
-        partial(family._from_pretrained, *family._text_class(name), name, device_map="meta")
-        for name in family._text_encoders()
-        if not family._has_text(name)
-    ]
+    encoders = [partial(_check_encoder, family, name) for name in family._text_encoders()]
     problems: list[str] = []
     for look in (
         partial(check_denoiser, family),
@@ -403,12 +399,23 @@ def check_parts(family: ModelFamily) -> None:
         raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
 
 
+def _check_encoder(family: ModelFamily, name: str) -> None:
+    """Check that a text encoder's config fits its weights."""
+    source = family._source(name)
+    cls, stem = family._text_class(name)
+    if source is None:
+        family._from_pretrained(cls, stem, name, device_map="meta")
+    elif source.file is not family._file:
+        config = cls.config_class.from_pretrained(family.folder / name, local_files_only=True)
+        _part_files.text_encoder(cls, config, source, None)
+
+
 def _check_vae_sizes(family: ModelFamily) -> None:
     """Check that the VAE's config is valid and fits its weight file."""
     import diffusers
 
     family.empty_vae()
-    if not family._vae_prefix():
+    if not family._source("vae"):
         cls = getattr(diffusers, family.vae_class)
         family._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
 

@@ -12,37 +12,26 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .. import settings
 from ..common.text import first_few
 from ..errors import Message, UserError
-from . import _files
+from . import _components, _files, _part_files
 from ._facts import Facts
+from ._part_files import quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from .base import ModelFamily
+
+ORIGINAL_CLIPS = ("cond_stage_model.", "conditioner.")
+"""Prefixes of text encoders in the original code of Stable Diffusion, which diffusers' converters read."""
 TEXT_PRECISE = ("lm_head", "text_projection", "visual")
 """Name parts of text encoder layers that are not quantized: output layers, which are small or unused."""
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars inside this context, as they would clutter a training log."""
-    import transformers
-
-    logging = transformers.utils.logging
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            logging.enable_progress_bar()
 
 
 class Encoders(Facts):
@@ -60,10 +49,10 @@ class Encoders(Facts):
         if self.vae is not None:
             return
         cls = getattr(diffusers, self.vae_class)
-        prefix = self._vae_prefix()
-        if prefix:
+        if source := self._source("vae"):
             vae = _files.built(cls, self.folder / "vae" / "config.json")
-            vae.load_state_dict(self._convert_vae(prefix, dict(vae.config)))  # copying widens to float32
+            tensors = _part_files.vae_tensors(source, self.vae_class, dict(vae.config))
+            _fill_vae_(vae, tensors, source.file.path)  # copying widens to float32
         else:
             vae = self._from_pretrained(cls, "diffusion_pytorch_model", "vae", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
@@ -132,9 +121,8 @@ class Encoders(Facts):
         """Return the bytes that the VAE takes in memory, by its file's header."""
         import torch
 
-        prefix = self._vae_prefix()
-        if prefix:
-            vae = {k: v for k, v in self._header.items() if k.startswith(prefix)}
+        if source := self._source("vae"):
+            vae = source.header
         else:
             (path, *_) = self._weight_files("vae", "diffusion_pytorch_model")
             vae = _files.read_header(path, self.absent)
@@ -144,8 +132,9 @@ class Encoders(Facts):
         """Return the bytes that each text encoder takes while captions are encoded, by the files' headers."""
         found = {}
         for name in self._text_encoders():
-            if self._has_text(name):
-                headers = [{k: v for k, v in self._header.items() if k.startswith(self.checkpoint_text[name])}]
+            if source := self._source(name):
+                beside = _part_files.BESIDE
+                headers = [{k: shape for k, shape in source.header.items() if not k.startswith(beside)}]
             else:
                 files = self._weight_files(name, self._text_class(name)[1])
                 headers = [_files.read_header(path, self.absent) for path in files]
@@ -202,7 +191,7 @@ class Encoders(Facts):
         These are weights, configs and tokenizers.
         """
         if what == "vae":
-            files = self._config_and_weights("vae", "diffusion_pytorch_model", from_checkpoint=bool(self._vae_prefix()))
+            files = self._config_and_weights("vae", "diffusion_pytorch_model")
         elif what == "text":
             files = []
             for name in self.text_parts:
@@ -212,7 +201,7 @@ class Encoders(Facts):
                     files += [(f"{name}/{p.name}", p) for p in found]
                 else:
                     stem = self._text_class(name)[1]
-                    files += self._config_and_weights(name, stem, from_checkpoint=self._has_text(name))
+                    files += self._config_and_weights(name, stem)
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
         digest = _files.digest(files, self.absent)
@@ -220,7 +209,7 @@ class Encoders(Facts):
         return f"{digest} {self.text_storage}" if quantized else digest
 
     def _is_tokenizer(self, name: str) -> bool:
-        return "tokenizer" in name or name == "processor"
+        return _components.is_tokenizer(name)
 
     def _text_encoders(self) -> list[str]:
         return [name for name in self.text_parts if not self._is_tokenizer(name)]
@@ -247,8 +236,8 @@ class Encoders(Facts):
         if self._is_tokenizer(name):
             return self.tokenizer(name)
         cls, stem = self._text_class(name)
-        if self._has_text(name):
-            encoder: Any = self._convert_text(cls, name)
+        if source := self._source(name):
+            encoder: Any = self._convert_text(cls, name, source)
         else:
             encoder = self._from_pretrained(cls, stem, name, dtype=self.dtype)
         if storage != "none":
@@ -288,29 +277,7 @@ class Encoders(Facts):
                     why=_files.in_short(error),
                 )
             ) from error
-        if other := sorted(str(one if isinstance(one, str) else one[0]) for one in told["mismatched_keys"]):
-            raise UserError(
-                Message(
-                    "{path} has weights of other sizes than its config.json says: {count} differ, {names}; it is "
-                    "another model's, or the config is",
-                    path=self.folder / name,
-                    count=len(other),
-                    names=first_few(other),
-                )
-            )
-        # transformers fills missing weights with random numbers, and logs it where nobody reads it. Files may leave out
-        # a language model's head: nothing here predicts the next token.
-        if lost := sorted(key for key in told["missing_keys"] if not key.startswith("lm_head.")):
-            raise UserError(
-                Message(
-                    "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another "
-                    "model's, or not whole",
-                    path=self.folder / name,
-                    kind=cls.__name__,
-                    count=len(lost),
-                    names=first_few(lost),
-                )
-            )
+        _part_files.check_loaded(self.folder / name, cls, told)
         return model
 
     def _from_headers(self, cls: Any, folder: Path, files: Sequence[Path]) -> tuple[Any, dict[str, Any]]:
@@ -339,39 +306,55 @@ class Encoders(Facts):
         """Return the weight files of a part, those that are not downloaded yet too; see `_files.weight_files`."""
         return _files.weight_files(self.folder / name, stem, self.absent)
 
-    def _config_and_weights(self, name: str, stem: str, *, from_checkpoint: bool = False) -> list[tuple[str, Path]]:
-        part = self.folder / name
-        if from_checkpoint and self.checkpoint:
-            weights = [("checkpoint", self.checkpoint)]
+    def _config_and_weights(self, name: str, stem: str) -> list[tuple[str, Path]]:
+        part, source = self.folder / name, self._source(name)
+        if source and source.file is self._file:
+            weights = [("checkpoint", source.file.path)]
+        elif source:
+            weights = [(f"{name} file", source.file.path)]
         else:
             weights = [(f"{name}/{p.name}", p) for p in self._weight_files(name, stem)]
         return [(f"{name}/config.json", part / "config.json"), *weights]
 
-    def _vae_prefix(self) -> str | None:
-        return next((p for p in ("first_stage_model.", "vae.") if f"{p}decoder.conv_in.weight" in self._header), None)
+    def _source(self, name: str) -> _part_files.Source | None:
+        """Return where a part's weights are in a file of its own or in the single file; None: in the folder."""
+        if name in self._part_files:
+            file = self._part_files[name]
+            return _part_files.Source(file, (_part_files.vae_prefix(file.header) or "") if name == "vae" else "")
+        if self._file is None:
+            return None
+        prefix = _components.prefix_of(cast("type[ModelFamily]", type(self)), name, self._header)
+        return None if prefix is None else _part_files.Source(self._file, prefix)
 
-    def _has_text(self, name: str) -> bool:
-        prefix = self.checkpoint_text.get(name)
-        return prefix is not None and any(k.startswith(prefix) for k in self._header)
-
-    def _tensors_with(self, prefix: str) -> dict[str, Tensor]:
-        assert self._file is not None
-        return {k: self._file.decoded(k) for k in self._header if k.startswith(prefix)}
-
-    def _convert_vae(self, prefix: str, vae_config: dict[str, Any]) -> dict[str, Tensor]:
-        from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
-
-        return convert_ldm_vae_checkpoint(self._tensors_with(prefix), vae_config)
-
-    def _convert_text(self, cls: Any, name: str) -> nn.Module:
+    def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
+        if not source.prefix.startswith(ORIGINAL_CLIPS):
+            config = cls.config_class.from_pretrained(self.folder / name, local_files_only=True)
+            return _part_files.text_encoder(cls, config, source, self.dtype)
         from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
-        tensors = self._tensors_with(self.checkpoint_text[name])
+        tensors = {source.prefix + name: tensor for name, tensor in source.tensors().items()}
         # A buffer saved by old versions of transformers; new ones compute it.
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
         return create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=name, config=str(self.folder), torch_dtype=self.dtype
         )
+
+
+def _fill_vae_(vae: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
+    wrong = [name for name, shape in wanted.items() if name not in tensors or tuple(tensors[name].shape) != shape]
+    if wrong:
+        raise UserError(
+            Message(
+                "{path} has not the weights of a {kind} as its config.json describes it: {count} are missing or "
+                "of other sizes, {names}",
+                path=path,
+                kind=type(vae).__name__,
+                count=len(wrong),
+                names=first_few(wrong),
+            )
+        )
+    vae.load_state_dict({name: tensors[name] for name in wanted})
 
 
 def _give_back_memory() -> None:

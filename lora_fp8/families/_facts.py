@@ -93,8 +93,8 @@ class Facts:
     """True if the pipeline uses a negative prompt at its usual settings."""
     trained_text: ClassVar[dict[str, TextEncoder]] = {}
     """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
-    checkpoint_text: ClassVar[dict[str, str]] = {}
-    """Text encoder -> prefix of its keys in single files that contain it."""
+    checkpoint_text: ClassVar[dict[str, str | tuple[str, ...]]] = {}
+    """Text encoder -> prefix, or possible prefixes, of its keys in single files that contain it."""
     size_cond: ClassVar[str] = ""
     """Name in `Cond` of six numbers about each image, if the denoiser takes them: see `image_conditioning`."""
     exact_cond: ClassVar[tuple[str, ...]] = ()
@@ -189,6 +189,16 @@ class Facts:
     """Modules and tensors of single files whose names look like the denoiser's but are not part of it."""
     reference_config: ClassVar[dict[str, Any]] = {}
     """The released model's denoiser config, for single files whose components folder has none."""
+    sizes_from: ClassVar[dict[str, str]] = {}
+    """Entry of the denoiser's config -> the tensor of a single file that states it, in the form of `_files.read_sizes`.
+    List all in which released models differ, and the width of the prompt embeddings."""
+    published: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Part -> config of the released VAE, text encoders and "scheduler", and "index" for options in model_index.json:
+    what single files are completed with. Without it, they are fetched from `example_base`."""
+    tokenizers_from: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Tokenizer -> folders on the hub, as "owner/name/folder", that have the same one and need no licence accepted."""
+    file_names: ClassVar[dict[str, str]] = {}
+    """Part -> pattern in the usual name of its file, which decides between files that have equal headers."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
     told_by_name: ClassVar[dict[str, str]] = {}
@@ -255,4 +265,5 @@ class Facts:
     _text_pipeline: Any  # as the VAE
     _tokenizers: dict[str, Any]
     _file: WeightFile | None
+    _part_files: dict[str, WeightFile]
     _header: Header

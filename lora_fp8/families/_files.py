@@ -76,6 +76,31 @@ def blocks_with(native: Header, name: str) -> list[int]:
     return sorted(int(found[1]) for key in native if (found := pattern.fullmatch(key)))
 
 
+def read_sizes(places: Mapping[str, str], native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config entries that a file's tensors state (see the fact `sizes_from`).
+
+    Args:
+        places: entry -> where it is: "blocks.#.name" counts the blocks that have this tensor, "name[1]" is a side of
+            its shape, and "name[1] // entry" that side divided by another entry.
+        native: see `native_header`.
+        told: config entries for what no tensor states.
+    """
+    found: dict[str, Any] = {}
+    for entry, place in places.items():
+        place, _, divisor = place.partition(" // ")
+        name, _, side = place.removesuffix("]").partition("[")
+        if not side:
+            if count := len(blocks_with(native, name)):
+                found[entry] = count
+        elif name in native and len(native[name]) > int(side):
+            divided = found.get(divisor) or told.get(divisor) or 0
+            if not divisor:
+                found[entry] = native[name][int(side)]
+            elif divided:
+                found[entry] = native[name][int(side)] // divided
+    return found
+
+
 def is_hub_id(path: str) -> bool:
     """Return True if a `model.path` that is no local path has the form of a Hugging Face id."""
     return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")
@@ -100,7 +125,7 @@ Absentees = Mapping[Path, Absent]
 
 
 class Place(NamedTuple):
-    """Where a base model is. `folder` is a diffusers folder; if `checkpoint` is set, it only adds the missing parts."""
+    """Where a base model is: a diffusers folder, or a single file in this folder."""
 
     folder: Path
     checkpoint: Path | None
@@ -253,14 +278,14 @@ def variant(files: list[Path]) -> str | None:
     return next((v for v in ("fp16", "bf16") if files and f".{v}" in files[0].name), None)
 
 
-def locate(path: str, components: str, revision: str, *, family: str, base: BaseDescription | None = None) -> Place:
+def locate(path: str, revision: str, *, family: str, base: BaseDescription | None = None) -> Place:
     """Find what `model.path` names: "demo", a folder, a .safetensors file, or a base on a hub.
 
-    Of a base on a hub, configs and tokenizers are fetched, and weights only described.
+    Of a base on a hub, configs and tokenizers are fetched, and weights only described. `_components.find` finds the
+    parts that a single file lacks.
 
     Args:
         path: `model.path`.
-        components: `model.components`, or "".
         revision: `model.revision`, or "".
         family: name of the family, which selects the demo base.
         base: the description of a base on a hub, if it was asked for already.
@@ -297,19 +322,7 @@ def locate(path: str, components: str, revision: str, *, family: str, base: Base
         return Place(local, None)
     if local.is_file() or local in absent:
         check_kind(str(local))
-        if not components:
-            raise UserError(
-                Message(
-                    "model.path = {path} is a single file, which holds no tokenizer and no configuration: set "
-                    "model.components to a diffusers folder of a {family} model (it needs no denoiser weights)",
-                    path=repr(path),
-                    family=family,
-                )
-            )
-        folder = Path(os.path.expanduser(components))
-        if not folder.is_dir():
-            raise UserError(Message("model.components = {path} is not a folder", path=repr(components)))
-        return Place(folder, local, absent, base)
+        return Place(local.parent, local, absent, base)
     raise UserError(
         Message(
             "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
@@ -319,8 +332,8 @@ def locate(path: str, components: str, revision: str, *, family: str, base: Base
     )
 
 
-def check_kind(path: str) -> None:
-    """Check that a single file's format can be opened.
+def check_kind(path: str, key: str = "model.path") -> None:
+    """Check that a single file's format can be opened; `key` is the setting that names it.
 
     Raises:
         UserError: it is GGUF, or a pickle.
@@ -329,15 +342,18 @@ def check_kind(path: str) -> None:
     if suffix == ".gguf":
         raise UserError(
             Message(
-                "model.path = {path}: GGUF is a format for drawing, and its few bits are not read; give the same "
+                "{key} = {path}: GGUF is a format for drawing, and its few bits are not read; give the same "
                 "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder",
+                key=key,
                 path=repr(path),
             )
         )
     if suffix != ".safetensors":
         raise UserError(
             Message(
-                "model.path = {path}: only .safetensors checkpoints are opened (pickles can run code)", path=repr(path)
+                "{key} = {path}: only .safetensors checkpoints are opened (pickles can run code)",
+                key=key,
+                path=repr(path),
             )
         )
 

@@ -70,3 +70,14 @@ def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, 
         "encoder_hidden_states": cond["prompt_embeds"],
         **positions(noisy_BCHW, cond["prompt_embeds"]),
     }
+
+
+SIZES = {
+    "in_channels": "img_in.weight[1]",
+    "num_layers": "double_blocks.#.img_attn.qkv.weight",
+    "num_single_layers": "single_blocks.#.linear1.weight",
+    "attention_head_dim": "double_blocks.0.img_attn.norm.query_norm.scale[0]",
+    "num_attention_heads": "img_in.weight[0] // attention_head_dim",
+    "joint_attention_dim": "txt_in.weight[1]",
+}
+"""See the fact `sizes_from`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..lora_files import naming
-from ._files import Header, blocks_with
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -59,15 +58,15 @@ LAYERS = naming.table("""
 """)
 
 
-def sizes(native: Header, head_dim: int) -> dict[str, int]:
-    """Return the config entries in which the released models differ, as a single file's shapes show them."""
-    width, joint = native["txt_in.weight"]
-    return {
-        "num_layers": len(blocks_with(native, "double_blocks.#.img_attn.qkv.weight")),
-        "num_single_layers": len(blocks_with(native, "single_blocks.#.linear1.weight")),
-        "num_attention_heads": width // head_dim,
-        "joint_attention_dim": joint,
-    }
+SIZES = {
+    "in_channels": "img_in.weight[1]",
+    "num_layers": "double_blocks.#.img_attn.qkv.weight",
+    "num_single_layers": "single_blocks.#.linear1.weight",
+    "attention_head_dim": "double_blocks.0.img_attn.norm.query_norm.scale[0]",
+    "num_attention_heads": "txt_in.weight[0] // attention_head_dim",
+    "joint_attention_dim": "txt_in.weight[1]",
+}
+"""See the fact `sizes_from`; 4B and 9B of klein, and dev, differ in nothing else."""
 
 
 def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ._files import Header, checkpoint_prefix, native_header
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from ._files import Header, blocks_with, checkpoint_prefix, native_header
 from .base import Conversion, ModelFamily
 
 # All linears and projections inside the Transformer2DModels, as in kohya's sd-scripts.
@@ -25,3 +29,43 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
     names = {PREFIX + key: prefix + key for key in native_header(header)}
     moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})
     return {new: (old, None) for new, old in moved.items()}
+
+
+def sizes(native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the UNet config's entries that an original checkpoint's tensors state.
+
+    A head's width is in no tensor. If the file has other widths than `told`, heads are 64 wide, as in all models whose
+    entry is a list; the entry of Stable Diffusion 1, a number of heads, stays.
+    """
+    downsamplers = blocks_with(native, "input_blocks.#.0.op.weight")
+    blocks = blocks_with(native, "input_blocks.#.0.in_layers.2.weight")
+    if not blocks:
+        return {}
+    levels = [[n for n in blocks if below < n < above] for below, above in pairwise([0, *downsamplers, len(native)])]
+    attended = [[n for n in level if f"input_blocks.{n}.1.proj_in.weight" in native] for level in levels]
+    channels = [native[f"input_blocks.{level[0]}.0.out_layers.3.weight"][0] for level in levels]
+    cross = [bool(level) for level in attended]
+    widths = {shape[1] for name, shape in native.items() if name.endswith("attn2.to_k.weight")}
+    found: dict[str, Any] = {
+        "in_channels": native["input_blocks.0.0.weight"][1],
+        "out_channels": native["out.2.weight"][0],
+        "block_out_channels": channels,
+        "layers_per_block": len(levels[0]),
+        "down_block_types": ["CrossAttnDownBlock2D" if one else "DownBlock2D" for one in cross],
+        "up_block_types": ["CrossAttnUpBlock2D" if one else "UpBlock2D" for one in reversed(cross)],
+    }
+    if len(widths) == 1:
+        found["cross_attention_dim"] = widths.pop()
+    depths = [_depth(native, level) for level in attended]
+    if max(depths) > 1:  # levels without attention have the depth of published configs: 1
+        found["transformer_layers_per_block"] = [depth or 1 for depth in depths]
+    if isinstance(told.get("attention_head_dim"), list | tuple) and list(told["block_out_channels"]) != channels:
+        found["attention_head_dim"] = [channel // 64 for channel in channels]
+    if "label_emb.0.0.weight" in native:
+        found["projection_class_embeddings_input_dim"] = native["label_emb.0.0.weight"][1]
+    return found
+
+
+def _depth(native: Header, blocks: list[int]) -> int:
+    name = f"input_blocks.{blocks[0]}.1.transformer_blocks.#.attn2.to_k.weight" if blocks else ""
+    return len(blocks_with(native, name)) if name else 0

@@ -44,3 +44,13 @@ def inputs(
         "encoder_hidden_states_mask": None if mask_BL.all() else mask_BL,
         "img_shapes": [[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]] * len(t_B),
     }
+
+
+SIZES = {
+    "in_channels": "img_in.weight[1]",
+    "num_layers": "transformer_blocks.#.img_mod.1.weight",
+    "attention_head_dim": "transformer_blocks.0.attn.norm_q.weight[0]",
+    "num_attention_heads": "img_in.weight[0] // attention_head_dim",
+    "joint_attention_dim": "txt_in.weight[1]",
+}
+"""See the fact `sizes_from`."""

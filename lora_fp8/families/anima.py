@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message
 from ..lora_files import naming
-from . import _files, _qwen
-from ._files import checkpoint_prefix
+from . import _files, _part_files, _qwen
+from ._files import PREFIXES
 from ._prompts import Overlong
 from .base import Cond, Inputs, ModelFamily
 
@@ -91,6 +91,11 @@ class Family(ModelFamily):
         final_layer.adaln_modulation.2 = norm_out.linear_2
         final_layer.linear = proj_out
     """)
+    checkpoint_text = {"text_conditioner": tuple(f"{prefix}{CONDITIONER}." for prefix in PREFIXES)}
+    sizes_from = {
+        "num_layers": "blocks.#.self_attn.q_proj.weight",
+        "text_embed_dim": "blocks.0.cross_attn.k_proj.weight[1]",
+    }
     beside_denoiser = (CONDITIONER, "pos_embedder")  # the first is loaded as a text encoder; the second is computed
     config_marks = {"extra_pos_embed_type": None, "use_crossattn_projection": False, "img_context_dim_in": None}
     reference_config = {
@@ -138,11 +143,9 @@ class Family(ModelFamily):
         denoiser: Any = ModelFamily.empty_denoiser(self)
         return _anima.without_borders_(denoiser)
 
-    def _has_text(self, name: str) -> bool:
-        return name == "text_conditioner" and self._file is not None
-
-    def _convert_text(self, cls: Any, name: str) -> nn.Module:
-        prefix = f"{checkpoint_prefix(self._header)}{CONDITIONER}."
+    def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
+        if name != "text_conditioner":
+            return ModelFamily._convert_text(self, cls, name, source)
         conditioner = _files.built(cls, self.folder / name / "config.json")
-        conditioner.load_state_dict({k.removeprefix(prefix): t for k, t in self._tensors_with(prefix).items()})
+        conditioner.load_state_dict(source.tensors())
         return conditioner

@@ -7,13 +7,9 @@ an image takes the middle; version 0.3 has more of them than earlier ones, for i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _files
-from ._files import Header
 from .base import ModelFamily
 
 
@@ -46,6 +42,12 @@ class Family(ModelFamily):
     split_names_in_comfy = True
     layouts_of_diffusers = ("diffusers",)
     reference_config = {"sample_size": 64, "pos_embed_max_size": 9216}  # 0.3
+    sizes_from = {
+        "pos_embed_max_size": "positional_encoding[1]",  # 0.1 and 0.3 differ in it
+        "num_mmdit_layers": "double_layers.#.attn.w1q.weight",
+        "num_single_dit_layers": "single_layers.#.attn.w1q.weight",
+        "joint_attention_dim": "cond_seq_linear.weight[1]",
+    }
     native_layers = naming.table("""
         double_layers.# = joint_transformer_blocks.#
             attn.w2q = attn.to_q
@@ -103,6 +105,3 @@ class Family(ModelFamily):
                     height=height,
                 )
             )
-
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        return {"pos_embed_max_size": native["positional_encoding"][1]}  # 0.1 and 0.3 differ in it

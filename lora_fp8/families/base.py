@@ -13,7 +13,7 @@ at a time, so that the whole model never exists in high precision. Creating a fa
 and checks the files and loads none of them.
 
 `model.path` names one of four sources: a diffusers folder, a hub id, a single .safetensors file in the original layout
-(whose missing parts come from `model.components`), or "demo". See `_files.locate`. The denoiser and the text encoders
+(see `_components` for the parts that it lacks), or "demo". See `_files.locate`. The denoiser and the text encoders
 run in the model's dtype, and the conditioning is stored in it; the VAE runs in float32.
 
 Shape suffixes: B batch, C channels, F frames, H height, W width, L text tokens, D features. Outside a family, latents
@@ -37,7 +37,7 @@ from PIL import Image
 from .. import settings
 from ..errors import Message, UserError, UserErrors
 from ..lora_files import naming
-from . import _checks, _files
+from . import _checks, _components, _files
 from ._files import Header, checkpoint_prefix, native_header
 from ._latents import Latents
 from ._prompts import Cond, Prompts
@@ -93,14 +93,14 @@ class ModelFamily(Latents, Prompts):
 
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
         self.told_prediction = prediction
-        self.folder, self.checkpoint, self.absent, self.base = _files.locate(
-            model.path, model.components or "", model.revision or "", family=self.name, base=base
-        )
-        self.warnings = []
+        parts = _components.find(type(self), model, base)
+        self.folder, self.checkpoint, self.warnings = parts.folder, parts.checkpoint, parts.notes
+        self.absent, self.base = parts.absent, parts.base
         self.vae = None
         self._text_pipeline = None
         self._tokenizers = {}
         self._file = WeightFile(self.checkpoint, self.absent) if self.checkpoint else None
+        self._part_files = {name: WeightFile(path) for name, path in parts.files.items()}
         self._header = self._file.header if self._file else {}
         _checks.check_architecture(self)
         _checks.check_complete(self)
@@ -417,18 +417,35 @@ class ModelFamily(Latents, Prompts):
         """Return the denoiser's config.json, or the released model's if a single file comes without one."""
         path = self.folder / self.denoiser_name / "config.json"
         found = _files.read_json(path) if path.is_file() else dict(self.reference_config)
-        return found | (self.sizes(native_header(self._header), found) if self.checkpoint else {})
+        if self.checkpoint is None:
+            return found
+        return found | self.sizes(native_header(self._header), found, self.checkpoint)
 
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
+        """Return `published` for a file with these tensors; override it if variants differ in more than sizes."""
+        return cls.published
+
+    @classmethod
+    def latent_channels(cls, denoiser_config: Mapping[str, Any]) -> int | None:
+        """Return how many latent channels the VAE of a denoiser with this config has; None if the config lacks it."""
+        given = denoiser_config.get("in_channels")
+        # FLUX.2's VAE folds 2 x 2 latents into one, and in a sequence each token is a patch.
+        times = 4 if cls.vae_class == "AutoencoderKLFlux2" else cls.patch**2 if cls.latents_as == "BSD" else 1
+        return given // times if isinstance(given, int) else None
+
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
         """Return the denoiser's config entries that a single file states itself.
 
         They override the config of the components, which may come from another model.
 
         Args:
             native: names, without their prefix, and shapes of the file's tensors.
-            told: the denoiser config of the components.
+            told: the denoiser config of the components, or the released model's.
+            file: the file, for those variants that only its name tells apart.
         """
-        return {}
+        return _files.read_sizes(cls.sizes_from, native, told)
 
     def index(self) -> dict[str, Any]:
         """Return the model's model_index.json; for a single file that of its components, {} if there is none."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message
 from ..lora_files import naming
-from . import _files, _flux
+from . import _files, _flux, _published
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Family(ModelFamily):
     converter_width = 3072
     auto_layouts = ("diffusers", "kohya")  # Forge reads kohya's
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
+    sizes_from = _flux.SIZES
+    file_names = _published.FLUX_FILES
     native_layers = _flux.LAYERS + naming.table("""
         distilled_guidance_layer
             layers.#.in_layer = layers.#.linear_1

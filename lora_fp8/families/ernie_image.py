@@ -49,6 +49,7 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_ernie_image"  # musubi-tuner
     layouts = ("comfy", "diffusers")
     # diffusers kept the original names.
+    sizes_from = {"num_layers": "layers.#.self_attention.to_q.weight", "text_in_dim": "text_proj.weight[1]"}
     native_layers = naming.table("""
         x_embedder, text_proj, time_embedding, adaLN_modulation, layers.#, final_norm, final_linear
     """)

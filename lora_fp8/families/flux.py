@@ -8,10 +8,11 @@ replaces the two of classifier-free guidance. FLUX.1-schnell has no such input (
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..lora_files import naming
-from . import _flux
+from . import _files, _flux, _published
 from ._facts import TextEncoder
 from ._files import Header
 from .base import Cond, ModelFamily
@@ -76,6 +77,19 @@ class Family(ModelFamily):
     """)
     swapped_halves = ("norm_out.linear",)
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
+    sizes_from = {**_flux.SIZES, "pooled_projection_dim": "vector_in.in_layer.weight[1]"}
+    checkpoint_text = {
+        "text_encoder": "text_encoders.clip_l.transformer.",
+        "text_encoder_2": "text_encoders.t5xxl.transformer.",
+    }
+    published = {
+        "scheduler": _published.FLUX_SCHEDULER,
+        "vae": _published.FLUX_VAE,
+        "text_encoder": _published.CLIP_L,
+        "text_encoder_2": _published.T5_XXL,
+    }
+    tokenizers_from = _published.FLUX_TOKENIZERS
+    file_names = _published.FLUX_FILES
     # Fill, Canny and Depth take more channels than they return; Chroma has no modulation layers.
     single_file = {
         "has": ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight"),
@@ -103,5 +117,13 @@ class Family(ModelFamily):
         pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        return {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev and schnell differ in nothing else
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        found = _files.read_sizes(cls.sizes_from, native, told)
+        return found | {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev has it, schnell does not
+
+    @classmethod
+    def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
+        if "guidance_in.in_layer.weight" in native:
+            return cls.published
+        return cls.published | {"scheduler": _published.SCHNELL_SCHEDULER}

@@ -55,6 +55,7 @@ class Family(ModelFamily):
         "num_attention_heads": 48,
         "joint_attention_dim": 15360,
     }
+    sizes_from = _flux2.SIZES
     single_file = {
         "has": (
             "double_stream_modulation_img.lin.weight",

@@ -9,12 +9,8 @@ timestep distribution see `flux2.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from ..errors import Message, UserError
-from . import _files, _flux2
-from ._files import Header
+from ..errors import Message
+from . import _flux2
 from .base import ModelFamily
 
 
@@ -55,6 +51,7 @@ class Family(ModelFamily):
         "joint_attention_dim": 7680,
         "guidance_embeds": False,
     }
+    sizes_from = _flux2.SIZES
     single_file = {
         "has": ("double_stream_modulation_img.lin.weight", "single_blocks.0.linear1.weight"),
         "lacks": ("guidance_in.",),  # dev's guidance input
@@ -73,19 +70,3 @@ class Family(ModelFamily):
     def architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which includes the size."""
         return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
-
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        found = _flux2.sizes(native, told.get("attention_head_dim", 128))  # 4B and 9B differ in nothing else
-        given = 3 * _files.read_json(self.folder / "text_encoder" / "config.json")["hidden_size"]
-        if given != found["joint_attention_dim"]:
-            raise UserError(
-                Message(
-                    "{file} takes {features} features of a token, the text encoder in {folder} gives {given}: "
-                    "set model.components to the FLUX.2 klein of the same size",
-                    file=self.checkpoint,
-                    features=found["joint_attention_dim"],
-                    folder=self.folder,
-                    given=given,
-                )
-            )
-        return found

@@ -60,7 +60,13 @@ class Family(ModelFamily):
     # The network is FLUX.1's; only control images are new.
     encode_with = flux.Family.encode_with
     trained_length = flux.Family.trained_length
+    sizes_from = flux.Family.sizes_from
     sizes = flux.Family.sizes
+    published_parts = flux.Family.published_parts
+    published = flux.Family.published
+    tokenizers_from = flux.Family.tokenizers_from
+    checkpoint_text = flux.Family.checkpoint_text
+    file_names = flux.Family.file_names
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         from diffusers.pipelines.flux import pipeline_flux_kontext

@@ -63,7 +63,14 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers")
     converter_width = 3072
     call_options = {"num_frames": 1}
-    reference_config = {"num_layers": 20, "num_single_layers": 40}
+    reference_config = {"num_layers": 20, "num_single_layers": 40, "attention_head_dim": 128}
+    sizes_from = {
+        "num_layers": "double_blocks.#.img_attn_qkv.weight",
+        "num_single_layers": "single_blocks.#.linear1.weight",
+        "num_attention_heads": "img_in.proj.weight[0] // attention_head_dim",
+        "text_embed_dim": "txt_in.input_embedder.weight[1]",
+        "pooled_projection_dim": "vector_in.in_layer.weight[1]",
+    }
     native_layers = naming.table("""
         img_in = x_embedder
         time_in.mlp.0 = time_text_embed.timestep_embedder.linear_1

@@ -60,6 +60,13 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_krea2"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers", "comfy")
+    sizes_from = {
+        "in_channels": "first.weight[1]",
+        "num_layers": "blocks.#.attn.wq.weight",
+        "num_attention_heads": "blocks.0.attn.wq.weight[0] // attention_head_dim",
+        "num_key_value_heads": "blocks.0.attn.wk.weight[0] // attention_head_dim",
+        "text_hidden_dim": "txtmlp.1.weight[1]",
+    }
     native_layers = naming.table("""
         blocks.# = transformer_blocks.#,
         txtfusion.layerwise_blocks.# = text_fusion.layerwise_blocks.#,

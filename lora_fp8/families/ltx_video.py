@@ -57,6 +57,10 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers")
     call_options = {"num_frames": 1, "frame_rate": 25, **DECODED_AT}
     reference_config = {"num_layers": 28}
+    sizes_from = {
+        "num_layers": "transformer_blocks.#.attn1.to_q.weight",
+        "caption_channels": "caption_projection.linear_1.weight[1]",
+    }
     native_layers = naming.table("""
         patchify_proj = proj_in
         adaln_single = time_embed

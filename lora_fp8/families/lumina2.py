@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..lora_files import naming
-from . import _gemma
+from . import _gemma, _published
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -58,6 +58,12 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers", "kohya")
     layouts_of_diffusers = ("diffusers",)
     reference_config = {"cap_feat_dim": 2304}
+    sizes_from = {
+        "hidden_size": "cap_embedder.1.weight[0]",
+        "cap_feat_dim": "cap_embedder.1.weight[1]",
+        "num_layers": "layers.#.attention.qkv.weight",
+    }
+    file_names = _published.FLUX_FILES
     # In blocks without a timestep, the first norm is a plain one.
     native_layers = naming.table("""
         x_embedder

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import Message
 from ..lora_files import naming
-from . import _qwen, _qwen_edit
+from . import _published, _qwen, _qwen_edit
 from .base import ModelFamily
 
 
@@ -60,6 +60,13 @@ class Family(ModelFamily):
     # Edit 2511 and Layered share the class: the former has `zero_cond_t`, the latter an additional condition.
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False, "zero_cond_t": False}
     reference_config = {"in_channels": 64, "out_channels": 16, "num_layers": 60, "joint_attention_dim": 3584}
+    sizes_from = _qwen.SIZES
+    published = {
+        "scheduler": _published.QWEN_SCHEDULER,
+        "vae": _published.qwen_vae(_qwen.VAE_MARKS),
+        "text_encoder": _published.QWEN25_VL_7B,
+    }
+    file_names = {"vae": "qwen"}
     # Layered has one more embedding; ComfyUI puts a marker into its files of Edit 2511.
     single_file = {
         "has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight"),

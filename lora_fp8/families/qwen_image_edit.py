@@ -56,6 +56,8 @@ class Family(ModelFamily):
     computed = qwen_image.Family.computed
     config_marks = qwen_image.Family.config_marks
     reference_config = qwen_image.Family.reference_config
+    sizes_from = qwen_image.Family.sizes_from
+    file_names = qwen_image.Family.file_names
 
     inputs = _qwen.inputs
     tokenizer = _qwen_edit.tokenizer

@@ -7,12 +7,14 @@ are at timestep 0, whatever the noise's timestep is (`zero_cond_t`); its tensors
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from . import _qwen, _qwen_edit, qwen_image
+from . import _files, _qwen, _qwen_edit, qwen_image
 from ._files import Header
 from .base import Cond, ModelFamily, control_pictures
 
@@ -57,6 +59,8 @@ class Family(ModelFamily):
     native_layers = qwen_image.Family.native_layers
     no_adapter = qwen_image.Family.no_adapter
     computed = qwen_image.Family.computed
+    sizes_from = qwen_image.Family.sizes_from
+    file_names = qwen_image.Family.file_names
     config_marks = {"guidance_embeds": False, "use_additional_t_cond": False}
     reference_config = qwen_image.Family.reference_config
     # ComfyUI's files of 2511 have the marker; a file of 2509 differs from Qwen-Image's in its name only.
@@ -84,11 +88,13 @@ class Family(ModelFamily):
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": control_pictures(cond)}
 
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
         marked = _qwen_edit.MARKER in native
-        if marked or self.file_is_called("25(09|11)"):
-            return {"zero_cond_t": marked or self.file_is_called("2511")}
-        return {}
+        found = _files.read_sizes(cls.sizes_from, native, told)
+        if marked or re.search("25(09|11)", file.name):
+            found["zero_cond_t"] = marked or "2511" in file.name
+        return found
 
 
 def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Message, UserError
@@ -116,10 +117,12 @@ class Family(ModelFamily):
         # The pipeline's default is a text, which it refuses together with embeddings.
         return inputs if negative is None else inputs | {"negative_prompt": None}
 
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
         # 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in these.
         found = {
             "num_layers": len(blocks_with(native, "blocks.#.cross_attn.kv_linear.weight")),
+            "caption_channels": native["y_embedder.y_proj.fc1.weight"][1],
             "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None,
         }
         width = native["x_embedder.proj.weight"][0]
@@ -128,12 +131,11 @@ class Family(ModelFamily):
         if width not in CROSS_HEADS:
             raise UserError(
                 Message(
-                    "{file} is a Sana of width {width}, of which the number of heads is not known: put its "
-                    "{name} into {folder}",
-                    file=self.checkpoint,
+                    "{file} is a Sana of width {width}, of which the number of heads is not known: set "
+                    "model.components to a folder with its {name}",
+                    file=file,
                     width=width,
-                    name=f"{self.denoiser_name}/config.json",
-                    folder=self.folder,
+                    name=f"{cls.denoiser_name}/config.json",
                 )
             )
         heads = CROSS_HEADS[width]

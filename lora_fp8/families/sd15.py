@@ -7,14 +7,14 @@ is `sd2.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from . import _ldm
+from . import _ldm, _published
 from ._facts import TextEncoder
+from ._files import Header
 from .base import ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -57,5 +57,16 @@ class Family(ModelFamily):
         },
         "lacks": ("label_emb.",),
     }
+    published = {
+        "scheduler": _published.SD15_SCHEDULER,
+        "vae": _published.SD_VAE,
+        "text_encoder": _published.CLIP_L,
+        "index": {"requires_safety_checker": False},
+    }
+    tokenizers_from = {"tokenizer": (_published.SDXL_TOKENIZER,)}
 
     convert_checkpoint = _ldm.convert_checkpoint
+
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _ldm.sizes(native, told)

@@ -7,15 +7,15 @@ their last layer, which the model does not read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from ..errors import Message
-from . import _ldm
+from . import _ldm, _published
 from ._facts import TextEncoder
+from ._files import Header
 from .base import ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -60,6 +60,13 @@ class Family(ModelFamily):
         },
         "lacks": ("label_emb.",),
     }
+    published = {
+        "scheduler": _published.SD2_SCHEDULER,
+        "vae": _published.SD_VAE,
+        "text_encoder": _published.CLIP_H,
+        "index": {"requires_safety_checker": False},
+    }
+    tokenizers_from = {"tokenizer": (f"{_published.SDXL_TOKENIZER}_2",)}  # it pads with "!" too
 
     def architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which depends on the prediction type."""
@@ -78,3 +85,7 @@ class Family(ModelFamily):
         ]
 
     convert_checkpoint = _ldm.convert_checkpoint
+
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _ldm.sizes(native, told)

@@ -8,10 +8,12 @@ second attention for the image alone. The denoiser takes the timestep (0 .. 1000
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import Message
 from ..lora_files import naming
+from . import _files, _published
 from ._facts import TextEncoder
 from ._files import Header, blocks_with
 from .base import Cond, ModelFamily
@@ -114,6 +116,29 @@ class Family(ModelFamily):
         "shapes": {"x_embedder.proj.weight": (None, None, None, None)},
         "in_is_out": ("x_embedder.proj.weight", "final_layer.linear.weight"),
     }
+    # 3 medium, 3.5 medium and 3.5 large differ in these.
+    sizes_from = {
+        "num_layers": "joint_blocks.#.x_block.attn.qkv.weight",
+        "num_attention_heads": "x_embedder.proj.weight[0] // attention_head_dim",
+        "caption_projection_dim": "context_embedder.weight[0]",
+        "joint_attention_dim": "context_embedder.weight[1]",
+        "pooled_projection_dim": "y_embedder.mlp.0.weight[1]",
+        "in_channels": "x_embedder.proj.weight[1]",
+    }
+    checkpoint_text = {
+        "text_encoder": "text_encoders.clip_l.transformer.",
+        "text_encoder_2": "text_encoders.clip_g.transformer.",
+        "text_encoder_3": "text_encoders.t5xxl.transformer.",
+    }
+    published = {
+        "scheduler": _published.SD3_SCHEDULER,
+        "vae": _published.SD3_VAE,
+        "text_encoder": _published.CLIP_L,
+        "text_encoder_2": _published.CLIP_G,
+        "text_encoder_3": _published.T5_XXL,
+    }
+    tokenizers_from = _published.SD3_TOKENIZERS
+    file_names = {"vae": r"sd[-_. ]?3"}
     distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # its files have the same tensors as 3.5 large
     distilled_advice = Message(
         "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
@@ -144,12 +169,9 @@ class Family(ModelFamily):
         medium = self.denoiser_config().get("dual_attention_layers")  # 4.5: the example on its model card
         return 4.5 if medium and not self.is_distilled() else ModelFamily.usual_guidance(self)
 
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        # 3 medium, 3.5 medium and 3.5 large differ in these.
-        return {
-            "num_layers": len(blocks_with(native, "joint_blocks.#.x_block.attn.qkv.weight")),
-            "num_attention_heads": native["x_embedder.proj.weight"][0] // told.get("attention_head_dim", 64),
-            "caption_projection_dim": native["context_embedder.weight"][0],
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _files.read_sizes(cls.sizes_from, native, told) | {
             "dual_attention_layers": blocks_with(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,
             "pos_embed_max_size": round(native["pos_embed"][1] ** 0.5),

@@ -8,14 +8,14 @@ of its crop, and the height and width of the crop it was trained at (sect. 2.2).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from . import _ldm
+from . import _ldm, _published
 from ._facts import TextEncoder
+from ._files import Header
 from .base import Cond, ModelFamily
-
-if TYPE_CHECKING:
-    pass
 
 
 class Family(ModelFamily):
@@ -84,9 +84,20 @@ class Family(ModelFamily):
         "shapes": {"input_blocks.0.0.weight": (None, 4, None, None)},
         "lacks": ("input_blocks.9.",),
     }
+    published = {
+        "scheduler": _published.SDXL_SCHEDULER,
+        "vae": _published.SDXL_VAE,
+        "text_encoder": _published.CLIP_L,
+        "text_encoder_2": _published.CLIP_G,
+        "index": {"force_zeros_for_empty_prompt": True},
+    }
 
     def without_negative(self, empty: Cond) -> Cond | None:
         # SDXL was trained with zeros for a dropped caption; the pipeline creates them if it gets no negative prompt.
         return None if self.index().get("force_zeros_for_empty_prompt", True) else empty
 
     convert_checkpoint = _ldm.convert_checkpoint
+
+    @classmethod
+    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _ldm.sizes(native, told)

@@ -12,13 +12,11 @@ pipeline with one of the two could not generate. Wan 2.2 TI2V-5B is the family `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
-from . import _qwen
-from ._files import Header, blocks_with
+from . import _published, _qwen
 from .base import Cond, ModelFamily
 
 
@@ -53,7 +51,7 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_wan"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     call_options = {"num_frames": 1}
-    reference_config = {"num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
+    reference_config = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824}
     native_layers = naming.table("""
         patch_embedding
         time_embedding.0 = condition_embedder.time_embedder.linear_1
@@ -76,6 +74,21 @@ class Family(ModelFamily):
         head.modulation = scale_shift_table
     """)
     computed = {"rope": ("attention_head_dim", "patch_size", "max_seq_len")}
+    # 1.3 B and 14 B have the same encoders.
+    sizes_from = {
+        "num_attention_heads": "blocks.0.self_attn.q.weight[0] // attention_head_dim",
+        "ffn_dim": "blocks.0.ffn.0.weight[0]",
+        "num_layers": "blocks.#.self_attn.q.weight",
+        "text_dim": "text_embedding.0.weight[1]",
+        "freq_dim": "time_embedding.0.weight[1]",
+        "in_channels": "patch_embedding.weight[1]",
+    }
+    published = {
+        "scheduler": _published.WAN_SCHEDULER,
+        "vae": _published.wan_vae(_qwen.VAE_MARKS),
+        "text_encoder": _published.UMT5_XXL,
+    }
+    file_names = {"vae": "wan"}
     # Image-to-video takes more channels than it returns, or has keys for the image; VACE has blocks of its own.
     single_file = {
         "has": ("blocks.0.self_attn.q.weight",),
@@ -107,14 +120,6 @@ class Family(ModelFamily):
             nn.functional.pad(cond["prompt_embeds"], (0, 0, 0, length - len(cond["prompt_embeds"]))) for cond in conds
         ]
         return {"prompt_embeds": torch.stack(rows)}
-
-    def sizes(self, native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
-        width, _ = native["blocks.0.self_attn.q.weight"]  # 1.3 B and 14 B have the same encoders
-        return {
-            "num_attention_heads": width // told.get("attention_head_dim", 128),
-            "ffn_dim": native["blocks.0.ffn.0.weight"][0],
-            "num_layers": len(blocks_with(native, "blocks.#.self_attn.q.weight")),
-        }
 
     def caveats(self) -> list[str]:
         if not self.checkpoint and any(self.index().get("transformer_2") or ()):

@@ -61,7 +61,7 @@ class Family(ModelFamily):
     call_options = {"num_frames": 1}
     pipeline_options = {"expand_timesteps": True}
     reference_config = {"num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336}
-    reference_config |= {"in_channels": 48, "out_channels": 48}
+    reference_config |= {"attention_head_dim": 128, "in_channels": 48, "out_channels": 48}
     native_layers = wan.Family.native_layers
     computed = wan.Family.computed
     # Wan 2.1's names; the channels of the latents tell the two apart.
@@ -73,4 +73,4 @@ class Family(ModelFamily):
     as_read = wan.Family.as_read
     text_answer = wan.Family.text_answer
     collate = wan.Family.collate
-    sizes = wan.Family.sizes
+    sizes_from = wan.Family.sizes_from

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import Message
 from ..lora_files import naming
+from . import _published
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -68,6 +69,13 @@ class Family(ModelFamily):
     beside_denoiser = ("norm_final",)  # from an older version of the code, which nothing reads
     config_marks = {"siglip_feat_dim": None}  # Omni sees images
     reference_config = {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_heads": 30, "cap_feat_dim": 2560}
+    sizes_from = {
+        "dim": "cap_embedder.1.weight[0]",
+        "cap_feat_dim": "cap_embedder.1.weight[1]",
+        "n_layers": "layers.#.attention.qkv.weight",
+        "n_refiner_layers": "noise_refiner.#.attention.qkv.weight",
+    }
+    file_names = _published.FLUX_FILES
     # Lumina 2 has neither learned padding nor a modulation whose first layer is a linear; Omni sees images.
     single_file = {
         "has": ("x_pad_token", "cap_pad_token", "layers.0.attention.qkv.weight", "layers.0.adaLN_modulation.0.weight"),

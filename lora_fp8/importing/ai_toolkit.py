@@ -188,7 +188,7 @@ SHORT: dict[str, Rule] = {
     "model.quantize_kwargs.**": none(remarks.LAYER_STORAGE),
     "model.low_vram": idle(),
     "model.dtype": idle("train.dtype counts"),
-    "model.vae_path": none(remarks.OWN_VAE),
+    "model.vae_path": JOINT,
     "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
     "model.assistant_lora_path": none(
         Message("no LoRA is merged into the base while training; train on an undistilled base")
@@ -402,6 +402,7 @@ def _set_model(draft: Draft) -> None:
         draft, key("is_v_pred"), "v" if common_values.on(draft.get(key("is_v_pred"))) else ""
     )
     model_settings.set_model_path(draft, key("name_or_path"))
+    model_settings.set_part_files(draft, {key("vae_path"): "vae"})
 
 
 def _set_network(draft: Draft) -> None:

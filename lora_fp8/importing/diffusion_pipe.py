@@ -26,7 +26,17 @@ from .rules import JOINT, Rule, idle, none, to
 from .source_files import Source, flattened
 
 NO_EVAL = remarks.VALIDATION
-PARTS = remarks.NO_SINGLE_PARTS
+PART_FILES = {
+    "model.vae": "vae",
+    "model.vae_path": "vae",
+    "model.llm_path": "t5|llm",
+    "model.clip_path": "clip",
+    "model.text_encoder_path": "any",
+    "model.t5_path": "t5",
+    "model.byt5_path": "t5",
+    "model.llama3_path": "llm",
+}
+"""Key -> kind of the part whose file it names; see `model_settings.set_part_files`."""
 DENOISER_FILES = ["model.transformer_path", "model.diffusion_model", "model.checkpoint_path", "model.single_file_path"]
 """The keys that name the denoiser's file, in several versions."""
 CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
@@ -84,12 +94,8 @@ RULES: dict[str, Rule] = {
     "model.single_file_path": JOINT,
     **dict.fromkeys(("model.diffusion_model", "model.diffusion_model_dtype"), JOINT),
     **dict.fromkeys(("model.merge_adapters", "model.merge_adapters.**"), none(remarks.NOT_MERGED)),
-    **dict.fromkeys(("model.vae", "model.text_encoders", "model.text_encoders.**"), none(PARTS)),
-    **dict.fromkeys(
-        ("model.vae_path", "model.llm_path", "model.clip_path", "model.text_encoder_path", "model.t5_path")
-        + ("model.byt5_path", "model.llama3_path"),
-        none(PARTS),
-    ),
+    **dict.fromkeys(PART_FILES, JOINT),
+    **dict.fromkeys(("model.text_encoders", "model.text_encoders.**"), JOINT),
     "model.llama3_4bit": idle(),
     "model.max_llama3_sequence_length": none(remarks.PROMPT_LENGTH),
     "model.max_sequence_length": none(remarks.PROMPT_LENGTH),
@@ -258,6 +264,9 @@ def _set_path(draft: Draft) -> None:
         draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
     model_settings.set_model_path(draft, given[0])
     draft.none(given[1:], f"{given[0]} is the base model", off=True)
+    encoders = [key for key in draft.keys("model.text_encoders.*.paths") if key.endswith(".paths")]
+    model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
+    draft.none(draft.keys("model.text_encoders.**"), Message("the encoder's file tells what it is"))
 
 
 def _set_adapter(draft: Draft) -> None:

@@ -228,6 +228,8 @@ class Draft:
 
     def set(self, setting: str, value: Any, comment: str = "") -> None:
         """Set one of our settings. Text goes through `hide`."""
+        if isinstance(value, dict):
+            value = {key: hide(entry) if isinstance(entry, str) else entry for key, entry in value.items()}
         self.settings[setting] = hide(value) if isinstance(value, str) else value
         if comment:
             self.comments.setdefault(setting, []).append(comment)

@@ -27,7 +27,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "gemma2": JOINT,
     "text_encoder": JOINT,
     "byt5": JOINT,
-    "vae": none(remarks.OWN_VAE),
+    "vae": JOINT,
+    "qwen3": JOINT,
     "v_parameterization": JOINT,
     "no_half_vae": always(Message("the VAE never runs in float16")),
     "tokenizer_cache_dir": idle(),
@@ -260,8 +261,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     ),
     # Single architectures
     **dict.fromkeys(
-        ("qwen3", "llm_adapter_path", "t5_tokenizer_path"),
-        none(remarks.NO_SINGLE_PARTS),
+        ("llm_adapter_path", "t5_tokenizer_path"),
+        none(Message("it comes with the base model, or with model.components")),
     ),
     **dict.fromkeys(
         ("gemma2_max_token_length", "qwen3_max_token_length", "t5_max_token_length"),

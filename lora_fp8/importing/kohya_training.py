@@ -121,8 +121,21 @@ def set_model(draft: Draft) -> None:
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
     draft.none(keys, "another family, or another key that says it", off=True)
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
-    for key in ("clip_l", "clip_g", "t5xxl", "ae", "gemma2", "text_encoder", "byt5"):
-        draft.none(key, remarks.NO_SINGLE_PARTS)
+    model_settings.set_part_files(draft, PART_FILES)
+
+
+PART_FILES = {
+    "vae": "vae",
+    "ae": "vae",
+    "clip_l": "clip_l",
+    "clip_g": "clip_g",
+    "t5xxl": "t5",
+    "gemma2": "llm",
+    "qwen3": "llm",
+    "text_encoder": "any",
+    "byt5": "t5",
+}
+"""Key -> kind of the part whose file it names; see `model_settings.set_part_files`."""
 
 
 def other_job(script: str) -> str:

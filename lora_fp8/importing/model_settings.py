@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PureWindowsPath
 from typing import Any, NoReturn
 
 from .. import families
 from ..errors import Message, UserError
+from ..families import _components
 from ..settings import Adapter
 from .common_values import plain
 from .import_draft import Draft
 from .readers import text
-
-COMPONENTS = Message("a diffusers folder with the VAE, text encoders and tokenizers, which a single file lacks")
 
 FAMILY_NAMES = {
     "sd15": ("sd15",),
@@ -191,7 +190,7 @@ def family_of_name(path: str) -> str:
 
 
 def set_model_path(draft: Draft, key: str, note: str = "") -> None:
-    """Set model.path as given, and add a TODO for model.components, which single files need."""
+    """Set model.path as given, and add a TODO if it is of a format that is not opened."""
     path = draft.get(key, text)
     if not path:
         draft.set("model.path", "TODO")
@@ -208,9 +207,59 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
         draft.need(
             "model.path", Message("a .sft file is a .safetensors file, and is opened under that name: rename it")
         )
-    if (suffix in (".safetensors", ".sft", ".ckpt")) and "model.components" not in draft.settings:
-        draft.set("model.components", "")
-        draft.need("model.components", COMPONENTS)
+
+
+PART_KINDS = {
+    "vae": r"^Autoencoder",
+    "clip": r"^CLIPTextModel$",
+    "clip_l": r"^CLIPTextModel",
+    "clip_g": r"^CLIPTextModelWithProjection$",
+    "t5": r"^U?MT5|^T5",
+    "llm": r"^(?!CLIP|T5|UMT5|Autoencoder|Anima)",
+    "any": r"^(?!Autoencoder|Anima)",
+}
+"""Kind of part, as other trainers' keys name them -> the classes that can be it. Of several, the first is meant, but
+"clip_g" is the last, and "any" is used where a family has one text encoder."""
+
+
+def find_part(family: str, kind: str) -> str:
+    """Return the name in `model.files` of a family's part of this kind; "" if it has none, or "any" is ambiguous."""
+    if family not in families.available():
+        return ""
+    cls = families.get(family)
+    parts = [
+        part for part in _components.weighed(cls) if re.search(PART_KINDS[kind], _components.part_class(cls, part))
+    ]
+    if not parts or (kind == "any" and len(parts) > 1):
+        return ""
+    return parts[-1 if kind == "clip_g" else 0]
+
+
+def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
+    """Set model.files from keys that name single files of parts.
+
+    Args:
+        draft: its family is known.
+        kinds: key -> kind of the part, in `PART_KINDS`; several kinds, separated by "|", are tried in order.
+    """
+    for key, kind in kinds.items():
+        path = draft.get(key, text)
+        if not path:
+            draft.none(key, "empty", off=True)
+            continue
+        part = next(filter(None, (find_part(draft.family, name) for name in kind.split("|"))), "")
+        suffix = PureWindowsPath(path).suffix.lower()
+        if not part:
+            draft.none(key, Message("the model has no part of this kind here"))
+        elif suffix != ".safetensors":
+            draft.none(key, Message("only .safetensors files of parts are read"))
+            draft.need(
+                "model.files",
+                Message("{part}: give {file} as a .safetensors file", part=part, file=repr(PureWindowsPath(path).name)),
+            )
+        else:
+            files = draft.settings.get("model.files") or {}
+            draft.mapped(key, {"model.files": {**files, part: path}})
 
 
 def set_dtype(draft: Draft, key: str) -> None:

@@ -200,8 +200,9 @@ def _set_model(draft: Draft) -> None:
     model_settings.set_family(draft, keys, kind, why if kind else unsaid)
     draft.none(keys, "family is told by model.family", off=True)
     model_settings.set_model_path(draft, "dit", Message("the denoiser's own file"))
-    for key in ("vae", "text_encoder", "text_encoder1", "text_encoder2", "t5", "clip", "image_encoder"):
-        draft.none(key, remarks.NO_SINGLE_PARTS)
+    kinds = {"vae": "vae", "t5": "t5", "text_encoder": "any|llm", "text_encoder1": "t5|llm", "text_encoder2": "clip"}
+    model_settings.set_part_files(draft, kinds)
+    draft.none(("clip", "image_encoder"), Message("it is for image-to-video, which is not here"))
 
 
 def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:

@@ -164,7 +164,8 @@ RULES: dict[str, Rule] = {
     **{f"{part}.{name}": idle(remarks.NO_EMBEDDINGS) for part in PARTS for name in ("train_embedding",)},
     **{f"{part}.attention_mask": none(remarks.OWN_ATTENTION) for part in PARTS},
     **{f"{part}.activation_offloading": none(remarks.NO_SWAP) for part in PARTS},
-    **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate")},
+    **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate", "model_name")},
+    "vae.model_name": JOINT,
     **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
     **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
@@ -420,8 +421,18 @@ def _set_path(draft: Draft, part: str) -> None:
         model_settings.set_model_path(draft, single)
     else:
         model_settings.set_model_path(draft, "base_model_name")
+    _set_part_files(draft)
     for other in PARTS:
         draft.none(f"{other}.model_name", "another part", off=True)
+
+
+def _set_part_files(draft: Draft) -> None:
+    """Set model.files from the parts' own files; OneTrainer names text encoders as diffusers does."""
+    files = {part: path for part in ("vae", *TEXT_PARTS) if (path := draft.get(f"{part}.model_name", text))}
+    single = {part: path for part, path in files.items() if path.lower().endswith(".safetensors")}
+    draft.mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
+    others = [f"{part}.model_name" for part in files if part not in single]
+    draft.none(others, Message("only .safetensors files of parts are read"))
 
 
 def _set_storage(draft: Draft, part: str) -> None:

@@ -228,6 +228,8 @@ def relocate(made: Import, start: Path) -> None:
                 table[name] = (
                     [seen(path) for path in table[name]] if isinstance(table[name], list) else seen(table[name])
                 )
+    files = made.settings.get("model", {}).get("files", {})
+    files.update({part: seen(path) for part, path in files.items()})
     for folder in made.settings.get("dataset", {}).get("folders", []):
         for name in ("path", "control", "mask"):
             if name in folder:

@@ -38,7 +38,7 @@ RULES: dict[str, Rule] = {
     "pretrained_model_name_or_path": JOINT,
     "pretrained_transformer_model_name_or_path": JOINT,
     "pretrained_unet_model_name_or_path": JOINT,
-    "pretrained_vae_model_name_or_path": none(remarks.OWN_VAE),
+    "pretrained_vae_model_name_or_path": JOINT,
     "pretrained_t5_model_name_or_path": none(Message("the base's own encoders are used, or those of model.components")),
     "revision": to("model.revision", text),
     "variant": idle("the files of full precision come first"),
@@ -397,6 +397,7 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
         draft.set("model.path", BASES[kind, flavour], "what SimpleTuner takes when no path is given")
     else:
         model_settings.set_model_path(draft, whole_model)
+    model_settings.set_part_files(draft, {"pretrained_vae_model_name_or_path": "vae"})
 
 
 def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str) -> None:

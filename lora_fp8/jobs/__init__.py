@@ -535,7 +535,7 @@ def _make_resume_arguments(text: str, overrides: Sequence[str]) -> list[str]:
     return arguments
 
 
-PATHS = ("output_dir", "dataset.cache_dir", "model.components", "adapter.init_from", "preview.controls")
+PATHS = ("output_dir", "dataset.cache_dir", "adapter.init_from", "preview.controls")
 FOLDER_PATHS = ("path", "control", "mask")
 """Settings with a path on this machine, or a list of paths: those of a job, and those of each image folder."""
 
@@ -543,7 +543,7 @@ FOLDER_PATHS = ("path", "control", "mask")
 def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     """Return the job with all paths on this machine made absolute; relative ones start from `folder`.
 
-    A base model that is not a file here is a Hugging Face id or the bundled model, and stays as it is.
+    A base model, or its components, that are no path here are a Hugging Face id or a word, and stay as they are.
     """
 
     def make_absolute(path: str) -> str:
@@ -557,8 +557,10 @@ def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
             table = table[part]
         value = table[key]
         table[key] = [make_absolute(path) for path in value] if isinstance(value, list) else make_absolute(value)
-    if job.model.path != "demo" and os.path.exists(make_absolute(job.model.path)):
-        data["model"]["path"] = make_absolute(job.model.path)
+    for key, word in (("path", "demo"), ("components", "auto")):
+        if data["model"][key] not in (word, "") and os.path.exists(make_absolute(data["model"][key])):
+            data["model"][key] = make_absolute(data["model"][key])
+    data["model"]["files"] = {part: make_absolute(path) for part, path in job.model.files.items()}
     for picture_folder in data["dataset"]["folders"]:
         for key in FOLDER_PATHS:
             if key != "mask" or settings.names_a_folder_of_masks(picture_folder[key]):

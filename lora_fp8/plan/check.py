@@ -54,7 +54,7 @@ def check(job: Job) -> Check:
     result.facts += base.lines
     if not base.problems:
         try:
-            _files.locate(section.path, section.components, section.revision, family=section.family, base=base)
+            _files.locate(section.path, section.revision, family=section.family, base=base)
         except UserError as error:
             result.problems += getattr(error, "problems", [str(error)])
             base = replace(base, problems=(str(error),))

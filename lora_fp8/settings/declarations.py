@@ -106,9 +106,16 @@ class Model(Section):
         "diffusion-pipe: diffusers_path, transformer_path",
     )
     components: str = setting(
-        "",
-        "Diffusers folder with the VAE, text encoders and tokenizers that a single-file base model lacks.",
+        "auto",
+        "Source of what a single-file base model lacks. auto: files in ComfyUI's folders around it, and the released "
+        "model's configs and tokenizers (a few MB). Or a diffusers folder or Hugging Face id.",
         when={"base.single_file": (True,)},
+    )
+    files: dict[str, str] = setting(
+        {},
+        "Files of single parts, such as {text_encoder_2 = 't5xxl_fp8_scaled.safetensors', vae = 'ae.safetensors'}. "
+        "They replace those of the base model.",
+        also="kohya: vae, clip_l, clip_g, t5xxl, text_encoder",
     )
     revision: str = setting(
         "", "Branch, tag or commit on Hugging Face; empty: the default branch.", when={"base.on_hub": (True,)}

@@ -33,7 +33,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from lora_fp8.families._encoders import quiet
+from lora_fp8.families._part_files import quiet
 
 
 @contextmanager

@@ -85,8 +85,6 @@ class Problems:
                 names=", ".join(base_models.list_demo_families()),
             )
             yield "model.path", self.ui.translate(line)
-        if not components and self.reader.inspect_base(path).single:
-            yield "model.components", self.ui.say("new.base.components")
 
     def _find_clip_problems(
         self, values: dict[str, Any], counts: list[tuple[Path, image_folders.Count, int, str]]

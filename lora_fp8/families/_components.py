@@ -1,0 +1,360 @@
+"""Completes a base model that comes as a single file: where its VAE, text encoders, configs and tokenizers are.
+
+Each part is taken from the first of these that has it: the file that `model.files` names; the single file itself;
+`model.components`, if that is a folder or a Hugging Face id. With `components = "auto"`, parts that are still missing
+are searched in the folders of ComfyUI around the single file, by their headers, and a folder of configs and tokenizers
+is put together in the user's cache. Its configs are those that were published (`_published`), with the sizes that the
+headers state; families without published configs get them from the Hugging Face repository of the released model,
+together with the tokenizers. That takes a few MB once, and no weights.
+
+The folder's name is the hash of its content, so that a folder, once written, never changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import settings
+from ..common.text import first_few
+from ..errors import Message, UserError, UserErrors
+from . import _files, _hub_parts, _part_files
+from ._files import Header
+from .sources import BaseDescription
+
+if TYPE_CHECKING:
+    from .base import ModelFamily
+
+AUTO = "auto"
+DENOISER_FOLDERS = ("diffusion_models", "unet", "checkpoints", "diffusion_model", "Stable-diffusion")
+"""Folders of ComfyUI, and of A1111, that hold denoisers or whole models."""
+PART_FOLDERS = {"vae": ("vae", "VAE"), "text": ("text_encoders", "clip", "text_encoder")}
+"""Folders beside them that hold the parts."""
+_SMALL = (".json", ".txt", ".jinja", ".model")
+
+
+class Parts(NamedTuple):
+    """Where all parts of a base model are.
+
+    Attributes:
+        folder: a diffusers folder, for what is in neither `checkpoint` nor `files`.
+        checkpoint: the single file with the denoiser, if there is one.
+        files: part -> file of its weights.
+        notes: sentences about files that were found without being named.
+        absent: weight files that are not downloaded yet.
+        base: the description of a base on a hub; None for a local one.
+    """
+
+    folder: Path
+    checkpoint: Path | None
+    files: dict[str, Path]
+    notes: list[str]
+    absent: _files.Absentees = {}
+    base: BaseDescription | None = None
+
+
+def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription | None = None) -> Parts:
+    """Find all parts of the base model that a job names. Reads headers and configs only.
+
+    Raises:
+        UserErrors: files that do not exist or are of another kind; parts of which there are none or several files.
+    """
+    place = _files.locate(model.path, model.revision or "", family=family.name, base=base)
+    named = _named_files(family, model.files)
+    on_hub = place.absent, place.base
+    if place.checkpoint is None:
+        return Parts(place.folder, None, named, [], *on_hub)
+    header = _files.read_header(place.checkpoint, place.absent)
+    if not _is_of(family, header):
+        return Parts(place.checkpoint.parent, place.checkpoint, named, [], *on_hub)  # refused by `check_architecture`
+    inside = {part: prefix for part in weighed(family) if (prefix := prefix_of(family, part, header)) is not None}
+    missing = [part for part in weighed(family) if part not in inside and part not in named]
+    if model.components not in (AUTO, ""):
+        folder = _given_folder(family, model.components, missing)
+        return Parts(folder, place.checkpoint, named, [], *on_hub)
+    beside = _beside(family, place.checkpoint, header, missing)
+    sources = {part: _files.read_header(path) for part, path in (named | beside).items()}
+    sources |= {part: _part_files.below(header, prefix) for part, prefix in inside.items() if part not in named}
+    notes: list[str] = []
+    if beside:
+        taken = ", ".join(f"{part} = {path}" for part, path in sorted(beside.items()))
+        notes.append(Message("beside {file} these parts were found: {parts}", file=place.checkpoint.name, parts=taken))
+    return Parts(_assembled(family, header, sources), place.checkpoint, named | beside, notes, *on_hub)
+
+
+def weighed(family: type[ModelFamily]) -> list[str]:
+    """Return the names of the parts that have weights, beside the denoiser."""
+    return ["vae", *(name for name in family.text_parts if not is_tokenizer(name))]
+
+
+def is_tokenizer(name: str) -> bool:
+    """Return True if a part of `text_parts` has no weights: a tokenizer, or the processor of images."""
+    return "tokenizer" in name or name == "processor"
+
+
+def part_class(family: type[ModelFamily], part: str) -> str:
+    """Return the class name of a part with weights."""
+    return family.vae_class if part == "vae" else family.text_parts[part].rpartition(".")[2]
+
+
+def prefix_of(family: type[ModelFamily], part: str, header: Header) -> str | None:
+    """Return the prefix of a part's tensors in a single-file checkpoint, None if it does not hold the part."""
+    if part == "vae":
+        return _part_files.vae_prefix(header)
+    prefixes = family.checkpoint_text.get(part, ())
+    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
+    return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in header)), None)
+
+
+def _folders(family: type[ModelFamily]) -> tuple[str, ...]:
+    return ("scheduler", "vae", family.denoiser_name, *family.text_parts)
+
+
+def _is_of(family: type[ModelFamily], header: Header) -> bool:
+    from . import get
+
+    relative = get(family.same_tensors_as) if family.same_tensors_as else family
+    return family.recognises(header) or relative.recognises(header)
+
+
+def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[str, Path]:
+    """Return the files of `model.files`, each checked to hold its part."""
+    problems: list[str] = []
+    found: dict[str, Path] = {}
+    for part, name in files.items():
+        path = Path(os.path.expanduser(name))
+        where = f"model.files.{part}"
+        if part not in weighed(family):
+            names = ", ".join(f"{one} ({part_class(family, one)})" for one in weighed(family))
+            problems.append(Message("{key}: {title} has the parts {names}", key=where, title=family.title, names=names))
+        elif not path.is_file():
+            problems.append(Message("{key}: {path} is not a file", key=where, path=repr(name)))
+        else:
+            try:
+                _files.check_kind(name, where)
+                problems += _unlike(family, part, path, where)
+                found[part] = path
+            except UserError as error:
+                problems += getattr(error, "problems", [str(error)])
+    if problems:
+        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    return found
+
+
+def _unlike(family: type[ModelFamily], part: str, path: Path, where: str) -> list[str]:
+    """Return the problem of a file that does not hold a part of this class, if a header can tell."""
+    kind = part_class(family, part)
+    if kind not in _part_files.readable() or _part_files.stated(kind, _bare(part, _files.read_header(path))):
+        return []
+    return [Message("{key}: {path} is not a {kind}, by its header", key=where, path=path, kind=kind)]
+
+
+def _bare(part: str, header: Header) -> Header:
+    """Return a part's file without the prefix that some programs give its tensors."""
+    prefix = _part_files.vae_prefix(header) if part == "vae" else None
+    return _part_files.below(header, prefix) if prefix else header
+
+
+def _given_folder(family: type[ModelFamily], components: str, missing: Iterable[str]) -> Path:
+    """Return the folder that `model.components` names; of a Hugging Face id, only what is missing is downloaded."""
+    folder = Path(os.path.expanduser(components))
+    if folder.is_dir():
+        return folder
+    if _files.is_hub_id(components):
+        missing = set(missing)
+        small = [part for part in _folders(family) if part not in missing]
+        return _hub_parts.fetch(components, sorted(missing), small=small)
+    raise UserError(
+        Message(
+            "model.components = {path} is not a folder; give a diffusers folder, a Hugging Face id such as "
+            "{example}, or 'auto'",
+            path=repr(components),
+            example=repr(family.example_base),
+        )
+    )
+
+
+# -- ComfyUI's folders -------------------------------------------------------------------------------------------------
+def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing: list[str]) -> dict[str, Path]:
+    """Return the files of the missing parts in the folders of ComfyUI around a file.
+
+    Raises:
+        UserErrors: parts of which there is no file, or several.
+    """
+    root = next((parent.parent for parent in checkpoint.absolute().parents if parent.name in DENOISER_FOLDERS), None)
+    found: dict[str, Path] = {}
+    problems: list[str] = []
+    unfound: list[str] = []
+    for part in missing:
+        candidates = _candidates(family, part, root, checkpoint, header) if root else []
+        if len(candidates) == 1:
+            found[part] = candidates[0]
+        elif candidates:
+            problems.append(
+                Message(
+                    "model.files.{part}: several files beside {file} could be it: {names}. Name one of them",
+                    part=part,
+                    file=checkpoint.name,
+                    names=", ".join(map(str, candidates)),
+                )
+            )
+        else:
+            unfound.append(part)
+    if unfound:
+        problems.insert(
+            0,
+            Message(
+                "{path} has no {parts}. Name their files in [model.files], put them into the folders of ComfyUI "
+                "beside it, or set model.components to a diffusers folder or a Hugging Face id such as {example}",
+                path=checkpoint,
+                parts=", ".join(f"{part} ({part_class(family, part)})" for part in unfound),
+                example=repr(family.example_base),
+            ),
+        )
+    if problems:
+        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    return found
+
+
+def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Path, header: Header) -> list[Path]:
+    """Return the files that can be this part by their headers; where several can, those whose names fit better."""
+    folders = PART_FOLDERS["vae" if part == "vae" else "text"]
+    paths = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*.safetensors")]
+    denoiser = dict(family.reference_config)
+    denoiser |= family.sizes(_files.native_header(header), denoiser, checkpoint)
+    found: dict[Path, Path] = {}
+    for path in sorted(paths):
+        if path.is_file() and path.resolve() not in found and _can_be(family, part, path, denoiser):
+            found[path.resolve()] = path
+    candidates = list(found.values())
+    pattern = family.file_names.get(part)
+    called = [path for path in candidates if pattern and re.search(pattern, path.name, re.IGNORECASE)]
+    return called if len(candidates) > 1 and called else candidates
+
+
+def _can_be(family: type[ModelFamily], part: str, path: Path, denoiser: Mapping[str, Any]) -> bool:
+    """Return True if a file holds this part, in the sizes that the denoiser needs."""
+    try:
+        entries = _part_files.stated(part_class(family, part), _bare(part, _files.read_header(path)))
+    except (UserError, OSError):  # no file for this job; one that is named is reported
+        return False
+    if entries is None:
+        return False
+    if part == "vae":
+        channels = entries.get("latent_channels") or entries.get("z_dim")
+        return not channels or family.latent_channels(denoiser) in (None, channels)
+    widths = []
+    for taken, sum_of_widths in family.text_widths.items():
+        times, _, given = sum_of_widths.rpartition(" * ")
+        if "+" not in sum_of_widths and given.startswith(f"{part}.") and taken in denoiser:
+            widths.append((denoiser[taken], int(times or 1) * entries.get(given.rpartition(".")[2], 0)))
+    if widths:
+        return all(taken == given for taken, given in widths)
+    published = family.published.get(part, {})
+    return all(published.get(key, entries[key]) == entries[key] for key in ("hidden_size", "d_model") if key in entries)
+
+
+# -- configs and tokenizers --------------------------------------------------------------------------------------------
+def _assembled(family: type[ModelFamily], header: Header, sources: Mapping[str, Header]) -> Path:
+    """Return a folder with the configs and tokenizers of a model without weights; written if it is not there."""
+    published = family.published_parts(_files.native_header(header))
+    configs: dict[str, dict[str, Any]] = {}
+    copied: dict[str, Path] = {}
+    wanted = ["scheduler", *weighed(family)]
+    fetched = None if all(part in published for part in wanted) else _fetch(family, _folders(family))
+    if fetched:
+        configs[family.index_name] = _files.read_json(fetched / family.index_name)
+        denoiser = fetched / family.denoiser_name / "config.json"
+        if denoiser.is_file():
+            configs[f"{family.denoiser_name}/config.json"] = _files.read_json(denoiser)
+    else:
+        configs[family.index_name] = {"_class_name": family.pipeline_class, **published.get("index", {})}
+    for part in wanted:
+        name = f"{part}/{'scheduler_config' if part == 'scheduler' else 'config'}.json"
+        config = dict(published[part]) if part in published else _files.read_json(fetched / name)  # type: ignore[operator]
+        if part in sources:
+            entries = _part_files.stated(part_class(family, part), _bare(part, sources[part]))
+            config = _part_files.with_stated(config, entries or {})
+        configs[name] = config
+    for part in family.text_parts:
+        if is_tokenizer(part):
+            folder = fetched / part if fetched else _tokenizer(family, part)
+            copied |= {f"{part}/{path.name}": path for path in sorted(folder.iterdir()) if path.suffix in _SMALL}
+    return _written(family.name, configs, copied)
+
+
+def _written(family: str, configs: Mapping[str, Any], copied: Mapping[str, Path]) -> Path:
+    texts = {name: json.dumps(config, indent=2, sort_keys=True) for name, config in configs.items()}
+    digest = hashlib.sha256(json.dumps([texts, _files.digest(copied.items())]).encode()).hexdigest()
+    folder = _files.hash_book().parent / "components" / f"{family}-{digest[:16]}"
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            made = Path(temporary) / "made"
+            for name, text in texts.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_text(text, encoding="utf-8")
+            for name, path in copied.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, made / name)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # otherwise another process wrote the same
+                    raise
+    except OSError as error:
+        raise UserError(
+            Message("{path} cannot be written ({why})", path=folder.parent, why=error.strerror or str(error))
+        ) from error
+    return folder
+
+
+def _fetch(family: type[ModelFamily], parts: Iterable[str]) -> Path:
+    """Return the released model's configs and tokenizers: from the hub's cache, or downloaded into it."""
+    return _hub_parts.fetch(family.example_base, (), small=parts)
+
+
+def _tokenizer(family: type[ModelFamily], part: str) -> Path:
+    """Return the folder of a tokenizer: from the hub's cache, or downloaded into it.
+
+    Raises:
+        UserError: none of the repositories that have it is in the cache or can be reached.
+    """
+    places = [(family.example_base, part), *(_place(one) for one in family.tokenizers_from.get(part, ()))]
+    for repo, folder in places:
+        if cached := _hub_parts.find_cached(repo, folder):
+            return cached
+    problems = []
+    for repo, folder in places[1:] + places[:1]:  # the released model itself may be gated
+        try:
+            root = _hub_parts.fetch(repo, (), small=[folder])
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if any((root / folder).glob("*")):
+            return root / folder
+        problems.append(Message("{repo} has no {folder}/", repo=repo, folder=folder))
+    raise UserError(
+        Message(
+            "the {part} of {title} (a few MB) is not on this machine and could not be downloaded: {why}. Connect "
+            "once, or set model.components to a diffusers folder of {title}",
+            part=part,
+            title=family.title,
+            why=first_few(problems),
+        )
+    )
+
+
+def _place(text: str) -> tuple[str, str]:
+    """Return (repository, folder) of "owner/name/folder"."""
+    owner, name, folder = text.split("/", 2)
+    return f"{owner}/{name}", folder
