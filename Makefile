@@ -4,6 +4,7 @@
 #   make test ROOM=precision  only the tests of one room (tests/rooms.toml), most of them in seconds
 #   make fuzz                 50,000 broken and hostile files: settings, LoRA files, images, imports (about half an hour)
 #   make torture              every crash point and every power loss of tests/crash, and thousands of kills (two hours)
+#   make container            the steps of the Dockerfile in a clean Debian root (root and debootstrap; ten minutes)
 #   make mutants              planted one-line bugs, each of which a test must notice (a quarter of an hour)
 #   make docs                 the documentation as a site with search, in both languages: build/site/index.html
 # All create .venv when it is missing and install what pyproject.toml and constraints.txt name.
@@ -12,7 +13,7 @@ PYTHON ?= python3
 FAMILY ?= sd15
 BIN := .venv/bin
 
-.PHONY: demo test torture fuzz mutants docs check format clean
+.PHONY: demo test torture fuzz container mutants docs check format clean
 
 demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
@@ -34,6 +35,9 @@ fuzz: .venv/installed
 torture: .venv/installed fuzz
 	@echo "== torture: a fault at every file-changing call, 2,000 disks after a power loss of each kind, 2,000 kills"
 	TORTURE=1 KILLS=2000 $(BIN)/python -m pytest -n 2 --timeout 14400 tests/crash
+
+container:
+	$(PYTHON) scripts/try_container.py build/container
 
 mutants: .venv/installed
 	$(BIN)/python scripts/mutants.py
