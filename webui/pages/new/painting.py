@@ -104,7 +104,7 @@ class Painter:
             ]
             return _offer([*usual, *base_models.find_base_models(self.ui.place.models, self.ui.place.roots)], held)
         if key == "model.components" and view == "simple":
-            if not held and not self.reader.inspect_base(str(values["model.path"] or "")).single:
+            if held in (None, "", "auto") and not self.reader.inspect_base(str(values["model.path"] or "")).single:
                 return gr.update(value=None, visible=False)
             place = self.ui.place
             return _offer(
