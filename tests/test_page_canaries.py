@@ -238,6 +238,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
                 for key in (
                     "output_dir",
                     "model.components",
+                    "model.files",
                     "dataset.cache_dir",
                     "adapter.init_from",
                     "preview.controls",

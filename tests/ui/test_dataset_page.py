@@ -84,7 +84,7 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     crop = page.locator("#dataset-view .crop")
     expect(crop).to_be_visible(timeout=LONG)
     # At the resolution of the newest job of this site, which another test may have submitted; else SDXL's.
-    places = [buckets.place((1800, 600), side, 64) for side in (1024, 512)]
+    places = [buckets.place((1800, 600), side, 64) for side in (1024, 512, 64)]
     place = {"{}x{}".format(*one.bucket_wh): one for one in places}[crop.get_attribute("data-bucket")]
     picture, frame = page.locator("#dataset-view img").bounding_box(), crop.bounding_box()
     assert abs(frame["width"] / picture["width"] - place.bucket_wh[0] / place.resized_wh[0]) < 0.02
