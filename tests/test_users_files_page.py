@@ -36,11 +36,20 @@ from webui.draft import Draft
 CUT = {"frames": "", "fps": "auto", "clip": "chunks"}
 TOOLS = ("inspect", "verify", "convert", "resize", "merge")
 READING = {
-    *("compare.paint", "compare.start", "dataset._lay_out_pictures.<lambda>", "dataset.examine_again"),
+    *("compare.paint", "compare.start", "dataset._bind_edits.<lambda>", "dataset.examine_again"),
     *("dataset.change_clip_settings", "dataset.filter_grid", "dataset.open", "dataset.paint", "dataset.preview"),
-    *("dataset.reload", "dataset.show_clip_settings", "new._paint_side", "new._repaint", "new._search", "new._tick"),
-    *("run.<lambda>", "run.choose"),
-    *("run.end_run", "run.paint", "run.pair_up", "run.redraw", "runs.<lambda>", "runs.paint", "settings.<lambda>"),
+    *("dataset.reload", "dataset.show_clip_settings", "new.paint_side", "new.repaint", "new.search", "new.tick"),
+    *("run._bind_buttons.<lambda>", "run.choose_preview"),
+    *(
+        "run.end_run",
+        "run.paint",
+        "run.pair_up",
+        "run.redraw",
+        "runs._bind_answers.<lambda>",
+        "runs.choose_kind",
+        "runs.paint",
+        "settings.<lambda>",
+    ),
     *("tools.<lambda>", "tools.choose", "api.events", "api.list_jobs", "api.status"),
 }
 """Functions that show something: module and name. They are called as all others are."""
@@ -59,23 +68,24 @@ WRITING: dict[str, Cases] = {
     "dataset.undo_or_redo": [],
     "dataset.add_uploads": [{"dataset-new-set": name}
                             for name in ("", "photos", "../../data/project", "{work}/project")],
-    "new._add_folder": [],
-    "new._bring_back": [],
-    "new._change": [],
-    "new._choose_preset": [],
-    "new._choose_demo": [],
-    "new._import": [],
-    "new._load": [{"Start from an existing config": place}
+    "new.add_folder": [],
+    "new.bring_back": [],
+    "new.change": [],
+    "new.choose_preset": [],
+    "new.choose_demo": [],
+    "new.import_settings": [],
+    "new.load": [{"Start from an existing config": place}
                   for place in ("{work}/project", "{work}/received/config.toml")],
-    "new._reset": [],
-    "new._save": [{"new-preset-name": name} for name in ("config", "../../data/project/config", "{work}/project/x")],
-    "new._start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
-    "new._add_uploads": [{"new-set": name} for name in ("photos", "../../data/project/photos", "{work}/project")],
-    "new._switch_view": [],
-    "new._write_text": [{"new-toml": SETTINGS}],
-    "run.kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
+    "new.reset": [],
+    "new.save_preset": [{"new-preset-name": name}
+                        for name in ("config", "../../data/project/config", "{work}/project/x")],
+    "new.start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
+    "new.add_uploads": [{"new-set": name} for name in ("photos", "../../data/project/photos", "{work}/project")],
+    "new.switch_view": [],
+    "new.write_text": [{"new-toml": SETTINGS}],
+    "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.press": [],
-    "run.write": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
+    "run.write_export": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "runs.delete": [{"typed-name": name, "Also delete its folder: LoRA files, checkpoints, previews": True}
                     for name in ("project-job", "received-job", P, R)],
     "runs.end_run": [],
@@ -91,17 +101,18 @@ WRITING: dict[str, Cases] = {
 """Functions that may write: what each is given in particular, by the name or label of a component; besides, `query` is
 the run or folder of the page's address, and `draft` is in New training."""
 EDITS_CAPTIONS = {"dataset.apply", "dataset.press", "dataset.save", "dataset.undo_or_redo"}
-TAKES_IN = {"dataset.add_uploads", "new._add_uploads"}
+TAKES_IN = {"dataset.add_uploads", "new.add_uploads"}
 NEW_PICTURE = r"project/(photos/)?a[^/]*\.png"
 
 
 def name_of(fn: Any) -> str:
-    """Module and name of what a dependency calls, such as "dataset.save"."""
+    """Page (or module) and name of what a dependency calls, such as "dataset.save"."""
     function = inspect.unwrap(fn.fn)
     while isinstance(function, functools.partial):
         function = function.func
-    name = re.sub(r"(build|bind_events|make_endpoints)\.<locals>\.|<locals>\.|^_[A-Z]\w+\.", "", function.__qualname__)
-    return f"{function.__module__.rpartition('.')[2]}.{name}"
+    name = re.sub(r"(build|bind_events|make_endpoints)\.<locals>\.|<locals>\.|^_?[A-Z]\w+\.", "", function.__qualname__)
+    module = function.__module__.split(".")
+    return f"{module[module.index('pages') + 1] if 'pages' in module else module[-1]}.{name}"
 
 
 @pytest.fixture
@@ -276,7 +287,7 @@ def test_the_buttons_do_something(pages: app.Pages, work: Path) -> None:  # noqa
     assert (work / "project/photos/a.txt").read_text(encoding="utf-8") == "new\n"
     call(pages, found["dataset.apply"], work, 1, {}, {})
     assert "new" in (work / "project/photos/b.txt").read_text(encoding="utf-8")
-    call(pages, found["new._save"], work, 0, WRITING["new._save"][0], {})
+    call(pages, found["new.save_preset"], work, 0, WRITING["new.save_preset"][0], {})
     assert [path.name for path in (pages.ui.place.home / "presets").iterdir()] == ["config.toml"]
     merge = next(case for case in WRITING["tools.run_now"] if set(case.values()) >= {"merge", "mine_diffusers"})
     answer = call(pages, found["tools.run_now"], work, 0, merge, {})

@@ -39,11 +39,13 @@ def check_architecture(family: ModelFamily) -> None:
             raise UserError(_other_architecture(family, str(family.checkpoint), what, get(closer)))
     index = family.folder / family.index_name
     if index.is_file():
-        found = str(_files.read_json(index).get("_class_name"))
+        class_name = str(_files.read_json(index).get("_class_name"))
         # The components of a single file may come from the family with the same tensors.
-        if found != family.pipeline_class and not (family.checkpoint and relative and found == relative.pipeline_class):
-            other = _family_of(family, found)
-            what = f"{other.title} ({found})" if other else Message("made for {name}", name=found)
+        if class_name != family.pipeline_class and not (
+            family.checkpoint and relative and class_name == relative.pipeline_class
+        ):
+            other = _family_of(family, class_name)
+            what = f"{other.title} ({class_name})" if other else Message("made for {name}", name=class_name)
             raise UserError(_other_architecture(family, str(family.folder), what, other))
     elif not family.checkpoint:
         raise UserError(
@@ -65,15 +67,15 @@ def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
     expected["vae"] = family.vae_marks | {"_class_name": family.vae_class}
     for part, marks in expected.items():
         path = folder / part / "config.json"
-        found = _files.read_json(path) if path.is_file() else marks
+        config = _files.read_json(path) if path.is_file() else marks
         for key, value in marks.items():
             # A missing entry was saved by a version without it, so it has its default: "no" or "none".
-            if (found.get(key) or None) != (value or None):
+            if (config.get(key) or None) != (value or None):
                 return Message(
                     "{file} says {key} = {value}, expected {expected}",
                     file=f"{part}/config.json",
                     key=key,
-                    value=repr(found.get(key)),
+                    value=repr(config.get(key)),
                     expected=repr(value),
                 )
     return ""
@@ -155,14 +157,14 @@ def check_denoiser(family: ModelFamily) -> None:
     if family.checkpoint:
         return  # a single file's config is derived from its own tensors
     wanted = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
-    found: Header = {}
+    shapes_in_file: Header = {}
     for path in family._denoiser_files():
-        found |= WeightFile(path, family.absent).header
-    wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in found]
-    wrong += [f"{name} is not part of this model" for name in found if name not in wanted]
+        shapes_in_file |= WeightFile(path, family.absent).header
+    wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in shapes_in_file]
+    wrong += [f"{name} is not part of this model" for name in shapes_in_file if name not in wanted]
     wrong += [
         f"{name} is {list(shape)} and not {list(wanted[name])}"
-        for name, shape in found.items()
+        for name, shape in shapes_in_file.items()
         if name in wanted and wanted[name] != tuple(shape)
     ]
     if wrong:
@@ -182,15 +184,15 @@ def check_scheduler(family: ModelFamily) -> None:
     import diffusers
     import torch
 
-    path, told = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
-    class_name = told.get("_class_name")
+    path, config = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
+    class_name = config.get("_class_name")
     scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
     if scheduler_class is None:
         raise UserError(Message("{path}: diffusers has no scheduler named {name}", path=path, name=repr(class_name)))
-    _files.built(scheduler_class, path, told)
+    _files.built(scheduler_class, path, config)
     one_BCHW = torch.ones(1, 1, 1, 1)
     try:
-        objective = family.objective_type()(told, settings.Objective())
+        objective = family.objective_type()(config, settings.Objective())
         for tokens in (256, 4096):
             t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
             noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
@@ -263,11 +265,11 @@ def _number(family: ModelFamily, place: str) -> int | None:
     if source and source.file is family._file:
         return None  # the single file contains this part, so the folder's config may not apply
     path = family.folder / part / "config.json"
-    found = (
+    config = (
         family.denoiser_config() if part == family.denoiser_name else _files.read_json(path) if path.is_file() else {}
     )
     entry, _, index = entry.partition(".")
-    value = found.get(entry, (found.get("text_config") or {}).get(entry))
+    value = config.get(entry, (config.get("text_config") or {}).get(entry))
     if index:
         value = value[int(index)] if isinstance(value, list | tuple) and len(value) > int(index) else None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -320,9 +322,9 @@ def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
     path = family.folder / tokenizer / "tokenizer.json"
     if not size or not path.is_file():
         return ""
-    told = _files.read_json(path)
-    added = [token.get("id") for token in told.get("added_tokens") or [] if isinstance(token, dict)]
-    vocabulary = (told.get("model") or {}).get("vocab") or {}
+    content = _files.read_json(path)
+    added = [token.get("id") for token in content.get("added_tokens") or [] if isinstance(token, dict)]
+    vocabulary = (content.get("model") or {}).get("vocab") or {}
     numbers = [*vocabulary.values(), *added] if isinstance(vocabulary, dict) else [len(vocabulary) - 1, *added]
     largest = max((number for number in numbers if isinstance(number, int)), default=0)
     if largest < size:
@@ -334,14 +336,14 @@ def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
 
 def _sampler_problem(family: ModelFamily) -> str:
     """Return the problem if a flow matching model has a diffusion sampler or the reverse, else ""."""
-    told = family.scheduler_config()
-    flows = "FlowMatch" in str(told.get("_class_name")) or told.get("use_flow_sigmas") is True
-    flows = flows or told.get("prediction_type") == "flow_prediction"
+    config = family.scheduler_config()
+    flows = "FlowMatch" in str(config.get("_class_name")) or config.get("use_flow_sigmas") is True
+    flows = flows or config.get("prediction_type") == "flow_prediction"
     wanted = family.objective == "FlowMatching"
-    if flows == wanted or not told.get("_class_name"):
+    if flows == wanted or not config.get("_class_name"):
         return ""
     kind = "a flow matching" if wanted else "a diffusion"
-    scheduler = f"scheduler says {told['_class_name']}, which is not a sampler of {kind} model"
+    scheduler = f"scheduler says {config['_class_name']}, which is not a sampler of {kind} model"
     return _parts_differ(family, "scheduler", scheduler, f"{family.title} is {kind} model")
 
 
@@ -356,9 +358,15 @@ def _check_unquantized(family: ModelFamily) -> None:
         path = family.folder / name / "config.json"
         section = _files.read_json(path).get("quantization_config") if path.is_file() else None
         if section:
-            told = section if isinstance(section, dict) else {}
-            bits = " (4 bits)" if told.get("load_in_4bit") else " (8 bits)" if told.get("load_in_8bit") else ""
-            method = told.get("quant_method") or "a method without a name"
+            quantization = section if isinstance(section, dict) else {}
+            bits = (
+                " (4 bits)"
+                if quantization.get("load_in_4bit")
+                else " (8 bits)"
+                if quantization.get("load_in_8bit")
+                else ""
+            )
+            method = quantization.get("quant_method") or "a method without a name"
             problems.append(
                 Message(
                     "{path} was saved quantized by {method}, which is not read; {line}",

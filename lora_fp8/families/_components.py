@@ -127,12 +127,12 @@ def _is_of(family: type[ModelFamily], header: Header) -> bool:
 def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[str, Path]:
     """Return the files of `model.files`, each checked to hold its part."""
     problems: list[str] = []
-    found: dict[str, Path] = {}
+    checked: dict[str, Path] = {}
     for part, name in files.items():
         path = Path(os.path.expanduser(name))
         where = f"model.files.{part}"
         if part not in weighed(family):
-            names = ", ".join(f"{one} ({part_class(family, one)})" for one in weighed(family))
+            names = ", ".join(f"{known} ({part_class(family, known)})" for known in weighed(family))
             problems.append(Message("{key}: {title} has the parts {names}", key=where, title=family.title, names=names))
         elif not path.is_file():
             problems.append(Message("{key}: {path} is not a file", key=where, path=repr(name)))
@@ -140,12 +140,12 @@ def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[st
             try:
                 _files.check_kind(name, where)
                 problems += _unlike(family, part, path, where)
-                found[part] = path
+                checked[part] = path
             except UserError as error:
                 problems += getattr(error, "problems", [str(error)])
     if problems:
         raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
-    return found
+    return checked
 
 
 def _unlike(family: type[ModelFamily], part: str, path: Path, where: str) -> list[str]:
@@ -189,13 +189,13 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
         UserErrors: parts of which there is no file, or several.
     """
     root = next((parent.parent for parent in checkpoint.absolute().parents if parent.name in DENOISER_FOLDERS), None)
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     problems: list[str] = []
     unfound: list[str] = []
     for part in missing:
         candidates = _candidates(family, part, root, checkpoint, header) if root else []
         if len(candidates) == 1:
-            found[part] = candidates[0]
+            files[part] = candidates[0]
         elif candidates:
             problems.append(
                 Message(
@@ -220,7 +220,7 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
         )
     if problems:
         raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
-    return found
+    return files
 
 
 def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Path, header: Header) -> list[Path]:
@@ -229,11 +229,11 @@ def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Pa
     paths = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*.safetensors")]
     denoiser = dict(family.reference_config)
     denoiser |= family.sizes(_files.native_header(header), denoiser, checkpoint)
-    found: dict[Path, Path] = {}
+    by_target: dict[Path, Path] = {}
     for path in sorted(paths):
-        if path.is_file() and path.resolve() not in found and _can_be(family, part, path, denoiser):
-            found[path.resolve()] = path
-    candidates = list(found.values())
+        if path.is_file() and path.resolve() not in by_target and _can_be(family, part, path, denoiser):
+            by_target[path.resolve()] = path
+    candidates = list(by_target.values())
     pattern = family.file_names.get(part)
     called = [path for path in candidates if pattern and re.search(pattern, path.name, re.IGNORECASE)]
     return called if len(candidates) > 1 and called else candidates
@@ -329,7 +329,7 @@ def _tokenizer(family: type[ModelFamily], part: str) -> Path:
     Raises:
         UserError: none of the repositories that have it is in the cache or can be reached.
     """
-    places = [(family.example_base, part), *(_place(one) for one in family.tokenizers_from.get(part, ()))]
+    places = [(family.example_base, part), *(_place(source) for source in family.tokenizers_from.get(part, ()))]
     for repo, folder in places:
         if cached := _hub_parts.find_cached(repo, folder):
             return cached

@@ -130,7 +130,7 @@ class Encoders(Facts):
 
     def text_bytes(self) -> dict[str, int]:
         """Return the bytes that each text encoder takes while captions are encoded, by the files' headers."""
-        found = {}
+        sizes = {}
         for name in self._text_encoders():
             if source := self._source(name):
                 beside = _part_files.BESIDE
@@ -138,8 +138,8 @@ class Encoders(Facts):
             else:
                 files = self._weight_files(name, self._text_class(name)[1])
                 headers = [_files.read_header(path, self.absent) for path in files]
-            found[name] = sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
-        return found
+            sizes[name] = sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
+        return sizes
 
     def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
         """Return the bytes of a text encoder's tensor as it is stored in memory."""
@@ -162,13 +162,13 @@ class Encoders(Facts):
         """Return the text encoders of `trained_text` on the meta device, in the model's dtype."""
         import torch
 
-        found = {}
+        encoders = {}
         for name in self.trained_text:
             cls = self._text_class(name)[0]
             with torch.device("meta"):
                 encoder = cls(cls.config_class.from_pretrained(self.folder / name, local_files_only=True))
-            found[name] = encoder.to(self.dtype).requires_grad_(False)
-        return found
+            encoders[name] = encoder.to(self.dtype).requires_grad_(False)
+        return encoders
 
     def trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, CPU tensor) of the weights and biases of `trained_text`'s encoders, one encoder at a time.
@@ -197,8 +197,8 @@ class Encoders(Facts):
             for name in self.text_parts:
                 if self._is_tokenizer(name):
                     kinds = (".json", ".txt", ".jinja", ".model")  # a chat template is part of what is encoded
-                    found = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
-                    files += [(f"{name}/{p.name}", p) for p in found]
+                    settings_files = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
+                    files += [(f"{name}/{p.name}", p) for p in settings_files]
                 else:
                     stem = self._text_class(name)[1]
                     files += self._config_and_weights(name, stem)
@@ -262,9 +262,9 @@ class Encoders(Facts):
         try:
             with quiet():
                 if is_here:
-                    model, told = cls.from_pretrained(self.folder / name, **options)
+                    model, loading_info = cls.from_pretrained(self.folder / name, **options)
                 else:
-                    model, told = self._from_headers(cls, self.folder / name, files)
+                    model, loading_info = self._from_headers(cls, self.folder / name, files)
         except Exception as error:  # diffusers and transformers raise many types for files that do not match
             if isinstance(error, MemoryError | torch.OutOfMemoryError) or getattr(error, "errno", None):
                 raise  # the machine's fault, not the files'
@@ -277,7 +277,7 @@ class Encoders(Facts):
                     why=_files.in_short(error),
                 )
             ) from error
-        _part_files.check_loaded(self.folder / name, cls, told)
+        _part_files.check_loaded(self.folder / name, cls, loading_info)
         return model
 
     def _from_headers(self, cls: Any, folder: Path, files: Sequence[Path]) -> tuple[Any, dict[str, Any]]:

@@ -201,7 +201,7 @@ class Facts:
     """Part -> pattern in the usual name of its file, which decides between files that have equal headers."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
-    told_by_name: ClassVar[dict[str, str]] = {}
+    caveats_by_name: ClassVar[dict[str, str]] = {}
     """Pattern in a single file's name -> what the file then is, where its tensors do not tell: see `caveats`."""
     distilled_advice: ClassVar[str]
     """What users must know before they train on a model for which `is_distilled` is true."""
@@ -252,7 +252,7 @@ class Facts:
     device: torch.device
     dtype: torch.dtype
     text_storage: str
-    told_prediction: str
+    given_prediction: str
     folder: Path
     checkpoint: Path | None
     absent: Absentees

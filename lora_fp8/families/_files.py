@@ -58,8 +58,8 @@ def fits(marks: dict[str, Any], native: Header) -> bool:
     if any(name.startswith(tuple(marks.get("lacks", ()))) for name in native):
         return False
     for name, shape in shapes.items():
-        found = native[name]
-        if len(found) != len(shape) or any(side not in (None, n) for side, n in zip(shape, found, strict=True)):
+        actual = native[name]
+        if len(actual) != len(shape) or any(side not in (None, n) for side, n in zip(shape, actual, strict=True)):
             return False
     return not first or math.prod(native[first][1:]) == native[last][0]
 
@@ -73,32 +73,32 @@ def count_marks(marks: dict[str, Any]) -> int:
 def blocks_with(native: Header, name: str) -> list[int]:
     """Return the sorted numbers of the blocks that have this tensor; "#" in `name` stands for the number."""
     pattern = re.compile(re.escape(name).replace(r"\#", r"(\d+)"))
-    return sorted(int(found[1]) for key in native if (found := pattern.fullmatch(key)))
+    return sorted(int(match[1]) for key in native if (match := pattern.fullmatch(key)))
 
 
-def read_sizes(places: Mapping[str, str], native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+def read_sizes(places: Mapping[str, str], native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config entries that a file's tensors state (see the fact `sizes_from`).
 
     Args:
         places: entry -> where it is: "blocks.#.name" counts the blocks that have this tensor, "name[1]" is a side of
             its shape, and "name[1] // entry" that side divided by another entry.
         native: see `native_header`.
-        told: config entries for what no tensor states.
+        config: config entries for what no tensor states.
     """
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for entry, place in places.items():
         place, _, divisor = place.partition(" // ")
         name, _, side = place.removesuffix("]").partition("[")
         if not side:
             if count := len(blocks_with(native, name)):
-                found[entry] = count
+                entries[entry] = count
         elif name in native and len(native[name]) > int(side):
-            divided = found.get(divisor) or told.get(divisor) or 0
+            divided = entries.get(divisor) or config.get(divisor) or 0
             if not divisor:
-                found[entry] = native[name][int(side)]
+                entries[entry] = native[name][int(side)]
             elif divided:
-                found[entry] = native[name][int(side)] // divided
-    return found
+                entries[entry] = native[name][int(side)] // divided
+    return entries
 
 
 def is_hub_id(path: str) -> bool:
@@ -158,28 +158,28 @@ def in_short(error: Exception) -> str:
     return f"{type(error).__name__}{lines and ': ' or ''}{' '.join(lines)[:200]}"
 
 
-def built(cls: Any, path: Path, told: dict[str, Any] | None = None) -> Any:
+def built(cls: Any, path: Path, config: dict[str, Any] | None = None) -> Any:
     """Build a diffusers object from a config, with `cls.from_config`.
 
     Args:
         cls: class of the object.
         path: the config file, which error messages name.
-        told: entries of the config; None: those of the file.
+        config: entries of the config; None: those of the file.
 
     Raises:
         UserError: an entry makes no sense.
     """
-    told = read_json(path) if told is None else told
+    config = read_json(path) if config is None else config
     for key, parameter in inspect.signature(cls.__init__).parameters.items():
         # The constructor does not look at all of its arguments.
-        if parameter.annotation in (int, float) and isinstance(told.get(key), str | list | dict):
+        if parameter.annotation in (int, float) and isinstance(config.get(key), str | list | dict):
             raise UserError(
                 Message(
-                    "{path} says {key} = {value}, which should be a number", path=path, key=key, value=repr(told[key])
+                    "{path} says {key} = {value}, which should be a number", path=path, key=key, value=repr(config[key])
                 )
             )
     try:
-        return cls.from_config(told)
+        return cls.from_config(config)
     except Exception as error:  # diffusers validates few entries, so many kinds of errors arise
         if isinstance(error, MemoryError):
             raise

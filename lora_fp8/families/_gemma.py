@@ -41,12 +41,12 @@ def encode_prompts(
         options = {"device": family.device, **family.encoding_options()}
         if family.max_sequence_length:
             options["max_sequence_length"] = family.max_sequence_length
-        found = []
+        conds = []
         for prompt in prompts:
             negative, text = is_negative(prompt), prompt.removeprefix(AVOIDED)
             answer = family.text_pipeline.encode_prompt(
                 [text], do_classifier_free_guidance=negative, negative_prompt=[text], **options
             )
             embeds_BLD, mask_BL = answer[2:] if negative else answer[:2]
-            found.append({"prompt_embeds": embeds_BLD[0, mask_BL[0].bool()].to(family.dtype)})
-        return found
+            conds.append({"prompt_embeds": embeds_BLD[0, mask_BL[0].bool()].to(family.dtype)})
+        return conds

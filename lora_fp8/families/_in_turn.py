@@ -62,7 +62,7 @@ class Answer:
 
 def _moved(part: Any, device: torch.device) -> Any:
     if isinstance(part, tuple):
-        return tuple(_moved(one, device) for one in part)
+        return tuple(_moved(inner, device) for inner in part)
     return part.to(device) if isinstance(part, Tensor) else part
 
 
@@ -119,9 +119,9 @@ class Turns:
                 raise Later(standin.name)
             output = standin.encoder(*args, **kwargs)
             self.tape.append(output if isinstance(output, Tensor) else Answer(output, self.device))
-        found = self.tape[self.position]
+        answer = self.tape[self.position]
         self.position += 1
-        return _moved(found, self.device)
+        return _moved(answer, self.device)
 
     def ask(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
         """Yield (index, result) of functions that call a pipeline with the `standins` in it.
@@ -139,14 +139,14 @@ class Turns:
                     number = waiting.popleft()
                     self.tape, self.position = self.tapes.pop(number, []), 0
                     try:
-                        found = asks[number]()
+                        result = asks[number]()
                     except Later as later:
                         needed = needed or later.name
                         kept += sum(map(_size, self.tape))
-                        self.tapes[number] = [_moved(one, torch.device("cpu")) for one in self.tape]
+                        self.tapes[number] = [_moved(answer, torch.device("cpu")) for answer in self.tape]
                         group.append(number)
                     else:
-                        yield number, found
+                        yield number, result
                 self.standins[name].encoder, self.tape = None, []
                 self.free()
                 waiting, name = group, needed

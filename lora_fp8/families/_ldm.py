@@ -31,10 +31,10 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
     return {new: (old, None) for new, old in moved.items()}
 
 
-def sizes(native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
+def sizes(native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the UNet config's entries that an original checkpoint's tensors state.
 
-    A head's width is in no tensor. If the file has other widths than `told`, heads are 64 wide, as in all models whose
+    A head's width is in no tensor. With other widths than in `config`, heads are 64 wide, as in all models whose
     entry is a list; the entry of Stable Diffusion 1, a number of heads, stays.
     """
     downsamplers = blocks_with(native, "input_blocks.#.0.op.weight")
@@ -46,24 +46,24 @@ def sizes(native: Header, told: Mapping[str, Any]) -> dict[str, Any]:
     channels = [native[f"input_blocks.{level[0]}.0.out_layers.3.weight"][0] for level in levels]
     cross = [bool(level) for level in attended]
     widths = {shape[1] for name, shape in native.items() if name.endswith("attn2.to_k.weight")}
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "in_channels": native["input_blocks.0.0.weight"][1],
         "out_channels": native["out.2.weight"][0],
         "block_out_channels": channels,
         "layers_per_block": len(levels[0]),
-        "down_block_types": ["CrossAttnDownBlock2D" if one else "DownBlock2D" for one in cross],
-        "up_block_types": ["CrossAttnUpBlock2D" if one else "UpBlock2D" for one in reversed(cross)],
+        "down_block_types": ["CrossAttnDownBlock2D" if crosses else "DownBlock2D" for crosses in cross],
+        "up_block_types": ["CrossAttnUpBlock2D" if crosses else "UpBlock2D" for crosses in reversed(cross)],
     }
     if len(widths) == 1:
-        found["cross_attention_dim"] = widths.pop()
+        entries["cross_attention_dim"] = widths.pop()
     depths = [_depth(native, level) for level in attended]
     if max(depths) > 1:  # levels without attention have the depth of published configs: 1
-        found["transformer_layers_per_block"] = [depth or 1 for depth in depths]
-    if isinstance(told.get("attention_head_dim"), list | tuple) and list(told["block_out_channels"]) != channels:
-        found["attention_head_dim"] = [channel // 64 for channel in channels]
+        entries["transformer_layers_per_block"] = [depth or 1 for depth in depths]
+    if isinstance(config.get("attention_head_dim"), list | tuple) and list(config["block_out_channels"]) != channels:
+        entries["attention_head_dim"] = [channel // 64 for channel in channels]
     if "label_emb.0.0.weight" in native:
-        found["projection_class_embeddings_input_dim"] = native["label_emb.0.0.weight"][1]
-    return found
+        entries["projection_class_embeddings_input_dim"] = native["label_emb.0.0.weight"][1]
+    return entries
 
 
 def _depth(native: Header, blocks: list[int]) -> int:

@@ -370,7 +370,9 @@ def check_loaded(path: Path, cls: Any, info: Mapping[str, Any]) -> None:
     Raises:
         UserError: weights are missing, or have other sizes.
     """
-    if other := sorted(str(one if isinstance(one, str) else one[0]) for one in info["mismatched_keys"]):
+    if other := sorted(
+        str(mismatch if isinstance(mismatch, str) else mismatch[0]) for mismatch in info["mismatched_keys"]
+    ):
         raise UserError(
             Message(
                 "{path} has weights of other sizes than its config.json says: {count} differ, {names}; it is "

@@ -79,12 +79,12 @@ class Prompts(Encoders):
 
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         """Return the prompts whose ends `encode_prompts` cuts off. Loads the tokenizers and nothing else."""
-        found: dict[str, Overlong] = {}
+        longest_cuts: dict[str, Overlong] = {}
         for name in self.judge_length_by:
             for prompt, cut in self.cut_by(name, prompts).items():
-                if prompt not in found or cut.num_lost > found[prompt].num_lost:
-                    found[prompt] = cut
-        return list(found.values())
+                if prompt not in longest_cuts or cut.num_lost > longest_cuts[prompt].num_lost:
+                    longest_cuts[prompt] = cut
+        return list(longest_cuts.values())
 
     def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
         """Return the prompts whose ends the encoder of this tokenizer does not read."""
@@ -95,13 +95,13 @@ class Prompts(Encoders):
         read = [self.as_read(prompt) for prompt in prompts]
         texts = [before + text for before, text in read]
         tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        found: dict[str, Overlong] = {}
+        cuts: dict[str, Overlong] = {}
         for prompt, (before, _), text, spans in zip(prompts, read, texts, tokens["offset_mapping"], strict=True):
             if len(spans) > limit:
                 own = limit - sum(end <= len(before) for _, end in spans)
                 lost = text[max(len(before), spans[limit][0]) :]
-                found[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own)
-        return found
+                cuts[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own)
+        return cuts
 
     @property
     def longest_prompt(self) -> int:
@@ -128,13 +128,13 @@ class Prompts(Encoders):
         with torch.no_grad():
             answers = self.text_answer(self.text_pipeline, prompts)
             masks = answers.pop("mask", None)
-            found = []
+            conds = []
             for i in range(len(prompts)):
-                one = {name: rows[i] for name, rows in answers.items()}
+                rows_of_prompt = {name: rows[i] for name, rows in answers.items()}
                 if masks is not None:
-                    one["prompt_embeds"] = one["prompt_embeds"][masks[i].bool()]
-                found.append({name: tensor.to(self.dtype, copy=True) for name, tensor in one.items()})
-            return found
+                    rows_of_prompt["prompt_embeds"] = rows_of_prompt["prompt_embeds"][masks[i].bool()]
+                conds.append({name: tensor.to(self.dtype, copy=True) for name, tensor in rows_of_prompt.items()})
+            return conds
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         """Return the results of the pipeline's `encode_prompt` for these prompts, by the names in `text_answers`."""
@@ -189,7 +189,7 @@ class Prompts(Encoders):
 
         given = {"": cond} if negative is None or not self.uses_negative else {"": cond, "negative_": negative}
         names = [name for name in self.text_answers if name not in ("", "mask")]
-        texts = [{name: one[name].to(self.device, self.dtype) for name in names} for one in given.values()]
+        texts = [{name: side[name].to(self.device, self.dtype) for name in names} for side in given.values()]
         if self.prompts_vary and "mask" not in self.text_arguments:
             pairs = zip(given, texts, strict=True)
             return {f"{prefix}prompt_embeds": [text["prompt_embeds"]] for prefix, text in pairs}

@@ -35,14 +35,14 @@ def inputs(
     """
     import torch
 
-    shown = [noisy_BCHW, *control_latents(cond)]
+    images = [noisy_BCHW, *control_latents(cond)]
     mask_BL = cond["prompt_embeds_mask"]
     return {
-        "hidden_states": torch.cat([family.pack(latents_BCHW) for latents_BCHW in shown], dim=1),
+        "hidden_states": torch.cat([family.pack(latents_BCHW) for latents_BCHW in images], dim=1),
         "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
         "encoder_hidden_states": cond["prompt_embeds"],
         "encoder_hidden_states_mask": None if mask_BL.all() else mask_BL,
-        "img_shapes": [[(1, each.shape[-2] // 2, each.shape[-1] // 2) for each in shown]] * len(t_B),
+        "img_shapes": [[(1, image.shape[-2] // 2, image.shape[-1] // 2) for image in images]] * len(t_B),
     }
 
 

@@ -71,7 +71,7 @@ def encode_prompts(
     """
     import torch
 
-    pipeline, found = family.text_pipeline, []
+    pipeline, conds = family.text_pipeline, []
     for prompt, seen, seen_sizes in zip(prompts, pictures, sizes, strict=True):
         resized = [
             pipeline.image_processor.resize(picture, height, width)
@@ -79,8 +79,8 @@ def encode_prompts(
         ]
         with torch.no_grad():
             embeds_BLD, _ = pipeline.encode_prompt([_read(family, prompt)], image=resized, device=family.device)
-        found.append({"prompt_embeds": embeds_BLD[0].to(family.dtype).clone()})
-    return found
+        conds.append({"prompt_embeds": embeds_BLD[0].to(family.dtype).clone()})
+    return conds
 
 
 def _read(family: ModelFamily, prompt: str) -> str:

@@ -147,12 +147,12 @@ class WeightFile:
 
     def block_scales(self) -> list[str]:
         """List the block that shares a scale in each blockwise e4m3 matrix: "1x64", "1x128" or "128x128"."""
-        found = []
+        blocks = []
         for name, (rows, columns) in self._blocks.items():
             shape = self.header[name]
             if len(shape) == 2 and columns > 1 and self._fp8[name] == torch.float8_e4m3fn:
-                found.append(f"{shape[0] // rows}x{shape[1] // columns}")
-        return [one for one in found if one in ("1x64", "1x128", "128x128")]
+                blocks.append(f"{shape[0] // rows}x{shape[1] // columns}")
+        return [block for block in blocks if block in ("1x64", "1x128", "128x128")]
 
     def notes(self) -> list[str]:
         """Return what users must know before training on this file; reads a few rows."""
@@ -162,7 +162,9 @@ class WeightFile:
         num, rows = _SAMPLED
         with safe_open(self.path, framework="pt") as file:
             taken = [file.get_slice(name)[:rows].view(torch.uint8) for name in names[:: -(-len(names) // num)]]
-        zeros = sum(int((one.bitwise_and(0x7F) == 0).sum()) for one in taken) / sum(one.numel() for one in taken)
+        zeros = sum(int((codes.bitwise_and(0x7F) == 0).sum()) for codes in taken) / sum(
+            codes.numel() for codes in taken
+        )
         return [
             Message(
                 "{path} is fp8 without scales, which rounds small weights coarsely or to zero: about {share} % "
@@ -212,7 +214,7 @@ class WeightFile:
 
     def _scales(self) -> dict[str, str]:
         """Return weight -> name of its scale."""
-        found: dict[str, str] = {}
+        scales: dict[str, str] = {}
         for name in self._entries:
             suffix = next((suffix for suffix in _SCALES if name.endswith(suffix)), None)
             if suffix is None:
@@ -220,25 +222,25 @@ class WeightFile:
             weight = name.removesuffix(suffix) + ".weight"
             if weight not in self._entries:
                 self._problem(name, Message("is a scale without its weight"))
-            elif weight in found:
+            elif weight in scales:
                 self._problem(weight, Message("has two scales"))
             else:
-                found[weight] = name
-        return found
+                scales[weight] = name
+        return scales
 
     def _codes(self, formats: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return tensor -> dtype of its codes for all FP8 tensors; notes a problem for other quantized weights."""
-        told = {name for names in self._problems.values() for name in names}
+        reported = {name for names in self._problems.values() for name in names}
         for name in self.header:
             suffix = next((suffix for suffix in _FOREIGN if name.endswith(suffix)), None)
             weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
-            if suffix and weight not in told:
-                told.add(weight)
+            if suffix and weight not in reported:
+                reported.add(weight)
                 self._problem(weight, Message("is quantized as {kind}, which is not read", kind=_FOREIGN[suffix]))
         codes = {}
         for name in self.header:
             kind = self._entries[name].dtype
-            if name in told:
+            if name in reported:
                 continue
             if kind in _FP8 and formats.get(name, _FP8[kind]) == _FP8[kind]:
                 codes[name] = _FP8[kind]

@@ -126,8 +126,8 @@ class Family(ModelFamily):
 
     def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         # A part that one tokenizer cuts off still has an effect if the other reads further.
-        one, other = (self.cut_by(name, prompts) for name in self.judge_length_by)
-        return [min(one[p], other[p], key=lambda cut: len(cut.lost)) for p in one if p in other]
+        first, other = (self.cut_by(name, prompts) for name in self.judge_length_by)
+        return [min(first[p], other[p], key=lambda cut: len(cut.lost)) for p in first if p in other]
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from . import _anima

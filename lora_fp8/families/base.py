@@ -92,7 +92,7 @@ class ModelFamily(Latents, Prompts):
         from ._weights import WeightFile
 
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
-        self.told_prediction = prediction
+        self.given_prediction = prediction
         parts = _components.find(type(self), model, base)
         self.folder, self.checkpoint, self.warnings = parts.folder, parts.checkpoint, parts.notes
         self.absent, self.base = parts.absent, parts.base
@@ -145,11 +145,11 @@ class ModelFamily(Latents, Prompts):
             cond: collated conditioning, in the model's dtype except for `exact_cond`. All tensors are on one device.
             guidance: guidance scale for denoisers that take it as an input.
         """
-        told = {
+        arguments = {
             argument: cond[names] if isinstance(names, str) else {name: cond[name] for name in names}
             for argument, names in self.denoiser_reads.items()
         }
-        return {self.noise_argument: self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **told}
+        return {self.noise_argument: self.pack(noisy_BCHW), "timestep": t_B * self.timestep_unit, **arguments}
 
     # -- defaults that a family may override -----------------------------------------------------------------------
     def predict(
@@ -182,20 +182,20 @@ class ModelFamily(Latents, Prompts):
 
     def caveats(self) -> list[str]:
         """Return what users must know before training on this model (such as that it is distilled), one line each."""
-        fitting = [what for pattern, what in self.told_by_name.items() if self.file_is_called(pattern)]
-        told = [f"{self.base_name()} is {what}" for what in fitting]
-        return told + ([self.distilled_advice] if self.is_distilled() else [])
+        fitting = [what for pattern, what in self.caveats_by_name.items() if self.file_is_called(pattern)]
+        caveats = [f"{self.base_name()} is {what}" for what in fitting]
+        return caveats + ([self.distilled_advice] if self.is_distilled() else [])
 
     def is_distilled(self) -> bool:
         """Return True if the given model is distilled to few steps without guidance; False if no such model exists."""
         if not self.distilled_mark:
             named = bool(self.distilled_name) and self.is_called(self.distilled_name)
             return named and not re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE)
-        told = self.distilled_by_name()
-        if told is None and self.distilled_name and self.file_is_called(self.distilled_name):
+        caveats = self.distilled_by_name()
+        if caveats is None and self.distilled_name and self.file_is_called(self.distilled_name):
             return True
-        if told is not None:
-            return told
+        if caveats is not None:
+            return caveats
         place, entry, value = self.distilled_mark
         return (self.index() if place == "index" else self.scheduler_config()).get(entry) == value
 
@@ -242,11 +242,11 @@ class ModelFamily(Latents, Prompts):
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
         prefix = checkpoint_prefix(header)
-        found = naming.conversion(self.native_layers, header, shapes, prefix)
+        tensors = naming.conversion(self.native_layers, header, shapes, prefix)
         swapped = self.halves_swapped(self.denoiser_config())
         return {
             name: (key, _halves_swapped if name.rpartition(".")[0] in swapped else rows and _rows(*rows))
-            for name, key, rows in found
+            for name, key, rows in tensors
             if not f"{key.removeprefix(prefix)}.".startswith(tuple(f"{beside}." for beside in self.beside_denoiser))
         }
 
@@ -333,8 +333,8 @@ class ModelFamily(Latents, Prompts):
     def _takes_guidance(self) -> bool:
         import diffusers
 
-        unless_told = inspect.signature(getattr(diffusers, self.denoiser_class)).parameters["guidance_embeds"].default
-        return self.denoiser_config().get("guidance_embeds", unless_told)
+        default = inspect.signature(getattr(diffusers, self.denoiser_class)).parameters["guidance_embeds"].default
+        return self.denoiser_config().get("guidance_embeds", default)
 
     @classmethod
     def without_adapter(cls, denoiser: nn.Module) -> set[str]:
@@ -416,10 +416,10 @@ class ModelFamily(Latents, Prompts):
     def denoiser_config(self) -> dict[str, Any]:
         """Return the denoiser's config.json, or the released model's if a single file comes without one."""
         path = self.folder / self.denoiser_name / "config.json"
-        found = _files.read_json(path) if path.is_file() else dict(self.reference_config)
+        config = _files.read_json(path) if path.is_file() else dict(self.reference_config)
         if self.checkpoint is None:
-            return found
-        return found | self.sizes(native_header(self._header), found, self.checkpoint)
+            return config
+        return config | self.sizes(native_header(self._header), config, self.checkpoint)
 
     @classmethod
     def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
@@ -435,17 +435,17 @@ class ModelFamily(Latents, Prompts):
         return given // times if isinstance(given, int) else None
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         """Return the denoiser's config entries that a single file states itself.
 
         They override the config of the components, which may come from another model.
 
         Args:
             native: names, without their prefix, and shapes of the file's tensors.
-            told: the denoiser config of the components, or the released model's.
+            config: the denoiser config of the components, or the released model's.
             file: the file, for those variants that only its name tells apart.
         """
-        return _files.read_sizes(cls.sizes_from, native, told)
+        return _files.read_sizes(cls.sizes_from, native, config)
 
     def index(self) -> dict[str, Any]:
         """Return the model's model_index.json; for a single file that of its components, {} if there is none."""
@@ -457,9 +457,9 @@ class ModelFamily(Latents, Prompts):
         import diffusers
         import torch
 
-        path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
+        path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
-            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
+            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, config)
         if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
             raise UserError(
                 Message(
@@ -518,15 +518,15 @@ class ModelFamily(Latents, Prompts):
             return "flow"
         from ..objectives import PREDICTION_TYPES
 
-        told = self.scheduler_config().get("prediction_type", "epsilon")
-        return next((word for word, name in PREDICTION_TYPES.items() if name == told), str(told))
+        prediction_type = self.scheduler_config().get("prediction_type", "epsilon")
+        return next((word for word, name in PREDICTION_TYPES.items() if name == prediction_type), str(prediction_type))
 
     def assumes_prediction(self) -> bool:
         """Return True if only a single file's components say what the model predicts."""
         return (
             self.objective == "Diffusion"
             and self.checkpoint is not None
-            and self.told_prediction == "auto"
+            and self.given_prediction == "auto"
             and not self._marked_as_v()
         )
 
@@ -545,8 +545,8 @@ class ModelFamily(Latents, Prompts):
         from ..objectives import PREDICTION_TYPES
 
         scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
-        if self.told_prediction in PREDICTION_TYPES:
-            scheduler["prediction_type"] = PREDICTION_TYPES[self.told_prediction]
+        if self.given_prediction in PREDICTION_TYPES:
+            scheduler["prediction_type"] = PREDICTION_TYPES[self.given_prediction]
         elif self._marked_as_v():
             scheduler["prediction_type"] = "v_prediction"
         if "ztsnr" in self._header:
@@ -612,8 +612,8 @@ class ModelFamily(Latents, Prompts):
         from ._weights import WeightFile
 
         files = [self._file] if self._file else [WeightFile(path, self.absent) for path in self._denoiser_files()]
-        found = Counter(scale for file in files for scale in file.block_scales())
-        return found.most_common(1)[0][0] if found else ""
+        counts = Counter(scale for file in files for scale in file.block_scales())
+        return counts.most_common(1)[0][0] if counts else ""
 
     def _denoiser_files(self) -> list[Path]:
         return self._weight_files(self.denoiser_name, "diffusion_pytorch_model")
@@ -655,14 +655,14 @@ def _is_component(entry: Any) -> bool:
 
 def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
     """Return these names, with -1 replaced by the number of the last block among `layers`."""
-    found = set()
+    with_last = set()
     for name in names:
         blocks, counted, layer = name.partition(".-1.")
         if counted:
-            numbers = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", one) for one in layers())
+            numbers = (re.match(rf"{re.escape(blocks)}\.(\d+)\.", layer) for layer in layers())
             name = f"{blocks}.{max(int(number[1]) for number in numbers if number)}.{layer}"
-        found.add(name)
-    return found
+        with_last.add(name)
+    return with_last
 
 
 @cache

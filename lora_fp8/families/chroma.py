@@ -109,9 +109,9 @@ class Family(ModelFamily):
         import diffusers
         import torch
 
-        path, told = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
+        path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
-            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, told)
+            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, config)
         # The constructor computes this table, and no file stores it.
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))

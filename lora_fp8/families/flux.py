@@ -95,7 +95,7 @@ class Family(ModelFamily):
         "has": ("double_blocks.0.img_attn.qkv.weight", "vector_in.in_layer.weight"),
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
-    told_by_name = {
+    caveats_by_name = {
         "kontext": "FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here without one to "
         "edit; set model.family = 'flux_kontext' to give it control pictures"
     }
@@ -118,9 +118,9 @@ class Family(ModelFamily):
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
-        found = _files.read_sizes(cls.sizes_from, native, told)
-        return found | {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev has it, schnell does not
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        entries = _files.read_sizes(cls.sizes_from, native, config)
+        return entries | {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev has it, schnell does not
 
     @classmethod
     def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:

@@ -89,7 +89,7 @@ class Family(ModelFamily):
         double_stream_blocks, single_stream_blocks, final_layer
     """)
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
-    told_by_name = {
+    caveats_by_name = {
         r"(?<![a-z])e1(?![a-z0-9])": "HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
         "without one to edit; train on HiDream-I1-Full for text-to-image"
     }
@@ -102,8 +102,8 @@ class Family(ModelFamily):
         return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
-        found = ModelFamily.text_answer(self, pipeline, prompts)
-        return found | {"prompt_embeds": found["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
+        answer = ModelFamily.text_answer(self, pipeline, prompts)
+        return answer | {"prompt_embeds": answer["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
 
     def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
@@ -123,8 +123,8 @@ class Family(ModelFamily):
         return answer.transpose(3, 4).reshape(noisy_BCHW.shape)
 
     def check_bucket(self, width: int, height: int) -> None:
-        told = self.denoiser_config()
-        patch, (most_rows, most_columns) = told.get("patch_size", 2), told.get("max_resolution", (128, 128))
+        config = self.denoiser_config()
+        patch, (most_rows, most_columns) = config.get("patch_size", 2), config.get("max_resolution", (128, 128))
         most = most_rows * most_columns // patch**2
         vae = _files.read_json(self.folder / "vae" / "config.json")
         rows, columns = (side // 2 ** (len(vae["block_out_channels"]) - 1) // patch for side in (height, width))

@@ -123,7 +123,7 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.proj.weight", "final_layer.linear.weight"),
     }
     # The second version of image-to-video has the same tensors as text-to-video.
-    told_by_name = {
+    caveats_by_name = {
         r"i2v|image[-_. ]?to[-_. ]?video": "image-to-video by its name: it is trained and drawn here without a picture "
         "to begin with; train on text-to-video"
     }

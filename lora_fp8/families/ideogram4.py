@@ -70,7 +70,7 @@ class Family(ModelFamily):
     computed = {"rotary_emb": ("attention_head_dim", "rope_theta", "mrope_section")}
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
     single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
-    told_by_name = {"uncond": "the transformer for guidance by its name; LoRAs belong to the other one"}
+    caveats_by_name = {"uncond": "the transformer for guidance by its name; LoRAs belong to the other one"}
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.

@@ -73,15 +73,15 @@ class Family(ModelFamily):
         # This tokenizer gives no offsets, so the part that is read is found by decoding the tokens that fit.
         tokenizer = self.tokenizer(name)
         model, limit = tokenizer.tokenizer.sp_model, self.token_limit(name) - len(tokenizer.get_prefix_tokens())
-        found = {}
+        cuts = {}
         for prompt in prompts:
             tokens = model.encode(prompt)
             if len(tokens) > limit:
                 read = len(model.decode(tokens[:limit]))
                 ends = range(len(prompt))
                 end = bisect_left(ends, read, key=partial(_decoded_length, model, prompt))
-                found[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
-        return found
+                cuts[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
+        return cuts
 
 
 def _decoded_length(model: Any, prompt: str, end: int) -> int:

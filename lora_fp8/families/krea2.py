@@ -128,12 +128,12 @@ class Family(ModelFamily):
         }
 
     def scheduler_config(self) -> dict[str, Any]:
-        found = ModelFamily.scheduler_config(self)
-        return found | {"base_shift": TURBO_MU, "max_shift": TURBO_MU} if self.is_distilled() else found
+        config = ModelFamily.scheduler_config(self)
+        return config | {"base_shift": TURBO_MU, "max_shift": TURBO_MU} if self.is_distilled() else config
 
     def convert_checkpoint(self, header: Header) -> Conversion:
-        found = ModelFamily.convert_checkpoint(self, header)
-        for name, (key, _) in found.items():  # six vectors in diffusers, one tensor in the original
+        conversion = ModelFamily.convert_checkpoint(self, header)
+        for name, (key, _) in conversion.items():  # six vectors in diffusers, one tensor in the original
             if name.startswith("transformer_blocks.") and name.endswith(".scale_shift_table"):
-                found[name] = (key, lambda tensor: tensor.reshape(6, -1))
-        return found
+                conversion[name] = (key, lambda tensor: tensor.reshape(6, -1))
+        return conversion

@@ -112,15 +112,15 @@ class Family(ModelFamily):
         with torch.no_grad():
             vae = self._loaded_vae("decode_latents")
             latents = as_clip(self.denormalise(latents_BCHW.to(self.device, torch.float32)))
-            told_B = None
+            timestep_B = None
             if vae.config.timestep_conditioning:
-                told_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
-            return as_picture(vae.decode(latents, told_B, return_dict=False)[0])
+                timestep_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
+            return as_picture(vae.decode(latents, timestep_B, return_dict=False)[0])
 
     def caveats(self) -> list[str]:
-        told = ModelFamily.caveats(self)
+        caveats = ModelFamily.caveats(self)
         if not self.checkpoint:
-            return told
+            return caveats
         # diffusers recognizes the version by the same tensor; files without the autoencoder have only their name.
         newer = self._header.get("vae.encoder.conv_out.conv.weight", ())[1:2] == (2048,)
         if newer or self.file_is_called(r"0[._]9[._][5-9]"):
@@ -134,7 +134,7 @@ class Family(ModelFamily):
         beside = bool(_files.read_json(self.folder / "vae" / "config.json").get("timestep_conditioning"))
         inside = "vae.decoder.last_scale_shift_table" in self._header
         if "vae.encoder.conv_out.conv.weight" in self._header and inside != beside:
-            told.append(
+            caveats.append(
                 Message(
                     "{name} holds another autoencoder than {folder}, and it is the latter's that is used: for "
                     "the former's put its vae/ there",
@@ -142,4 +142,4 @@ class Family(ModelFamily):
                     folder=self.folder,
                 )
             )
-        return told
+        return caveats

@@ -89,12 +89,12 @@ class Family(ModelFamily):
         return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": control_pictures(cond)}
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         marked = _qwen_edit.MARKER in native
-        found = _files.read_sizes(cls.sizes_from, native, told)
+        entries = _files.read_sizes(cls.sizes_from, native, config)
         if marked or re.search("25(09|11)", file.name):
-            found["zero_cond_t"] = marked or "2511" in file.name
-        return found
+            entries["zero_cond_t"] = marked or "2511" in file.name
+        return entries
 
 
 def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:

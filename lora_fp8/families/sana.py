@@ -118,16 +118,16 @@ class Family(ModelFamily):
         return inputs if negative is None else inputs | {"negative_prompt": None}
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         # 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in these.
-        found = {
+        sizes = {
             "num_layers": len(blocks_with(native, "blocks.#.cross_attn.kv_linear.weight")),
             "caption_channels": native["y_embedder.y_proj.fc1.weight"][1],
             "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None,
         }
         width = native["x_embedder.proj.weight"][0]
-        if told.get("cross_attention_dim", 2240) == width:
-            return found
+        if config.get("cross_attention_dim", 2240) == width:
+            return sizes
         if width not in CROSS_HEADS:
             raise UserError(
                 Message(
@@ -139,9 +139,9 @@ class Family(ModelFamily):
                 )
             )
         heads = CROSS_HEADS[width]
-        found |= {"num_cross_attention_heads": heads, "cross_attention_head_dim": width // heads}
-        found |= {"cross_attention_dim": width, "num_attention_heads": width // told.get("attention_head_dim", 32)}
-        return found
+        sizes |= {"num_cross_attention_heads": heads, "cross_attention_head_dim": width // heads}
+        sizes |= {"cross_attention_dim": width, "num_attention_heads": width // config.get("attention_head_dim", 32)}
+        return sizes
 
 
 def _instruction() -> list[str]:

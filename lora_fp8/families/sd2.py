@@ -87,5 +87,5 @@ class Family(ModelFamily):
     convert_checkpoint = _ldm.convert_checkpoint
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
-        return _ldm.sizes(native, told)
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _ldm.sizes(native, config)

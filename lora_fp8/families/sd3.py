@@ -157,7 +157,7 @@ class Family(ModelFamily):
         from torch import nn
 
         clips = [pipeline._get_clip_prompt_embeds(prompts, 1, self.device, None, index) for index in (0, 1)]
-        embeds_BLD, pooled_BD = (torch.cat(each, dim=-1).to(self.dtype) for each in zip(*clips, strict=True))
+        embeds_BLD, pooled_BD = (torch.cat(embeds, dim=-1).to(self.dtype) for embeds in zip(*clips, strict=True))
         # The CLIPs' embeddings come first, padded to T5's width, and T5's follow.
         before_BLD = cond["prompt_embeds"].to(embeds_BLD.device)
         width, length = before_BLD.shape[-1], embeds_BLD.shape[1]
@@ -170,8 +170,8 @@ class Family(ModelFamily):
         return 4.5 if medium and not self.is_distilled() else ModelFamily.usual_guidance(self)
 
     @classmethod
-    def sizes(cls, native: Header, told: Mapping[str, Any], file: Path) -> dict[str, Any]:
-        return _files.read_sizes(cls.sizes_from, native, told) | {
+    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+        return _files.read_sizes(cls.sizes_from, native, config) | {
             "dual_attention_layers": blocks_with(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,
             "pos_embed_max_size": round(native["pos_embed"][1] ** 0.5),

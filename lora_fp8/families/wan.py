@@ -96,7 +96,7 @@ class Family(ModelFamily):
         "in_is_out": ("patch_embedding.weight", "head.head.weight"),
         "lacks": ("blocks.0.cross_attn.k_img.", "vace_blocks."),
     }
-    told_by_name = {
+    caveats_by_name = {
         r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise": "an expert of Wan 2.2 by its name, which draws at a part of the "
         "noise levels: objective.t_min = 0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
     }
@@ -107,9 +107,9 @@ class Family(ModelFamily):
         return "", prompt_clean(prompt)
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
-        found = ModelFamily.text_answer(self, pipeline, prompts)
+        answer = ModelFamily.text_answer(self, pipeline, prompts)
         # Zeros follow the prompt's tokens, and no token's embedding is all zeros.
-        return found | {"mask": found["prompt_embeds"].any(-1)}
+        return answer | {"mask": answer["prompt_embeds"].any(-1)}
 
     def collate(self, conds: list[Cond]) -> Cond:
         import torch

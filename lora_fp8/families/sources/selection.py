@@ -59,9 +59,9 @@ def select(files: Sequence[RemoteFile], family: type[ModelFamily], name: str) ->
     for part in parts_of(family):
         inside = {PurePosixPath(file.path).name: file for file in files if _folder(file) == part}
         chosen, index = _select_weights(inside)
-        weights += [inside[one] for one in chosen]
-        small += [inside[one] for one in inside if one.endswith(SMALL) and (".index" not in one or one == index)]
-        pickles = sorted(one for one in inside if one.endswith(PICKLES))
+        weights += [inside[file] for file in chosen]
+        small += [inside[file] for file in inside if file.endswith(SMALL) and (".index" not in file or file == index)]
+        pickles = sorted(file for file in inside if file.endswith(PICKLES))
         if pickles and not chosen:
             problems.append(
                 Message(
