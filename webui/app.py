@@ -159,6 +159,7 @@ def _make_theme() -> gr.themes.Base:
     """Make Gradio's theme, with every colour below a contrast of 4.5 (WCAG AA) one shade darker."""
     theme = gr.themes.Default(primary_hue="indigo", neutral_hue="slate", font=FONTS, font_mono=MONO)
     return theme.set(
+        body_background_fill="*neutral_50",
         body_text_color_subdued="*neutral_500",
         input_placeholder_color="*neutral_500",
         input_placeholder_color_dark="*neutral_400",

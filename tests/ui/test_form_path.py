@@ -37,7 +37,7 @@ def view(page: Page, number: int) -> None:
 
 def opened(page: Page) -> None:
     """Wait, as a person must, until the views can be typed into."""
-    expect(page.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()
+    expect(page.locator("#new-summary .problems, #new-state .ready").first).to_be_visible()
     expect(page.locator("#new-views [inert]")).to_have_count(0)
 
 
@@ -46,7 +46,7 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
     language, name = "zh-CN", "form"
     page = visit("new", language=language)
     summary = page.locator("#new-summary")
-    expect(summary.locator(".problems, .ready").first).to_be_visible()
+    expect(page.locator("#new-summary .problems, #new-state .ready").first).to_be_visible()
     page.locator("#new-files").get_by_role("button").first.click()
     page.click("#new-reset")
     expect(summary.locator(".problems li")).to_have_count(2)
@@ -55,7 +55,7 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
     expect(summary.locator(".problems li")).to_have_count(1)
     field(page, "new-set").fill(name)
     page.set_input_files("#new-drop input[type=file]", PICTURES[:24])  # each with its caption
-    expect(summary).to_contain_text("可以开始训练")
+    expect(page.locator("#new-state")).to_contain_text("可以开始训练")
     expect(summary).to_contain_text("12 张图片，其中 0 张没有标注")
     expect(page.locator("#new-taken p")).to_be_visible()
     expect(page.locator("#new-dataset-folders")).to_contain_text(name)
@@ -65,9 +65,9 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
     expect(summary.locator(".problems li")).to_contain_text("必须不小于 1，实际为 0")
     beside = "getComputedStyle(document.querySelector('#new-train-steps'), '::after').content"
     page.wait_for_function(f"{beside} !== 'none'")
-    assert not summary.locator(".ready").count()
+    assert not page.locator("#new-state .ready").count()
     field(page, "new-train-steps").fill("24")
-    expect(summary).to_contain_text("可以开始训练")
+    expect(page.locator("#new-state")).to_contain_text("可以开始训练")
 
     view(page, 2)
     text = page.locator("#new-toml .cm-content")
@@ -275,3 +275,49 @@ def test_what_is_typed_waits_for_the_last_of_several_answers(visit: Callable[...
     field(page, "new-train-steps").press("End")
     page.keyboard.type("0")
     expect(field(page, "new-train-steps")).to_have_value("210")
+
+
+def test_start_and_the_state_are_in_view_at_every_scroll_position(site: Site, visit: Callable[..., Page]) -> None:
+    """On a laptop, a large screen and a phone, with everything folded out that can be long."""
+    Draft(site.home).write(form.START)
+    page = visit("new")
+    opened(page)
+    page.locator("#new-files").get_by_role("button").first.click()
+    for width, height in ((1366, 768), (1920, 1080), (390, 844)):
+        page.set_viewport_size({"width": width, "height": height})
+        bottom = page.evaluate("document.documentElement.scrollHeight - innerHeight")
+        assert bottom > height / 2, "there is something to scroll"
+        for share in (0, 0.3, 0.7, 1):
+            page.evaluate("y => scrollTo(0, y)", share * bottom)
+            for part in ("#new-state .state", "#new-start"):
+                expect(page.locator(part)).to_be_in_viewport(ratio=1)
+            # Nothing lies over it: a click there is Start's.
+            assert page.evaluate(
+                """() => { const box = document.querySelector("#new-start").getBoundingClientRect();
+                const at = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2);
+                return at.closest("#new-start") !== null }"""
+            ), (width, share)
+
+
+def test_a_problem_is_red_only_where_somebody_has_been_or_after_start(site: Site, visit: Callable[..., Page]) -> None:
+    Draft(site.home).write(form.START)
+    page = visit("new")
+    opened(page)
+
+    def colour(key: str) -> str:
+        return page.evaluate(f"getComputedStyle(document.querySelector('#new-{key}'), '::after').color")
+
+    folders, path = "dataset-folders", "model-path"
+    untouched = colour(folders)
+    assert colour(path) == untouched
+    field(page, f"new-{path}").click()
+    page.keyboard.press("Tab")
+    page.wait_for_function(
+        "was => getComputedStyle(document.querySelector('#new-model-path'), '::after').color !== was", arg=untouched
+    )
+    assert colour(folders) == untouched != colour(path)
+    page.click("#new-start")
+    page.wait_for_function(
+        "was => getComputedStyle(document.querySelector('#new-dataset-folders'), '::after').color !== was",
+        arg=untouched,
+    )

@@ -44,7 +44,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     name = "newcomer"
     page = visit("new")
     summary = page.locator("#new-summary")
-    expect(summary.locator(".problems, .ready").first).to_be_visible(timeout=LONG)
+    expect(page.locator("#new-summary .problems, #new-state .ready").first).to_be_visible(timeout=LONG)
     page.locator("#new-files").get_by_role("button").first.click()
     page.click("#new-reset")
     page.click("#new-demo-sd15")
@@ -54,12 +54,12 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     fill(page, "new-name", name)
     fill(page, "new-train-steps", str(STEPS))
     fill(page, "new-preview-prompts", "\n".join(PROMPTS))
-    expect(summary.locator(".ready")).to_be_visible(timeout=LONG)
+    expect(page.locator("#new-state .ready")).to_be_visible(timeout=LONG)
     page.locator("#new-views button[role=tab]").nth(1).click()
     for id in ("set-preview-every", "set-checkpoint-every"):
         fill(page, id, str(EVERY))
     fill(page, "set-preview-steps", "4")
-    expect(summary.locator(".ready")).to_be_visible(timeout=LONG)
+    expect(page.locator("#new-state .ready")).to_be_visible(timeout=LONG)
     picture_of(page, "newcomer_1_form")
     page.click("#new-start")
     page.wait_for_url(re.compile(r"/en/run\?run=\d+"), timeout=LONG)

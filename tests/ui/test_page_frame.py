@@ -222,7 +222,7 @@ def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callab
     page.keyboard.press("Enter")
     walk("#new-add")
     page.keyboard.press("Space")
-    expect(summary.locator(".ready")).to_be_visible()
+    expect(page.locator("#new-state .ready")).to_be_visible()
     walk("#new-start")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile(r"/run\?run=\d+"))

@@ -51,7 +51,7 @@ def test_a_disk_without_room_is_said_and_what_was_typed_is_kept(tight: Site, vis
     finally:
         room(tight, True)
     draft = tight.home / "drafts/new.toml"
-    expect(page.locator("#new-summary .problems, #new-summary .ready").first).to_be_visible()
+    expect(page.locator("#new-summary .problems, #new-state .ready").first).to_be_visible()
     deadline = time.monotonic() + LONG_SECONDS
     while not draft.exists() or name not in draft.read_text(encoding="utf-8"):  # the next tick writes it
         assert time.monotonic() < deadline

@@ -139,6 +139,11 @@ for (const kind of ["input", "change", "click"])
     const field = event.target.closest?.(".setting, #new-toml");
     if (field) touched.set(field.id, Date.now());
   });
+// What a person has not come to yet is not shown as a mistake: problems are red in fields that were left, and after Start.
+document.addEventListener("focusout", ({ target }) => target.closest?.(".setting")?.classList.add("been"));
+document.addEventListener("click", ({ target }) => {
+  if (target.closest?.("#new-start")) document.body.classList.add("tried-to-start");
+}, true);
 window.touchedSettings = () => [...touched.keys()];
 window.leftSettings = () => {
   const late = [...touched].filter(([, at]) => Date.now() - at < SLOWEST).map(([id]) => id);

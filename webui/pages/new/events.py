@@ -43,7 +43,7 @@ class Events:
 
     def __init__(self, layout: Layout, handlers: Handlers):
         self.layout, self.handlers = layout, handlers
-        self.side: list[Any] = [layout.summary, layout.marks, layout.changes, layout.seen, layout.back]
+        self.side: list[Any] = [layout.state, layout.summary, layout.marks, layout.changes, layout.seen, layout.back]
         self.window: dict[str, Block] = {"everything": layout.everything}
         self.views: dict[str, list[Any]] = {
             "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.folder, layout.base_note],

@@ -51,23 +51,29 @@ class Layout:
                         )
                         self.keys["new-toml"] = ""
             with gr.Column(scale=3, min_width=300, elem_id="new-side"):
+                with gr.Column(elem_id="new-start-box"):
+                    self.state = gr.HTML(elem_id="new-state")
+                    self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
                 self.summary = gr.HTML(elem_id="new-summary")
-                self.start = gr.Button(say("new.start"), variant="primary", elem_id="new-start")
                 self._lay_out_files()
                 with gr.Accordion(say("new.changes"), open=False):
                     self.changes = gr.HTML()
 
     def _lay_out_simple(self) -> None:
-        say = self.ui.say
-        gr.Markdown(f"## {say('new.goal')}")
-        self.goal = gr.Radio(
-            [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
-            label=say("new.goal"),
-            show_label=False,
-            container=False,
-            elem_id="new-goal",
+        """Lay out the four steps of the simple view."""
+        steps = (
+            ("base", self._lay_out_base),
+            ("pictures", self._lay_out_images),
+            ("goal", self._lay_out_goal),
+            ("previews", self._lay_out_previews),
         )
-        gr.Markdown(f"## {say('new.base')}")
+        for name, lay_out in steps:
+            with gr.Column(elem_id=f"new-step-{name}", elem_classes="step"):
+                gr.Markdown(f"## {self.ui.say(f'new.step.{name}')}")
+                lay_out()
+
+    def _lay_out_base(self) -> None:
+        say = self.ui.say
         with gr.Row(equal_height=True):
             self.demos = {
                 name: gr.Button(
@@ -80,7 +86,9 @@ class Layout:
         self._add_field("simple", "model.path")
         self._add_field("simple", "model.components")
         self.base_note = gr.HTML(elem_classes="note")
-        gr.Markdown(f"## {say('new.pictures')}")
+
+    def _lay_out_images(self) -> None:
+        say = self.ui.say
         with gr.Row():
             with gr.Column(min_width=260):
                 kinds = [*image_folders.TAKEN]
@@ -107,7 +115,18 @@ class Layout:
         with gr.Row(elem_id="new-clips"):
             for key in CLIPS:
                 self._add_field("simple", key)
-        gr.Markdown(f"## {say('new.card')}")
+
+    def _lay_out_goal(self) -> None:
+        say = self.ui.say
+        gr.Markdown(f"### {say('new.goal')}")
+        self.goal = gr.Radio(
+            [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
+            label=say("new.goal"),
+            show_label=False,
+            container=False,
+            elem_id="new-goal",
+        )
+        gr.Markdown(f"### {say('new.card')}")
         cards = [(say("new.card.gb", gb=recipes.card_of(name)), name) for name in base_models.list_vram_presets()]
         self.card = gr.Radio(
             [*cards, (say("new.card.none"), "")],
@@ -116,9 +135,11 @@ class Layout:
             container=False,
             elem_id="new-card",
         )
-        gr.Markdown(f"## {say('new.length')}")
-        for key in ("train.steps", "name", "preview.prompts"):
-            self._add_field("simple", key)
+        self._add_field("simple", "train.steps")
+        self._add_field("simple", "name")
+
+    def _lay_out_previews(self) -> None:
+        self._add_field("simple", "preview.prompts")
 
     def _lay_out_all(self) -> None:
         say = self.ui.say

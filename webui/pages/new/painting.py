@@ -130,18 +130,20 @@ class Painter:
         """Return values for the summary, the problems beside the settings, and the list of changed settings."""
         text = self.draft.text()
         findings = self.problems.find(text)
-        summary, marks, changes = (
+        state, summary, marks, changes = (
+            self.summary.render_state(findings),
             self.summary.render(findings),
             self.styles.style_settings(text, findings, everything),
             self._render_changes(text),
         )
         replaced = self.draft.has_earlier()
         return {
+            self.layout.state: state,
             self.layout.summary: summary,
             self.layout.marks: marks,
             self.layout.changes: changes,
             self.layout.back: gr.update(visible=replaced),
-            self.layout.seen: hashlib.sha256(repr((summary, marks, changes, replaced)).encode()).hexdigest(),
+            self.layout.seen: hashlib.sha256(repr((state, summary, marks, changes, replaced)).encode()).hexdigest(),
         }
 
     def paint_folders(self) -> dict[Any, Any]:

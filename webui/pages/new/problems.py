@@ -125,10 +125,13 @@ class Problems:
 
     def label(self, key: str, line: str) -> str:
         """Put the setting's name before a problem, for a list of several."""
-        label = translations.get_label(
-            self.ui.language, f"section.{key}" if form.settings()[key].kind == "table" else key
-        )
+        label = self.title(key)
         return f"{label} ({key}): {line}" if self.ui.language == "en" else f"{label}（{key}）：{line}"
+
+    def title(self, key: str) -> str:
+        """Return a setting's name in the page's language."""
+        section = "section." if form.settings()[key].kind == "table" else ""
+        return translations.get_label(self.ui.language, f"{section}{key}")
 
     def _check_path(self, key: str, path: str) -> None:
         """Raise UserError if the page may not use the path, or it is missing, or is not a file or folder as needed."""

@@ -32,12 +32,53 @@ STYLE = """
 }
 .setting [data-editable]:empty::before { color: var(--body-text-color-subdued); }
 .setting > .container { height: auto !important; }
-.setting::after { display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: #b91c1c; }
-.dark .setting::after { color: #f87171; }
+.setting::after {
+  display: block; white-space: pre-wrap; font-size: 13px; padding-top: 4px; color: var(--body-text-color-subdued);
+}
+/* A problem is red only where somebody has been, or after Start: head.js names those fields. */
+:is(.setting.been, body.tried-to-start .setting)::after { color: #b91c1c; }
+.dark :is(.setting.been, .tried-to-start .setting)::after { color: #f87171; }
 .setting-group { margin-bottom: 18px; }
 .style-only { display: none !important; }
-#new-side { align-self: flex-start; }
-@media (min-width: 900px) { #new-side { position: sticky; top: 12px; } }
+#new-side {
+  align-self: flex-start; padding: 14px; border-radius: 12px; gap: 12px;
+  background: var(--block-background-fill); border: 1px solid var(--border-color-primary);
+}
+#new-views { counter-reset: step; }
+.step {
+  counter-increment: step; padding: 16px 18px 18px; gap: 14px; border-radius: 12px;
+  background: var(--block-background-fill); border: 1px solid var(--border-color-primary);
+}
+.step .prose h2 { display: flex; align-items: center; gap: 10px; margin: 0; font-size: 18px; }
+.step .prose h2::before {
+  content: counter(step); display: inline-flex; align-items: center; justify-content: center; width: 24px; height: 24px;
+  flex: none; border-radius: 50%; font-size: 13px; background: var(--primary-600); color: #fff;
+}
+.step .prose h3 { margin: 4px 0 0; font-size: 15px; }
+#new-side > * { flex-shrink: 0; }
+#new-state .html-container, #new-summary .html-container { padding: 0; }
+#new-start-box { gap: 10px; background: var(--block-background-fill); z-index: 60; }
+#new-state .state { margin: 0; padding: 8px 12px; border-radius: 8px; font-weight: 600; overflow-wrap: anywhere; }
+#new-state .ready { background: #dcfce7; color: #166534; }
+#new-state .open { background: var(--background-fill-secondary); color: var(--body-text-color); font-weight: 500; }
+.dark #new-state .ready { background: #14532d; color: #bbf7d0; }
+#new-summary summary { cursor: pointer; padding: 6px 0; color: var(--body-text-color-subdued); font-size: 13px; }
+#new-summary details p { font-size: 13px; color: var(--body-text-color-subdued); }
+table.estimate td { text-align: right !important; font-weight: 600; }
+table.estimate th { width: auto !important; }
+@media (min-width: 900px) {
+  #new-side { position: sticky; top: 12px; max-height: calc(100vh - 84px); overflow-y: auto; flex-wrap: nowrap; }
+  #new-start-box { position: sticky; top: -14px; margin: -14px -14px 0; padding: 14px 14px 8px; }
+}
+@media (max-width: 899px) {
+  #new-start-box {
+    position: fixed; left: 0; right: 0; bottom: 0; padding: 8px 12px calc(8px + env(safe-area-inset-bottom));
+    border-top: 1px solid var(--border-color-primary); box-shadow: 0 -4px 16px rgb(0 0 0 / .12);
+  }
+  #new-state .state { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2; overflow: hidden; }
+  body:has(#new-start-box) .gradio-container > .main { padding-bottom: 150px !important; }
+  body:has(#new-start-box) :is(#problem, .toast-wrap) { bottom: 136px !important; }
+}
 #new-summary ul { margin: 4px 0 10px; padding-left: 18px; }
 #new-summary li { margin: 3px 0; overflow-wrap: anywhere; }
 #new-summary p { margin: 6px 0; }
