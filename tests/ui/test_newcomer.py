@@ -43,7 +43,6 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
 
     name = "newcomer"
     page = visit("new")
-    summary = page.locator("#new-summary")
     expect(page.locator("#new-summary .problems, #new-state .ready").first).to_be_visible(timeout=LONG)
     page.locator("#new-files").get_by_role("button").first.click()
     page.click("#new-reset")
