@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ASSUMED_CARD = 24
 """GB, where no GPU is found."""
-SLACK = 2**30
-"""Bytes that cards report less than their name says."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -211,12 +209,10 @@ def _recognize(base: str) -> str:
 def detect_card() -> int:
     """Return the largest card of the recipes that is not larger than this machine's GPU, or `ASSUMED_CARD`."""
     from ..common.gpu import read_gpus
-    from ..config.recipes import CARDS
+    from ..config.recipes import card_for
 
     largest = max((size for _, size in read_gpus()), default=0)
-    if not largest:
-        return ASSUMED_CARD
-    return max((gb for gb in CARDS if gb * 2**30 <= largest + SLACK), default=CARDS[0])
+    return card_for(largest) if largest else ASSUMED_CARD
 
 
 def _look_at(wishes: Wishes, images: Sequence[Path], controls: Path | None, trigger: str) -> tuple[Wishes, Pictures]:

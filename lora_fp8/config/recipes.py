@@ -26,6 +26,8 @@ from .relations import kinds_of
 GOALS = ("character", "style", "concept", "object", "edit")
 CARDS = (8, 12, 16, 24, 48, 80)
 """GB of GPU memory."""
+SLACK = 2**30
+"""Bytes that cards report less than their name says."""
 IMAGES_PER_STEP = 2
 """On every card, so that the same steps train the same: together, or one after the other."""
 SHARE, RESERVE = 0.95, 1536
@@ -226,6 +228,11 @@ def find_goals(family: str) -> tuple[str, ...]:
 def card_name(gb: int) -> str:
     """Return the name of a card's preset."""
     return f"vram_{gb}gb"
+
+
+def card_for(memory: int) -> int:
+    """Return the largest card that is not larger than a GPU with so many bytes; the smallest for a smaller GPU."""
+    return max((gb for gb in CARDS if gb * 2**30 <= memory + SLACK), default=CARDS[0])
 
 
 def card_of(name: str) -> int:

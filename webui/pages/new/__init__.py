@@ -2,7 +2,7 @@
 
 `layout` makes the components, and `events` binds them to `handlers`, which change the draft. `painting` turns the draft
 into values for the components, with the help of `problems`, `summary` and `styles`. `draft_reader` looks at the files
-that the draft names. `questions` lists what the simple view asks.
+that the draft names. `recipe` proposes values. `questions` lists what the simple view asks.
 """
 
 from ...context import Ui
@@ -13,6 +13,7 @@ from .handlers import Handlers
 from .layout import Layout
 from .painting import Painter
 from .problems import Problems
+from .recipe import Recipe
 from .styles import Styles
 from .summary import Summary
 
@@ -25,11 +26,12 @@ class Page:
         self.problems = Problems(ui, self.draft, self.reader)
         self.summary = Summary(ui, self.draft, self.reader, self.problems)
         self.styles = Styles(ui, self.draft)
+        self.recipe = Recipe(ui, self.draft, self.reader)
 
     def lay_out(self) -> None:
         """Make the components and bind their events, inside of a gr.Blocks."""
         self.layout = Layout(self.ui, self.reader)
-        self.painter = Painter(self.layout, self.problems, self.summary, self.styles)
+        self.painter = Painter(self.layout, self.problems, self.summary, self.styles, self.recipe)
         self.handlers = Handlers(self.painter)
         Events(self.layout, self.handlers).bind()
 

@@ -10,7 +10,7 @@ from gradio.blocks import Block
 from ... import base_models, live_panel
 from .handlers import Handlers
 from .layout import Layout
-from .questions import GOALS
+from .questions import GOALS, PROPOSED, PROPOSING
 
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
@@ -43,13 +43,22 @@ class Events:
 
     def __init__(self, layout: Layout, handlers: Handlers):
         self.layout, self.handlers = layout, handlers
-        self.side: list[Any] = [layout.state, layout.summary, layout.marks, layout.changes, layout.seen, layout.back]
+        self.side: list[Any] = [
+            layout.state,
+            layout.summary,
+            layout.recipe,
+            layout.marks,
+            layout.changes,
+            layout.seen,
+            layout.back,
+        ]
         self.window: dict[str, Block] = {"everything": layout.everything}
         self.views: dict[str, list[Any]] = {
             "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.folder, layout.base_note],
             "all": list(layout.parts["all"].values()),
             "toml": [layout.code],
         }
+        self.proposed = [layout.parts["simple"][key] for key in PROPOSED]
         self.everywhere = [part for parts in self.views.values() for part in parts]
         held = {part.elem_id: part for part in self.everywhere if part.elem_id in layout.keys}
         self.typed = {"touched": layout.touched, **self.window, **held}
@@ -76,14 +85,15 @@ class Events:
         for view, parts in self.layout.parts.items():
             for key, part in parts.items():
                 repaint = key in REPAINTING
+                proposing = view == "simple" and key in PROPOSING
                 changed = part.input(
                     functools.partial(self.handlers.change, view, key, repaint),
                     inputs_kwargs={"held": part, **self.window},
-                    outputs=[*self.side, *(self.views[view] if repaint else [])],
-                    js=CHOOSING if repaint else None,
+                    outputs=[*self.side, *(self.views[view] if repaint else self.proposed if proposing else [])],
+                    js=CHOOSING if repaint or proposing else None,
                     **(QUEUED if repaint else QUIET),
                 )
-                if repaint:
+                if repaint or proposing:
                     changed.then(None, js=CHOSEN)
 
     def _bind_choices(self) -> None:
@@ -136,7 +146,7 @@ class Events:
     def _bind_folders(self) -> None:
         layout = self.layout
         # Only these of the view, because people may be typing elsewhere.
-        folders = [layout.parts["simple"]["dataset.folders"], layout.folder]
+        folders = [layout.parts["simple"]["dataset.folders"], layout.folder, *self.proposed]
         layout.drop.upload(
             self.handlers.add_uploads,
             inputs_kwargs={"files": layout.drop, "name": layout.set_name, **self.window},

@@ -10,6 +10,7 @@ from lora_fp8.errors import UserError
 
 from ... import base_models, form, image_folders, importer, sanitize, submission
 from .painting import Painter
+from .questions import GOALS, PROPOSING
 
 
 class Handlers:
@@ -18,6 +19,7 @@ class Handlers:
     def __init__(self, painter: Painter):
         self.ui, self.draft, self.reader = painter.ui, painter.draft, painter.reader
         self.layout, self.painter, self.problems = painter.layout, painter, painter.problems
+        self.recipe = painter.recipe
 
     def change(self, view: str, key: str, repaint: bool, held: Any, everything: bool) -> dict[Any, Any]:
         """Handle a changed field: write its setting to the draft; repaint the view if other fields depend on it."""
@@ -34,9 +36,10 @@ class Handlers:
                 self._recognize_base()
 
         done = self._change_draft(put)
-        return self.painter.paint_side(everything) | (
-            self.painter.paint(view, done, but="" if address else key) if repaint else {}
-        )
+        painted = self.painter.paint_side(everything)
+        if repaint:
+            return painted | self.painter.paint(view, done, but="" if address else key)
+        return painted | (self.painter.paint_proposed(done) if view == "simple" and key in PROPOSING else {})
 
     def _drop_old_base(self, before: str, after: str) -> None:
         """Clear a base model that was chosen from the previous architecture's list."""
@@ -71,8 +74,18 @@ class Handlers:
 
     def choose_preset(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
         """Handle a chosen goal or GPU size: replace the preset of this kind in the draft."""
-        done = self._change_draft(lambda: self._set_preset(names, name))
+
+        def choose() -> None:
+            self._set_preset(names, name)
+            if name in GOALS and not self._has_card():
+                self._set_preset(tuple(base_models.list_vram_presets()), self.recipe.choose_card())
+
+        done = self._change_draft(choose)
         return self.painter.paint_side(everything) | self.painter.paint("simple", done)
+
+    def _has_card(self) -> bool:
+        given = form.read_values(self.draft.text(), self.draft.home)["preset"]
+        return isinstance(given, list) and any(name in base_models.list_vram_presets() for name in given)
 
     def _set_preset(self, among: tuple[str, ...], name: str) -> None:
         """Name this preset instead of the others `among` its kind. Demo presets come last: the last one wins."""
@@ -101,10 +114,10 @@ class Handlers:
             if image_folders.count_files(folder).files:
                 self._put_folder(folder)
 
-        guarded = self._warn_on_error(take)
+        done = self._change_images(take)
         taken = "".join(f"<p class='note'>{sanitize.escape(line)}</p>" for line in lines)
-        painted = {self.layout.drop: None, self.layout.taken: taken} | guarded
-        return painted | self.painter.paint_side(everything) | self.painter.paint_folders()
+        painted = {self.layout.drop: None, self.layout.taken: taken}
+        return painted | self.painter.paint_side(everything) | self.painter.paint_images(done)
 
     def add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
         """Handle the button that adds a folder of images to the draft."""
@@ -114,12 +127,8 @@ class Handlers:
             sanitize.require_folder(path, folder)
             self._put_folder(path)
 
-        return (
-            {self.layout.taken: ""}
-            | self._warn_on_error(add)
-            | self.painter.paint_side(everything)
-            | self.painter.paint_folders()
-        )
+        done = self._change_images(add)
+        return {self.layout.taken: ""} | self.painter.paint_side(everything) | self.painter.paint_images(done)
 
     def _put_folder(self, folder: Path) -> None:
         given = form.read_values(self.draft.text(), self.draft.home)["dataset.folders"]
@@ -219,6 +228,12 @@ class Handlers:
     def _change_draft(self, action: Callable[[], None]) -> tuple[str, str]:
         """Run an action with the draft locked. Returns the text before and after it."""
         with self.draft.lock():
-            before = self.draft.text()
-            self._warn_on_error(action)
-            return before, self.draft.text()
+            return self._change_images(action)
+
+    def _change_images(self, action: Callable[[], None]) -> tuple[str, str]:
+        """Run an action that may take long, and let the draft follow its recipe. Returns the text before and after."""
+        before = self.draft.text()
+        proposed = self.recipe.propose(before)
+        self._warn_on_error(action)
+        self._warn_on_error(lambda: self.recipe.follow(proposed))
+        return before, self.draft.text()

@@ -135,6 +135,7 @@ class Layout:
             container=False,
             elem_id="new-card",
         )
+        self.recipe = gr.HTML(elem_id="new-recipe")
         self._add_field("simple", "train.steps")
         self._add_field("simple", "name")
 

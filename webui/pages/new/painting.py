@@ -16,7 +16,8 @@ from lora_fp8.families.sources import known_bases
 from ... import base_models, form, image_folders, sanitize, translations
 from .layout import Layout
 from .problems import Problems
-from .questions import GOALS
+from .questions import GOALS, PROPOSED
+from .recipe import Recipe
 from .styles import Styles
 from .summary import Summary
 
@@ -27,9 +28,10 @@ LISTED = ("preset", "model.path", "model.components")
 class Painter:
     """Turns the draft into values for the components."""
 
-    def __init__(self, layout: Layout, problems: Problems, summary: Summary, styles: Styles):
+    def __init__(self, layout: Layout, problems: Problems, summary: Summary, styles: Styles, recipe: Recipe):
         self.ui, self.draft, self.reader = layout.ui, problems.draft, layout.reader
         self.layout, self.problems, self.summary, self.styles = layout, problems, summary, styles
+        self.recipe = recipe
 
     def repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
         """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
@@ -136,24 +138,30 @@ class Painter:
             self.styles.style_settings(text, findings, everything),
             self._render_changes(text),
         )
-        replaced = self.draft.has_earlier()
+        replaced, recipe = self.draft.has_earlier(), self.recipe.render()
         return {
             self.layout.state: state,
             self.layout.summary: summary,
             self.layout.marks: marks,
+            self.layout.recipe: recipe,
             self.layout.changes: changes,
             self.layout.back: gr.update(visible=replaced),
-            self.layout.seen: hashlib.sha256(repr((state, summary, marks, changes, replaced)).encode()).hexdigest(),
+            self.layout.seen: hashlib.sha256(
+                repr((state, summary, marks, changes, recipe, replaced)).encode()
+            ).hexdigest(),
         }
 
-    def paint_folders(self) -> dict[Any, Any]:
-        """Return values for the table and the menu of folders in the simple view."""
+    def paint_images(self, done: tuple[str, str]) -> dict[Any, Any]:
+        """Return values for the table and the menu of folders in the simple view, and for what a change proposed."""
         painted = self.paint("simple")
-        return {
-            part: painted[part]
-            for part in (self.layout.parts["simple"]["dataset.folders"], self.layout.folder)
-            if part in painted
-        }
+        folders = (self.layout.parts["simple"]["dataset.folders"], self.layout.folder)
+        return {part: painted[part] for part in folders if part in painted} | self.paint_proposed(done)
+
+    def paint_proposed(self, done: tuple[str, str]) -> dict[Any, Any]:
+        """Return values for the fields of the simple view that the recipe has changed, the draft before and after."""
+        painted = self.paint("simple", done)
+        fields = (self.layout.parts["simple"][key] for key in PROPOSED)
+        return {part: painted[part] for part in fields if part in painted}
 
     def _render_changes(self, text: str) -> str:
         say = self.ui.say

@@ -19,6 +19,9 @@ SIMPLE = (
     "name",
 )
 """Settings of the simple view. Its other questions (goal, GPU memory) write to `preset`."""
+PROPOSING = ("dataset.folders", "dataset.trigger")
+PROPOSED = ("train.steps", "preview.prompts")
+"""Fields of the simple view that a recipe's values depend on, and those that show such values."""
 CLIPS = ("dataset.frames", "dataset.fps", "dataset.clip")
 
 
