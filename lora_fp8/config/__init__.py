@@ -13,11 +13,13 @@ from .loading import (
     toml_line,
     toml_value,
 )
+from .preview_changes import apply_preview_changes
 from .unused import Rule, conditions, defaults, find_idle, find_unused_settings
 
 __all__ = [
     "MOST_PROBLEMS",
     "Rule",
+    "apply_preview_changes",
     "commented",
     "conditions",
     "defaults",

@@ -8,6 +8,7 @@
 * `events.jsonl` has one JSON object per line: {"t": unix seconds, "event": ..., ...}. Readers follow it by offset.
 * `control/stop`, `control/save` and `control/preview` are requests: somebody creates the file, and the trainer acts at
   its next step. A signal is a request to stop, too (`StopSignal`).
+* `previews.json` and `control/sample-*.json` change the previews of a run that trains (`preview_requests`).
 * `status.json` has the newest stage, step and state; a run that can be resumed ends with "state": "stopped". It shows
   how a run ended under `accelerate launch`, whose own exit code is 1 for everything but success.
 * `lock` is held (flock) as long as the trainer is alive. That lock, never a flag, says whether it is: a killed process
@@ -63,6 +64,7 @@ class Run:
             path / "config.toml",
         )
         self.verify_file, self.lock_file = path / "verify.json", path / "lock"
+        self.previews_file = path / "previews.json"
         self.echo: Callable[[dict[str, Any]], None] | None = None  # called with each event, to print it
         self._lock: Any = None
         self._events: Any = None

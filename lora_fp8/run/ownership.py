@@ -30,13 +30,16 @@ MARKER = ".lora-fp8-run"
 VERSION = 1
 FOLDERS = ("checkpoints", "samples", "export", "control")
 REQUESTS = ("stop", "save", "preview")
+SAMPLE_REQUEST = r"sample-\d{19}\.json"
+"""Names of requests for an image (`preview_requests`)."""
 
 _STEP = r"step-\d{6,}"
 _STAGED = rf"\.tmp-{_STEP}-(\d+|old)"
 _LORA = r"[A-Za-z0-9._-]+_(diffusers|comfy|kohya)\.safetensors"
 _REPLACED = re.compile(
     r"(config\.toml|status\.json|log\.txt|verify\.json|probe\.safetensors|demo\.json|contact_sheet\.png"
-    rf"|samples/({_STEP}-\d+\.(png|webp)|contact_sheet\.png)"
+    rf"|previews\.json|control/{SAMPLE_REQUEST}"
+    rf"|samples/({_STEP}-(now-)?\d+\.(png|webp)|contact_sheet\.png)"
     rf"|export/(({_STEP}|average)/)?{_LORA})"
 )
 """Names of files that are written under a temporary name and then renamed."""
@@ -170,7 +173,7 @@ def sweep(folder: Path) -> None:
         if entry.is_dir(follow_symlinks=False):
             if in_place != relative and re.fullmatch(_STAGED, in_place):
                 remove_bundle(Path(entry.path))
-        elif _is_temporary(relative) or re.fullmatch(rf"control/({'|'.join(REQUESTS)})", relative):
+        elif _is_temporary(relative) or re.fullmatch(rf"control/({'|'.join(REQUESTS)}|{SAMPLE_REQUEST})", relative):
             os.unlink(entry.path)
 
 

@@ -11,18 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .. import settings
+from ..config import apply_preview_changes
 from ..data import buckets as bucketing
 from ..data import control_files
 from ..data.cache import Cache, preview_pictures
 from ..data.caption_variants import plain_captions, truncation_warnings
 from ..data.examples import Example
 from ..data.loader import Item, Loader
-from ..data.prompts import text_of
-from ..errors import Stopped
+from ..data.prompts import Prompt, text_of
+from ..errors import Message, Stopped, UserError
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels
-from ..plan.plan import Plan
-from ..run import Run
+from ..plan.placement import make_preview_prompts
+from ..run import Run, preview_requests
 from ..run.signals import STOPPED_EARLY
 from .session import Session
 
@@ -57,7 +59,9 @@ class Data:
     loader: Loader
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # the images that validation measures on, one a batch, the same each time
-    previews: PreviewPrompts
+    preview: settings.Preview  # the table in force: a user may change it while the run trains
+    preview_version: tuple[int, ...]  # of the file with the changes, from `preview_requests.read_version`
+    previews: PreviewPrompts  # its prompts
     fingerprint: str
     files: dict[str, str]  # from `make_manifest`, for a checkpoint to name the files that changed
 
@@ -74,12 +78,14 @@ def cache(session: Session) -> Data:
     section = job.dataset
     run.log_event("stage", stage="cache")
     # Every process encodes its share. Entries are complete or absent, so encoding one twice is harmless.
-    report = store.fill(processes.share(placed.placed), processes.share(plan.texts), log=_make_progress_log(run))
+    preview, version = read_preview_section(session)
+    texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(session, preview)]))
+    report = store.fill(processes.share(placed.placed), processes.share(texts), log=_make_progress_log(run))
     reports = processes.gather(report)
     counts = ("encoded", "reused", "bytes")
     run.log_event("cache", **{key: sum(getattr(report, key) for report in reports) for key in counts})
     truncated = list(dict.fromkeys(text for report in reports for text in report.truncated))
-    for line in truncation_warnings(truncated, len({text_of(text) for text in plan.texts})):
+    for line in truncation_warnings(truncated, len({text_of(text) for text in texts})):
         session.warn(line)
 
     loader = Loader(placed.buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
@@ -108,23 +114,59 @@ def cache(session: Session) -> Data:
         loader=loader,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _count_pixels(store, loader.batch_at(i))),
         held_out=held_out,
-        previews=_read_preview_prompts(plan),
+        preview=preview,
+        preview_version=version,
+        previews=read_preview_prompts(session, preview),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
 
 
-def _read_preview_prompts(plan: Plan) -> PreviewPrompts:
-    """Read the conditioning of the previews from the cache: prompts with control images, and negative prompts."""
-    job, family, store = plan.job, plan.family, plan.cache
-    controls = control_files.preview_controls(job.preview, job.dataset, family.controls)[0]
-    prompts, negative_prompts = plan.preview_prompts
-    control_sets = [preview_pictures(paths, job.dataset.background) for paths in controls] or [{}] * len(prompts)
+def read_preview_section(
+    session: Session, former: settings.Preview | None = None
+) -> tuple[settings.Preview, tuple[int, ...]]:
+    """Return the `[preview]` table in force: that of the job, with what a user has changed since the run began.
+
+    Args:
+        session: of the run. The main process reads its folder, and all get the same.
+        former: the table that stays in force if the changes cannot be used, which is a warning; None: the job's.
+
+    Returns:
+        The table, and the version of the file with the changes.
+    """
+    preview, version = former or session.job.preview, preview_requests.read_version(session.run)
+    if session.processes.is_main:
+        try:
+            preview = apply_preview_changes(session.job, preview_requests.read_changes(session.run))
+        except UserError as error:
+            session.warn(Message("the previews stay as they were: {line}", line=error))
+    return session.processes.gather((preview, version))[0]
+
+
+def list_texts(session: Session, preview: settings.Preview) -> list[str | Prompt]:
+    """Return the prompts and negative prompts of a `[preview]` table, each once."""
+    plan = session.plan
+    prompts, negatives = make_preview_prompts(plan.job.model_copy(update={"preview": preview}), plan.cache)
+    return list(dict.fromkeys([*prompts, *negatives]))
+
+
+def read_preview_prompts(session: Session, preview: settings.Preview) -> PreviewPrompts:
+    """Read the conditioning of previews from the cache: prompts with control images, and negative prompts.
+
+    Args:
+        session: of the run.
+        preview: the `[preview]` table, whose texts are in the cache.
+    """
+    plan = session.plan
+    family, store, dataset = plan.family, plan.cache, plan.job.dataset
+    controls = control_files.preview_controls(preview, dataset, family.controls)[0]
+    prompts, negative_prompts = make_preview_prompts(plan.job.model_copy(update={"preview": preview}), store)
+    control_sets = [preview_pictures(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     negatives = [store.cond(prompt) for prompt in negative_prompts]
-    if not job.preview.negative:
+    if not preview.negative:
         negatives = [cond for cond in map(family.without_negative, negatives) if cond is not None]
     conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
-    return PreviewPrompts(job.preview.prompts, family.negative_text(job.preview.negative), conds, negatives or None)
+    return PreviewPrompts(preview.prompts, family.negative_text(preview.negative), conds, negatives or None)
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:

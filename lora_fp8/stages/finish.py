@@ -56,15 +56,16 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []
     with processes.together():
-        if job.preview.prompts:
-            drawn = previews.draw(session, loaded.denoiser, encode_preview_prompts(data, loaded), step)
+        if data.preview.prompts:
+            prompts = encode_preview_prompts(data, loaded)
+            drawn = previews.draw(session, loaded.denoiser, data.preview, prompts, step)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
-    if drawn and (before := _read_first_previews(job.preview.prompts, run)):
+    if drawn and (before := _read_first_previews(data.preview.prompts, run)):
         first = "start" if job.adapter.init_from else "base"
         rows: dict[str, Sequence[Image.Image]] = {first: before, f"LoRA, step {step}": drawn}
-        previews.write_png(previews.contact_sheet(rows, job.preview.prompts), run.samples / "contact_sheet.png")
+        previews.write_png(previews.contact_sheet(rows, data.preview.prompts), run.samples / "contact_sheet.png")
 
     state = adapters.state(loaded.adapted)
     files = write_files(session, state, step, run.export)
@@ -182,7 +183,7 @@ def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Im
     prompts = data.previews
     if job.adapter.text_encoder:
         prompts = prompts.encode(partial(answers, family, pipeline))
-    return previews.render(family, pipeline, prompts, job.preview, get_resolution(job))
+    return previews.render(family, pipeline, prompts, data.preview, get_resolution(job))
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:

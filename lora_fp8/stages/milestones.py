@@ -3,7 +3,7 @@
 The checkpoint comes first, so that no step is lost if anything after it fails.
 """
 
-from .. import adapters, precision
+from .. import adapters, precision, settings
 from ..common.shell import quote_path
 from ..errors import Message, Stopped
 from ..run import Run
@@ -12,6 +12,7 @@ from ..training import checkpoint, memory, optim
 from . import previews, validate
 from .cache import Data
 from .finish import get_export_folder, write_files
+from .live_previews import LivePreviews
 from .load import Loaded, encode_preview_prompts
 from .resume import State, save_checkpoint
 from .session import Session
@@ -25,12 +26,13 @@ class Milestones:
         self.session, self.data, self.loaded, self.state = session, data, loaded, state
         self._log_is_full: OSError | None = None
         self._first_step = state.step + 1
+        self._live_previews = LivePreviews(session, data, loaded)
 
     def read_requests(self) -> frozenset[str]:
-        """Read the requests to this process for the end of this step: stop, save, preview."""
+        """Read the requests to this process for the end of this step, of `step.REQUESTS`."""
         session = self.session
         names = ("stop", "save", "preview") if session.processes.is_main else ()
-        asked = {name for name in names if session.run.requested(name)}
+        asked = {name for name in names if session.run.requested(name)} | self._live_previews.read_requests()
         if session.stop.requested or self._log_is_full is not None:
             asked.add("stop")
         return frozenset(asked)
@@ -42,7 +44,7 @@ class Milestones:
             self.export(step)
         if "validation" in missed or (self.data.held_out and step == 0):
             self.validate(step)
-        if "preview" in missed or (job.preview.prompts and job.preview.at_start and step == 0):
+        if "preview" in missed or (self.data.preview.prompts and job.preview.at_start and step == 0):
             self.draw(step)
 
     def after_step(self, gradient: Gradient, figures: dict[str, float]) -> None:
@@ -67,8 +69,12 @@ class Milestones:
             self.export(step)
         if validation_is_due(job, self.data, step):
             self.validate(step)
-        if job.preview.prompts and step < steps and ("preview" in requests or preview_is_due(job, step)):
+        changed = "prompts" in requests and self._live_previews.change_prompts(step)
+        is_due = changed or "preview" in requests or preview_is_due(job, self.data.preview, step)
+        if self.data.preview.prompts and step < steps and is_due:
             self.draw(step)
+        if "sample" in requests:
+            self._live_previews.draw_samples(step)
         if "stop" in requests and step < steps:
             with self.session.together():
                 if self._log_is_full is not None:
@@ -113,7 +119,7 @@ class Milestones:
         """Draw previews."""
         prompts = encode_preview_prompts(self.data, self.loaded)
         with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
-            previews.draw(self.session, self.loaded.denoiser, prompts, step)
+            previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:
@@ -128,9 +134,9 @@ def validation_is_due(job: Job, data: Data, step: int) -> bool:
     return bool(data.held_out) and (step % job.validation.every == 0 or step == job.train.steps)
 
 
-def preview_is_due(job: Job, step: int) -> bool:
-    """Return True if the config asks for previews after this step; the last ones are drawn by `finish`."""
-    return bool(job.preview.prompts and job.preview.every) and step < job.train.steps and step % job.preview.every == 0
+def preview_is_due(job: Job, preview: settings.Preview, step: int) -> bool:
+    """Return True if previews are due after this step by the table in force; the last ones are drawn by `finish`."""
+    return bool(preview.prompts and preview.every) and step < job.train.steps and step % preview.every == 0
 
 
 def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
@@ -148,7 +154,7 @@ def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
     due = {
         "export": export_is_due(job, step),
         "validation": validation_is_due(job, data, step),
-        "preview": preview_is_due(job, step),
+        "preview": preview_is_due(job, data.preview, step),
     }
     logged = _find_logged(session.run, step)
     # All processes use the main one's answer: the others might already read what it logs next.

@@ -21,6 +21,7 @@ from ..common.writing import atomic_write
 from ..errors import Message
 from ..families.base import ModelFamily
 from ..plan.resolve import get_resolution
+from ..run import Run
 from .cache import PreviewPrompts
 from .session import Session
 
@@ -66,18 +67,59 @@ def draw_clips(
     return drawn
 
 
-def draw(session: Session, denoiser: nn.Module, prompts: PreviewPrompts, step: int) -> list[Image.Image]:
-    """Draw the previews of this step into the run's samples/. Process i % world draws prompt i.
+def draw(
+    session: Session, denoiser: nn.Module, section: settings.Preview, prompts: PreviewPrompts, step: int
+) -> list[Image.Image]:
+    """Draw the previews of this step into the run's samples/.
 
     A failing preview is a warning, and the run continues: the LoRA does not depend on previews.
+
+    Args:
+        session: of the run.
+        denoiser: with its adapters.
+        section: the `[preview]` table in force, which a user may have changed since the run began.
+        prompts: its prompts, encoded.
+        step: of the adapters.
 
     Returns:
         The images on the main process (of clips, the first frames), none on the others or where one failed.
     """
-    family, run, processes = session.family, session.run, session.processes
-    section, side = session.job.preview, get_resolution(session.job)
+    run = session.run
+    paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
+    if not _draw_into(paths, session, denoiser, section, prompts, step) or not session.processes.is_main:
+        return []
+    run.log_event(
+        "preview", step=step, **_name_files(run, paths, section), prompts=section.prompts, **_describe(section)
+    )
+    return [read(path) for path in paths]
+
+
+def draw_now(
+    session: Session, denoiser: nn.Module, section: settings.Preview, prompts: PreviewPrompts, step: int
+) -> None:
+    """Draw images that a user asked for at this step, beside its previews; the arguments are those of `draw`."""
+    run, first = session.run, 0
+    while get_path(run.samples, step, f"now-{first}").exists():
+        first += 1
+    session.processes.wait()  # until all have seen the same files
+    paths = [get_path(run.samples, step, f"now-{first + i}") for i in range(len(prompts.conds))]
+    if _draw_into(paths, session, denoiser, section, prompts, step):
+        files = _name_files(run, paths, section)
+        run.log_event("sample", step=step, **files, prompts=section.prompts, **_describe(section))
+
+
+def _draw_into(
+    paths: Sequence[Path],
+    session: Session,
+    denoiser: nn.Module,
+    section: settings.Preview,
+    prompts: PreviewPrompts,
+    step: int,
+) -> bool:
+    """Draw each prompt into a file, prompt i by process i % world. Return False if one failed, which is a warning."""
+    family, processes = session.family, session.processes
     numbers = processes.share(range(len(prompts.conds)))
-    problem, was_training = None, denoiser.training
+    problem, was_training, side = None, denoiser.training, get_resolution(session.job)
     denoiser.eval()  # no dropout
     try:
         drawn = draw_clips(family, family.pipeline(denoiser), prompts, section, side, numbers) if numbers else []
@@ -86,19 +128,24 @@ def draw(session: Session, denoiser: nn.Module, prompts: PreviewPrompts, step: i
     finally:
         denoiser.train(was_training)
     if problem is None:
-        save(drawn, numbers, run.samples, step, family.clips[1])
+        save(drawn, [paths[number] for number in numbers], family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
     if problems:
         session.warn(Message("no preview at step {step}: {line}", step=step, line=problems[0]))
-        return []
-    if not processes.is_main:
-        return []
-    paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
-    paths_by_kind = {"images": [str(path.relative_to(run.path)) for path in paths]}
+    return not problems
+
+
+def _name_files(run: Run, paths: Sequence[Path], section: settings.Preview) -> dict[str, list[str]]:
+    """Return the files of previews, relative to the run: images, and clips if there are any."""
+    files = {"images": [str(path.relative_to(run.path)) for path in paths]}
     if section.frames > 1:
-        paths_by_kind["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
-    run.log_event("preview", step=step, **paths_by_kind, prompts=section.prompts)
-    return [read(path) for path in paths]
+        files["clips"] = [str(path.with_suffix(".webp").relative_to(run.path)) for path in paths]
+    return files
+
+
+def _describe(section: settings.Preview) -> dict[str, Any]:
+    """Return what previews were drawn with besides their prompts, as the run's log has it."""
+    return section.model_dump(include={"negative", "seed", "steps", "guidance"})
 
 
 def make_pipeline_settings(family: ModelFamily, section: settings.Preview, side: int) -> dict[str, Any]:
@@ -112,24 +159,22 @@ def make_pipeline_settings(family: ModelFamily, section: settings.Preview, side:
     }
 
 
-def get_path(folder: Path, step: int, number: int) -> Path:
+def get_path(folder: Path, step: int, number: int | str) -> Path:
     """Return the path of the preview of a prompt."""
     return folder / f"step-{step:06d}-{number}.png"
 
 
-def save(drawn: Sequence[list[Image.Image]], numbers: Sequence[int], folder: Path, step: int, fps: int) -> None:
-    """Write the previews with these numbers, each file completely or not at all.
+def save(drawn: Sequence[list[Image.Image]], paths: Sequence[Path], fps: int) -> None:
+    """Write previews, each file completely or not at all.
 
     Args:
         drawn: the frames of each preview.
-        numbers: the prompt number of each.
-        folder: the run's samples/, created if missing.
-        step: for the file names.
+        paths: the file of each; its folder is created if missing.
         fps: frames per second of clips.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for i, (first, *rest) in zip(numbers, drawn, strict=True):
-        path, webp = get_path(folder, step, i), io.BytesIO()
+    for (first, *rest), path in zip(drawn, paths, strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        webp = io.BytesIO()
         write_png(first, path)
         if rest:
             first.save(webp, "WEBP", save_all=True, append_images=rest, duration=round(1000 / fps), loop=0, quality=90)

@@ -18,6 +18,9 @@ from .load import Loaded
 from .resume import describe_last_checkpoint
 from .session import Session
 
+REQUESTS = ("stop", "save", "preview", "prompts", "sample")
+"""Requests that are acted on at the end of a step; "prompts" and "sample" are those of `live_previews`."""
+
 
 def diffusion_loss(
     family: ModelFamily,
@@ -70,7 +73,7 @@ class Gradient:
     sent: int
     """bytes that this process sent to the others"""
     requests: frozenset[str]
-    """requests to any process for the end of this step: stop, save, preview"""
+    """requests to any process for the end of this step, of REQUESTS"""
     faults: list[str]
     """the micro-batches of this process whose loss is not finite, by their files"""
 
@@ -99,7 +102,7 @@ def compute_gradient_(
         failure = error
     sent_before = processes.sent
     asked = requests()
-    flags = {name: name in asked for name in ("stop", "save", "preview")}
+    flags = {name: name in asked for name in REQUESTS}
     sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
     sent = processes.sent - sent_before
     if sums["failed"]:

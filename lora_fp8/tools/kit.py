@@ -133,15 +133,26 @@ def from_run(
         event for event in run.events() if event["event"] == "preview" and {"step", "images", "prompts"} <= event.keys()
     ]
     drawn = [event for event in known if event["step"] == (step or event["step"])]
-    section = job.preview
-    guidance = None if section.guidance == "auto" else float(section.guidance)
     pictures = [
-        Picture(run.path / image, prompt, section.negative, section.seed + i, section.steps, guidance)
+        _make_picture(run.path / image, prompt, i, {**job.preview.model_dump(), **event})
         for event in drawn[-1:]
         for i, (image, prompt) in enumerate(zip(event["images"], event["prompts"], strict=True))
         if isinstance(image, str) and (run.path / image).is_file()
     ]
     return file, job, pictures
+
+
+def _make_picture(path: Path, prompt: str, number: int, drawn_with: Mapping[str, Any]) -> Picture:
+    """Make a sample image of a preview: the run's settings, or those in its log where they were changed meanwhile."""
+    seed, steps, guidance = (drawn_with[name] for name in ("seed", "steps", "guidance"))
+    return Picture(
+        path,
+        prompt,
+        str(drawn_with["negative"]),
+        seed + number if isinstance(seed, int) else None,
+        steps if isinstance(steps, int) else None,
+        float(guidance) if isinstance(guidance, int | float) else None,
+    )
 
 
 def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, strength: float = 1.0) -> Facts:

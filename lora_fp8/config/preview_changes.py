@@ -1,0 +1,41 @@
+"""Apply the changes that were made to the previews of a run that trains (`run.preview_requests`)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .. import settings
+from ..errors import Joined, Message, UserError, UserErrors
+from ..run.preview_requests import KEYS
+from .loading import dumps, loads, toml_line
+
+
+def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> settings.Preview:
+    """Return the job's `[preview]` table with these changes, checked as the settings of a config are.
+
+    Args:
+        job: of the run.
+        changes: new values by the names of settings, of KEYS.
+
+    Raises:
+        UserError: values are not accepted, all of them in one line, or a setting cannot be changed while a run trains.
+    """
+    for name, value in changes.items():
+        if name not in KEYS:
+            raise UserError(
+                Message(
+                    "preview.{name}: cannot be changed while a run trains; these can: {names}",
+                    name=repr(name)[1:-1],
+                    names=", ".join(KEYS),
+                )
+            )
+        if not isinstance(value, str | int | float) and not _is_text_list(value):
+            raise UserError(Message("preview.{name}: neither text nor a number", name=name))
+    overrides = [toml_line(f"preview.{name}", value) for name, value in changes.items()]
+    try:
+        return loads(dumps(job), overrides, where="preview").preview
+    except UserErrors as error:
+        raise UserError(Joined("; ", error.problems)) from None
+
+
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
