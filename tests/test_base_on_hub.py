@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import single_files
+import torch
 from hub_server import STRANGER, TOKEN, HubServer, Repository
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from lora_fp8 import families, train
+from lora_fp8 import cli, config, families, train
 from lora_fp8.common import messages
 from lora_fp8.errors import UserError
 from lora_fp8.families import sources
@@ -109,6 +112,44 @@ def test_headers_alone_are_transferred(hub: HubServer, offered: Repository, monk
     hub.forget()
     assert sources.describe("org/tiny").problems == ()
     assert hub.bytes_sent(file=weight) < 16 << 20, "what was on its way"
+
+
+@pytest.mark.parametrize("base", known_bases.read(), ids=lambda base: base.id)
+def test_a_known_base_is_told_by_its_id_alone(base: known_bases.KnownBase, hub: HubServer, use: Any) -> None:
+    use()
+    for given in (base.id, f"{HF}/{base.id}", base.id.lower()):
+        assert families.recognize(given) == (base.title, base.family)
+    assert hub.seen() == []
+
+
+def test_new_asks_the_hub_for_the_family_of_a_base(hub: HubServer, use: Any, tiny: Any, tmp_path: Path) -> None:
+    """A repository, a single file in one, and those that are not there or that nothing here trains."""
+    use()
+    hub.add("org/paint", tiny("flux"))
+    file = single_files.sdxl(tmp_path / "sdxl")
+    single_files.write(tmp_path / "file", {"mix.safetensors": single_files.one_file("sdxl", file)})
+    hub.add("org/mixes", tmp_path / "file")
+    save_file({"a.lora_A.weight": torch.ones(1, 1)}, tmp_path / "lora.safetensors")
+    run = CliRunner().invoke
+    for base, family in (("org/paint", "flux"), (f"{HF}/org/mixes/resolve/main/mix.safetensors", "sdxl")):
+        config_file = str(tmp_path / f"{family}.toml")
+        assert run(cli.app, ["new", config_file, "--base", base, "--card", "24"]).exit_code == 0
+        job = config.load(config_file)
+        assert (job.model.family, job.model.path) == (family, base)
+    assert hub.downloads() == []
+    for base, said in (
+        ("org/nothing", "'org/nothing' was not found"),
+        (str(tmp_path / "lora.safetensors"), "a LoRA, not a base model"),
+        (str(tmp_path / "file"), "name its architecture with --family"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            run(
+                cli.app,
+                ["new", str(tmp_path / "none.toml"), "--base", base],
+                catch_exceptions=False,
+                standalone_mode=False,
+            )
+    assert not (tmp_path / "none.toml").exists()
 
 
 def test_a_second_look_is_one_request(hub: HubServer, offered: Repository) -> None:

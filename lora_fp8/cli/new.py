@@ -193,17 +193,25 @@ def _base_of(family: str) -> str:
 
 
 def _recognize(base: str) -> str:
-    """Return the family of a base model: by its file or folder, or as the usual base of a family; default: sd15."""
+    """Return the family of a base model; default: sd15.
+
+    Raises:
+        UserError: there is no such model, or no family here trains it.
+    """
     from .. import families
 
-    path = Path(os.path.expanduser(base))
-    if base and path.is_file():
-        what, family = families.of_file(path)
-        if not family:
-            raise UserError(Message("--base {path}: {what}", path=base, what=what or families.UNKNOWN))
-        return family
-    known = (name for name in families.available() if families.get(name).example_base == base)
-    return next(known, "sd15")
+    if base in ("", "demo"):
+        return "sd15"
+    what, family = families.recognize(base)
+    if not family:
+        raise UserError(
+            Message(
+                "--base {path}: {what}. If it is a base model, name its architecture with --family",
+                path=base,
+                what=what or families.UNKNOWN,
+            )
+        )
+    return family
 
 
 def detect_card() -> int:

@@ -193,3 +193,5 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
         )
     if fit.note:
         yield fit.note
+    if "dataset.frames" in values and not fit.problem:
+        yield Message("That is for images. Clips take more memory, which `lora-fp8 estimate` counts.")

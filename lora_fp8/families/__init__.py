@@ -12,7 +12,7 @@ from ..errors import Message
 from ._files import Header, check_kind, count_marks, read_header
 from ._registry import available, get, traits
 
-__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "traits"]
+__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "recognize", "traits"]
 
 UNKNOWN = Message("not a checkpoint of a kind that is known")
 
@@ -39,3 +39,29 @@ def of_file(path: Path) -> tuple[str, str]:
     """
     check_kind(str(path))
     return describe(read_header(path))
+
+
+def recognize(base: str) -> tuple[str, str]:
+    """Return what a base model is, in words, and its family; ("", "") if nothing tells.
+
+    A known base is told by its id; any other one on a hub is asked for its configs and headers, which takes seconds.
+
+    Args:
+        base: a value of `model.path`.
+
+    Raises:
+        UserError: there is no such model, it is not accessible, or it is of a format that is not opened.
+    """
+    from ._files import locate
+    from .sources import describe as describe_base
+    from .sources import known_bases, parse
+
+    reference = parse(base)
+    known = known_bases.get(reference.repo) if reference.kind == "hub" and not reference.file else None
+    if known:
+        return known.title, known.family
+    described = describe_base(base)
+    if described.family:
+        return get(described.family).title, described.family
+    place = locate(base, "", family="", base=described)
+    return describe(read_header(place.checkpoint, place.absent)) if place.checkpoint else ("", "")

@@ -12,7 +12,7 @@ from .. import families
 from ..config import find_unused_settings
 from ..data import buckets, images
 from ..data.examples import ScanReport
-from ..errors import UserError
+from ..errors import Message, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
@@ -106,7 +106,19 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
     assumed = f" (assumed from {family.folder / 'scheduler'})" if family.assumes_prediction() else ""
     result.facts.append(f"base: {family.title}, {section.path}, predicts {family.predicts()}{assumed}")
     _add_buckets(plan.job, report, result)
-    result.warnings = [*plan.images.warnings, *plan.warnings, *result.warnings]
+    result.warnings = [*plan.images.warnings, *plan.warnings, *_find_refusals(job), *result.warnings]
+
+
+def _find_refusals(job: Job) -> list[str]:
+    """Return why training would not start on this machine; the config may be meant for another one."""
+    import torch
+
+    from .. import precision
+    from ..training import memory
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    lines = precision.problem(job.quantize, device, 1), memory.problem(job.memory, device)
+    return [Message("this machine cannot train it: {line}", line=line) for line in lines if line]
 
 
 def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
