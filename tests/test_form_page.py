@@ -165,6 +165,24 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
         assert "new-goal" in painted and "new-train-steps" not in painted
 
 
+def test_a_changed_setting_goes_back_to_its_preset_or_default(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path, [])))
+        page.lay_out()
+    text = '# mine\npreset = ["character"]\n[model]\nfamily = "sdxl"\npath = ""\n[adapter]\nrank = 5\nalpha = 3\n'
+    page.draft.write(text)
+    of_preset = form.read_values(text.replace("rank = 5\n", ""), tmp_path)["adapter.rank"]
+    changes = page.painter.paint_side()[page.layout.changes]
+    assert 'data-key="adapter.rank"' in changes.replace("'", '"') and 'data-key="model.family"' not in changes
+    press = lambda key: page.handlers.set_default(SimpleNamespace(_data={"do": "default", "key": key}), False)  # noqa: E731
+    painted = press("adapter.rank")
+    after = page.draft.text()
+    assert "# mine" in after and "rank" not in after and "alpha = 3" in after
+    assert str(of_preset) in str(painted[page.layout.parts["all"]["adapter.rank"]])
+    press("no.such.setting")
+    assert page.draft.text() == after
+
+
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
     from webui.pages.new.styles import _quote_css
 

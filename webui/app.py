@@ -203,7 +203,7 @@ class _HeadInserter:
 
 
 def _render_head(language: str) -> str:
-    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js"))
+    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js", "search.js"))
     theirs = [texts for key, texts in translations.load_catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,

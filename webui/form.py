@@ -314,6 +314,15 @@ def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
     return origins
 
 
+def unset(text: str, key: str, folder: Path = Path()) -> str:
+    """Return the text without this setting, so that its presets' value counts, or the default.
+
+    Raises:
+        UserError: the text is not TOML.
+    """
+    return put(text, key, _resolve(config.layers(text, folder=folder)[:-1])[key], folder)
+
+
 def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
     """Return the text with this setting at this value. Nothing else in it changes.
 

@@ -321,3 +321,27 @@ def test_a_problem_is_red_only_where_somebody_has_been_or_after_start(site: Site
         "was => getComputedStyle(document.querySelector('#new-dataset-folders'), '::after').color !== was",
         arg=untouched,
     )
+
+
+def test_the_search_knows_other_trainers_names_and_says_when_nothing_fits(
+    site: Site, visit: Callable[..., Page]
+) -> None:
+    Draft(site.home).write(form.START)
+    page = visit("new")
+    opened(page)
+    view(page, 1)
+    rank, steps, index = (page.locator(id) for id in ("#set-adapter-rank", "#set-train-steps", "#new-index"))
+    expect(rank).to_be_visible()
+    field(page, "new-search").fill("Network_Dim")
+    expect(steps).to_be_hidden()
+    expect(rank).to_be_visible()
+    field(page, "new-search").fill("rank 秩")  # every word, in either language
+    expect(rank).to_be_visible()
+    field(page, "new-search").fill("<b>no such</b>")
+    expect(index).to_contain_text("<b>no such</b>")
+    expect(rank).to_be_hidden()
+    field(page, "new-search").fill("")
+    expect(steps).to_be_visible()
+    expect(index).to_be_empty()
+    page.locator("#new-sections [data-section=section-export]").click()
+    expect(page.locator("#section-export h2")).to_be_in_viewport()

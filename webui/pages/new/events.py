@@ -135,11 +135,11 @@ class Events:
             js=OPENING,
             **QUIET,
         ).then(None, js=OPENED)
-        layout.search.input(
-            handlers.painter.styles.search,
-            inputs_kwargs={"text": layout.search},
-            outputs=[layout.match_style, layout.nothing],
-            **QUIET,
+        live_panel.on_press(
+            layout.changes,
+            handlers.set_default,
+            inputs_kwargs=self.window,
+            outputs=[*self.side, *self.everywhere],
         )
         layout.everything.input(handlers.painter.paint_side, inputs_kwargs=self.window, outputs=self.side, **QUIET)
 

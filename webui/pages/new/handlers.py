@@ -8,7 +8,7 @@ import gradio as gr
 
 from lora_fp8.errors import UserError
 
-from ... import base_models, form, image_folders, importer, sanitize, submission
+from ... import base_models, form, image_folders, importer, live_panel, sanitize, submission
 from .painting import Painter
 from .questions import GOALS, PROPOSING
 
@@ -172,6 +172,17 @@ class Handlers:
     def reset(self, everything: bool) -> dict[Any, Any]:
         """Handle the button that empties the draft."""
         self.draft.replace(form.START)
+        return self.painter.repaint("", everything)
+
+    def set_default(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
+        """Handle the button beside a changed setting: take it out of the draft, so that preset or default count."""
+        key = live_panel.read_click(event).get("key", "")
+
+        def unset() -> None:
+            self.draft.change(lambda text: form.unset(text, key, self.draft.home))
+
+        if key in form.settings():
+            self._change_draft(unset)
         return self.painter.repaint("", everything)
 
     def bring_back(self, everything: bool) -> dict[Any, Any]:

@@ -1,12 +1,13 @@
 """The components of the page: three views of one draft, and beside them summary, Start button and files."""
 
+import json
 from typing import Any
 
 import gradio as gr
 
 from lora_fp8.config import recipes
 
-from ... import base_models, form, image_folders, sanitize, translations
+from ... import base_models, form, image_folders, live_panel, sanitize, translations
 from ...context import Ui
 from .draft_reader import DraftReader
 from .questions import CLIPS, GOALS, make_id
@@ -26,7 +27,7 @@ class Layout:
         self.tabs: dict[str, gr.Tab] = {}
         say = ui.say
         gr.HTML(STYLE, elem_classes="style-only")
-        self.marks, self.match_style = (gr.HTML(elem_classes="style-only") for _ in range(2))
+        self.marks = gr.HTML(elem_classes="style-only")
         # What the window shows, which may differ from what it was sent last: the window reports it.
         self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
@@ -57,7 +58,7 @@ class Layout:
                 self.summary = gr.HTML(elem_id="new-summary")
                 self._lay_out_files()
                 with gr.Accordion(say("new.changes"), open=False):
-                    self.changes = gr.HTML()
+                    self.changes = live_panel.panel(elem_id="new-changes")
 
     def _lay_out_simple(self) -> None:
         """Lay out the four steps of the simple view."""
@@ -149,7 +150,7 @@ class Layout:
                 label=say("new.search"), info=say("new.search.info"), elem_id="new-search", scale=3
             )
             self.everything = gr.Checkbox(label=say("new.search.everything"), elem_id="new-everything", scale=1)
-        self.nothing = gr.HTML(elem_id="new-nothing", elem_classes="note")
+        gr.HTML(self._render_index(), elem_classes="note")
         for section in form.sections():
             key = f"section.{section}" if section else "section"
             title = translations.get_label(self.ui.language, key)
@@ -162,6 +163,32 @@ class Layout:
                     gr.HTML(self._render_column_help(setting))
                 for setting in (setting for setting in members if setting.kind != "table"):
                     self._add_field("all", setting.key)
+
+    def _render_index(self) -> str:
+        """Render what static/search.js searches, and links to the sections."""
+        language, settings = self.ui.language, form.settings().values()
+        texts = {
+            make_id("section", section): {
+                make_id("set", setting.key): _get_search_text(setting)
+                for setting in settings
+                if setting.section == section
+            }
+            for section in form.sections()
+        }
+        nothing, index = self.ui.say("new.search.nothing", text="{text}"), json.dumps(texts, ensure_ascii=False)
+        titles = {
+            section: translations.get_label(language, f"section.{section}" if section else "section")
+            for section in form.sections()
+        }
+        links = "".join(
+            f"<button type='button' data-section='{make_id('section', section)}'>{sanitize.escape(title)}</button>"
+            for section, title in titles.items()
+        )
+        return (
+            f"<nav id='new-sections' aria-label='{sanitize.escape(self.ui.say('new.sections'))}'>{links}</nav>"
+            f"<p id='new-index' role='status' data-nothing='{sanitize.escape(nothing)}' "
+            f"data-texts='{sanitize.escape(index)}'></p>"
+        )
 
     def _render_column_help(self, table: form.Setting) -> str:
         """Render the help of the columns of a table, collapsed."""
@@ -247,3 +274,11 @@ class Layout:
             part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
         self.parts[view][key] = part
         self.keys[part.elem_id] = key
+
+
+def _get_search_text(setting: form.Setting) -> str:
+    """Return what a search looks at: a setting's names, in both languages and in other trainers, and its help."""
+    texts = translations.load_setting_texts().get(setting.key, {})
+    names = [texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
+    words = " ".join([setting.key, setting.description, *names, *setting.also.values()])
+    return words.lower().replace("_", " ")

@@ -176,7 +176,10 @@ class Painter:
                 before, now = (_shorten(_display(setting, value)) for value in (setting.default, values[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
                 cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now))
-                cells += f"<td>{sanitize.escape(origin)}{self._explain(key, origins[key], values)}</td>"
+                cells += f"<td>{sanitize.escape(origin)}{self._explain(key, origins[key], values)}"
+                if not origins[key] and setting.default is not None:
+                    cells += f"<br>{self._render_default_button(key, label)}"
+                cells += "</td>"
                 code = sanitize.escape(key).replace(".", ".<wbr>")
                 rows.append(f"<tr><td>{sanitize.escape(label)}<br><code>{code}</code></td>{cells}</tr>")
         if not rows:
@@ -185,6 +188,15 @@ class Painter:
             f"<th>{sanitize.escape(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
         )
         return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
+
+    def _render_default_button(self, key: str, label: str) -> str:
+        """Render the button that takes a setting out of the draft."""
+        escape, say = sanitize.escape, self.ui.say
+        title = escape(say("new.changes.undo_title", setting=label))
+        return (
+            f"<button type='button' data-do='default' data-key='{escape(key)}' aria-label='{title}'>"
+            f"{escape(say('new.changes.undo'))}</button>"
+        )
 
     def _render_base_note(self, values: dict[str, Any]) -> str:
         say, path, family = self.ui.say, str(values["model.path"] or ""), str(values["model.family"])

@@ -86,6 +86,17 @@ table.estimate th { width: auto !important; }
 #new-side table.facts.wide :is(th, td) { overflow-wrap: break-word; padding-right: 8px !important; }
 #new-side table.facts.wide td:nth-child(3) { overflow-wrap: anywhere; }
 #new-files table.facts td:first-child { width: 42%; }
+#new-sections { display: flex; flex-wrap: wrap; gap: 6px; padding: 4px 0; }
+#new-sections button {
+  padding: 3px 10px; border-radius: 999px; font-size: 13px; cursor: pointer; color: var(--body-text-color);
+  background: var(--block-background-fill); border: 1px solid var(--border-color-primary);
+}
+#new-sections button:hover { border-color: var(--primary-600); }
+.setting-group { scroll-margin-top: 12px; }
+#new-side button[data-do="default"] {
+  padding: 0; border: 0; background: none; font: inherit; font-size: 12px; text-decoration: underline; cursor: pointer;
+  color: var(--link-text-color);
+}
 #new-toml .cm-editor { font-family: var(--font-mono); font-size: 13px; }
 </style>
 """
@@ -145,6 +156,13 @@ class Styles:
         if unasked := [key for key in form.find_unused(values) if key in SIMPLE and key not in wrong]:
             row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # hides its frame too
             rules.append(f"{_select_ids('new', unasked)}{row} {{ display: none; }}")
+        changed = [
+            key
+            for key, setting in form.settings().items()
+            if key in set_here and not form.is_same_value(values[key], setting.default)
+        ]
+        if changed:
+            rules.append(f"{_select_ids('set', changed)} {{ box-shadow: inset 3px 0 var(--primary-600); }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{make_id('set', key)}::after, #{make_id('new', key)}::after"
@@ -166,30 +184,6 @@ class Styles:
         yield f"{empty} {{ content: {_quote_css(self.ui.say('new.pictures.row'))}; }}"
         width = round(UNIT * sum(shares.values())) - 1
         yield STACKED.format(table=table, width=width, cells=" ".join(cells))
-
-    def search(self, text: str) -> tuple[str, str]:
-        """Return a style that hides settings without a match, and a message if nothing matches."""
-        wanted = _normalize(text)
-        if not wanted:
-            return "", ""
-        hidden = [key for key, setting in form.settings().items() if wanted not in self._get_search_text(key, setting)]
-        matching = {setting.section for key, setting in form.settings().items() if key not in hidden}
-        ids = [f"#{make_id('set', key)}" for key in hidden]
-        ids += [f"#{make_id('section', section)}" for section in form.sections() if section not in matching]
-        nothing = (
-            "" if matching else f"<p role='status'>{sanitize.escape(self.ui.say('new.search.nothing', text=text))}</p>"
-        )
-        return f"<style>{', '.join(ids)} {{ display: none !important; }}</style>" if ids else "", nothing
-
-    def _get_search_text(self, key: str, setting: form.Setting) -> str:
-        texts = translations.load_setting_texts().get(key, {})
-        names = [texts.get("en", ""), texts.get("zh-CN", ""), texts.get("help", "")]
-        return _normalize(" ".join([key, setting.description, *names, *setting.also.values()]))
-
-
-def _normalize(text: str) -> str:
-    """Normalize text for the search, so that "network dim" finds network_dim."""
-    return text.strip().lower().replace("_", " ")
 
 
 def _select_ids(prefix: str, keys: Iterable[str]) -> str:
