@@ -11,8 +11,8 @@ import argparse
 import os
 
 from lora_fp8.cli.commands import guarded
-from lora_fp8.cli.options import LANGUAGE
 from lora_fp8.cli.training import train_or_resume
+from lora_fp8.common.messages import LANGUAGE
 
 parser = argparse.ArgumentParser(
     description="Train a LoRA from a TOML config.",

@@ -1,5 +1,6 @@
 """Messages for people, and the errors that end a command with one of them."""
 
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,26 @@ class Joined(Message):
         return Joined(self.template, parts)
 
 
+class Phrase(Message):
+    """A text without values from a declaration or a data file, such as the description of a setting.
+
+    Its English text is its key in the catalogue; scripts/messages.py knows the places where such texts stand.
+    """
+
+    def __new__(cls, text: str) -> Self:
+        """Take the text as it is: braces in it are no places of values."""
+        message = str.__new__(cls, text)
+        message.template, message.values = text, {}
+        return message
+
+    def __reduce__(self) -> Any:
+        return Phrase, (self.template,)
+
+    def map(self, change: Callable[[str], str]) -> "Phrase":
+        """Return the phrase itself: it holds no values to change."""
+        return self
+
+
 class Translated(Message):
     """A message that another process wrote down, with its translations by language."""
 
@@ -94,9 +115,38 @@ class Template(str):
         return Message(self, **values)
 
 
+SYSTEM_ERRORS = {
+    errno.EACCES: Message("Permission denied"),
+    errno.EDQUOT: Message("Disk quota exceeded"),
+    errno.EEXIST: Message("File exists"),
+    errno.EFBIG: Message("File too large"),
+    errno.EIO: Message("Input/output error"),
+    errno.EISDIR: Message("Is a directory"),
+    errno.EMFILE: Message("Too many open files"),
+    errno.ENAMETOOLONG: Message("File name too long"),
+    errno.ENOENT: Message("No such file or directory"),
+    errno.ENOMEM: Message("Cannot allocate memory"),
+    errno.ENOSPC: Message("No space left on device"),
+    errno.ENOTDIR: Message("Not a directory"),
+    errno.EPERM: Message("Operation not permitted"),
+    errno.EROFS: Message("Read-only file system"),
+    errno.ESTALE: Message("Stale file handle"),
+}
+"""What Linux says of the errors that files cause, by number. Other systems and languages have other words."""
+
+
 def reason(error: Exception) -> str:
-    """Return what an error says: of those of the system without number and path."""
-    return getattr(error, "strerror", None) or str(error)
+    """Return what an error says: of those of the system without number and path. "" if it says nothing."""
+    text: str = getattr(error, "strerror", None) or str(error)
+    if isinstance(error, OSError) and error.strerror and not isinstance(text, Message):
+        return SYSTEM_ERRORS.get(error.errno or 0, text)
+    return text
+
+
+def first_few(names: Sequence[str], most: int = 3) -> Message:
+    """Return the first few names, and the number of the others."""
+    first = Joined(", ", names[:most])
+    return Message("{names} and {count} more", names=first, count=len(names) - most) if len(names) > most else first
 
 
 def about(path: Path | str, line: str | Exception) -> Message:
@@ -111,6 +161,36 @@ class UserError(Exception):
 def cannot_read(path: Path | str, error: Exception) -> UserError:
     """Return the error for a file of the user's that could not be read."""
     return UserError(Message("{path}: cannot be read ({why})", path=path, why=reason(error)))
+
+
+def not_utf8(path: Path | str, error: UnicodeDecodeError) -> UserError:
+    """Return the error for a text file in another encoding."""
+    return UserError(
+        Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
+    )
+
+
+def needs_repair(path: Path, why: str) -> UserError:
+    """Return the error for a file of ours that somebody has changed so that it cannot be used."""
+    return UserError(Message("{path}: {why}; repair it or remove it", path=path, why=why))
+
+
+def missing_folder(path: Path) -> UserError:
+    """Return the error for an image folder that does not exist."""
+    return UserError(Message("folder {path} does not exist (looked in {where})", path=path, where=Path.cwd()))
+
+
+def lacks_weights(path: Path, kind: str, count: int, names: str) -> UserError:
+    """Return the error for a model's file or folder in which weights are missing."""
+    return UserError(
+        Message(
+            "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another model's, or not whole",
+            path=path,
+            kind=kind,
+            count=count,
+            names=names,
+        )
+    )
 
 
 def cannot_write(path: Path | str, error: OSError) -> UserError:

@@ -164,7 +164,7 @@ def _log_ending(session: Session) -> Iterator[None]:
             yield
     except (Stopped, KeyboardInterrupt) as error:
         with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide the reason
-            run.log_event("stopped", text=str(error) or "interrupted; the newest checkpoint is as it was")
+            run.log_event("stopped", text=str(error) or Message("interrupted; the newest checkpoint is as it was"))
         raise
     except Exception as error:
         with contextlib.suppress(OSError):

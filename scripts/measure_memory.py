@@ -9,6 +9,7 @@ No model is downloaded: the denoiser is built from the family's `reference_confi
 both on the meta device. The text encoders are counted from their published numbers of parameters.
 """
 
+import inspect
 import json
 import math
 import sys
@@ -39,38 +40,6 @@ import miniatures  # noqa: E402  tests/miniatures
 FILE = Path(config.__file__).with_name("memory.json")
 
 MIB = 2**20
-CLIP_L, CLIP_H, CLIP_G = (123, 38), (340, 51), (695, 63)
-T5_XXL, UMT5_XXL = (4762, 132), (5681, 1050)
-QWEN3_4B, QWEN25_VL_7B = (4022, 389), (8292, 545)
-LARGEST_TEXT = {
-    "anima": (596, 156),  # Qwen3-0.6B
-    "aura_flow": (1224, 66),  # UMT5 with Pile-T5-XL's sizes
-    "chroma": T5_XXL,
-    "ernie_image": (3849, 403),  # Ministral 3 3B
-    "flux": T5_XXL,
-    "flux2": (24011, 671),  # Mistral Small 3.1 24B
-    "flux2_klein": QWEN3_4B,
-    "flux_kontext": T5_XXL,
-    "hidream": (8030, 525),  # Llama 3.1 8B
-    "hunyuan_video": (7505, 525),  # Llama 3 8B without its output layer
-    "ideogram4": (8145, 622),  # Qwen3-VL-8B without its output layer
-    "kolors": (6244, 266),  # ChatGLM3-6B
-    "krea2": (4438, 389),  # Qwen3-VL-4B
-    "ltx_video": T5_XXL,
-    "lumina2": (2614, 590),  # Gemma 2 2B
-    "qwen_image": QWEN25_VL_7B,
-    "qwen_image_edit": QWEN25_VL_7B,
-    "qwen_image_edit_plus": QWEN25_VL_7B,
-    "sana": (2614, 590),  # Gemma 2 2B
-    "sd15": CLIP_L,
-    "sd2": CLIP_H,
-    "sd3": T5_XXL,
-    "sdxl": CLIP_G,
-    "wan": UMT5_XXL,
-    "wan22_5b": UMT5_XXL,
-    "z_image": QWEN3_4B,
-}
-"""Family -> (millions of parameters, of these in embeddings) of its largest text encoder, by the model cards."""
 KL_VAE: dict[str, Any] = {
     "block_out_channels": [128, 256, 512, 512],
     "layers_per_block": 2,
@@ -78,8 +47,6 @@ KL_VAE: dict[str, Any] = {
     "down_block_types": ["DownEncoderBlock2D"] * 4,
     "up_block_types": ["UpDecoderBlock2D"] * 4,
 }
-SMALL_LATENTS = ("sd15", "sd2", "sdxl", "kolors", "aura_flow")
-"""Families whose VAE has four channels; the other ones of this class have sixteen."""
 WAN22_VAE: dict[str, Any] = {"base_dim": 160, "decoder_base_dim": 256, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 RANK = 32
 """The highest rank of a recipe."""
@@ -120,7 +87,9 @@ def _empty_vae(family: ModelFamily) -> Any:
     tiny = json.loads((family.folder / "vae" / "config.json").read_text(encoding="utf-8"))
     kept = {key: value for key, value in tiny.items() if key.endswith(("factor", "latents_mean", "latents_std"))}
     if family.vae_class == "AutoencoderKL":
-        channels = 4 if family.name in SMALL_LATENTS else 16
+        denoiser = getattr(diffusers, family.denoiser_class)
+        inputs = {"in_channels": inspect.signature(denoiser.__init__).parameters["in_channels"].default}
+        channels = family.latent_channels(inputs | family.reference_config)
         kept = {key: tiny[key] for key in ("scaling_factor", "shift_factor", "use_quant_conv", "use_post_quant_conv")}
         kept |= {**KL_VAE, "latent_channels": channels}
     elif family.name == "wan22_5b":
@@ -131,7 +100,7 @@ def _empty_vae(family: ModelFamily) -> Any:
 
 def count_text_bytes(name: str, storage: str) -> int:
     """Return the bytes of the family's largest text encoder in this storage."""
-    everything, embeddings = (num * 10**6 for num in LARGEST_TEXT[name])
+    everything, embeddings = (num * 10**6 for num in families.get(name).text_millions)
     if storage == "none":
         return 2 * everything
     side = 4096

@@ -2,8 +2,7 @@
 """Bring the catalogues of messages up to date with the templates in the source.
 
     python scripts/messages.py            add what is new, without a translation
-    python scripts/messages.py --prune    also remove what is no template any more; texts that are not messages yet
-                                          are recognised by such entries
+    python scripts/messages.py --prune    also remove what is no template any more
     python scripts/messages.py --check    only list new templates; exit code 1 if there are any
 
 Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any gettext editor.
@@ -23,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from lora_fp8.cli import app, help
 from lora_fp8.common import messages
+from lora_fp8.config import validation
 from lora_fp8.families.sources import known_bases
 
 KEYWORDS = {"Message": None, "Joined": None, "Template": None}
@@ -30,19 +30,20 @@ KEYWORDS = {"Message": None, "Joined": None, "Template": None}
 
 
 def extract() -> set[str]:
-    """Return every template that is written in the source, and the texts of `--help`."""
+    """Return every template that is written in the source, and every text that becomes a `Phrase`."""
     found: set[str] = set()
     for folder in ("lora_fp8", "webui"):
         for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
             found.add(text if isinstance(text, str) else text[0])
-    worded = {text for text in found if re.search("[A-Za-z]", text)}  # not the separators of joined messages
-    return worded | {base.purpose for base in known_bases.read()} | help.list_texts(app)
+    phrases = {base.purpose.template for base in known_bases.read()} | help.list_texts(app)
+    return found | phrases | validation.list_required()
 
 
 def update(catalogue: Catalog, templates: set[str], prune: bool) -> tuple[list[str], list[str]]:
     """Add and remove entries. Returns the new and the removed templates."""
     there = {str(entry.id) for entry in catalogue if entry.id}
-    new, gone = sorted(templates - there), sorted(there - templates) if prune else []
+    worded = {text for text in templates if re.search("[A-Za-z]", text)}  # not the separators of joined messages
+    new, gone = sorted(worded - there), sorted(there - templates) if prune else []
     for text in new:
         catalogue.add(text)
     for text in gone:

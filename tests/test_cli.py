@@ -362,11 +362,10 @@ def test_check_finds_what_would_stop_the_training_later(
     hub = ask("check", path, "--set", "model.path=somebody/something")
     assert hub.code == 2 and "cannot be looked up: HF_HUB_OFFLINE forbids connections" in hub.err
     fine = ask("check", path, "--json")
-    assert fine.code == 0 and json.loads(fine.out) == {
-        "ok": True,
-        "problems": [],
-        "lines": json.loads(fine.out)["lines"],
-    }
+    report = json.loads(fine.out)
+    assert fine.code == 0 and report["ok"] and report["problems"] == []
+    assert report.keys() == {"ok", "problems", "lines", "translations"}
+    assert report["translations"]["zh-CN"].keys() == set(report["lines"])  # the page shows them in Chinese
 
 
 # ---------------------------------------------------------------------------------------------------------------- cache

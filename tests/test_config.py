@@ -290,7 +290,7 @@ def test_a_number_beyond_a_bound_is_told_with_the_whole_range_in_both_languages(
                     found = problems(LEAST, f"{key}={kind(limit + NEXT[bound])!r}")
                     (line,) = [one for one in found if "must be" in one]
                     assert all(re.search(rf" {limit:g}\b| {limit}\b", line) for limit in bounds.values()), line
-                    told = translations.translate("zh-CN", line.removesuffix(" (from --set)"))
+                    told = translations.translate("zh-CN", line).removesuffix("（来自 --set）")
                     assert re.search("不能|必须", told) and "must" not in told and "least" not in told, told
                     assert line.startswith(f"{key}: must be ") and len(found) == 1, found
                     count += 1

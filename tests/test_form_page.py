@@ -22,6 +22,7 @@ from waiting import wait_until
 
 from lora_fp8 import config, families, importing, jobs, settings
 from lora_fp8.data import captions
+from lora_fp8.data.caption_style import warn_of_sentences
 from lora_fp8.errors import UserError
 from webui import (
     base_models,
@@ -574,10 +575,11 @@ def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkey
     assert estimates.get(text.replace("[model]", 'name = "y"\n[model]')) == found, "no name changes it"
     assert not list((tmp_path / "drafts").glob("tmp*")), "nothing is left behind"
 
-    told = "dataset.shuffle_tags: 2 of 3 captions look like sentences, such as 'a b', and are shuffled at their commas"
+    prose = ["A dog runs over the wet grass, and a cat looks on.", "A man sits in a room, and nobody sees him."]
+    (told,) = warn_of_sentences([*prose, "1girl, solo"], settings.Dataset(shuffle_tags=True))
     draft = new.Page(Ui("zh-CN", Place(tmp_path, [tmp_path, DEMO])))
     draft.draft.write(text)
-    draft.summary.estimates = SimpleNamespace(get=lambda text: found | {"notes": [f"{told}. Set it to false"]})
+    draft.summary.estimates = SimpleNamespace(get=lambda text: found | {"notes": [told]})
     assert "3 条标注中有 2 条像是句子" in draft.summary.render(), "the page shows what the engine noted"
 
     assert estimate_panel.check_disk_space(found) == ([], [])

@@ -108,3 +108,63 @@ def test_templates_are_written_out() -> None:
                     if names(first.value) != (given := {one.arg for one in node.keywords}):
                         wrong.append(f"{path.name}:{node.lineno}: {names(first.value) ^ given}")
     assert wrong == []
+
+
+ERRORS = ("UserError", "UserErrors", "RunFailure", "Stopped", "Damaged", "StoreError", "HomeGone", "Elsewhere")
+ERRORS += (
+    "ImageError",
+    "ClipError",
+    "ProfileError",
+    "BadEntry",
+    "Unfit",
+    "NoAnswer",
+    "Undecided",
+    "UnreadableSettings",
+)
+LISTS = re.compile(r"(^|[._])(problems|warnings|notes|todo|facts|lines|refused|skipped|reasons|told)\.(append|extend)$")
+CALLS = re.compile(r"(^|\.)(warn|add_problem|print_lines|none|idle|differs|need)$")
+
+
+def test_no_message_is_plain_text() -> None:
+    """What people read is a message when it is made: plain English would stay English in every language."""
+    plain = []
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            name = called.rpartition(".")[2]
+            if not (name in ERRORS or LISTS.search(called) or CALLS.search(called)):
+                continue
+            given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg in ("note", "why"))]
+            for argument in given:
+                for text in find_plain(argument):
+                    plain.append(f"{path.relative_to(ROOT)}:{node.lineno}: {called}: {text}")
+    assert plain == []
+
+
+def find_plain(node: ast.AST) -> list[str]:
+    """Return the English sentences among the texts that an expression may become, but not in its calls."""
+    if isinstance(node, ast.Constant):
+        parts = [node.value] if isinstance(node.value, str) else []
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+    elif isinstance(node, ast.IfExp | ast.BinOp | ast.BoolOp | ast.List | ast.Tuple | ast.Starred):
+        return [text for inner in ast.iter_child_nodes(node) for text in find_plain(inner)]
+    else:
+        return []
+    text = "".join(map(str, parts))
+    return [text] if re.search(r"[A-Za-z]{3,}[,;:)]? [a-z]{2,}", text) and "<" not in text else []
+
+
+def test_no_sentence_stands_in_two_places() -> None:
+    """Two copies of a template drift apart; from five words on, a sentence has one place."""
+    places: dict[str, list[str]] = {}
+    for path in CODE:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Message", "Template"):
+                template = ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else ""
+                if len(re.findall(r"[A-Za-z']+", re.sub(r"\{\w+\}", "", template))) >= 5:
+                    places.setdefault(template, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert len(places) > 800
+    assert {template: found for template, found in places.items() if len(found) > 1} == {}

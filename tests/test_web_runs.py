@@ -18,8 +18,10 @@ import pytest
 from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import config, errors
-from lora_fp8.errors import UserError
+from lora_fp8.common import messages
+from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
+from lora_fp8.verify.report import Report
 from webui import chart, form, run_cards, run_log, run_monitor, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
@@ -289,36 +291,25 @@ def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:
     assert "SIGKILL" in text and "2" in text and "key" not in text and "Killed" not in text
 
 
+NOT_LOADED = Template("{count} of {total} layers were not loaded, as {names}")
+
+
 def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
-    known = [
-        "212 tensors in 1.3 MiB, diffusers layout",
-        "106 layers, each with both halves at one rank",
-        "relative error 0.00e+00 at worst (allowed 5e-03)",
-        "relative error 1.00e-02 on the base that training saw (decoded) (allowed 1.0e-02)",
-        "52.1 dB at worst on the base that training saw (decoded) (at least 40.0)",
-        "every pixel the same on the base that training saw (decoded)",
-        "31.0 dB at worst on the base (at least 30.2, as the last bit of the adapter changes that much)",
-        "every pixel the same on the base",
-        "every pixel the same on the base as published",
-        "relative error 1.00e-02 on the base (allowed 1.0e-02)",
-        "conditioning: relative error 1.00e-02 (allowed 1.0e-02)",
-        "the data have 0123456789ab..., the header says nothing; its data begin at 13, no multiple of 8",
-        "2 of 84 layers were not loaded, as a, c; layers that the file does not have: b",
-        "3 trained layers are not in the file, as a",
-        "cosine to the wanted change 0.912 in the median layer, 0.640 in mid_block.x.to_q",
-        "cosine to the wanted change 0.512 in the median layer, 0.340 in x; most of what merging changes is rounding: "
-        "load the file beside the base instead",
-    ]
-    for line in known:
-        told = translations.translate_joined("zh-CN", line)
-        assert (
-            told != line
-            and "; " not in told
-            and re.findall(r"[\d.]+e[+-]\d+", told) == re.findall(r"[\d.]+e[+-]\d+", line)
-        )
-        assert re.findall(r"0\.\d{3}", told) == re.findall(r"0\.\d{3}", line) and ("舍入" in told) == (
-            "rounding" in line
-        )
+    """As finish writes it into verify.json, and the page of a run reads it."""
+    report = Report("a.safetensors")
+    lost = NOT_LOADED(count=4, total=84, names=first_few(["a", "b<", "c", "d"]))
+    report.add("load", False, Joined("; ", [lost, "mid_block"]))
+    report.add("plain preview", True, Message("without the adapter the prediction is {effect} off", effect="1.0%"))
+    written = json.dumps({"a.safetensors": messages.add_translations(report.to_json())})
+    (read,) = (messages.restore(value) for value in json.loads(written).values())
+    html = run_cards.render_checks(Ui("zh-CN", ui.place), read["checks"])
+    assert (
+        "不加载 LoRA 时预测相差 1.0%" in html
+        and "84 层中有 4 层没有加载" in html
+        and "a, b&lt;, c 等，另有 1 项" in html
+        and "；mid_block" in html
+    )
+    assert "and 1 more" in run_cards.render_checks(ui, read["checks"])
 
 
 def test_two_hundred_jobs_are_paged_and_quick(ui: Ui, tmp_path: Path) -> None:

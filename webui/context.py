@@ -12,7 +12,7 @@ import tomlkit
 from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
 from lora_fp8.config import read_toml
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, UserError, needs_repair
 
 from . import sanitize, translations
 
@@ -62,9 +62,7 @@ class Place:
             try:
                 content = read_toml(reading.load_text(self.settings_file))
             except ValueError as error:
-                raise UserError(
-                    Message("{path}: {why}; repair it or remove it", path=self.settings_file, why=error)
-                ) from None
+                raise needs_repair(self.settings_file, str(error)) from None
             self._settings = (version, content)
         return self._settings[1]
 
@@ -160,7 +158,7 @@ class Ui:
         return translations.say(self.language, key, **values)
 
     def translate(self, line: str) -> str:
-        """Translate a message of the engine to the page's language. Unknown messages stay as they are."""
+        """Translate a message of the engine to the page's language. Plain text, such as a name, stays as it is."""
         return translations.translate(self.language, line)
 
     def path(self, text: str | os.PathLike[str]) -> Path:

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families, jobs
-from lora_fp8.common.messages import restore
+from lora_fp8.common.messages import read_message, restore
 from lora_fp8.data import caption_operations, captions, clips, image_files
 from lora_fp8.errors import Message, UserError
 
-from . import image_folders
+from . import engine, image_folders
 from .context import Place
 
 FRESH_SECONDS = 10.0
@@ -202,27 +202,27 @@ class Examination:
         return self.report is None and not self.problem
 
     def _run(self) -> None:
-        with _one_at_a_time, tempfile.TemporaryFile() as answer:
+        with _one_at_a_time, tempfile.TemporaryFile() as answer, engine.prepare_environment() as (environment, file):
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=answer,
                 stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
+                env=environment,
             )
-            messages = []
+            output = b""
             for line in process.stderr or ():
                 try:
                     progress = json.loads(line)
                     self.done, self.total = int(progress["done"]), int(progress["total"])
                 except (ValueError, KeyError, TypeError):
-                    messages.append(line.decode(errors="replace").strip())
+                    output += line
             process.wait()
             answer.seek(0)
             try:
                 self.report = restore(json.loads(answer.read()))
             except ValueError:
-                self.problem = "\n".join(messages[-5:]) or f"ended with exit code {process.returncode}"
+                self.problem = read_message(file) or engine.describe_crash(output, process.returncode)
 
     def list_files(self, *kinds: str) -> dict[str, str]:
         """Return the files that findings of these kinds name, with the detail of each; {} before there is a report."""
@@ -292,7 +292,8 @@ def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
         raise UserError(
             Message(
-                "{text}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)", text=model or "no model"
+                "{text}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)",
+                text=model or Message("no model"),
             )
         )
     arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if wanted.kind == 'tags' else 'text'}"]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common import reading, system
+from lora_fp8.common.messages import add_translations, restore
 from lora_fp8.data.clips import VIDEOS
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, Template, UserError
 
 MOST_PIXELS = 128 * 2**20
 MOST_MEMORY = 3 * 2**30  # address space; an image of MOST_PIXELS takes 384 MiB per copy, and there are a few copies
@@ -114,9 +115,12 @@ class _Child:
         if not answer or len(data) != answer.get("bytes", 0):
             self.process.kill()
             self.process.wait()
-            raise _Ended(f"not decoded within {seconds:g} s" if late.is_set() else "its decoder ended on it")
+            line = Message("its decoder ended on it")
+            if late.is_set():
+                line = Message("not decoded within {seconds} s", seconds=f"{seconds:g}")
+            raise _Ended(line)
         if "error" in answer:
-            raise UserError(answer["error"])
+            raise UserError(restore(answer)["error"])
         return data
 
     def _watch_memory(self, answered: threading.Event) -> None:
@@ -207,8 +211,10 @@ def _serve() -> None:
             answer: dict[str, Any] = {"bytes": len(data)}
         except Exception as error:  # Pillow's decoders raise SyntaxError, RuntimeError and what not on broken files
             name, data = os.path.basename(request["path"]), b""
-            kind = "video" if os.path.splitext(name)[1].lower() in VIDEOS else "picture"
-            answer = {"error": f"{name}: not a {kind} that can be read ({error or type(error).__name__})"}
+            template = Template("{file}: not a picture that can be read ({line})")
+            if os.path.splitext(name)[1].lower() in VIDEOS:
+                template = Template("{file}: not a video that can be read ({line})")
+            answer = add_translations({"error": template(file=name, line=str(error) or type(error).__name__)})
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + data)
         sys.stdout.buffer.flush()
 

@@ -1,16 +1,27 @@
 """Run commands that need torch in processes of their own; arguments are a list, answers are JSON."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from lora_fp8.common.messages import restore
+from lora_fp8.common.messages import LANGUAGE, MESSAGE, read_message, restore
 from lora_fp8.errors import Message, UserError
 
 SECONDS = 600
+
+
+@contextlib.contextmanager
+def prepare_environment() -> Iterator[tuple[dict[str, str], Path]]:
+    """Yield the environment for a command whose answer a program reads, and the file that its message comes in."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "message.json")
+        yield {**os.environ, "PYTHONUTF8": "1", LANGUAGE: "en", MESSAGE: str(file)}, file
 
 
 def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS, verdicts: bool = False) -> Any:
@@ -23,26 +34,35 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
         UserError: it refused or failed (with its message), or it took too long.
     """
     line = [sys.executable, "-m", "lora_fp8", command, "--json", *arguments]
-    try:
-        done = subprocess.run(
-            line,
-            capture_output=True,
-            timeout=seconds,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            Message(
-                "lora-fp8 {command}: not ready after {seconds} s, and ended", command=command, seconds=f"{seconds:g}"
+    with prepare_environment() as (environment, file):
+        try:
+            done = subprocess.run(
+                line,
+                capture_output=True,
+                timeout=seconds,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                check=False,
             )
-        ) from None
-    message = done.stderr.decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                Message(
+                    "lora-fp8 {command}: not ready after {seconds} s, and ended",
+                    command=command,
+                    seconds=f"{seconds:g}",
+                )
+            ) from None
+        message = read_message(file)
     if done.returncode and not (verdicts and done.returncode == 3 and done.stdout.strip()):
-        last = message.splitlines()[-1] if message else f"ended with exit code {done.returncode}"
-        raise UserError(message if done.returncode in (2, 3) and len(message) < 2000 else last)
+        raise UserError(message or describe_crash(done.stderr, done.returncode))
     try:
         return restore(json.loads(done.stdout))
     except ValueError:
         raise UserError(Message("lora-fp8 {command}: answered something else than JSON", command=command)) from None
+
+
+def describe_crash(output: bytes | str, code: int) -> str:
+    """Return what is known of a command that ended without a message: its last line of output, or its exit code."""
+    text = output.decode(errors="replace") if isinstance(output, bytes) else output
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else Message("ended with exit code {code}", code=code)

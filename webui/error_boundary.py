@@ -18,7 +18,7 @@ from gradio.exceptions import InvalidPathError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lora_fp8.errors import UserError
+from lora_fp8.errors import UserError, reason
 
 from . import sanitize, translations
 from .context import Ui
@@ -146,7 +146,9 @@ def describe_error(language: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in FULL:
         return translations.say(language, "site.full")
     if isinstance(error, OSError) and error.strerror:
-        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        what = translations.translate(language, reason(error))
+        if error.filename:
+            what = f"{error.filename}: {what}"
         return translations.say(language, "site.io", what=sanitize.shorten(what, 200))
     return translations.say(language, "site.failed", what=sanitize.shorten(f"{type(error).__name__}: {error}", 200))
 

@@ -19,9 +19,11 @@ from typing import Any
 
 from lora_fp8 import config, jobs
 from lora_fp8.common import system
-from lora_fp8.common.messages import restore
-from lora_fp8.errors import UserError
+from lora_fp8.common.messages import LANGUAGE, MESSAGE, read_message, restore
+from lora_fp8.errors import Message, UserError
 from lora_fp8.run import Run, disk_space
+
+from . import engine
 
 SETTLED_SECONDS = 1.5
 """A text must stay unchanged this long before it is estimated."""
@@ -105,6 +107,11 @@ class _Request:
     answers: list[Path] = field(default_factory=list)
 
 
+def _take_last_line(text: str) -> str:
+    """Return the last line of a message: the first ones name the draft's file, which nobody has given."""
+    return text.splitlines()[-1].strip()
+
+
 class Estimates:
     """Answers of `lora-fp8 estimate`, by job."""
 
@@ -147,14 +154,14 @@ class Estimates:
         with tempfile.NamedTemporaryFile("w", suffix=".toml", dir=folder, delete=False, encoding="utf-8") as file:
             file.write(text)
         path = Path(file.name)
-        answers = [path.with_suffix(suffix) for suffix in (".out", ".err")]
+        answers = [path.with_suffix(suffix) for suffix in (".out", ".err", ".message")]
         with open(answers[0], "wb") as out, open(answers[1], "wb") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "lora_fp8", "estimate", str(path), "--json"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONUTF8": "1", "LORA_FP8_LANG": "en"},
+                env={**os.environ, "PYTHONUTF8": "1", LANGUAGE: "en", MESSAGE: str(answers[2])},
                 **system.detached(),
             )
         self._asked = _Request(text, process, time.monotonic(), path, answers)
@@ -169,7 +176,8 @@ class Estimates:
         if code is None:
             asked.process.kill()
             asked.process.wait()
-        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in asked.answers)
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in asked.answers[:2])
+        message = read_message(asked.answers[2])
         for path in (asked.file, *asked.answers):
             path.unlink(missing_ok=True)
         self._asked = None
@@ -178,5 +186,8 @@ class Estimates:
         if code == 0:
             self._known[asked.text] = restore(json.loads(out))
         else:
-            lines = [line.strip() for line in err.splitlines() if line.strip()]
-            self._known[asked.text] = (lines[-1] if lines else f"exit code {code}").replace(f"{asked.file}: ", "")
+            self._known[asked.text] = (
+                message.map(_take_last_line)
+                if isinstance(message, Message)
+                else message or engine.describe_crash(err, asked.process.returncode)
+            )

@@ -46,7 +46,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
         try:
             file = place.resolve(path)
             if not file.is_file():
-                raise _missing(path)
+                raise sanitize.missing_file(path)
             if file.suffix.lower() not in SENT:
                 raise UserError(
                     Message(
@@ -61,17 +61,13 @@ def add_routes(app: FastAPI, place: Place) -> None:
         return FileResponse(file, media_type="application/octet-stream", filename=file.name, headers=headers)
 
 
-def _missing(text: str) -> UserError:
-    return UserError(Message("{text}: there is no such file", text=sanitize.shorten(text)))
-
-
 def _load_picture(place: Place, decoders: Decoders, text: str, width: int, moving: bool) -> tuple[bytes, str]:
     """Return an image as WebP, from home/thumbnails if it was made before, and its ETag. Raises UserError."""
     path = place.resolve(text)
     try:
         status = path.stat()
     except OSError:
-        raise _missing(text) from None
+        raise sanitize.missing_file(text) from None
     if not path.is_file():
         raise UserError(Message("{path}: not a file", path=sanitize.shorten(text)))
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lora_fp8 import importing
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Joined, Message, UserError
 from lora_fp8.importing.import_draft import Entry, Import
-from lora_fp8.importing.source_files import decoded
+from lora_fp8.importing.source_files import UnreadableSettings, decoded
 
-from . import form, sanitize, translations
+from . import form, sanitize
 
 if TYPE_CHECKING:
     from .context import Ui
@@ -51,7 +51,7 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
     if read:
         parts.append(f"<p>{sanitize.escape(ui.say('new.import.read', files=', '.join(read)))}</p>")
     parts += [f"<p class='wrong'>{sanitize.escape(ui.say('new.import.unused', line=line))}</p>" for line in lines]
-    text, theirs, home = importing.to_toml(made), str(made.settings.get("output_dir", "")), ui.place.home
+    text, theirs, home = importing.to_toml(made, ui.translate), str(made.settings.get("output_dir", "")), ui.place.home
     try:
         if theirs:
             ui.path(home / os.path.expanduser(theirs))
@@ -60,9 +60,7 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
         parts.append(f"<p>{sanitize.escape(ui.say('new.import.output_dir', path=theirs))}</p>")
     for name, lines in {"todo": made.todo, "know": made.notes}.items():
         if lines:
-            items = "".join(
-                f"<li>{sanitize.escape(translations.translate_joined(ui.language, line))}</li>" for line in lines[:FAR]
-            )
+            items = "".join(f"<li>{sanitize.escape(ui.translate(line))}</li>" for line in lines[:FAR])
             parts.append(f"<p><strong>{sanitize.escape(ui.say(f'new.import.{name}'))}</strong></p><ul>{items}</ul>")
     lists = {"differs": made.differs, "none": made.no_counterpart, "unknown": made.unknown, "mapped": made.mapped}
     for name, entries in {**lists, "defaults": made.defaults}.items():
@@ -82,7 +80,7 @@ def _summarize(ui: "Ui", made: Import) -> str:
     if not differences:
         return ui.say("new.import.same")
     reasons = [
-        ui.say(f"new.import.unlike.{kind}", count=len(names), names=importing.few(names))
+        ui.say(f"new.import.unlike.{kind}", count=len(names), names=ui.translate(importing.few(names)))
         for kind, names in differences.items()
     ]
     return ui.say("new.import.unlike", reasons=ui.say("new.import.unlike.and").join(reasons))
@@ -117,7 +115,7 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
             (folder / name).write_text(decoded(file), encoding="utf-8")
             given.append(name)
         except UserError as error:
-            refused.append(str(error).replace(f"{file.parent}/", ""))
+            refused.append(_without_folder(str(error), file.parent))
     return given, refused
 
 
@@ -131,12 +129,14 @@ def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str
         except UserError:
             return False
 
-    imports, wrong = {}, {}
+    imports, wrong, unreadable = {}, {}, []
     for name in given:
         try:
             imports[name] = importing.import_file(folder / name, reach=reach)
         except UserError as error:
-            wrong[name] = str(error).replace(f"{folder}/", "")
+            wrong[name] = _without_folder(str(error), folder)
+            if isinstance(error, UnreadableSettings):
+                unreadable.append(name)
     named = {file.name for name, made in imports.items() for file in made.files if file != folder / name}
     first = [made for name, made in imports.items() if name not in named] or [*imports.values()]
     first = [made for made in first if not made.only_pictures] or first
@@ -146,13 +146,23 @@ def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str
             Message("{names}: each is a training of its own; import one, with the files that it refers to", names=names)
         )
     if not first:
-        raise UserError("\n".join(dict.fromkeys([*refused, *wrong.values()])) or Message("no file given"))
-    return first[0], {name: line for name, line in wrong.items() if "not valid " in line}
+        lines = dict.fromkeys([*refused, *wrong.values()])
+        raise UserError(Joined("\n", lines) if lines else Message("no file given"))
+    return first[0], {name: wrong[name] for name in unreadable}
+
+
+def _without_folder(line: str, folder: Path) -> str:
+    """Return a message with the names of the files in a folder instead of their paths."""
+
+    def shorten(text: str) -> str:
+        return text.replace(f"{folder}{os.sep}", "")
+
+    return line.map(shorten) if isinstance(line, Message) else shorten(line)
 
 
 def _render_row(ui: "Ui", group: list[Entry]) -> str:
     """Render a group of their keys, and beside them ours with the remark that the group shares."""
-    theirs = "<br>".join(sanitize.escape(f"{entry.key} = {entry.value}") for entry in group)
-    lines = [*dict.fromkeys(entry.to for entry in group), translations.translate_joined(ui.language, group[0].note)]
-    ours = "<br>".join(sanitize.escape(text) for text in lines if text)
+    theirs = "<br>".join(sanitize.escape(f"{entry.key} = {ui.translate(entry.value)}") for entry in group)
+    lines = [*dict.fromkeys(entry.to for entry in group), group[0].note]
+    ours = "<br>".join(sanitize.escape(ui.translate(text)) for text in lines if text)
     return f"<tr><td>{theirs}</td><td>{ours}</td></tr>"

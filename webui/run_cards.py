@@ -14,7 +14,6 @@ from lora_fp8.common.numbers import digits
 from lora_fp8.jobs import JobView, Sentence
 from lora_fp8.run import disk_space
 
-from . import translations
 from .context import Ui
 from .sanitize import escape
 
@@ -77,7 +76,7 @@ def render_log_tail(view: JobView, tail: Sequence[str]) -> str:
 
 def translate_stage(ui: Ui, name: str) -> str:
     """Translate a stage of training. A stage without a translation keeps the engine's name."""
-    return ui.say(f"stage.{name}") if name in STAGES else name
+    return ui.say(f"stage.{name}") if name in STAGES else ui.translate(name)
 
 
 STAGES = ("start", "download", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
@@ -201,7 +200,7 @@ def render_checks(ui: Ui, checks: Sequence[dict[str, Any]]) -> str:
         if not check.get("judged", True):
             mark = '<span class="dim">·</span>'  # for information, not judged
         word = ui.say(f"verify.{kind}") if kind in CHECKS else kind
-        detail = translations.translate_joined(ui.language, str(check.get("detail", "")))
+        detail = ui.translate(check.get("detail", ""))
         cells.append((mark, escape(word), f'<span class="dim">{escape(detail)}</span>'))
     return render_table(("", ui.say("run.check"), ui.say("run.found")), cells)
 

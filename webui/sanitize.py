@@ -45,6 +45,11 @@ def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None
     return path
 
 
+def missing_file(text: str) -> UserError:
+    """Return the error for a file that does not exist, by the path that was typed or sent."""
+    return UserError(Message("{text}: there is no such file", text=shorten(text)))
+
+
 def resolve_path(text: str) -> Path:
     """Resolve a path and its links, wherever it leads.
 

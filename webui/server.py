@@ -17,7 +17,8 @@ from typing import Any
 
 from lora_fp8 import jobs
 from lora_fp8.common import system
-from lora_fp8.errors import Message, UserError
+from lora_fp8.common.messages import get_language, translate
+from lora_fp8.errors import Message, UserError, reason
 
 from . import sanitize
 from .context import Place
@@ -62,7 +63,9 @@ def run(
             )
         )
     if bool(user) != bool(password):
-        missing = f"{PASSWORD} is not set" if user else "--user NAME is not given"
+        missing = Message("--user NAME is not given")
+        if user:
+            missing = Message("{variable} is not set", variable=PASSWORD)
         raise UserError(Message("a login needs a user and a password: {what}", what=missing))
     for root in roots:
         sanitize.require_folder(root, f"--root {root}")
@@ -80,7 +83,11 @@ def run(
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn has shut down cleanly and passes the signal on
             pass
-    print("the page is closed; jobs go on (lora-fp8 jobs shows them)")
+    _print_line(Message("the page is closed; jobs go on (lora-fp8 jobs shows them)"))
+
+
+def _print_line(line: Message) -> None:
+    print(translate(get_language(), line), flush=True)
 
 
 def _take_password() -> str:
@@ -124,9 +131,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        taken = error.errno == errno.EADDRINUSE
-        holder = f" by {_find_port_holder(port)}" if taken else ""
-        what = f"taken{holder}; choose another port" if taken else error.strerror
+        what = reason(error)
+        if error.errno == errno.EADDRINUSE:
+            what = Message("taken by {holder}; choose another port", holder=_find_port_holder(port))
         raise UserError(Message("--host {host} --port {port}: {line}", host=host, port=port, line=what)) from None
     return listener
 
@@ -140,10 +147,14 @@ def _find_port_holder(port: int) -> str:
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr
             if listens and listens.port == port and connection.pid:
                 process = psutil.Process(connection.pid)
-                return f"process {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+                return Message(
+                    "process {pid} ({command})",
+                    pid=process.pid,
+                    command=" ".join(process.cmdline())[:120] or process.name(),
+                )
     except psutil.Error:
         pass
-    return "another process"
+    return Message("another process")
 
 
 def _format_address(host: str, port: int) -> str:
@@ -187,7 +198,7 @@ def _finish_start(place: Place, address: str, started: threading.Event, open_bro
     from . import file_routes
 
     started.wait()
-    print(f"lora_fp8 is at {address}  (Ctrl-C closes the page; jobs go on)", flush=True)
+    _print_line(Message("lora_fp8 is at {address}  (Ctrl-C closes the page; jobs go on)", address=address))
     if open_browser:
         webbrowser.open(address)
     try:

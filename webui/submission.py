@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lora_fp8 import config, jobs, settings
-from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families import sources
 
 from . import sanitize
@@ -41,7 +41,7 @@ def check_config(place: Place, text: str) -> settings.Job:
         try:
             table[name] = str(place.resolve(str(place.home / os.path.expanduser(given))))
         except UserError as error:
-            problems.append(f"{key}: {error}")
+            problems.append(Message("{key}: {line}", key=key, line=str(error)))
     if problems:
         raise UserErrors(problems, "config")
     return settings.Job(**data)
@@ -111,6 +111,6 @@ def check_presets(place: Place, text: str) -> None:
             try:
                 place.resolve(str(place.home / os.path.expanduser(name)))
             except UserError as error:
-                raise UserErrors([f"preset: {error}"], "config") from None
+                raise UserErrors([Message("preset: {line}", line=str(error))], "config") from None
         elif isinstance(name, str) and ("/" in name or "\\" in name):
-            raise UserErrors([f"preset: no preset {sanitize.shorten(name)!r}"], "config")
+            raise UserErrors([Message("preset: no preset {name}", name=repr(sanitize.shorten(name)))], "config")

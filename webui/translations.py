@@ -22,8 +22,6 @@ from typing import Any
 
 from lora_fp8.common import messages
 
-from . import form
-
 FOLDER = Path(__file__).resolve().parent / "texts"
 LANGUAGES = {"en": "English", "zh-CN": "中文"}
 SETTINGS = "settings.toml"
@@ -63,13 +61,8 @@ def choose_language(accepted: str) -> str:
 
 
 def translate(language: str, line: str) -> str:
-    """Translate a message of the engine."""
-    return messages.translate(language, line, _map_descriptions(language))
-
-
-def translate_joined(language: str, line: str) -> str:
-    """Translate remarks that the engine has joined with "; ", each by itself."""
-    return messages.translate_joined(language, line, _map_descriptions(language))
+    """Translate a message of the engine. Plain text, such as a name, is returned as it is."""
+    return messages.translate(language, line)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,12 +88,3 @@ def get_help(language: str, key: str, description: str) -> str:
 def get_choice_label(language: str, key: str, word: str) -> str:
     """Return the label of a word that a setting accepts."""
     return load_setting_texts().get(key, {}).get("choices-en" if language == "en" else "choices", {}).get(word, word)
-
-
-@cache
-def _map_descriptions(language: str) -> dict[str, str]:
-    """Map the engine's descriptions of settings to their translations."""
-    known = {f"section.{name}" if name else "section": text for name, text in form.sections().items()}
-    for setting in form.settings().values():
-        known |= {column.key: column.description for column in setting.columns} | {setting.key: setting.description}
-    return {text.strip(): get_help(language, key, text) for key, text in known.items()}

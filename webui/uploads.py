@@ -15,7 +15,7 @@ from typing import Any
 import gradio as gr
 from gradio.utils import get_upload_folder
 
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, Template, UserError
 
 from . import sanitize
 
@@ -66,9 +66,8 @@ class Uploads(set):
             return None
         is_single = part.file_count == "single"
         if isinstance(value, list) == is_single:
-            raise UserError(
-                f"{part.elem_id or part.get_block_name()}: takes {'one file' if is_single else 'a list of files'}"
-            )
+            template = Template("{text}: takes one file") if is_single else Template("{text}: takes a list of files")
+            raise UserError(template(text=part.elem_id or part.get_block_name()))
         files = [self._check_file(part, given, window) for given in ([value] if is_single else value)]
         return files[0] if is_single else files
 

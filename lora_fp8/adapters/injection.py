@@ -338,7 +338,7 @@ def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> 
         warnings.append(
             Message(
                 "{setting} have no effect: {line}",
-                setting=f"adapter.rank = {section.rank} and adapter.alpha",
+                setting=Joined(" and ", [f"adapter.rank = {section.rank}", "adapter.alpha"]),
                 line=Message(
                     "the rank is at least half of every matrix's side (adapter.factor = {factor}), so that all "
                     "are whole",

@@ -56,7 +56,7 @@ def download(
             print_json_line({"event": "download", **progress.to_json()})
 
     stop = StopSignal()
-    stop.at_once = Message("the download was stopped; what has arrived is kept, and the next one continues")
+    stop.at_once = downloading.STOPPED
     with stop.watching(), DownloadProgress(name, is_shown=not as_json) as bar:
         base = downloading.download(base, report)
     if as_json:

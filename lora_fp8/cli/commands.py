@@ -9,7 +9,6 @@ Exit codes: 0 done; 2 wrong input (a message, no traceback); 3 failed while runn
 import contextlib
 import errno
 import io
-import json
 import logging
 import os
 import sys
@@ -19,12 +18,12 @@ from typing import Any
 
 import typer
 
-from ..common.messages import add_translations, without_home
-from ..errors import Message, UserError
+from ..common.messages import LANGUAGE, MESSAGE, without_home, write_message
+from ..errors import Message, UserError, reason
 from . import base_models, dataset, images, jobs, lora_files, new, programs, training
 from .events import escape
 from .help import Program, explain
-from .options import LANGUAGE, print_lines
+from .options import print_lines
 
 app = Program(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
@@ -112,7 +111,7 @@ def guarded(action: Callable[[], Any]) -> None:
         if isinstance(error, RunFailure):
             _fail(str(error), 3)
         if isinstance(error, OSError) and error.filename is not None:  # no permission, a full disk
-            message = Message("{path}: {why}", path=os.fsdecode(error.filename), why=error.strerror)
+            message = Message("{path}: {why}", path=os.fsdecode(error.filename), why=reason(error))
             _fail(message, 2 if error.errno in REFUSED else 3)
         raise
 
@@ -126,11 +125,10 @@ def _fail(message: str, code: int) -> None:
     # All processes of a job find the same mistake and stop together, so only one reports it. A failure while running
     # may occur in one process alone.
     rank = os.environ.get("RANK", "0")
-    if rank == "0" and (place := os.environ.get("LORA_FP8_MESSAGE")):  # set by the queue, which shows why a job failed
+    if rank == "0" and (place := os.environ.get(MESSAGE)):  # set by the queue and the page, which show what is wrong
         text = without_home(message.strip() if type(message) is str else message)
-        content = add_translations({"text": text.map(escape) if isinstance(text, Message) else escape(text)})
         with contextlib.suppress(OSError):  # a full disk must not change the exit code
-            Path(place).write_text(json.dumps(content), encoding="utf-8")
+            write_message(Path(place), text.map(escape) if isinstance(text, Message) else escape(text))
     if rank == "0":
         print_lines(message, file=sys.stderr)
     elif code == 3:

@@ -13,8 +13,7 @@ import typer
 if TYPE_CHECKING:
     from ..data.captions import Repair
 
-from ..common.text import first_few
-from ..errors import Message
+from ..errors import Message, Template, first_few
 from .help import Group, Program
 from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
 
@@ -214,10 +213,15 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         print_json([vars(entry) for entry in entries])
         return
     for entry in entries:
-        state = "  (half done; `lora-fp8 dataset repair` takes it back)" if entry.half_done else ""
-        state = state or ("" if entry.done else "  (undone)")
+        template = Template("{time}  {count} captions  {line}")
+        if entry.half_done:
+            template = Template(
+                "{time}  {count} captions  {line}  (half done; `lora-fp8 dataset repair` takes it back)"
+            )
+        elif not entry.done:
+            template = Template("{time}  {count} captions  {line}  (undone)")
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.t))
-        print(f"{when}  {entry.files} captions  {entry.title}{state}")
+        print_lines(template(time=when, count=entry.files, line=entry.title))
 
 
 def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:

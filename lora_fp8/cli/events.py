@@ -4,10 +4,9 @@ import json
 import sys
 from typing import Any
 
-from ..common.messages import translate
+from ..common.messages import get_language, translate
 from ..common.numbers import digits
 from ..errors import Joined, Message
-from .options import get_language
 
 
 def print_json_line(event: dict[str, Any]) -> None:

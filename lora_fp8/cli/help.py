@@ -13,10 +13,9 @@ import typer
 import typer.core
 import typer.main
 
-from ..common.messages import load, translate
+from ..common.messages import get_language, load, translate
 from ..common.text import similar
 from ..errors import Message
-from .options import get_language
 
 WIDTH = 80
 """Columns of the help, whatever the terminal has: longer lines are harder to read."""

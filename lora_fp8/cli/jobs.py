@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from ..common import system
-from ..errors import Message
+from ..errors import Joined, Message
 from .help import Program
 from .options import JSON, SET, load_config, print_json, print_lines
 
@@ -103,7 +103,9 @@ def worker(
     """Start queued jobs until Ctrl-C. Each GPU or group gets one at a time; running jobs continue after Ctrl-C."""
     from .. import jobs
 
-    report = lambda line: print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)  # noqa: E731
+    def report(line: str) -> None:
+        print_lines(Message("{time} {line}", time=time.strftime("%Y-%m-%d %H:%M:%S"), line=line))
+
     if background and not system.CAN_FORK:
         raise typer.Exit(jobs.start_worker(jobs.find_home(), gpus, idle))
     queue_worker = jobs.Worker(jobs.find_home(), gpus, report)
@@ -152,8 +154,11 @@ def listing(
         if as_json:
             print_json([job.to_json() for job in views])
             return
-        lines = _format_table(views) or ["nothing here yet; `lora-fp8 submit CONFIG` queues a training"]
-        print(("\x1b[H\x1b[2J" if watch else "") + "\n".join(lines), flush=True)
+        if watch:
+            print("\x1b[H\x1b[2J", end="")  # clears the terminal
+        print_lines(
+            *(_format_table(views) or [Message("nothing here yet; `lora-fp8 submit CONFIG` queues a training")])
+        )
         if not watch:
             return
         time.sleep(1)
@@ -173,15 +178,20 @@ def show(
     if as_json:
         print_json(view.to_json() | {"log_tail": lines})
         return
-    facts: dict[str, object] = {
-        "folder": view.folder,
-        "log": view.log,
-        "command": " ".join(view.command),
-        "gpus": view.assigned,
+    facts: dict[Message, object] = {
+        Message("folder"): view.folder,
+        Message("log"): view.log,
+        Message("command"): " ".join(view.command),
+        Message("GPUs"): view.assigned,
+        Message("attempts"): f"{view.attempts}",
+        Message("saved at step"): view.saved_step,
     }
-    facts |= {"attempts": f"{view.attempts}", "saved at step": view.saved_step}
-    lines = [*(f"{name}: {value}" for name, value in facts.items() if value), "", *lines]
-    print("\n".join([*_format_table([view]), *lines]))
+    print_lines(
+        *_format_table([view]),
+        *(Message("{name}: {value}", name=name, value=value) for name, value in facts.items() if value),
+        "",
+        *lines,
+    )
 
 
 @jobs_app.command()
@@ -283,18 +293,24 @@ def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None
     print_lines(Message("job {id} ({name}): {state}: {line}", id=id, name=view.name, state=view.state, line=line))
 
 
-def _format_table(views: list) -> list[str]:
+def _format_table(views: list) -> list[Message]:
     """Format jobs as lines: number, state, name, status, loss and time left."""
-    rows = []
+    rows, lines = [], []
     for job in views:
-        left = f", {_format_duration(job.eta_s)} left" if job.eta_s is not None else ""
-        loss = f", loss {job.loss:.4f}" if job.state == "running" and job.loss is not None else ""
-        number = str(job.id) if isinstance(job.id, int) else "-"
-        rows.append((number, job.state, job.name, f"{job.sentence.text}{loss}{left}"))
+        parts = [job.sentence.text]
+        if job.state == "running" and job.loss is not None:
+            parts.append(Message("loss {loss}", loss=f"{job.loss:.4f}"))
+        if job.eta_s is not None:
+            parts.append(Message("{time} left", time=_format_duration(job.eta_s)))
+        rows.append((str(job.id) if isinstance(job.id, int) else "-", job.state, job.name))
+        lines.append(Joined(", ", parts))
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
-    return ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
+    aligned = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [Message("{cells}  {line}", cells=cells, line=line) for cells, line in zip(aligned, lines, strict=True)]
 
 
-def _format_duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min" if minutes else "1 min"
+def _format_duration(seconds: float) -> Message:
+    minutes = max(round(seconds / 60), 1)
+    if minutes < 60:
+        return Message("{minutes} min", minutes=minutes)
+    return Message("{hours} h {minutes} min", hours=minutes // 60, minutes=f"{minutes % 60:02d}")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from ..common.messages import translate
+from ..common.messages import get_language, translate
 from ..common.shell import quote_path
 from ..errors import Message, UserError, cannot_write
-from .options import JSON, get_language, print_json, print_lines
+from .options import JSON, print_json, print_lines
 
 if TYPE_CHECKING:
     from ..config.dataset_recipe import Pictures
@@ -139,7 +139,7 @@ def _list_recipes(as_json: bool) -> None:
     print_lines(Message("family, the GB of GPU memory from which it can be trained, and its goals:"))
     for family, goals, fits in rows:
         least = next((card for card, fit in fits.items() if not fit.problem), 0)
-        print(f"  {family:22}{least or '-':>3}  {', '.join(goals)}")
+        print(f"  {family:22}{least or '-':>3}  {', '.join(goals)}")  # names only
     print_lines(Message("Explains one: lora-fp8 recipes sdxl --goal character --card 16"))
 
 

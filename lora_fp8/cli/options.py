@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from ..common.messages import add_translations, choose_language, translate
+from ..common.messages import add_translations, get_language, translate
 from ..common.shell import quote_path
 from ..errors import Message, UserError
 
@@ -24,10 +23,6 @@ SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Setting to override, 
 JSON = typer.Option(False, "--json", help="Print JSON.")
 DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: that of the files.")
 FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with captions beside them.")
-
-
-LANGUAGE = "LORA_FP8_LANG"
-"""Environment variable that --lang sets. It decides before LC_ALL, LC_MESSAGES and LANG."""
 
 
 def load_config(path: Path, overrides: list[str]) -> "Job":
@@ -78,12 +73,6 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def get_language() -> str:
-    """Return the language of what the commands print: that of --lang, else of the environment."""
-    names = (LANGUAGE, "LC_ALL", "LC_MESSAGES", "LANG")
-    return choose_language(next((value for name in names if (value := os.environ.get(name))), ""))
 
 
 def print_lines(*lines: str, file: TextIO | None = None) -> None:

@@ -2,10 +2,12 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import typer
 
+from ..common.messages import get_language, translate
 from ..common.shell import quote_path
 from ..errors import Message
 from .events import print_event, print_json_line
@@ -67,7 +69,7 @@ def import_config(
     importing.relocate(imported, Path.cwd())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, importing.to_toml(imported).encode())
+        atomic_write(path, importing.to_toml(imported, partial(translate, get_language())).encode())
     except OSError as error:
         raise errors.cannot_write(path, error) from None
     if as_json:
@@ -90,7 +92,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     family = resolve.make_family(job)
     layers = plan_layers(job, family)
     unused = find_unused_settings(job, family.facts_of_base() | layers.facts)
-    notes = [f"warning: {line}" for line in unused if "quantize." in line]
+    notes = [Message("warning: {line}", line=line) for line in unused if "quantize." in line]
     if job.quantize.sensitivity == "auto" and layers.quantized:
         notes.append(
             Message(

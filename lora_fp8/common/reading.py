@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from io import BufferedReader
+from pathlib import Path
 from typing import IO, Any
 
 from ..errors import Message
@@ -80,6 +81,23 @@ def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, Message("not a regular file"), os.fspath(path))
+
+
+def read_object(path: Path, most: int | None = None) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        ValueError: the file holds something else; the message names it.
+    """
+    try:
+        content = parse_json(read_bytes(path, most))
+    except ValueError as error:
+        raise ValueError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ValueError(Message("{path} should hold a JSON object, but holds a {kind}", path=path, kind=kind))
+    return content
 
 
 def parse_json(data: str | bytes) -> Any:

@@ -1,13 +1,7 @@
 """Format names, paths and values for messages."""
 
 import difflib
-from collections.abc import Sequence
 from typing import Any
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Return the first three names, and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def is_utf8(text: str) -> bool:
@@ -29,9 +23,3 @@ def similar(given: str, names: list[str]) -> str | None:
     """Return the most similar name; None if none is similar."""
     near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
     return near[0] if near else None
-
-
-def did_you_mean(given: str, names: list[str]) -> str:
-    """Return ", did you mean ...?" with the most similar name; "" if none is similar."""
-    near = similar(given, names)
-    return f", did you mean {near!r}?" if near else ""

@@ -17,7 +17,7 @@ from ..data.caption_text import CAPTIONS, read_caption
 from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import walk
-from ..errors import Message, UserError
+from ..errors import Message, UserError, missing_folder, reason
 from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value
 
 TIMES = {"character": 80, "style": 40, "concept": 50, "object": 80, "edit": 60}
@@ -72,11 +72,9 @@ def expand(folder: Path) -> list[tuple[Path, int]]:
     try:
         inner = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and REPEATS.match(entry.name))
     except FileNotFoundError:
-        raise UserError(
-            Message("folder {path} does not exist (looked in {where})", path=folder, where=Path.cwd())
-        ) from None
+        raise missing_folder(folder) from None
     except OSError as error:
-        raise UserError(Message("{path}: {why}", path=folder, why=error.strerror)) from None
+        raise UserError(Message("{path}: {why}", path=folder, why=reason(error))) from None
     if not inner:
         match = REPEATS.match(root.name)
         return [(folder, int(match[1]) if match else 1)]
@@ -96,7 +94,7 @@ def look(folders: Sequence[tuple[Path, int]]) -> Pictures:
         try:
             inside = list(walk(root))
         except OSError as error:
-            raise UserError(Message("{path}: {why}", path=folder, why=error.strerror)) from None
+            raise UserError(Message("{path}: {why}", path=folder, why=reason(error))) from None
         for inner, names in inside:
             known = set(names)
             for name in names:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
-from ..errors import Message, UserError, UserErrors, cannot_read
+from ..errors import Message, UserError, UserErrors, cannot_read, not_utf8, reason
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from . import recipes
@@ -64,9 +64,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the TOML file in it", path=path)) from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
-        ) from None
+        raise not_utf8(path, error) from None
     except OSError as error:
         raise cannot_read(path, error) from None
     return loads(text, overrides, where=str(path), folder=path.parent)
@@ -309,14 +307,10 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
         problems.append(str(error))
         return {}
     except UnicodeDecodeError as error:
-        problems.append(
-            Message(
-                "{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=f"preset {name}", byte=error.start
-            )
-        )
+        problems.append(str(not_utf8(f"preset {name}", error)))
         return {}
     except OSError as error:
-        problems.append(Message("{path}: cannot be read ({why})", path=f"preset {name}", why=error.strerror))
+        problems.append(Message("{path}: cannot be read ({why})", path=f"preset {name}", why=reason(error)))
         return {}
     if "preset" in data:
         problems.append(Message("preset {name}: a preset cannot name presets; name them in the config", name=name))

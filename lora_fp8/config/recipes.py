@@ -106,6 +106,7 @@ ALPHA_IS_RANK = Message("alpha = rank: the learning rate is not scaled down.")
 COSINE = Message("Ends gently, so that the last images leave less noise.")
 DROPOUT_OF_CAPTIONS = Message("Some samples are trained without a caption, so that guidance (CFG) keeps working.")
 CHOICE = Message("The best moment often comes before the end: keeps some checkpoints to choose from.")
+ALL_SIX = Message("All of them at 1,500 steps.")
 GOAL_RULES: dict[str, tuple[Rule, ...]] = {
     "character": (
         Rule("adapter.rank", 16, Message("One subject needs no more, and the file stays small.")),
@@ -144,7 +145,7 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
             Message("Stop when the previews are right: the learning rate does not end before you do."),
         ),
         Rule("checkpoint.every", 250, CHOICE),
-        Rule("checkpoint.keep", 6, Message("All of them at 1,500 steps.")),
+        Rule("checkpoint.keep", 6, ALL_SIX),
     ),
     "object": (
         Rule("adapter.rank", 16, Message("One thing needs no more, and the file stays small.")),
@@ -168,7 +169,7 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
         Rule("train.steps", 1500, Message("For 50 pairs of images, each trained 60 times.")),
         Rule("schedule.name", "cosine", COSINE),
         Rule("checkpoint.every", 250, CHOICE),
-        Rule("checkpoint.keep", 6, Message("All of them at 1,500 steps.")),
+        Rule("checkpoint.keep", 6, ALL_SIX),
     ),
 }
 """What each goal sets beside `COMMON`."""

@@ -135,12 +135,15 @@ def _explain_trigger(wishes: Wishes) -> Message:
     return Message("Trigger word, which the base model does not know yet. It is added to captions that lack it.")
 
 
+PROMPTS = Message("Drawn while training, always from the same seed.")
+
+
 def _preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Value]:
     prompts = dataset_recipe.propose_prompts(wishes.goal, wishes.family, pictures, wishes.trigger)
     controls: list[str] = []
     if wishes.edits:
         prompts, controls = _pair_controls(wishes, prompts)
-    values = [Value("preview.prompts", prompts, Message("Drawn while training, always from the same seed."))]
+    values = [Value("preview.prompts", prompts, PROMPTS)]
     if controls:
         values.append(Value("preview.controls", controls, Message("The control image of each prompt.")))
     if prompts:

@@ -7,12 +7,12 @@ override (`precision.names.by_name`).
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, get_args, get_origin
 
 from .. import families
-from ..errors import Message
+from ..errors import Joined, Message, Template
 from ..settings import FACTS, Except, Folder, Job, Model, Section
 
 Rule = tuple[str, tuple[Any, ...]]
@@ -66,10 +66,7 @@ def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> l
     for key, rule in find_idle(values, _facts_of_path(job.model) | dict(facts or {})).items():
         if _is_set(job, key, values):
             by_rule.setdefault(rule, []).append(key)
-    return [
-        f"{', '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect{_reason(rule, title)}"
-        for rule, keys in by_rule.items()
-    ]
+    return [_describe(keys, rule, title) for rule, keys in by_rule.items()]
 
 
 def find_idle_of(job: Job) -> set[str]:
@@ -131,19 +128,28 @@ def _holds(rule: Rule, known: Mapping[str, Any]) -> bool:
     return any(map(holds, keys.split(" | ")))
 
 
-def _reason(rule: Rule, title: str) -> str:
+def _describe(keys: Sequence[str], rule: Rule, title: str) -> Message:
+    """Return the warning about settings whose rule is not met."""
+    singular, plural = Template("{setting} has no effect {reason}"), Template("{setting} have no effect {reason}")
+    if rule[0] in FACTS:
+        singular, plural = Template("{setting} has no effect: {reason}"), Template("{setting} have no effect: {reason}")
+    template = singular if len(keys) == 1 else plural
+    return template(setting=Joined(", ", keys), reason=_reason(rule, title))
+
+
+def _reason(rule: Rule, title: str) -> Message:
     """Return why a rule is not met, as the end of a sentence."""
     key, accepted = rule
     if key in FACTS:
-        return f": {FACTS[key]}"
+        return FACTS[key]
     if key.startswith("family."):
-        return f" with {title}, {_of_family(rule)}"
+        return Message("with {title}, {line}", title=title, line=_of_family(rule))
     if isinstance(accepted, Except):
-        return f" with {key} = {' or '.join(map(_in_toml, accepted))}"
-    return f" without {_needed(rule)}"
+        return Message("with {setting}", setting=_setting(key, accepted))
+    return Message("without {setting}", setting=_needed(rule))
 
 
-def _of_family(rule: Rule) -> str:
+def _of_family(rule: Rule) -> Message:
     """Return why a family does not meet a rule, as a relative clause."""
     key, accepted = rule
     epsilon = accepted == ("FlowMatching",)
@@ -161,9 +167,12 @@ def _of_family(rule: Rule) -> str:
 
 def _needed(rule: Rule) -> str:
     keys, accepted = rule
-    if not accepted:
-        return " or ".join(keys.split(" | "))
-    return f"{keys} = {' or '.join(map(_in_toml, accepted))}"
+    return _setting(keys, accepted) if accepted else Joined(" or ", keys.split(" | "))
+
+
+def _setting(keys: str, values: Iterable[Any]) -> Message:
+    """Return a setting with its values: "optimizer.name = 'adamw' or 'lion8bit'"."""
+    return Message("{key} = {values}", key=keys, values=Joined(" or ", map(_in_toml, values)))
 
 
 def _in_toml(value: Any) -> str:

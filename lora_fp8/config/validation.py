@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ..common.text import quote, similar
-from ..errors import Joined, Message
+from ..errors import Joined, Message, Phrase
 from ..settings import Job, Section
 
 Location = tuple[Any, ...]
@@ -132,9 +132,8 @@ def _describe(item: ErrorDetails, location: Location) -> Message:
     if kind == "list_type" and location == ("dataset", "folders"):
         return Message("write [[dataset.folders]] with two brackets on each side, once for each folder")
     if kind == "missing":
-        model = model_at(location)
-        what = (model.__doc__ if model is not None else field.description if field is not None else "") or ""
-        return Message("required. {what}", what=what.strip()) if what else Message("required.")
+        what = _describe_required(location)
+        return Message("required. {what}", what=what) if what else Message("required.")
     if kind in OUT_OF_BOUNDS and field is not None:
         return Message("must be {bounds}, got {given}", bounds=_in_words(field), given=given)
     if choices and kind not in ("list_type", "dict_type"):
@@ -154,6 +153,24 @@ def _describe(item: ErrorDetails, location: Location) -> Message:
         return Message("must be at most {limit} characters long, got {given}", limit=context["max_length"], given=given)
     # A code without a text of ours is a kind of mistake that no setting has today: pydantic's own words.
     return Message("expected {kind}, got {given}", kind=EXPECTED.get(kind, item["msg"]), given=given)
+
+
+def _describe_required(location: Location) -> Phrase:
+    """Return what a setting or a table is, by its declaration; "" if the declaration does not say."""
+    model, field = model_at(location), _field(location)
+    what = model.__doc__ if model is not None else field.description if field is not None else ""
+    return Phrase((what or "").strip())
+
+
+def list_required(model: type[Section] = Job, location: Location = ()) -> set[str]:
+    """Return the descriptions of all required settings and tables, which messages quote."""
+    texts: set[str] = set()
+    for name, field in model.model_fields.items():
+        place = (*location, name)
+        texts |= {_describe_required(place).template} if field.is_required() else set()
+        inner = model_at(place)
+        texts |= list_required(inner, place) if inner is not None else set()
+    return texts - {""}
 
 
 def real_location(location: Location, data: dict[str, Any]) -> Location:

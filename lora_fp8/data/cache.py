@@ -55,7 +55,7 @@ from .. import settings
 from ..common import system
 from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
-from ..errors import Message, RunFailure, UserError
+from ..errors import Message, RunFailure, UserError, reason
 from . import clips
 from .buckets import Placed, control_box, fit, fit_mask
 from .decoding import ImageError, open_image, open_mask, read_clip
@@ -527,7 +527,7 @@ class Cache:
                     "dataset.cache_dir = {path}: cannot be written ({reason}), and what has to be encoded goes "
                     "there; name another folder",
                     path=repr(str(self.root)),
-                    reason=error.strerror,
+                    reason=reason(error),
                 )
             ) from None
 
@@ -564,7 +564,7 @@ class Cache:
             promised = about["key"], about["sha256"]
             tensors = safetensors.torch.load(data)
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise BadEntry(f"{path} is damaged ({error})") from error
+            raise BadEntry(Message("{path} is damaged ({error})", path=path, error=error)) from error
         if promised != (key, _hash(tensors)):
             raise BadEntry(Message("{path} does not have the content that its header promises", path=path))
         _note_use(path)
@@ -618,7 +618,8 @@ class Cache:
 
     def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
         """Return the conditioning of a caption, without batch dimension. The tensors must not be changed in place."""
-        return dict(self._get("conds", self.caption_key(caption), f"caption {text_of(caption)!r}"))
+        name = Message("caption {text}", text=repr(text_of(caption)))
+        return dict(self._get("conds", self.caption_key(caption), name))
 
 
 def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:

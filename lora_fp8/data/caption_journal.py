@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import system
+from ..common.messages import add_translations, restore
 from ..common.writing import atomic_write, sync_folder
 from ..errors import Message, UserError, cannot_read
 from . import caption_text
@@ -405,11 +406,11 @@ class Journal:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = restore(json.loads(line))
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 
 
 def _dump(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+    return json.dumps(add_translations(line), ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.numbers import digits
 from ..errors import Message, UserError, UserErrors
 from . import caption_text
 
@@ -92,7 +93,7 @@ class ReplacePattern:
         try:
             done = subprocess.run(
                 [sys.executable, "-I", str(Path(__file__).with_name("pattern.py"))],
-                input=json.dumps([self.find, self.by, MAX_CAPTION, texts]).encode(),
+                input=json.dumps([self.find, self.by, texts]).encode(),
                 capture_output=True,
                 timeout=REGEX_SECONDS,
                 check=True,
@@ -108,7 +109,23 @@ class ReplacePattern:
             ) from None
         answer = json.loads(done.stdout)
         if isinstance(answer, str):
-            raise UserError(Message("the pattern {pattern}: {why}", pattern=repr(self.find), why=answer))
+            raise UserError(
+                Message(
+                    "the pattern {pattern}: {error}; it is Python's regular expressions that are meant",
+                    pattern=repr(self.find),
+                    error=answer,
+                )
+            )
+        longest = max(map(len, answer), default=0)
+        if longest > MAX_CAPTION:
+            raise UserError(
+                Message(
+                    "the pattern {pattern}: makes a caption of {longest} characters; at most {most}",
+                    pattern=repr(self.find),
+                    longest=digits(longest),
+                    most=digits(MAX_CAPTION),
+                )
+            )
         return answer
 
     def title(self) -> str:
@@ -434,4 +451,4 @@ def check(operations: Sequence[Operation]) -> None:
     if not operations:
         problems.append(Message("nothing to do is given"))
     if problems:
-        raise UserErrors(problems, "caption edit")
+        raise UserErrors(problems, Message("caption edit"))

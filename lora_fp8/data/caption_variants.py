@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .. import settings
-from ..errors import Message
+from ..errors import Message, first_few
 from . import keyed_seed, permutation
 from .caption_operations import split_tags
 from .caption_text import CHOICE, with_trigger
@@ -30,8 +30,10 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
         return []
     lost = [cut.num_lost for cut in truncated]
     limit = min(cut.limit for cut in truncated)
-    examples = "; ".join(f"{shorten(cut.lost)!r} of {shorten(cut.prompt, 40)!r}" for cut in truncated[:most])
-    more = f" and {len(lost) - most} more" if len(lost) > most else ""
+    examples = [
+        Message("{lost} of {caption}", lost=repr(shorten(cut.lost)), caption=repr(shorten(cut.prompt, 40)))
+        for cut in truncated
+    ]
     return [
         Message(
             "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
@@ -41,7 +43,7 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
             total=num_texts,
             limit=limit,
             most=max(lost),
-            what_lost=f"{examples}{more}",
+            what_lost=first_few(examples, most),
         )
     ]
 

@@ -36,8 +36,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
-from ..common.text import first_few
-from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read
+from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read, first_few, lacks_weights
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
@@ -207,7 +206,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
                 result.kept += 1  # somebody wrote a caption while the model was running
                 continue
             caption = caption_text.with_trigger(caption, settings.trigger)
-            edit = captions.assign(folder, {file: caption}, f"captions by {settings.model}")
+            edit = captions.assign(folder, {file: caption}, Message("captions by {model}", model=settings.model))
             result.problems += edit.problems
             if edit.changes:
                 captions.apply(folder, edit, group=settings.group, journal=journal)
@@ -402,16 +401,7 @@ def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
     model, loading_info = Model.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     learned = {name for name, _ in model.named_parameters()}  # not buffers, which each version computes anew
     if lost := sorted(learned.intersection(loading_info["missing_keys"])):
-        raise UserError(
-            Message(
-                "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another model's, or "
-                "not whole",
-                path=folder,
-                kind=type(model).__name__,
-                count=len(lost),
-                names=first_few(lost),
-            )
-        )
+        raise lacks_weights(folder, type(model).__name__, len(lost), first_few(lost))
     return model.eval()
 
 

@@ -34,7 +34,7 @@ from .. import settings
 from ..common import system
 from ..common.locks import try_lock
 from ..common.shell import quote_path
-from ..errors import Message, UserError, UserErrors, about
+from ..errors import Joined, Message, UserError, UserErrors, about, reason
 from . import caption_files, caption_text, image_files
 from .caption_files import find_target, read_bytes
 from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
@@ -139,7 +139,7 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
                 count=len(unknown) - 1,
             )
         )
-    edit = Edit("; ".join(operation.title() for operation in operations))
+    edit = Edit(Joined("; ", [operation.title() for operation in operations]))
     recodings = [operation.encoding for operation in operations if isinstance(operation, Recode)]
     creates = any(operation.creates for operation in operations)
     texts: dict[str, _Text] = {}
@@ -278,7 +278,7 @@ def apply(
         if journal.open:
             _take_back(folder, journal, journal.open)
         changes = _with_real_names(folder, edit.changes)
-        files = _look(folder, changes, "before", "since the preview; look at it again")
+        files = _look(folder, changes, "before", Message("since the preview; look at it again"))
         number = journal.last + 1
         line: dict[str, Any] = {"edit": number, "open": True, "t": round(time.time(), 3), "title": edit.title}
         line |= {"files": len(changes)}
@@ -548,7 +548,7 @@ def _carry_out(
                 Message(
                     "{path}: cannot be written ({why}), and captions are not changed without it",
                     path=journal.path,
-                    why=error.strerror,
+                    why=reason(error),
                 )
             ) from None
     opposite = {"after": "undo", "before": "redo"}[journal.open.side] if journal.open else "repair"
@@ -564,7 +564,7 @@ def _carry_out(
             journal.cancel()
         if not isinstance(error, OSError):
             raise
-        where, why = error.filename or journal.folder, error.strerror
+        where, why = error.filename or journal.folder, reason(error)
         if stuck:
             raise UserError(
                 Message(
@@ -627,7 +627,7 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
     with _editing(folder, sweeping=False) as journal:
         if begun := journal.open or _find_unended(folder, journal):
             number = begun.numbers[0]
-            repair.title = journal.records[number].title or f"edit {number}"
+            repair.title = journal.records[number].title or Message("edit {number}", number=number)
             half, repair.others = _find_half_done(folder, journal, begun)
             repair.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
             if not dry_run and journal.open:
@@ -732,7 +732,7 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         descriptor = _open_to_lock(folder)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be opened ({why})", path=folder, why=error.strerror)) from None
+        raise UserError(Message("{path}: cannot be opened ({why})", path=folder, why=reason(error))) from None
     try:
         deadline = time.monotonic() + 10
         while not try_lock(descriptor):

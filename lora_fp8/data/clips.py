@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 from ..common.reading import open_regular
-from ..errors import Message
+from ..errors import Message, reason
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm")
 """Extensions of video files. Animations (GIF, WebP, PNG) are image files, which `images` reads."""
@@ -311,7 +311,7 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
                     raise ClipError(Message("is damaged; save it again"))
                 yield frame
     except (av.error.FFmpegError, OSError) as error:
-        raise ClipError(Message("cannot be decoded: {why}", why=getattr(error, "strerror", None) or error)) from error
+        raise ClipError(Message("cannot be decoded: {why}", why=reason(error))) from error
 
 
 def _can_begin_anywhere(container: Any, stream: Any) -> bool:

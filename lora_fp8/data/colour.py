@@ -13,6 +13,8 @@ import io
 import numpy as np
 from PIL import Image, ImageCms
 
+from ..errors import Message
+
 MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",), "Lab": ("LAB",)}
 """Colour space of a profile -> image modes that it can belong to."""
 
@@ -40,10 +42,10 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile or b""))
     except OSError:
-        raise ProfileError("damaged") from None
+        raise ProfileError(Message("damaged")) from None
     space = source.profile.xcolor_space.strip()
     if image.mode not in MODES.get(space, ()):
-        raise ProfileError(f"for {space} pixels, not {image.mode}")
+        raise ProfileError(Message("for {space} pixels, not {mode}", space=space, mode=image.mode))
     if space == "Lab":  # Lab values are colours already
         return image.convert("RGB"), False
     if space == "RGB":

@@ -36,7 +36,7 @@ from PIL import Image, ImageChops, ImageOps
 
 from .. import settings
 from ..common.reading import open_regular, rest_of
-from ..errors import Message
+from ..errors import Message, reason
 from . import clips
 from .colour import ProfileError, to_srgb
 
@@ -168,7 +168,7 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None = None)
                 file.seek(0)
                 return _look_at_image(rest_of(file, MOST_IMAGE), section, measure)
     except OSError as error:
-        return Looked(Message("cannot be read: {why}", why=error.strerror))
+        return Looked(Message("cannot be read: {why}", why=reason(error)))
 
 
 def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None) -> Looked:
@@ -207,7 +207,7 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
             timeline, first = clips.look(path, section.max_pixels)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return Looked(Message("cannot be read: {why}", why=error.strerror))
+        return Looked(Message("cannot be read: {why}", why=reason(error)))
     except clips.TooLarge as error:
         return Looked(clips.too_large(*error.size, section.max_pixels))
     except clips.ClipError as error:

@@ -11,159 +11,191 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Message
+from ..errors import Message, Template
 from .examples import ScanReport
 
+CAPTION_IT = Message("write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'")
 KINDS = {
     # kind: (level, what it is, what to do)
-    "folder": ("warning", "{detail}", "look at the folder"),
+    "folder": ("warning", Template("{detail}"), Message("look at the folder")),
     "mask": (
         "warning",
-        "{detail}",
-        "draw a mask for each picture, white where it is trained, of the picture's shape; see dataset.folders, mask",
+        Template("{detail}"),
+        Message(
+            "draw a mask for each picture, white where it is trained, of the picture's shape; see dataset.folders, mask"
+        ),
     ),
     "mask_outside": (
         "warning",
-        "its mask is white only where the crop cuts it off",
-        "crop the picture and its mask yourself, or raise dataset.max_aspect",
+        Template("its mask is white only where the crop cuts it off"),
+        Message("crop the picture and its mask yourself, or raise dataset.max_aspect"),
     ),
-    "unreadable": ("problem", "cannot be used: {detail}", "save the picture again, or take it out"),
+    "unreadable": ("problem", Template("cannot be used: {detail}"), Message("save the picture again, or take it out")),
     "caption_encoding": (
         "problem",
-        "caption {detail}",
-        "save it as UTF-8; `lora-fp8 dataset edit FOLDER --recode gb18030` does it for all in that encoding",
+        Template("caption {detail}"),
+        Message("save it as UTF-8; `lora-fp8 dataset edit FOLDER --recode gb18030` does it for all in that encoding"),
     ),
     "caption_missing": (
         "problem",
-        "no caption ({detail})",
-        "write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'",
+        Template("no caption ({detail})"),
+        CAPTION_IT,
     ),
     "caption_empty": (
         "problem",
-        "the caption {detail} is empty",
-        "write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'",
+        Template("the caption {detail} is empty"),
+        CAPTION_IT,
     ),
     "caption_damaged": (
         "problem",
-        "the caption {detail} was damaged, as by a crash",
-        "run `lora-fp8 dataset repair FOLDER`, which restores it from the journal of caption edits",
+        Template("the caption {detail} was damaged, as by a crash"),
+        Message("run `lora-fp8 dataset repair FOLDER`, which restores it from the journal of caption edits"),
     ),
     "caption_half_done": (
         "warning",
-        "{detail}",
-        "a crash or a full disk left this edit half done; `lora-fp8 dataset repair FOLDER` takes it back",
+        Template("{detail}"),
+        Message("a crash or a full disk left this edit half done; `lora-fp8 dataset repair FOLDER` takes it back"),
     ),
     "caption_leftover": (
         "note",
-        "{detail}",
-        "temporary files of a caption edit that was killed; `lora-fp8 dataset repair FOLDER` deletes them",
+        Template("{detail}"),
+        Message("temporary files of a caption edit that was killed; `lora-fp8 dataset repair FOLDER` deletes them"),
     ),
-    "clip_refused": ("problem", "a video of {detail}, and this model is trained on pictures", "take it out"),
+    "clip_refused": (
+        "problem",
+        Template("a video of {detail}, and this model is trained on pictures"),
+        Message("take it out"),
+    ),
     "clip_unset": (
         "problem",
-        "a video of {detail}, and dataset.frames is empty",
-        "set dataset.frames to the lengths that clips are to be trained at, or take it out",
+        Template("a video of {detail}, and dataset.frames is empty"),
+        Message("set dataset.frames to the lengths that clips are to be trained at, or take it out"),
     ),
     "clip_short": (
         "problem",
-        "{detail}, fewer than the least of dataset.frames",
-        "add a smaller length, or take it out",
+        Template("{detail}, fewer than the least of dataset.frames"),
+        Message("add a smaller length, or take it out"),
     ),
     "clip_shorter": (
         "note",
-        "{detail}: too short for the longest of dataset.frames, trained at a shorter length",
-        "find a longer one if it is the movement that matters",
+        Template("{detail}: too short for the longest of dataset.frames, trained at a shorter length"),
+        Message("find a longer one if it is the movement that matters"),
     ),
     "clip_slower": (
         "note",
-        "{detail} by dataset.fps, so that some are shown twice",
-        "nothing, or lower dataset.fps",
+        Template("{detail} by dataset.fps, so that some are shown twice"),
+        Message("nothing, or lower dataset.fps"),
     ),
-    "duplicate": ("warning", "the same file as {detail}", "take one out, or raise repeats if it should count more"),
+    "duplicate": (
+        "warning",
+        Template("the same file as {detail}"),
+        Message("take one out, or raise repeats if it should count more"),
+    ),
     "near_duplicate": (
         "warning",
-        "looks like {detail}",
-        "look at both; keep the better one, as what is seen twice is learned twice",
+        Template("looks like {detail}"),
+        Message("look at both; keep the better one, as what is seen twice is learned twice"),
     ),
     "tiny": (
         "warning",
-        "{detail}: less than a quarter of the training's pixels",
-        "find a larger one, or take it out; enlarged, it teaches blur",
+        Template("{detail}: less than a quarter of the training's pixels"),
+        Message("find a larger one, or take it out; enlarged, it teaches blur"),
     ),
     "small": (
         "note",
-        "{detail}: fewer pixels than the training",
-        "it is enlarged; set dataset.upscale = false to train it at its own size",
+        Template("{detail}: fewer pixels than the training"),
+        Message("it is enlarged; set dataset.upscale = false to train it at its own size"),
     ),
-    "cut": ("warning", "the crop leaves out {detail}", "crop it yourself, or raise dataset.max_aspect"),
+    "cut": (
+        "warning",
+        Template("the crop leaves out {detail}"),
+        Message("crop it yourself, or raise dataset.max_aspect"),
+    ),
     "little_detail": (
         "note",
-        "little fine detail ({detail}, a guess from edges): blurred, out of focus, or simply smooth",
-        "look at it at full size",
+        Template("little fine detail ({detail}, a guess from edges): blurred, out of focus, or simply smooth"),
+        Message("look at it at full size"),
     ),
-    "animated": ("note", "{detail} frames or pages, of which the first is used", "save the one that you mean"),
-    "transparent": ("note", "transparent", "it is laid on dataset.background; choose a colour that fits"),
-    "cmyk": (
+    "animated": (
         "note",
-        Message("made for {name}", name="print (CMYK)"),
-        "colours are converted to sRGB; look at the result",
+        Template("{detail} frames or pages, of which the first is used"),
+        Message("save the one that you mean"),
     ),
-    "turned": ("note", "stored turned (EXIF orientation {detail})", "nothing: it is trained upright"),
+    "transparent": (
+        "note",
+        Template("transparent"),
+        Message("it is laid on dataset.background; choose a colour that fits"),
+    ),
+    "cmyk": ("note", Template("made for print (CMYK)"), Message("colours are converted to sRGB; look at the result")),
+    "turned": (
+        "note",
+        Template("stored turned (EXIF orientation {detail})"),
+        Message("nothing: it is trained upright"),
+    ),
     "profile": (
         "warning",
-        "colour profile that cannot be used ({detail})",
-        "it is read as sRGB; save it again as sRGB if the colours are off",
+        Template("colour profile that cannot be used ({detail})"),
+        Message("it is read as sRGB; save it again as sRGB if the colours are off"),
     ),
-    "extension": ("note", "is a {detail}, whatever its name says", "nothing: it is read all the same"),
+    "extension": (
+        "note",
+        Template("is a {detail}, whatever its name says"),
+        Message("nothing: it is read all the same"),
+    ),
     "caption_repeated": (
         "note",
-        "the caption is that of {detail} other pictures",
-        "say what differs, or accept that nothing of it can be asked for by words",
+        Template("the caption is that of {detail} other pictures"),
+        Message("say what differs, or accept that nothing of it can be asked for by words"),
     ),
     "caption_long": (
         "warning",
-        "about {detail} tokens, and the text encoder reads 75 (a rough count)",
-        "shorten it, or put what matters first; `lora-fp8 check CONFIG` counts exactly",
+        Template("about {detail} tokens, and the text encoder reads 75 (a rough count)"),
+        Message("shorten it, or put what matters first; `lora-fp8 check CONFIG` counts exactly"),
     ),
     "trigger_missing": (
         "note",
-        "the caption lacks the trigger word {detail}",
-        "training puts it in front; `lora-fp8 dataset edit FOLDER --trigger WORD` writes it into the file",
+        Template("the caption lacks the trigger word {detail}"),
+        Message("training puts it in front; `lora-fp8 dataset edit FOLDER --trigger WORD` writes it into the file"),
     ),
     "choice_unused": (
         "note",
-        "the caption has the choice {detail}, and dataset.wildcards is off",
-        "set dataset.wildcards = true to have one of its words drawn each time; else it is trained as it is written",
+        Template("the caption has the choice {detail}, and dataset.wildcards is off"),
+        Message(
+            "set dataset.wildcards = true to have one of its words drawn each time; else it is trained as it is written"
+        ),
     ),
     "sentences_shuffled": (
         "warning",
-        "the caption looks like sentences, and is shuffled at its commas: {detail}",
-        "set dataset.shuffle_tags = false and dataset.tag_dropout = 0",
+        Template("the caption looks like sentences, and is shuffled at its commas: {detail}"),
+        Message("set dataset.shuffle_tags = false and dataset.tag_dropout = 0"),
     ),
     "sentences_cut": (
         "warning",
-        "the caption looks like sentences, and loses parts at its commas: {detail}",
-        "set dataset.tag_dropout = 0",
+        Template("the caption looks like sentences, and loses parts at its commas: {detail}"),
+        Message("set dataset.tag_dropout = 0"),
     ),
     "uneven": (
         "warning",
-        "{detail}",
-        "set repeats so that every folder is seen about as often as it should count",
+        Template("{detail}"),
+        Message("set repeats so that every folder is seen about as often as it should count"),
     ),
     "kohya_folder": (
         "note",
-        "named as kohya's trainers have it, where {detail} would be its repeats",
-        "here repeats are set in the config: dataset.folders, repeats",
+        Template("named as kohya's trainers have it, where {detail} would be its repeats"),
+        Message("here repeats are set in the config: dataset.folders, repeats"),
     ),
     "lonely_bucket": (
         "note",
-        "the only picture of bucket {detail}",
-        "with a batch size above 1 it makes a batch of its own; crop it to the shape of others if that matters",
+        Template("the only picture of bucket {detail}"),
+        Message(
+            "with a batch size above 1 it makes a batch of its own; crop it to the shape of others if that matters"
+        ),
     ),
 }
 """All kinds of findings. The web page has its own texts for them, in each of its languages."""
 
-LEVELS = ("problem", "warning", "note")
+LEVELS = {"problem": Message("problem"), "warning": Message("warning"), "note": Message("note")}
+"""The words for levels, most severe first."""
 
 
 @dataclass
@@ -181,14 +213,18 @@ class Finding:
 
     def what(self, detail: str) -> str:
         """Return the sentence for a file, completed with its detail."""
-        return KINDS[self.kind][1].format(detail=detail)
+        return KINDS[self.kind][1](detail=detail)
 
     def lines(self, most: int = 8) -> list[str]:
         """Return lines for people, with at most `most` files."""
-        lines = [f"  {file}: {self.what(detail)}" if file else f"  {detail}" for file, detail in self.files[:most]]
+        lines: list[str] = [
+            Message("  {path}: {line}", path=file, line=self.what(detail)) if file else Message("  {line}", line=detail)
+            for file, detail in self.files[:most]
+        ]
         more = len(self.files) - most
-        lines += [f"  and {more} more"] if more > 0 else []
-        return [f"{self.level}, {len(self.files)}:", *lines, f"  -> {KINDS[self.kind][2]}"]
+        lines += [Message("  and {count} more", count=more)] if more > 0 else []
+        heading = Message("{level}, {count}:", level=LEVELS[self.level], count=len(self.files))
+        return [heading, *lines, Message("  -> {line}", line=KINDS[self.kind][2])]
 
 
 @dataclass
@@ -236,29 +272,62 @@ class Diagnosis:
     def lines(self) -> list[str]:
         """Return the report for people."""
         counts = self.counts
-        lines = [
-            f"{counts['pictures']} pictures, {counts['shown']} per epoch with repeats; {counts['captions']} captions, "
-            f"{counts['different_captions']} different, {counts['shortest_words']} to {counts['longest_words']} words"
+        lines: list[str] = [
+            Message(
+                "{pictures} pictures, {shown} per epoch with repeats; {captions} captions, {different} different, "
+                "{shortest} to {longest} words",
+                pictures=counts["pictures"],
+                shown=counts["shown"],
+                captions=counts["captions"],
+                different=counts["different_captions"],
+                shortest=counts["shortest_words"],
+                longest=counts["longest_words"],
+            )
         ]
         if counts["clips"]:
-            lines.append(f"{counts['clips']} of them clips, of which {counts['pieces']} pieces are cut")
+            lines.append(
+                Message(
+                    "{count} of them clips, of which {pieces} pieces are cut",
+                    count=counts["clips"],
+                    pieces=counts["pieces"],
+                )
+            )
         if counts["masked"]:
-            lines.append(f"{counts['masked']} with a mask")
+            lines.append(Message("{count} with a mask", count=counts["masked"]))
         if self.pictures:
-            sizes, shapes = _sizes(self.pictures), _shapes(self.pictures)
-            lines.append(f"sizes {sizes['smallest']} to {sizes['largest']}, median {sizes['median_megapixels']:.2f} MP")
-            lines.append("shapes " + ", ".join(f"{shape}: {count}" for shape, count in shapes.items()))
-            lines.append(f"buckets at {self.resolution} in steps of {self.step}:")
-            lines += [
-                f"  {bucket['size']}: {bucket['count']} {'clips' if bucket['size'].count('x') > 1 else 'pictures'}, "
-                f"crops leave out {bucket['cut']:.0%} on average, at most {bucket['most_cut']:.0%}"
-                + (f", {bucket['enlarged']} enlarged" if bucket["enlarged"] else "")
-                for bucket in self.buckets
-            ]
+            lines += self._describe_sizes()
         if self.tags:
-            lines.append("tags " + ", ".join(f"{tag}: {count}" for tag, count in self.tags.most_common(20)))
+            lines.append(Message("tags {counts}", counts=_join_counts(dict(self.tags.most_common(20)))))
         for finding in self.findings:
             lines += finding.lines()
+        return lines
+
+    def _describe_sizes(self) -> list[str]:
+        """Return the lines about sizes, shapes and buckets."""
+        sizes = _sizes(self.pictures)
+        lines: list[str] = [
+            Message(
+                "sizes {smallest} to {largest}, median {median} MP",
+                smallest=sizes["smallest"],
+                largest=sizes["largest"],
+                median=f"{sizes['median_megapixels']:.2f}",
+            ),
+            Message("shapes {counts}", counts=_join_counts(_shapes(self.pictures))),
+            Message("buckets at {resolution} in steps of {step}:", resolution=self.resolution, step=self.step),
+        ]
+        for bucket in self.buckets:
+            template = Template("  {size}: {count} pictures, crops leave out {mean} on average, at most {most}")
+            if bucket["size"].count("x") > 1:
+                template = Template("  {size}: {count} clips, crops leave out {mean} on average, at most {most}")
+            line = template(
+                size=bucket["size"],
+                count=bucket["count"],
+                mean=f"{bucket['cut']:.0%}",
+                most=f"{bucket['most_cut']:.0%}",
+            )
+            if bucket["enlarged"]:
+                line = Message("{line}, {count} enlarged", line=line, count=bucket["enlarged"])
+            lines.append(line)
         return lines
 
 
@@ -282,7 +351,8 @@ class Findings:
     def in_order(self) -> list[Finding]:
         """Return the findings, most severe first, then in the order of `KINDS`."""
         order = list(KINDS)
-        keys = sorted(self._files, key=lambda key: (LEVELS.index(key[0]), order.index(key[1])))
+        levels = list(LEVELS)
+        keys = sorted(self._files, key=lambda key: (levels.index(key[0]), order.index(key[1])))
         return [Finding(kind, level, self._files[level, kind]) for level, kind in keys]
 
 
@@ -296,6 +366,10 @@ def _sizes(pictures: list[dict[str, Any]]) -> dict[str, Any]:
         "largest": f"{ordered[-1]['width']} x {ordered[-1]['height']}",
         "median_megapixels": round(float(np.median(areas)) / 1e6, 3),
     }
+
+
+def _join_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in counts.items())
 
 
 SHAPES = (("2:1", 2), ("16:9", 16 / 9), ("3:2", 1.5), ("4:3", 4 / 3), ("5:4", 1.25), ("1:1", 1))

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from .. import settings
-from ..errors import Message, UserError
+from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
 from .diagnosis import Diagnosis, Findings
@@ -338,10 +338,10 @@ def _look_at_captions(
         try:
             text = caption_text.read_caption(caption_path)
         except OSError as error:
-            findings.add("caption_encoding", name, f"cannot be read: {error.strerror}")
+            findings.add("caption_encoding", name, Message("cannot be read: {why}", why=reason(error)))
             continue
         except ValueError as error:
-            findings.add("caption_encoding", name, f"{caption_path.name} {error}")
+            findings.add("caption_encoding", name, about(caption_path.name, error))
             continue
         if not text:
             findings.add("caption_empty", name, caption_path.name, level=level)
@@ -467,6 +467,6 @@ def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[
                 kohya[part] = match[1]
     if len(seen) > 1 and max(seen.values()) >= 4 * min(seen.values()):
         shares = ", ".join(f"{name}: {count}" for name, count in seen.most_common(8))
-        findings.add("uneven", "", f"pictures shown per epoch differ fourfold or more: {shares}")
+        findings.add("uneven", "", Message("pictures shown per epoch differ fourfold or more: {shares}", shares=shares))
     for part, repeats in kohya.items():
         findings.add("kohya_folder", part, repeats)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import settings
 from ..common.text import is_utf8
-from ..errors import Message, Template, about
+from ..errors import Joined, Message, Template, about, missing_folder, reason
 from . import clips
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS
@@ -21,7 +21,7 @@ OTHER_IMAGES = {
     **dict.fromkeys((".heic", ".heif", ".hif"), "HEIC"),
     ".jxl": "JPEG XL",
     **dict.fromkeys((".jp2", ".j2k", ".jpf", ".jpx"), "JPEG 2000"),
-    **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"), "camera raw"),
+    **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"), Message("camera raw")),
     **dict.fromkeys((".psd", ".psb"), "Photoshop"),
     **dict.fromkeys((".tga", ".exr", ".svg"), ""),
 }
@@ -156,7 +156,7 @@ def list_folder(
     taken = videos or (section.frames and clips.can_read_videos())
     root = Path(os.path.expanduser(section.folders[index].path))
     if not root.exists():
-        report.problems.append(Message("folder {path} does not exist (looked in {where})", path=root, where=Path.cwd()))
+        report.problems.append(str(missing_folder(root)))
         return []
     if not root.is_dir():
         report.problems.append(Message("folder {path} is a file, not a folder", path=root))
@@ -168,7 +168,7 @@ def list_folder(
             listing.add(folder, names, report)
     except OSError as error:
         report.problems.append(
-            Message("folder {path} cannot be read: {why}", path=as_text(error.filename), why=error.strerror)
+            Message("folder {path} cannot be read: {why}", path=as_text(error.filename), why=reason(error))
         )
     if left_out := listing.labels:
         report.warnings.append(
@@ -197,7 +197,7 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         report.problems.append(problem(path=root, count=len(left), names=list_names(sorted(left))))
         others = [name for name in others if name not in left]
     elif not images and not unreadable:
-        what = f"only {list_names(sorted(others))}" if others else "no image files"
+        what = Message("only {names}", names=list_names(sorted(others))) if others else Message("no image files")
         accepted = " ".join(listing.accepted)
         report.problems.append(
             Message(
@@ -262,7 +262,7 @@ def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> li
         names = sorted(name for name, suffix in suffixes.items() if suffix in known)
         if names:
             kinds = sorted({known[suffixes[name]] or suffixes[name] for name in names})
-            kind = ", ".join(kinds[:-1]) + (" and " if kinds[1:] else "") + kinds[-1]
+            kind = Joined(" and ", [Joined(", ", kinds[:-1]), kinds[-1]]) if kinds[1:] else kinds[0]
             count = there + len(names)
             problems.append(template(folder=root, number=len(names), count=count, kind=kind, files=list_names(names)))
     return problems
@@ -308,7 +308,7 @@ def list_beside(
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
         report.problems.append(
-            about(kind(path=as_text(error.filename)), Message("cannot be read: {why}", why=error.strerror))
+            about(kind(path=as_text(error.filename)), Message("cannot be read: {why}", why=reason(error)))
         )
         return None
     return files

@@ -30,8 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
-from ..common.text import first_few
-from ..errors import Message, about
+from ..errors import Joined, Message, Template, about, first_few, reason
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
@@ -171,9 +170,13 @@ def _pieces(
         )
         return []
     if len(pieces[0]) < max(section.frames):
-        notes["shorter"].append(f"{path} ({len(pieces[0])} of {len(numbers)})")
+        notes["shorter"].append(
+            Message("{path} ({count} of {total})", path=path, count=len(pieces[0]), total=len(numbers))
+        )
     if len(set(numbers)) < len(numbers):
-        notes["slower"].append(f"{path} ({len(timeline.starts)} for {len(numbers)})")
+        notes["slower"].append(
+            Message("{path} ({count} for {total})", path=path, count=len(timeline.starts), total=len(numbers))
+        )
     report.counts["clips"] += 1
     report.counts["clip_frames"] += len(numbers)
     return pieces
@@ -204,7 +207,7 @@ def _note_oddities(path: Path, look: Looked, controls: Sequence[Control], notes:
     if look.format and look.format != EXTENSIONS[path.suffix.lower()]:
         notes["extension"].append(f"{path} ({look.format})")
     if look.profile_problem:
-        notes["profile"].append(f"{path} ({look.profile_problem})")
+        notes["profile"].append(Message("{path} ({line})", path=path, line=look.profile_problem))
     if look.frames > 1 and look.timeline is None:
         notes["animated"].append(f"{path} ({look.frames})")
     for control in controls:
@@ -233,7 +236,7 @@ def _caption(
         try:
             text = read_caption(caption_path)
         except OSError as error:
-            report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=error.strerror))
+            report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=reason(error)))
             return None
         except ValueError as error:
             report.problems.append(about(caption_path, error))
@@ -242,7 +245,9 @@ def _caption(
         caption = with_trigger(text, trigger)
         report.counts["triggered"] += caption != text
         return caption
-    what = f"an empty caption ({caption_path.name})" if caption_path else f"no caption ({path.stem}.txt)"
+    what = Message("no caption ({file})", file=f"{path.stem}.txt")
+    if caption_path:
+        what = Message("an empty caption ({file})", file=caption_path.name)
     if section.missing_caption == "skip":
         report.counts["skipped"] += 1
         return None
@@ -286,25 +291,44 @@ def describe(report: ScanReport) -> list[str]:
     """Return lines of figures about a scan, for people to read; warnings and problems are not among them."""
     counts, examples = report.counts, report.examples
     per_epoch = sum(example.repeats for example in examples)
-    lines = [f"{len(examples)} images, {per_epoch} per epoch with repeats"]
+    lines: list[str] = [
+        Message("{count} images, {per_epoch} per epoch with repeats", count=len(examples), per_epoch=per_epoch)
+    ]
     if examples:
         small = min(examples, key=lambda example: example.width * example.height)
         large = max(examples, key=lambda example: example.width * example.height)
-        lines.append(f"sizes from {small.width} x {small.height} to {large.width} x {large.height}")
-        lines.append(f"{len({example.caption for example in examples})} different captions")
-    if counts["converted"]:
-        lines.append(f"{counts['converted']} images converted from their colour profile to sRGB")
-    if counts["controls"]:
-        lines.append(f"{counts['controls']} control pictures")
-    if counts["masked"]:
-        lines.append(f"{counts['masked']} images with a mask")
-    if counts["clips"]:
-        lengths = Counter(len(example.frames) for example in examples if example.frames)
-        cut = ", ".join(f"{number} of {length} frames" for length, number in sorted(lengths.items()))
-        used = sum(length * number for length, number in lengths.items())
-        lines.append(f"{counts['clips']} clips: {cut}, {used} of {counts['clip_frames']} frames at dataset.fps")
-    if counts["triggered"]:
-        lines.append(f"{counts['triggered']} captions had the trigger word put in front")
-    if counts["no_caption"]:
-        lines.append(f"{counts['no_caption']} images without a caption have the trigger word as theirs")
+        smallest, largest = f"{small.width} x {small.height}", f"{large.width} x {large.height}"
+        lines.append(Message("sizes from {smallest} to {largest}", smallest=smallest, largest=largest))
+        different = len({example.caption for example in examples})
+        lines.append(Message("{count} different captions", count=different))
+    for name, template in COUNTED.items():
+        if name == "clips" and counts["clips"]:
+            lengths = Counter(len(example.frames) for example in examples if example.frames)
+            lines.append(
+                template(
+                    count=counts["clips"],
+                    lines=Joined(
+                        ", ",
+                        [
+                            Message("{number} of {length} frames", number=number, length=length)
+                            for length, number in sorted(lengths.items())
+                        ],
+                    ),
+                    used=sum(length * number for length, number in lengths.items()),
+                    frames=counts["clip_frames"],
+                )
+            )
+        elif counts[name]:
+            lines.append(template(count=counts[name]))
     return lines
+
+
+COUNTED = {
+    "converted": Template("{count} images converted from their colour profile to sRGB"),
+    "controls": Template("{count} control pictures"),
+    "masked": Template("{count} images with a mask"),
+    "clips": Template("{count} clips: {lines}, {used} of {frames} frames at dataset.fps"),
+    "triggered": Template("{count} captions had the trigger word put in front"),
+    "no_caption": Template("{count} images without a caption have the trigger word as theirs"),
+}
+"""Counts of a scan that are reported where they are not 0."""

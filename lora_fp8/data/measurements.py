@@ -13,11 +13,12 @@ import numpy as np
 from PIL import Image
 
 from .. import settings
+from ..common.messages import add_translations, restore
 from ..common.writing import atomic_write
 from ..errors import cannot_write
 from . import decoding
 
-FACTS_VERSION = 4
+FACTS_VERSION = 5
 """Increase it when `measure_pixels` or `decoding.light_of` changes: facts of other versions are measured again."""
 
 
@@ -143,7 +144,7 @@ class Memory:
             entry = known.get(str(path))
             if entry is not None and entry[0] == stamp:
                 with contextlib.suppress(TypeError):
-                    facts[index] = _recalled(entry[1])
+                    facts[index] = _recalled(restore(entry[1]))
         missing = [index for index in range(len(paths)) if index not in facts]
         done = len(facts)
         looks = decoding.look_all([paths[i] for i in missing], self.section, measure)
@@ -153,7 +154,9 @@ class Memory:
             if progress is not None:
                 progress(done, len(paths))
         if missing:
-            self.kept[kind] = {str(path): [stamps[i], asdict(facts[i])] for i, path in enumerate(paths)}
+            self.kept[kind] = {
+                str(path): [stamps[i], add_translations(asdict(facts[i]))] for i, path in enumerate(paths)
+            }
             self._save()
         return [facts[index] for index in range(len(paths))]
 

@@ -1,7 +1,7 @@
 """Replace a regular expression in texts, as a separate program that can be killed if the expression never ends.
 
-`captions.ReplacePattern` runs it. It reads [pattern, replacement, maximum characters of a result, texts] as JSON from
-stdin, and writes JSON to stdout: the list of results, or a string that says what is wrong.
+`caption_operations.ReplacePattern` runs it. It reads [pattern, replacement, texts] as JSON from stdin, and writes JSON
+to stdout: the list of results, or a string with the error of Python's regular expressions.
 """
 
 import json
@@ -11,16 +11,12 @@ import sys
 
 def main() -> None:
     """Replace the pattern in all texts of the request, and write the answer."""
-    find, by, most, texts = json.load(sys.stdin.buffer)
+    find, by, texts = json.load(sys.stdin.buffer)
     try:
         pattern = re.compile(find)
         answer: list[str] | str = [pattern.sub(by, text) for text in texts]
     except (re.error, IndexError) as error:
-        answer = f"{error}; it is Python's regular expressions that are meant"
-    else:
-        longest = max(map(len, answer), default=0)
-        if longest > most:
-            answer = f"makes a caption of {longest:,} characters; at most {most:,}"
+        answer = str(error)
     sys.stdout.write(json.dumps(answer))
 
 

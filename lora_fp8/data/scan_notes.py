@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import Template
+from ..errors import Message, Template, first_few
 
 _NOTES = {
     "shorter": Template(
@@ -42,9 +42,9 @@ def as_text(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def list_names(names: list[str], most: int = 8) -> str:
+def list_names(names: list[str], most: int = 8) -> Message:
     """Join the names with commas; of more than `most` names, list the first ones and count the rest."""
-    return ", ".join(map(as_text, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return first_few([name.map(as_text) if isinstance(name, Message) else as_text(name) for name in names], most)
 
 
 def to_warnings(notes: dict[str, list[str]]) -> list[str]:

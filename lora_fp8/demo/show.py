@@ -64,14 +64,29 @@ class DemoResult:
         """Return the report for people."""
         return [
             "",
-            f"the new concept, '{pictures.TRIGGER}', in {NUM_CONCEPT} pictures: {self.concept_before:.0%} before, "
-            f"{self.concept_after:.0%} with the LoRA",
-            f"plain prompts obeyed, of {NUM_PLAIN}: {self.plain_before:.0%} before, "
-            f"{self.plain_after:.0%} with the LoRA",
-            f"time: {self.seconds['job']:.0f} s for the job, {self.seconds['all']:.0f} s with these measurements",
-            f"contact sheet: {self.sheet}",
+            Message(
+                "the new concept, {trigger}, in {count} pictures: {before} before, {after} with the LoRA",
+                trigger=repr(pictures.TRIGGER),
+                count=NUM_CONCEPT,
+                before=f"{self.concept_before:.0%}",
+                after=f"{self.concept_after:.0%}",
+            ),
+            Message(
+                "plain prompts obeyed, of {count}: {before} before, {after} with the LoRA",
+                count=NUM_PLAIN,
+                before=f"{self.plain_before:.0%}",
+                after=f"{self.plain_after:.0%}",
+            ),
+            Message(
+                "time: {job} s for the job, {all} s with these measurements",
+                job=f"{self.seconds['job']:.0f}",
+                all=f"{self.seconds['all']:.0f}",
+            ),
+            Message("contact sheet: {path}", path=self.sheet),
             *(f"LoRA: {path}" for path in self.files),
-            "" if self.ok else "The LoRA misses what the demo asks for; the run folder has everything to see why.",
+            ""
+            if self.ok
+            else Message("The LoRA misses what the demo asks for; the run folder has everything to see why."),
         ]
 
 

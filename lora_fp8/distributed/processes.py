@@ -221,7 +221,9 @@ def _others() -> Iterator[None]:
         yield
     except RuntimeError as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Elsewhere(f"another process of this job has gone; its own words stand above ({why})") from error
+        raise Elsewhere(
+            Message("another process of this job exited; see its message above ({why})", why=why)
+        ) from error
 
 
 def _words(error: Exception) -> str:

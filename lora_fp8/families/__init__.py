@@ -26,8 +26,10 @@ def describe(header: Header) -> tuple[str, str]:
         name = max(fitting, key=lambda name: count_marks(get(name).single_file))
         return get(name).title, name
     if any(k.startswith(("down_blocks.0.", "transformer_blocks.0.")) for k in header):
-        place = "unet/ or transformer/ of a diffusers folder, as diffusion_pytorch_model.safetensors"
-        return Message("a denoiser in diffusers' naming (it belongs into {place})", place=place), ""
+        return Message(
+            "a denoiser in diffusers' naming (it belongs into unet/ or transformer/ of a diffusers folder, as "
+            "diffusion_pytorch_model.safetensors)"
+        ), ""
     return "", ""
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import settings
-from ..common.text import first_few
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, Template, UserError, UserErrors, first_few
 from . import UNKNOWN, _components, _files, _part_files, available, describe, get
 from ._files import Header
 
@@ -45,7 +44,9 @@ def check_architecture(family: ModelFamily) -> None:
             family.checkpoint and relative and class_name == relative.pipeline_class
         ):
             other = _family_of(family, class_name)
-            what = f"{other.title} ({class_name})" if other else Message("made for {name}", name=class_name)
+            what = Message("made for {name}", name=class_name)
+            if other:
+                what = Message("{title} ({name})", title=other.title, name=class_name)
             raise UserError(_other_architecture(family, str(family.folder), what, other))
     elif not family.checkpoint:
         raise UserError(
@@ -54,10 +55,11 @@ def check_architecture(family: ModelFamily) -> None:
     foreign = _foreign_mark(type(family), family.folder)
     if foreign:
         other = _family_of(family, family.pipeline_class)
-        advice = f"; set model.family = {other.name!r} for {other.title}" if other else ""
-        raise UserError(
-            Message("{path} is not {title}: {line}", path=family.folder, title=family.title, line=f"{foreign}{advice}")
-        )
+        template = Template("{path} is not {title}: {line}")
+        if other:
+            template = Template("{path} is not {title}: {line}; set model.family = {name} for {other}")
+        values = {"name": repr(other.name), "other": other.title} if other else {}
+        raise UserError(template(path=family.folder, title=family.title, line=foreign, **values))
 
 
 def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
@@ -88,8 +90,17 @@ def _family_of(family: ModelFamily, pipeline_class: str) -> type[ModelFamily] | 
 
 
 def _other_architecture(family: ModelFamily, path: str, what: str, other: type[ModelFamily] | None) -> str:
-    advice = f"set model.family = {other.name!r} or choose another file" if other else "choose another file"
-    return f"{path} is {what}, but the config says model.family = {family.name!r} ({family.title}); {advice}"
+    values = {"path": path, "line": what, "name": repr(family.name), "title": family.title}
+    if other is None:
+        return Message(
+            "{path} is {line}, but the config says model.family = {name} ({title}); choose another file", **values
+        )
+    return Message(
+        "{path} is {line}, but the config says model.family = {name} ({title}); set model.family = {other} or choose "
+        "another file",
+        other=repr(other.name),
+        **values,
+    )
 
 
 def check_complete(family: ModelFamily) -> None:
@@ -110,8 +121,17 @@ def check_complete(family: ModelFamily) -> None:
     _check_unquantized(family)
     _check_scales(family, weights)
     if missing:
-        why = f", which {family.checkpoint} needs beside it" if family.checkpoint else ""
-        raise UserError(f"{family.folder} lacks {', '.join(missing)}{why}")
+        names = ", ".join(missing)
+        if family.checkpoint:
+            raise UserError(
+                Message(
+                    "{path} lacks {names}, which {file} needs beside it",
+                    path=family.folder,
+                    names=names,
+                    file=family.checkpoint,
+                )
+            )
+        raise UserError(Message("{path} lacks {names}", path=family.folder, names=names))
     family.scheduler_config()  # fails if it cannot be read; the cache needs it
 
 
@@ -161,9 +181,9 @@ def check_denoiser(family: ModelFamily) -> None:
     for path in family._denoiser_files():
         shapes_in_file |= WeightFile(path, family.absent).header
     wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in shapes_in_file]
-    wrong += [f"{name} is not part of this model" for name in shapes_in_file if name not in wanted]
+    wrong += [Message("{name} is not part of this model", name=name) for name in shapes_in_file if name not in wanted]
     wrong += [
-        f"{name} is {list(shape)} and not {list(wanted[name])}"
+        Message("{name} is {shape} and not {wanted}", name=name, shape=list(shape), wanted=list(wanted[name]))
         for name, shape in shapes_in_file.items()
         if name in wanted and wanted[name] != tuple(shape)
     ]
@@ -181,15 +201,10 @@ def check_denoiser(family: ModelFamily) -> None:
 
 def check_scheduler(family: ModelFamily) -> None:
     """Check that the scheduler's config names a sampler of diffusers and describes a noising process."""
-    import diffusers
     import torch
 
     path, config = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
-    class_name = config.get("_class_name")
-    scheduler_class = getattr(diffusers, class_name, None) if isinstance(class_name, str) else None
-    if scheduler_class is None:
-        raise UserError(Message("{path}: diffusers has no scheduler named {name}", path=path, name=repr(class_name)))
-    _files.built(scheduler_class, path, config)
+    _files.built(_files.find_scheduler(path, config), path, config)
     one_BCHW = torch.ones(1, 1, 1, 1)
     try:
         objective = family.objective_type()(config, settings.Objective())
@@ -285,8 +300,12 @@ def _latents_problem(family: ModelFamily) -> str:
         return ""
     what = f"{given} * {times} = {given * times}" if times > 1 else str(given)
     return _parts_differ(
-        family, "vae", f"vae says {name} = {what}", f"{family.denoiser_name} says in_channels = {taken}"
+        family, "vae", _said_by("vae", name, what), _said_by(family.denoiser_name, "in_channels", str(taken))
     )
+
+
+def _said_by(part: str, entry: str, value: str) -> Message:
+    return Message("{part} says {entry} = {value}", part=part, entry=entry, value=value)
 
 
 def _width_problem(family: ModelFamily, entry: str) -> str:
@@ -300,7 +319,7 @@ def _width_problem(family: ModelFamily, entry: str) -> str:
         total += int(times or 1) * number
     part, _, entry = place.partition(".")
     given = f"{family.text_widths.get(entry) or family.text_widths[place]} = {total}"
-    return "" if total == wanted else _parts_differ(family, part, given, f"{part} says {entry} = {wanted}")
+    return "" if total == wanted else _parts_differ(family, part, given, _said_by(part, entry, str(wanted)))
 
 
 def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str:
@@ -330,7 +349,10 @@ def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
     if largest < size:
         return ""
     return _parts_differ(
-        family, encoder, f"{tokenizer} has tokens up to {largest}", f"{encoder} says vocab_size = {size}"
+        family,
+        encoder,
+        Message("{tokenizer} has tokens up to {largest}", tokenizer=tokenizer, largest=largest),
+        _said_by(encoder, "vocab_size", str(size)),
     )
 
 
@@ -342,9 +364,11 @@ def _sampler_problem(family: ModelFamily) -> str:
     wanted = family.objective == "FlowMatching"
     if flows == wanted or not config.get("_class_name"):
         return ""
-    kind = "a flow matching" if wanted else "a diffusion"
-    scheduler = f"scheduler says {config['_class_name']}, which is not a sampler of {kind} model"
-    return _parts_differ(family, "scheduler", scheduler, f"{family.title} is {kind} model")
+    kind = Message("a flow matching model") if wanted else Message("a diffusion model")
+    scheduler = Message(
+        "scheduler says {name}, which is not a sampler of {kind}", name=config["_class_name"], kind=kind
+    )
+    return _parts_differ(family, "scheduler", scheduler, Message("{title} is {kind}", title=family.title, kind=kind))
 
 
 def _check_unquantized(family: ModelFamily) -> None:
@@ -359,19 +383,14 @@ def _check_unquantized(family: ModelFamily) -> None:
         section = _files.read_json(path).get("quantization_config") if path.is_file() else None
         if section:
             quantization = section if isinstance(section, dict) else {}
-            bits = (
-                " (4 bits)"
-                if quantization.get("load_in_4bit")
-                else " (8 bits)"
-                if quantization.get("load_in_8bit")
-                else ""
-            )
-            method = quantization.get("quant_method") or "a method without a name"
+            method = quantization.get("quant_method") or Message("a method without a name")
+            if bits := 4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else 0:
+                method = Message("{method} ({bits} bits)", method=method, bits=bits)
             problems.append(
                 Message(
                     "{path} was saved quantized by {method}, which is not read; {line}",
                     path=path.parent,
-                    method=f"{method}{bits}",
+                    method=method,
                     line=ADVICE,
                 )
             )

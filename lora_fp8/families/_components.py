@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
-from ..common.text import first_few
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
 from .sources import BaseDescription
@@ -312,9 +311,7 @@ def _written(family: str, configs: Mapping[str, Any], copied: Mapping[str, Path]
                 if not folder.is_dir():  # otherwise another process wrote the same
                     raise
     except OSError as error:
-        raise UserError(
-            Message("{path} cannot be written ({why})", path=folder.parent, why=error.strerror or str(error))
-        ) from error
+        raise UserError(Message("{path} cannot be written ({why})", path=folder.parent, why=reason(error))) from error
     return folder
 
 

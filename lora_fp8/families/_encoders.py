@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .. import settings
-from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Message, UserError, first_few
 from . import _components, _files, _part_files
 from ._facts import Facts
 from ._part_files import quiet

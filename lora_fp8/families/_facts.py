@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..errors import Template
 from ..lora_files import naming
 from ._files import Absentees, Header
 
@@ -57,6 +58,9 @@ class Facts:
     """Name of the file that says which pipeline a folder is made for."""
 
     # -- prompts -------------------------------------------------------------------------------------------------------
+    text_millions: ClassVar[tuple[int, int]]
+    """Millions of parameters of the released model's largest text encoder, and of these in embeddings, by its model
+    card: scripts/measure_memory.py counts their bytes."""
     text_parts: ClassVar[dict[str, str]]
     """Subfolder -> class, for the tokenizers and for the models that turn their tokens into conditioning. Subfolders
     are named as in the pipeline; classes are from transformers or diffusers, or given by their full dotted name."""
@@ -201,8 +205,9 @@ class Facts:
     """Part -> pattern in the usual name of its file, which decides between files that have equal headers."""
     same_tensors_as: ClassVar[str] = ""
     """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
-    caveats_by_name: ClassVar[dict[str, str]] = {}
-    """Pattern in a single file's name -> what the file then is, where its tensors do not tell: see `caveats`."""
+    caveats_by_name: ClassVar[dict[str, Template]] = {}
+    """Pattern in a single file's name -> what the file, {name}, then is, where its tensors do not tell: see
+    `caveats`."""
     distilled_advice: ClassVar[str]
     """What users must know before they train on a model for which `is_distilled` is true."""
     distilled_name: ClassVar[str] = ""

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes
+from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes, read_object
 from ..common.writing import atomic_write
-from ..errors import Message, UserError, UserErrors
-from .sources import BaseDescription, BaseFile, describe, headers, parse
+from ..errors import Message, UserError, UserErrors, cannot_read
+from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
 from .sources.remembered import cache_folder
 
 Header = dict[str, tuple[int, ...]]
@@ -142,20 +142,31 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or holds something else.
     """
     try:
-        content = parse_json(read_bytes(path, MOST_JSON))
-    except (OSError, ValueError) as error:
-        raise UserError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
-    if not isinstance(content, dict):
-        raise UserError(
-            Message("{path} should hold a JSON object, but holds a {kind}", path=path, kind=type(content).__name__)
-        )
-    return content
+        return read_object(path, MOST_JSON)
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def in_short(error: Exception) -> str:
     """Return the type of a library's error and the start of its message, up to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}{lines and ': ' or ''}{' '.join(lines)[:200]}"
+
+
+def find_scheduler(path: Path | str, config: Mapping[str, Any]) -> Any:
+    """Return the class of diffusers that a scheduler's config names; `path` is for messages.
+
+    Raises:
+        UserError: diffusers has no such class.
+    """
+    import diffusers
+
+    name = config.get("_class_name")
+    if isinstance(name, str) and hasattr(diffusers, name):
+        return getattr(diffusers, name)
+    raise UserError(Message("{path}: diffusers has no scheduler named {name}", path=path, name=repr(name)))
 
 
 def built(cls: Any, path: Path, config: dict[str, Any] | None = None) -> Any:
@@ -251,15 +262,7 @@ def weight_files(folder: Path, stem: str, absent: Absentees = MappingProxyType({
             return [single]
     pickles = sorted(p.name for p in folder.glob("*") if p.suffix in _PICKLES)
     if pickles:
-        raise UserError(
-            Message(
-                "{path} holds only {file}: pickles can run code and are not opened; save the model as "
-                "safetensors ({name}) or choose a revision that has it",
-                path=folder,
-                file=pickles[0],
-                name=f"{stem}.safetensors",
-            )
-        )
+        raise UserError(selection.HOLDS_PICKLES(path=folder, file=pickles[0], name=f"{stem}.safetensors"))
     return []
 
 
@@ -297,13 +300,7 @@ def locate(path: str, revision: str, *, family: str, base: BaseDescription | Non
         bundled = Path(__file__).parent.parent / "demo" / "base"
         if not (bundled / family / "model_index.json").is_file():
             have = sorted(p.parent.name for p in bundled.glob("*/model_index.json"))
-            raise UserError(
-                Message(
-                    "there is no demo base for {family}; bundled are: {names}",
-                    family=repr(family),
-                    names=", ".join(have) or "none",
-                )
-            )
+            raise UserError(selection.NO_DEMO(family=repr(family), names=", ".join(have) or Message("none")))
         return Place(bundled / family, None)
 
     local = Path(os.path.expanduser(path))  # Path.expanduser raises if there is no such user
@@ -323,13 +320,7 @@ def locate(path: str, revision: str, *, family: str, base: BaseDescription | Non
     if local.is_file() or local in absent:
         check_kind(str(local))
         return Place(local.parent, local, absent, base)
-    raise UserError(
-        Message(
-            "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
-            "such as 'name/model', or 'demo'",
-            path=repr(path),
-        )
-    )
+    raise UserError(selection.NOT_HERE(path=repr(path)))
 
 
 def check_kind(path: str, key: str = "model.path") -> None:

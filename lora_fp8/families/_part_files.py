@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Message, UserError, first_few, lacks_weights
 from ..lora_files import naming
 from ._files import Header, blocks_with, read_sizes
 
@@ -385,13 +384,4 @@ def check_loaded(path: Path, cls: Any, info: Mapping[str, Any]) -> None:
     # transformers fills missing weights with random numbers, and logs it where nobody reads it. Files may leave out a
     # language model's head: nothing here predicts the next token.
     if lost := sorted(key for key in info["missing_keys"] if not re.match(r"lm_head\.", key)):
-        raise UserError(
-            Message(
-                "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another "
-                "model's, or not whole",
-                path=path,
-                kind=cls.__name__,
-                count=len(lost),
-                names=first_few(lost),
-            )
-        )
+        raise lacks_weights(path, cls.__name__, len(lost), first_few(lost))

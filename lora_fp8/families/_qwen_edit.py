@@ -124,12 +124,4 @@ def caveats(family: ModelFamily) -> list[str]:
                 family=repr(named),
             )
         ]
-    return [
-        Message(
-            "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it the "
-            "model that edits pictures?",
-            name=family.checkpoint.name,
-            word="Edit",
-            other="Qwen-Image",
-        )
-    ]
+    return [family.warn_of_missing_word("Edit", "Qwen-Image")]

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from ..errors import Message, UserError
 
 if TYPE_CHECKING:
     from .base import ModelFamily
@@ -71,5 +71,16 @@ def _known(name: str) -> None:
     names = available()
     if name not in names:
         close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise UserError(f"model.family = {name!r} is not known{hint}; available: {', '.join(names)}")
+        available_names = ", ".join(names)
+        if close:
+            raise UserError(
+                Message(
+                    "model.family = {name} is not known (did you mean {meant}?); available: {names}",
+                    name=repr(name),
+                    meant=repr(close[0]),
+                    names=available_names,
+                )
+            )
+        raise UserError(
+            Message("model.family = {name} is not known; available: {names}", name=repr(name), names=available_names)
+        )

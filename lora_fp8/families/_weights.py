@@ -27,7 +27,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..common.numbers import sides
-from ..errors import Message, UserErrors
+from ..errors import Message, Template, UserErrors
 from ..precision import Quantized, Weight
 from . import _files
 
@@ -47,23 +47,25 @@ _SCALES = (".scale_weight", ".weight_scale")
 _OF_INPUTS = (".scale_input", ".input_scale")
 # Entries of a layer's description that do not change what the weight is.
 _HARMLESS = {"format", "full_precision_matrix_mult", "group_size", "block_size", "orig_dtype", "orig_shape"}
+UNREAD = Template("is quantized as {kind}, which is not read")
+GPTQ = Message("GPTQ or AWQ")
 _FOREIGN = {
     ".weight_scale_2": "NVFP4",
     ".weight_scalar": "MXFP8",
-    ".weight_scale_inv": "FP8 with weight_scale_inv",
-    ".pre_quant_scale": "a format with pre_quant_scale",
+    ".weight_scale_inv": Message("FP8 with weight_scale_inv"),
+    ".pre_quant_scale": Message("a format with pre_quant_scale"),
     ".weight_zero": "AWQ",
     ".weight_zeros": "AWQ",
     ".weight_s_rel": "W4A8",
     ".weight.quant_state.bitsandbytes__nf4": "bitsandbytes' NF4",
     ".weight.quant_state.bitsandbytes__fp4": "bitsandbytes' FP4",
-    ".weight.absmax": "bitsandbytes' 4 bits",
+    ".weight.absmax": Message("bitsandbytes' 4 bits"),
     ".SCB": "bitsandbytes' int8",
     ".weight._data": "quanto",
     "._weight_qdata": "torchao",
-    ".wscales": "nunchaku's 4 bits",
-    ".qzeros": "GPTQ or AWQ",
-    ".qweight": "GPTQ or AWQ",
+    ".wscales": Message("nunchaku's 4 bits"),
+    ".qzeros": GPTQ,
+    ".qweight": GPTQ,
 }
 _DIFFUSION_MODEL = "model.diffusion_model."
 _SAMPLED = (16, 64)
@@ -104,7 +106,7 @@ class WeightFile:
         self._blocks = {weight: self._block(weight) for weight in self._scale_of if weight in self._fp8}
         self._check_scales(markers, formats)
         if self._problems:
-            raise UserErrors([f"{path}: {_first(names)} {what}; {ADVICE}" for what, names in self._problems.items()])
+            raise UserErrors([_describe(path, names, what) for what, names in self._problems.items()])
 
     @property
     def is_here(self) -> bool:
@@ -197,10 +199,7 @@ class WeightFile:
             kind = description.get("format") if isinstance(description, dict) else None
             odd = sorted(key for key, value in description.items() if value and key not in _HARMLESS) if kind else []
             if kind not in _FORMATS:
-                self._problem(
-                    weight,
-                    Message("is quantized as {kind}, which is not read", kind=kind or "something without a name"),
-                )
+                self._problem(weight, UNREAD(kind=kind or Message("something without a name")))
             elif odd:
                 self._problem(
                     weight,
@@ -236,7 +235,7 @@ class WeightFile:
             weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
             if suffix and weight not in reported:
                 reported.add(weight)
-                self._problem(weight, Message("is quantized as {kind}, which is not read", kind=_FOREIGN[suffix]))
+                self._problem(weight, UNREAD(kind=_FOREIGN[suffix]))
         codes = {}
         for name in self.header:
             kind = self._entries[name].dtype
@@ -304,15 +303,18 @@ class WeightFile:
                     name, Message("is {kind}, but scaled_fp8 says {told}", kind=_short(kind), told=_short(marked))
                 )
             if name not in self._scale_of and (name in expected or name in formats or self._scale_of):
-                why = "that describes it as quantized" if name in formats else "where others have one"
-                why = "whose scaled_fp8 says that it has one" if name in expected else why
-                self._problem(name, f"lacks its scale, in a file {why}")
+                what = Message("lacks its scale, in a file where others have one")
+                if name in expected:
+                    what = Message("lacks its scale, in a file whose scaled_fp8 says that it has one")
+                elif name in formats:
+                    what = Message("lacks its scale, in a file that describes it as quantized")
+                self._problem(name, what)
 
     def _problem(self, name: str, what: str) -> None:
         self._problems.setdefault(what, []).append(name)
 
     def _refuse(self, name: str, what: str) -> None:
-        raise UserErrors([f"{self.path}: {name} {what}; {ADVICE}"])
+        raise UserErrors([_describe(self.path, [name], what)])
 
 
 def _has_nonfinite(codes: Tensor) -> bool:
@@ -333,5 +335,7 @@ def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _first(names: list[str]) -> str:
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+def _describe(path: Path, names: list[str], what: str) -> Message:
+    """Return the line about a problem of some tensors of a file: the first one's name, and how many others have it."""
+    about = what if len(names) == 1 else Message("(and {count} more) {line}", count=len(names) - 1, line=what)
+    return Message("{path}: {name} {line}; {advice}", path=path, name=names[0], line=about, advice=ADVICE)

@@ -36,6 +36,7 @@ class Family(ModelFamily):
         "text_embed_dim": "text_conditioner.target_dim",
         "text_conditioner.source_dim": "text_encoder.hidden_size",
     }
+    text_millions = (596, 156)  # Qwen3-0.6B
     text_parts = {
         "tokenizer": "Qwen2Tokenizer",
         "text_encoder": "Qwen3Model",

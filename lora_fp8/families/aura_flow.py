@@ -20,6 +20,7 @@ class Family(ModelFamily):
     pipeline_class = "AuraFlowPipeline"
     denoiser_class = "AuraFlowTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.d_model"}
+    text_millions = (1224, 66)  # UMT5 with Pile-T5-XL's sizes
     text_parts = {"tokenizer": "LlamaTokenizerFast", "text_encoder": "UMT5EncoderModel"}
     prompt_tokens = 256  # AuraFlowPipeline
     text_arguments = {"mask": "prompt_attention_mask"}  # the pipeline requires it and ignores it: padding is zeros

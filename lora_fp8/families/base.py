@@ -182,9 +182,23 @@ class ModelFamily(Latents, Prompts):
 
     def caveats(self) -> list[str]:
         """Return what users must know before training on this model (such as that it is distilled), one line each."""
-        fitting = [what for pattern, what in self.caveats_by_name.items() if self.file_is_called(pattern)]
-        caveats = [f"{self.base_name()} is {what}" for what in fitting]
+        caveats: list[str] = [
+            caveat(name=self.base_name())
+            for pattern, caveat in self.caveats_by_name.items()
+            if self.file_is_called(pattern)
+        ]
         return caveats + ([self.distilled_advice] if self.is_distilled() else [])
+
+    def warn_of_missing_word(self, word: str, other: str) -> Message:
+        """Return the warning that a single file's name lacks the word by which it differs from another family's."""
+        assert self.checkpoint
+        return Message(
+            "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it the model "
+            "that edits pictures?",
+            name=self.checkpoint.name,
+            word=word,
+            other=other,
+        )
 
     def is_distilled(self) -> bool:
         """Return True if the given model is distilled to few steps without guidance; False if no such model exists."""
@@ -564,7 +578,6 @@ class ModelFamily(Latents, Prompts):
             text: True adds `trained_text_parts`, so that a LoRA can be loaded into them; otherwise the pipeline has no
                 text encoders.
         """
-        import diffusers
         import torch
 
         self.load_vae()
@@ -576,16 +589,7 @@ class ModelFamily(Latents, Prompts):
             if self.controls[1]:
                 vae.encode = _encoding_as_given(vae.encode)
         scheduler = self.scheduler_config()
-        class_name = scheduler.get("_class_name")
-        scheduler_class = getattr(diffusers, str(class_name), None)
-        if scheduler_class is None:
-            raise UserError(
-                Message(
-                    "{path}: diffusers has no scheduler named {name}",
-                    path=f"{self.folder}/scheduler",
-                    name=repr(class_name),
-                )
-            )
+        scheduler_class = _files.find_scheduler(f"{self.folder}/scheduler", scheduler)
         parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
         parts |= self.trained_text_parts() if text else {}
         pipeline = self._assemble(**parts)

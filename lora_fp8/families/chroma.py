@@ -31,6 +31,7 @@ class Family(ModelFamily):
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.d_model"}
+    text_millions = (4762, 132)  # T5-XXL
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
     prompt_tokens = 512  # ChromaPipeline
     text_answers = ("prompt_embeds", "", "mask")

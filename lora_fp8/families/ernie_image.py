@@ -27,6 +27,7 @@ class Family(ModelFamily):
     pipeline_class = "ErnieImagePipeline"
     denoiser_class = "ErnieImageTransformer2DModel"
     text_widths = {"text_in_dim": "text_encoder.hidden_size"}
+    text_millions = (3849, 403)  # Ministral 3 3B
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Mistral3Model"}
     text_shapes = {"prompt_embeds": ("tokens", "text_in_dim")}
     prompts_vary = True

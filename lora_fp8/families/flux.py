@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import Template
 from ..lora_files import naming
 from . import _files, _flux, _published
 from ._facts import TextEncoder
@@ -29,6 +30,7 @@ class Family(ModelFamily):
         "pooled_projection_dim": "text_encoder.hidden_size",
     }
     prompt_tokens = 512  # flux src/flux/util.py: load_t5(max_length=512); `trained_length` tells schnell's
+    text_millions = (4762, 132)  # T5-XXL
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",
@@ -96,8 +98,10 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
     caveats_by_name = {
-        "kontext": "FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here without one to "
-        "edit; set model.family = 'flux_kontext' to give it control pictures"
+        "kontext": Template(
+            "{name} is FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here without one to "
+            "edit; set model.family = 'flux_kontext' to give it control pictures"
+        )
     }
 
     inputs = _flux.inputs

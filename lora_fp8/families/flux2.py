@@ -26,6 +26,7 @@ class Family(ModelFamily):
     # The released folder names PixtralProcessor, which also takes images and so needs torchvision. Its tokenizer has
     # the same chat template, and the pipeline passes it nothing but text here.
     text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
+    text_millions = (24011, 671)  # Mistral Small 3.1 24B
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Mistral3ForConditionalGeneration"}
     prompt_tokens = 512  # with the template's; flux2 src/flux2/text_encoder.py: MAX_LENGTH
     text_shapes = {"prompt_embeds": ("tokens", "joint_attention_dim")}

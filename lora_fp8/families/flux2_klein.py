@@ -21,6 +21,7 @@ class Family(ModelFamily):
     pipeline_class = "Flux2KleinPipeline"
     denoiser_class = "Flux2Transformer2DModel"
     text_widths = {"joint_attention_dim": "3 * text_encoder.hidden_size"}
+    text_millions = (4022, 389)  # Qwen3-4B
     text_parts = {"tokenizer": "Qwen2TokenizerFast", "text_encoder": "Qwen3ForCausalLM"}
     chat = ({"role": "user", "content": "\0"},)
     prompt_tokens = 512  # with the template's; flux2 src/flux2/text_encoder.py: MAX_LENGTH

@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Message
 from . import _files, _flux, flux
 from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
 
@@ -27,6 +26,7 @@ class Family(ModelFamily):
     pipeline_class = "FluxKontextPipeline"
     denoiser_class = "FluxTransformer2DModel"
     text_widths = flux.Family.text_widths
+    text_millions = flux.Family.text_millions
     text_parts = flux.Family.text_parts
     trained_text = flux.Family.trained_text
     judge_length_by = flux.Family.judge_length_by
@@ -108,12 +108,4 @@ class Family(ModelFamily):
     def caveats(self) -> list[str]:
         if not self.checkpoint or self.file_is_called("kontext"):
             return []
-        return [
-            Message(
-                "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it "
-                "the model that edits pictures?",
-                name=self.checkpoint.name,
-                word="Kontext",
-                other="FLUX.1",
-            )
-        ]
+        return [self.warn_of_missing_word("Kontext", "FLUX.1")]

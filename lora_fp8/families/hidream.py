@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..lora_files import naming
 from . import _files
 from .base import Cond, Inputs, ModelFamily
@@ -40,6 +40,7 @@ class Family(ModelFamily):
         "caption_channels.1": "text_encoder_4.hidden_size",
         "text_emb_dim": "text_encoder.projection_dim + text_encoder_2.projection_dim",
     }
+    text_millions = (8030, 525)  # Llama 3.1 8B
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModelWithProjection",
@@ -90,8 +91,10 @@ class Family(ModelFamily):
     """)
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
     caveats_by_name = {
-        r"(?<![a-z])e1(?![a-z0-9])": "HiDream-E1 by its name, which edits pictures: it is trained and drawn here "
-        "without one to edit; train on HiDream-I1-Full for text-to-image"
+        r"(?<![a-z])e1(?![a-z0-9])": Template(
+            "{name} is HiDream-E1 by its name, which edits pictures: it is trained and drawn here without one to edit; "
+            "train on HiDream-I1-Full for text-to-image"
+        )
     }
     distilled_advice = Message(
         "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes bit "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..errors import Template
 from ..lora_files import naming
 from . import _flux
 from .base import Cond, Inputs, ModelFamily
@@ -25,6 +26,7 @@ class Family(ModelFamily):
     pipeline_class = "HunyuanVideoPipeline"
     denoiser_class = "HunyuanVideoTransformer3DModel"
     text_widths = {"text_embed_dim": "text_encoder.hidden_size", "pooled_projection_dim": "text_encoder_2.hidden_size"}
+    text_millions = (7505, 525)  # Llama 3 8B without its output layer
     text_parts = {
         # The released folder names LlamaTokenizerFast, which follows Llama 2's rules; the file has Llama 3's.
         "tokenizer": "PreTrainedTokenizerFast",
@@ -124,8 +126,10 @@ class Family(ModelFamily):
     }
     # The second version of image-to-video has the same tensors as text-to-video.
     caveats_by_name = {
-        r"i2v|image[-_. ]?to[-_. ]?video": "image-to-video by its name: it is trained and drawn here without a picture "
-        "to begin with; train on text-to-video"
+        r"i2v|image[-_. ]?to[-_. ]?video": Template(
+            "{name} is image-to-video by its name: it is trained and drawn here without a picture to begin with; train "
+            "on text-to-video"
+        )
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:

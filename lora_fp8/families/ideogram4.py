@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..lora_files import naming
 from .base import Cond, Inputs, ModelFamily
 
@@ -33,6 +33,7 @@ class Family(ModelFamily):
     pipeline_class = "Ideogram4Pipeline"
     denoiser_class = "Ideogram4Transformer2DModel"
     text_widths = {"llm_features_dim": "13 * text_encoder.hidden_size"}
+    text_millions = (8145, 622)  # Qwen3-VL-8B without its output layer
     text_parts = {"tokenizer": "AutoTokenizer", "text_encoder": "Qwen3VLModel"}
     prompt_tokens = 2048  # with the template's; Ideogram4Pipeline
     chat = ({"role": "user", "content": [{"type": "text", "text": "\0"}]},)
@@ -70,7 +71,9 @@ class Family(ModelFamily):
     computed = {"rotary_emb": ("attention_head_dim", "rope_theta", "mrope_section")}
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
     single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
-    caveats_by_name = {"uncond": "the transformer for guidance by its name; LoRAs belong to the other one"}
+    caveats_by_name = {
+        "uncond": Template("{name} is the transformer for guidance by its name; LoRAs belong to the other one")
+    }
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.

@@ -31,6 +31,7 @@ class Family(ModelFamily):
         "encoder_hid_dim": "text_encoder.hidden_size",
         "projection_class_embeddings_input_dim": "text_encoder.hidden_size + 6 * unet.addition_time_embed_dim",
     }
+    text_millions = (6244, 266)  # ChatGLM3-6B
     text_parts = {
         "tokenizer": "diffusers.pipelines.kolors.tokenizer.ChatGLMTokenizer",
         "text_encoder": "diffusers.pipelines.kolors.text_encoder.ChatGLMModel",

@@ -33,6 +33,7 @@ class Family(ModelFamily):
     pipeline_class = "Krea2Pipeline"
     denoiser_class = "Krea2Transformer2DModel"
     text_widths = {"text_hidden_dim": "text_encoder.hidden_size"}
+    text_millions = (4438, 389)  # Qwen3-VL-4B
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3VLModel"}
     vae_class = "AutoencoderKLQwenImage"
     vae_marks = _qwen.VAE_MARKS

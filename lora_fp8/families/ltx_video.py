@@ -34,6 +34,7 @@ class Family(ModelFamily):
     pipeline_class = "LTXPipeline"
     denoiser_class = "LTXVideoTransformer3DModel"
     text_widths = {"caption_channels": "text_encoder.d_model"}
+    text_millions = (4762, 132)  # T5-XXL
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
     prompt_tokens = 128  # LTXPipeline
     text_answers = ("prompt_embeds", "mask")

@@ -32,6 +32,7 @@ class Family(ModelFamily):
     pipeline_class = "Lumina2Pipeline"
     denoiser_class = "Lumina2Transformer2DModel"
     text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
+    text_millions = (2614, 590)  # Gemma 2 2B
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
     prompt_tokens = 256  # with the instruction's; Lumina2Pipeline, sd-scripts lumina_train_network.py
     text_options = {"system_prompt": SYSTEM_PROMPT}

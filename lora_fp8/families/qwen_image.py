@@ -22,6 +22,7 @@ class Family(ModelFamily):
     pipeline_class = "QwenImagePipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_widths = {"joint_attention_dim": "text_encoder.hidden_size"}
+    text_millions = (8292, 545)  # Qwen2.5-VL-7B
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen2_5_VLForConditionalGeneration"}
     prompt_tokens = 512  # with the end of the template; QwenImagePipeline's call
     text_answers = ("prompt_embeds", "mask")

@@ -33,6 +33,7 @@ class Family(ModelFamily):
     pipeline_class = "QwenImageEditPlusPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
     text_widths = qwen_image.Family.text_widths
+    text_millions = qwen_image.Family.text_millions
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}
     prompt_tokens = qwen_image.Family.prompt_tokens
     text_answers = qwen_image.Family.text_answers

@@ -33,6 +33,7 @@ class Family(ModelFamily):
     pipeline_class = "SanaPipeline"
     denoiser_class = "SanaTransformer2DModel"
     text_widths = {"caption_channels": "text_encoder.hidden_size"}
+    text_millions = (2614, 590)  # Gemma 2 2B
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}
     text_arguments = {"mask": "prompt_attention_mask"}
     text_shapes = {"prompt_embeds": ("tokens", "caption_channels")}

@@ -25,6 +25,7 @@ class Family(ModelFamily):
     denoiser_class = "UNet2DConditionModel"
     denoiser_name = "unet"
     text_widths = {"cross_attention_dim": "text_encoder.hidden_size"}
+    text_millions = (123, 38)  # CLIP ViT-L/14
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=768, hidden=3072, num_layers=12)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}

@@ -29,6 +29,7 @@ class Family(ModelFamily):
         "joint_attention_dim": "text_encoder_3.d_model",
         "pooled_projection_dim": "text_encoder.projection_dim + text_encoder_2.projection_dim",
     }
+    text_millions = (4762, 132)  # T5-XXL
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModelWithProjection",

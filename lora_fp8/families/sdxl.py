@@ -29,6 +29,7 @@ class Family(ModelFamily):
         "cross_attention_dim": "text_encoder.hidden_size + text_encoder_2.hidden_size",
         "projection_class_embeddings_input_dim": "text_encoder_2.projection_dim + 6 * unet.addition_time_embed_dim",
     }
+    text_millions = (695, 63)  # OpenCLIP ViT-bigG/14
     text_parts = {
         "tokenizer": "CLIPTokenizer",
         "text_encoder": "CLIPTextModel",

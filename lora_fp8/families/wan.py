@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..lora_files import naming
 from . import _published, _qwen
 from .base import Cond, ModelFamily
@@ -27,6 +27,7 @@ class Family(ModelFamily):
     pipeline_class = "WanPipeline"
     denoiser_class = "WanTransformer3DModel"
     text_widths = {"text_dim": "text_encoder.d_model"}
+    text_millions = (5681, 1050)  # UMT5-XXL
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "UMT5EncoderModel"}
     prompt_tokens = 512  # Wan-Video/Wan2.1 wan/configs/shared_config.py: text_len
     timestep_unit = 1000
@@ -97,8 +98,10 @@ class Family(ModelFamily):
         "lacks": ("blocks.0.cross_attn.k_img.", "vace_blocks."),
     }
     caveats_by_name = {
-        r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise": "an expert of Wan 2.2 by its name, which draws at a part of the "
-        "noise levels: objective.t_min = 0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
+        r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise": Template(
+            "{name} is an expert of Wan 2.2 by its name, which draws at a part of the noise levels: objective.t_min = "
+            "0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
+        )
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:

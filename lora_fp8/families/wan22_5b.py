@@ -38,6 +38,7 @@ class Family(ModelFamily):
     denoiser_class = "WanTransformer3DModel"
     config_marks = {"in_channels": 48}
     text_widths = wan.Family.text_widths
+    text_millions = wan.Family.text_millions
     text_parts = wan.Family.text_parts
     prompt_tokens = 512  # Wan2.2 wan/configs/shared_config.py: text_len
     timestep_unit = 1000

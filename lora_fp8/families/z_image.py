@@ -27,6 +27,7 @@ class Family(ModelFamily):
     pipeline_class = "ZImagePipeline"
     denoiser_class = "ZImageTransformer2DModel"
     text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
+    text_millions = (4022, 389)  # Qwen3-4B
     text_parts = {"tokenizer": "Qwen2Tokenizer", "text_encoder": "Qwen3Model"}
     chat = ({"role": "user", "content": "\0"},)
     prompt_tokens = 512  # with the template's; ZImagePipeline

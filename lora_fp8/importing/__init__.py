@@ -17,7 +17,7 @@ This package does not import torch.
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError, reason
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .import_draft import Draft, Import, Tool
 from .readers import Unfit, hide
@@ -53,7 +53,7 @@ def recognise(source: Source) -> tuple[Tool, str]:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        names = " or ".join(tool.name for tool, _ in matching)
+        names = Joined(" or ", [tool.name for tool, _ in matching])
         raise UserError(Message("{path}: may be of {names}; say which with --from", path=source.path, names=names))
     raise UserError(
         Message(
@@ -85,9 +85,9 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
     try:
         tool.combine(draft)
     except Unfit as error:
-        raise UserError(f"{source.path}: {hide(str(error))}") from None
+        raise UserError(Message("{path}: {line}", path=source.path, line=hide(str(error)))) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=error.filename, why=error.strerror)) from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=error.filename, why=reason(error))) from None
     return draft.finish()
 
 

@@ -36,7 +36,7 @@ NO_RANGE = Message("counts places in its own list of noise levels; see objective
 NO_PRESERVE = Message("no prior is preserved here; caption some pictures of the class without the trigger")
 
 SHORT: dict[str, Rule] = {
-    "type": idle("the kind of process"),
+    "type": idle(Message("the kind of process")),
     "training_folder": to("output_dir", text, remarks.RUN_FOLDER),
     "sqlite_db_path": idle(),
     "device": idle(),
@@ -55,7 +55,7 @@ SHORT: dict[str, Rule] = {
     **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
     "network.network_kwargs.**": none(remarks.TARGETS),
     "network.pretrained_lora_path": to("adapter.init_from", text, remarks.START),
-    "network.transformer_only": idle("only the denoiser is trained here"),
+    "network.transformer_only": idle(Message("only the denoiser is trained here")),
     "network.old_lokr_format": idle(Message("belongs to LoKr")),
     "save.dtype": to("export.dtype", common_values.FILE_DTYPE),
     "save.save_every": JOINT,
@@ -147,7 +147,7 @@ SHORT: dict[str, Rule] = {
     "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
     "train.loss_type": none(objective_settings.ONE_LOSS, "mse"),
     "train.ema_config.use_ema": none(remarks.NO_EMA),
-    "train.ema_config.ema_decay": idle("belongs to use_ema"),
+    "train.ema_config.ema_decay": idle(remarks.BELONGS_TO(key="use_ema")),
     "train.noise_offset": JOINT,
     "train.reg_weight": JOINT,
     "train.skip_first_sample": JOINT,
@@ -161,13 +161,13 @@ SHORT: dict[str, Rule] = {
     "train.attention_backend": always(remarks.ATTENTION),
     "train.switch_boundary_every": idle(NO_VIDEO),
     "train.do_differential_guidance": none(NO_LOSS),
-    "train.differential_guidance_scale": idle("belongs to do_differential_guidance"),
+    "train.differential_guidance_scale": idle(remarks.BELONGS_TO(key="do_differential_guidance")),
     "train.do_guidance_loss": none(NO_LOSS),
     "train.diff_output_preservation": none(NO_PRESERVE),
-    "train.diff_output_preservation_multiplier": idle("belongs to diff_output_preservation"),
-    "train.diff_output_preservation_class": idle("belongs to diff_output_preservation"),
+    "train.diff_output_preservation_multiplier": idle(remarks.BELONGS_TO(key="diff_output_preservation")),
+    "train.diff_output_preservation_class": idle(remarks.BELONGS_TO(key="diff_output_preservation")),
     "train.blank_prompt_preservation": none(NO_PRESERVE),
-    "train.blank_prompt_preservation_multiplier": idle("belongs to blank_prompt_preservation"),
+    "train.blank_prompt_preservation_multiplier": idle(remarks.BELONGS_TO(key="blank_prompt_preservation")),
     "train.inverted_mask_prior": none(remarks.NO_MASK),
     "train.force_consistent_noise": none(objective_settings.NO_NOISE),
     "train.start_step": none(remarks.RESUMES),
@@ -183,11 +183,11 @@ SHORT: dict[str, Rule] = {
     "model.is_v_pred": JOINT,
     "model.quantize": JOINT,
     "model.qtype": JOINT,
-    "model.quantize_te": idle("text encoders are freed before training here"),
-    "model.qtype_te": idle("text encoders are freed before training here"),
+    "model.quantize_te": idle(remarks.TEXT_FREED),
+    "model.qtype_te": idle(remarks.TEXT_FREED),
     "model.quantize_kwargs.**": none(remarks.LAYER_STORAGE),
     "model.low_vram": idle(),
-    "model.dtype": idle("train.dtype counts"),
+    "model.dtype": idle(remarks.COUNTS(key="train.dtype")),
     "model.vae_path": JOINT,
     "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
     "model.assistant_lora_path": none(
@@ -197,7 +197,7 @@ SHORT: dict[str, Rule] = {
     "model.lora_path": none(remarks.NOT_MERGED),
     "model.layer_offloading": JOINT,
     "model.layer_offloading_transformer_percent": JOINT,
-    "model.layer_offloading_text_encoder_percent": idle("belongs to layer_offloading"),
+    "model.layer_offloading_text_encoder_percent": idle(remarks.BELONGS_TO(key="layer_offloading")),
     "model.compile": JOINT,
     "model.use_flux_cfg": none(Message("guidance is shown as one number")),
     **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(remarks.NOT_HERE)),
@@ -221,8 +221,8 @@ SHORT: dict[str, Rule] = {
     "sample.guidance_rescale": none(remarks.NO_RESCALE),
     "sample.num_frames": JOINT,
     "sample.fps": idle(NO_VIDEO),
-    "sample.format": idle("previews are .png"),
-    "sample.ext": idle("previews are .png"),
+    "sample.format": idle(remarks.PREVIEWS_PNG),
+    "sample.ext": idle(remarks.PREVIEWS_PNG),
     "sample.network_multiplier": none(Message("previews show the LoRA at full strength"), 1, 1.0),
     "logging.**": idle(remarks.LOGGING),
     "datasets.*.square_crop": none(Message("see dataset.buckets, of all folders")),
@@ -249,9 +249,12 @@ SHORT: dict[str, Rule] = {
     },
     **{f"train.{name}": none(NO_LOSS) for name in ("do_cfg", "do_random_cfg", "contrastive_loss", "t0_loss_target")},
     **{f"train.{name}": none(remarks.NOT_HERE) for name in ("weight_jitter", "free_u", "train_refiner", "train_turbo")},
-    **{f"train.ema_config.{name}": idle("belongs to use_ema") for name in ("use_feedback", "param_multiplier")},
+    **{
+        f"train.ema_config.{name}": idle(remarks.BELONGS_TO(key="use_ema"))
+        for name in ("use_feedback", "param_multiplier")
+    },
     "train.short_and_long_captions": none(remarks.ONE_CAPTION),
-    "train.inverted_mask_prior_multiplier": idle("belongs to inverted_mask_prior"),
+    "train.inverted_mask_prior_multiplier": idle(remarks.BELONGS_TO(key="inverted_mask_prior")),
     "train.num_train_timesteps": none(remarks.NOISING, 1000),
     **{
         f"model.{name}": none(Message("ai-toolkit's other architectures"), False)
@@ -263,7 +266,7 @@ SHORT: dict[str, Rule] = {
     "sample.cache_prompts": idle(),
 }
 RULES: dict[str, Rule] = {
-    "job": idle("the kind of job"),
+    "job": idle(Message("the kind of job")),
     "config.name": JOINT,
     "meta.**": none(Message("export.title, author, description and license are the text in the file")),
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
@@ -368,7 +371,7 @@ def combine(draft: Draft) -> None:
             )
     else:
         model_settings.set_storage(draft, [quantize], "bf16", "ai-toolkit")
-    draft.none(kind, "not quantized", off=True)
+    draft.none(kind, Message("not quantized"), off=True)
     _set_network(draft)
     _set_folders(draft)
     _set_training(draft)
@@ -388,7 +391,7 @@ def _set_model(draft: Draft) -> None:
     if not kind and common_values.on(draft.get(key("is_lumina2"))):
         kind, why = "lumina2", Message("{name} is on", name="is_lumina2")
     if not kind and not draft.has(key("arch")):
-        kind, why = "sd15", "no arch and no is_...: SD 1.5, as there"
+        kind, why = "sd15", Message("no arch and no is_...: SD 1.5, as there")
     kind, why = model_settings.refined(kind, why, [draft.get(key("name_or_path"))])
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     model_settings.set_family(
@@ -397,7 +400,7 @@ def _set_model(draft: Draft) -> None:
         kind or common_values.plain(draft.get(key("arch"))),
         why or f"arch = {draft.get(key('arch'))!r}",
     )
-    draft.none(keys, "another family", off=True)
+    draft.none(keys, Message("another family"), off=True)
     objective_settings.set_prediction(
         draft, key("is_v_pred"), "v" if common_values.on(draft.get(key("is_v_pred"))) else ""
     )
@@ -408,7 +411,9 @@ def _set_model(draft: Draft) -> None:
 def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
     if not any(given_key.startswith(f"{PROCESS}network.") for given_key in draft.given):
-        model_settings.set_whole_model(draft, "the file has no network: theirs trains the whole model then")
+        model_settings.set_whole_model(
+            draft, Message("the file has no network: theirs trains the whole model then; here a LoRA is trained")
+        )
     kind = common_values.plain(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
     _set_lokr(draft, kind)
@@ -420,7 +425,7 @@ def _set_network(draft: Draft) -> None:
         used = next((candidate for candidate in keys if draft.has(candidate)), keys[-1])
         if draft.get(used) is not None and used not in draft.done:
             draft.mapped(used, {ours: read(draft.get(used))})
-        draft.none(keys, f"{used.rsplit('.', 1)[-1]} counts", off=True)
+        draft.none(keys, remarks.COUNTS(key=used.rsplit(".", 1)[-1]), off=True)
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
     only, without = ([text(part) for part in draft.get(key, listed) or []] for key in keys)
     if only or without:
@@ -442,19 +447,19 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     if common_values.on(draft.get(full)):
         ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
         draft.mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, Message("whole matrices"))
-    draft.none(full, "off", off=True)
+    draft.none(full, remarks.OFF, off=True)
 
 
 def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
     if common_values.on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.differs(alpha, {}, f"{at}.mask = 'alpha'; {remarks.MASK_AREA}")
-        draft.none(path, "alpha_mask counts", off=True)
+        draft.differs(alpha, {}, remarks.join([f"{at}.mask = 'alpha'", remarks.MASK_AREA]))
+        draft.none(path, remarks.COUNTS(key="alpha_mask"), off=True)
     elif draft.get(path, text):
         folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
-        draft.differs(path, {}, f"{at}.mask; {remarks.MASK_AREA}")
-    draft.none(alpha, "off", off=True)
+        draft.differs(path, {}, remarks.join([f"{at}.mask", remarks.MASK_AREA]))
+    draft.none(alpha, remarks.OFF, off=True)
 
 
 def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
@@ -465,7 +470,7 @@ def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
         dataset_settings.share(
             draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", number
         )
-    draft.none(keys, "there are no masks", off=True)
+    draft.none(keys, Message("there are no masks"), off=True)
 
 
 def _has_masks(draft: Draft, table: str) -> bool:
@@ -478,7 +483,7 @@ def _set_folders(draft: Draft) -> None:
         key=lambda table: int(table.split(".")[-2]),
     )
     indices = [_add_folders(draft, table) for table in tables]
-    draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), "empty", off=True)
+    draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), remarks.EMPTY, off=True)
     _set_unmasked_weight(draft, tables)
     dataset_settings.balance_regularization(draft)
     dataset_settings.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
@@ -515,7 +520,7 @@ def _add_folders(draft: Draft, table: str) -> range:
         folder.regularization, folder.trigger = True, ""
         draft.differs(f"{table}is_reg", {}, remarks.SHOWN_ALIKE)
         draft.none(f"{table}default_caption", Message("here each of these pictures needs a caption file"))
-    draft.none(f"{table}is_reg", "off", off=True)
+    draft.none(f"{table}is_reg", remarks.OFF, off=True)
     if caption and not folder.regularization:
         draft.differs(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
     sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
@@ -567,7 +572,9 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
         if not draft.has(key):
             draft.report_default(key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
     if top:
-        draft.set("dataset.resolution", top, "the largest of theirs, which previews have unless they say another")
+        draft.set(
+            "dataset.resolution", top, Message("the largest of theirs, which previews have unless they say another")
+        )
     note = remarks.LARGEST if len({largest or top, *sides}) > 1 else ""
     draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
 
@@ -587,13 +594,13 @@ def _set_training(draft: Draft) -> None:
     for key in gammas:
         if draft.has(key):
             objective_settings.set_min_snr(draft, key)
-    draft.none(gammas, "off", off=True)
+    draft.none(gammas, remarks.OFF, off=True)
     objective_settings.set_noise_offset(draft, f"{TRAIN}noise_offset")
     _set_timesteps(draft)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
         if common_values.on(draft.get(key)):
             draft.differs(key, {"memory.compile": "blocks"}, remarks.COMPILED)
-        draft.none(key, "off", off=True)
+        draft.none(key, remarks.OFF, off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
     note: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
@@ -601,8 +608,11 @@ def _set_training(draft: Draft) -> None:
     dataset_settings.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, remarks.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
-        note = Message("checkpoints, besides the file at the end") if keep >= 2 else "at least 2 here"
-        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": max(2, keep)}, note)
+        ours = common_values.clamp("checkpoint.keep", keep)
+        note = Message("checkpoints, besides the file at the end")
+        if ours > keep:
+            note = remarks.AT_LEAST(least=ours)
+        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": ours}, note)
 
 
 def _set_batch(draft: Draft) -> None:
@@ -630,7 +640,7 @@ def _set_optimizer(draft: Draft) -> None:
     draft.none([general, denoiser], remarks.RATE_OF_DENOISER(rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
-        draft.set("optimizer.eps", 1e-6, "not in the file: ai-toolkit's own")
+        draft.set("optimizer.eps", 1e-6, Message("not in the file: ai-toolkit's own"))
         draft.report_default("train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
     betas = draft.get(f"{TRAIN}optimizer_params.betas", pair)
     if betas:
@@ -641,26 +651,22 @@ def _set_timesteps(draft: Draft) -> None:
     keys = [f"{PROCESS}train.{name}" for name in ("timestep_type", "linear_timesteps", "linear_timesteps2")]
     kind = str(draft.get(keys[0]) or "sigmoid")
     if any(common_values.on(draft.get(key)) for key in keys[1:]):
-        objective_settings.set_timesteps(
-            draft, keys, "uniform", 1.0, "uniform, without the weights by timestep", exact=False
-        )
+        objective_settings.set_timesteps(draft, keys, "uniform", 1.0, remarks.UNIFORM, exact=False)
     elif kind == "sigmoid":
         objective_settings.set_timesteps(draft, keys[:1], "logit_normal", 1.0)
     elif kind == "linear":
         objective_settings.set_timesteps(draft, keys[:1], "uniform", 1.0)
     elif kind == "weighted":
-        objective_settings.set_timesteps(
-            draft, keys[:1], "uniform", 1.0, "uniform, without the weights by timestep", exact=False
-        )
+        objective_settings.set_timesteps(draft, keys[:1], "uniform", 1.0, remarks.UNIFORM, exact=False)
     elif kind.endswith("shift"):
         note = Message("uniform and shifted as the model's own scheduler is")
         objective_settings.set_timesteps(draft, keys[:1], "uniform", "auto", note, exact=False)
     else:
         objective_settings.set_timesteps(
-            draft, keys[:1], "logit_normal", 1.0, f"{kind!r} has no counterpart", exact=False
+            draft, keys[:1], "logit_normal", 1.0, remarks.NO_COUNTERPART(name=repr(kind)), exact=False
         )
         draft.need("objective.timesteps", Message("choose one for {name}", name=repr(kind)))
-    draft.none(keys, "off", off=True)
+    draft.none(keys, remarks.OFF, off=True)
 
 
 def _set_previews(draft: Draft) -> None:
@@ -668,8 +674,8 @@ def _set_previews(draft: Draft) -> None:
     starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
     if common_values.on(draft.get(off_switch)):
         draft.mapped(off_switch, {}, remarks.NO_PROMPTS)
-        draft.none([key for key in draft.given if key.startswith(SAMPLE)], "previews are off", off=True)
-        draft.none(starts, "off", off=True)
+        draft.none([key for key in draft.given if key.startswith(SAMPLE)], remarks.PREVIEWS_OFF, off=True)
+        draft.none(starts, remarks.OFF, off=True)
         return
     prompts, unknown_flags = _preview_prompts(draft)
     pictures = _with_common_settings(draft, prompts)
@@ -685,12 +691,12 @@ def _set_previews(draft: Draft) -> None:
             pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
-        preview_settings.set_previews(draft, named, pictures, "; ".join(notes))
+        preview_settings.set_previews(draft, named, pictures, remarks.join(notes))
     else:
-        draft.none(keys, "no prompts", off=True)
+        draft.none(keys, remarks.NOT_PROMPTED, off=True)
     if pictures and common_values.on(draft.get(starts[0])):
         draft.mapped(starts[0], {"preview.at_start": False})
-    draft.none([*starts, off_switch], "off", off=True)
+    draft.none([*starts, off_switch], remarks.OFF, off=True)
 
 
 def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from ..config.validation import number_ranges
 from ..errors import Message, UserError
 from ..settings import MAX_SEED, Job
+from . import remarks
 from .import_draft import Draft
 from .readers import Unfit, flag, number, text, whole
 
@@ -41,6 +42,13 @@ def bounds(setting: str) -> tuple[Any, Any]:
     return limits.get("ge"), limits.get("le")
 
 
+def clamp(setting: str, value: float) -> Any:
+    """Return the nearest number that one of our settings accepts."""
+    least, most = bounds(setting)
+    value = value if least is None else max(least, value)
+    return value if most is None else min(most, value)
+
+
 def plain(name: Any) -> str:
     """Return a name in lower case, with letters and digits only, for comparisons."""
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
@@ -64,7 +72,7 @@ FILE_DTYPE = choice(
         **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
         **dict.fromkeys(("fp32", "float32", "float", "no", "none"), "fp32"),
     },
-    "bf16, fp16 and fp32",
+    Message("bf16, fp16 and fp32"),
 )
 
 
@@ -72,11 +80,12 @@ def set_seed(draft: Draft, key: str) -> None:
     """Set seed; for other tools, no seed or -1 is a random one, here 0 is used."""
     seed = draft.get(key, whole)
     if seed is None:
-        draft.none(key, "empty", off=True)
+        draft.none(key, remarks.EMPTY, off=True)
     elif seed < 0:
         draft.none(key, Message("a random seed there; here 0, so that a run can be repeated"))
     elif seed > MAX_SEED:
-        draft.differs(key, {"seed": seed % (MAX_SEED + 1)}, f"at most {MAX_SEED} here: the remainder")
+        note = Message("at most {most} here: the remainder", most=MAX_SEED)
+        draft.differs(key, {"seed": seed % (MAX_SEED + 1)}, note)
     else:
         draft.mapped(key, {"seed": seed})
 
@@ -85,11 +94,11 @@ def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -
     """Set name, without characters that a folder's name cannot have."""
     given = draft.get(key, text) if value is None else value
     if not given:
-        draft.none(key, "empty", off=True)
+        draft.none(key, remarks.EMPTY, off=True)
         return
     name = "".join("-" if c in "/\\" or not c.isprintable() else c for c in given).strip()[:120]
     name = name if name not in ("", ".", "..") else "my-lora"
-    full_note = note if name == given else "; ".join(filter(None, (note, Message("without what cannot name a folder"))))
+    full_note = note if name == given else remarks.join([note, Message("without what cannot name a folder")])
     (draft.mapped if name == given else draft.differs)(key, {"name": name}, full_note)
 
 

@@ -20,7 +20,7 @@ from .common_values import bounds
 from .import_draft import Draft, Folder
 from .readers import Unfit, number, text, whole
 
-OUTSIDE = "what is outside of a mask counts nothing there"
+OUTSIDE = Message("what is outside of a mask counts nothing there")
 NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")
 NO_CLIPS = Message("clips are trained only on base models that generate video: dataset.frames")
 
@@ -158,7 +158,7 @@ def weigh_regularization(draft: Draft, key: str) -> None:
     """Set the weight of the regularization folders."""
     others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
     if not others:
-        draft.none(key, "there are no regularization pictures", off=True)
+        draft.none(key, Message("there are no regularization pictures"), off=True)
     elif weight is not None and weight <= 0:
         draft.none(key, Message("here they count, as without it: take their folders out instead"))
     elif weight is not None:
@@ -211,14 +211,14 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
         )
         draft.set("train.steps", Train().steps)
         return
-    note: str = Message(
+    note = Message(
         "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
         epochs=epochs,
         steps=per_epoch,
         samples=samples(draft),
     )
     if batch > 1:
-        note += ", and each bucket's last batch may be smaller and add a step"
+        note = Message("{line}, and each bucket's last batch may be smaller and add a step", line=note)
     draft.differs(key, {"train.steps": epochs * per_epoch}, note)
 
 
@@ -249,7 +249,7 @@ def set_every(
     steps = whole(draft.get(steps_key) or 0) if steps_key else 0
     epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
     if steps > 0 and epochs > 0 and epochs_count:
-        draft.none(steps_key, f"{epochs_key} counts", off=True)
+        draft.none(steps_key, remarks.COUNTS(key=epochs_key), off=True)
         steps = 0
     if steps > 0:
         account = draft.differs if note else draft.mapped
@@ -257,13 +257,13 @@ def set_every(
         if epochs > 0:
             draft.none(epochs_key, Message("theirs does both; here one interval, that of {key}", key=steps_key))
         elif epochs_key:
-            draft.none(epochs_key, "off", off=True)
+            draft.none(epochs_key, remarks.OFF, off=True)
         return
     if steps_key:
-        draft.none(steps_key, "off", off=True)
+        draft.none(steps_key, remarks.OFF, off=True)
     if epochs > 0 and per_epoch:
         counted = remarks.EVERY_EPOCHS(epochs=epochs, steps=per_epoch)
-        draft.differs(epochs_key, every(epochs * per_epoch), f"{counted}; {note}" if note else counted)
+        draft.differs(epochs_key, every(epochs * per_epoch), remarks.join([counted, note]))
     elif epochs > 0:
         draft.none(
             epochs_key,
@@ -273,7 +273,7 @@ def set_every(
             Message("{key}: theirs is every {epochs} epochs; the default was left", key=setting, epochs=epochs)
         )
     elif epochs_key:
-        draft.none(epochs_key, "off", off=True)
+        draft.none(epochs_key, remarks.OFF, off=True)
 
 
 def share(
@@ -296,13 +296,13 @@ def share(
         return
     given = [value for value in parsed if value is not None]
     if not given:
-        draft.none(keys, "empty", off=True)
+        draft.none(keys, remarks.EMPTY, off=True)
         return
     common = Counter(given).most_common(1)[0][0]
     notes = [note] if note else []
     if len(set(parsed)) > 1:
         notes.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
-    (draft.differs if notes else draft.mapped)(keys, {setting: common}, "; ".join(notes))
+    (draft.differs if notes else draft.mapped)(keys, {setting: common}, remarks.join(notes))
 
 
 def side_of(value: Any) -> tuple[int, str]:
@@ -330,7 +330,7 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
     """
     sides = [side_of(value) for value in values]
     if not sides:
-        draft.none(keys, "empty", off=True)
+        draft.none(keys, remarks.EMPTY, off=True)
         return
     side, rounded = max(sides)
     notes = [note] if note else []
@@ -343,7 +343,7 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
         )
     notes += [rounded] if rounded else []
     account = draft.differs if notes else draft.mapped
-    account(keys, {"dataset.resolution": side}, "; ".join(notes))
+    account(keys, {"dataset.resolution": side}, remarks.join(notes))
 
 
 def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], note: str = "") -> None:
@@ -363,7 +363,7 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     for folder, side in zip(draft.folders, sides, strict=True):
         folder.resolution = side[0] if side and side[0] != largest else 0
     rounded = [side[1] for side in sides if side and side[1]]
-    differences = "; ".join(dict.fromkeys([*([note] if note else []), *rounded]))
+    differences = remarks.join([note, *rounded])
     account = draft.differs if differences else draft.mapped
     account(keys, {"dataset.resolution": largest}, differences or remarks.LARGEST)
 

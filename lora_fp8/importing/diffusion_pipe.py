@@ -122,7 +122,7 @@ RULES: dict[str, Rule] = {
     "adapter.alpha": none(Message("theirs refuses it: alpha is the rank")),
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to(
-        "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, "bf16 and fp32")
+        "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, Message("bf16 and fp32"))
     ),
     "adapter.decompose_factor": JOINT,
     "adapter.init_from_existing": none(Message("name the .safetensors file in that folder in adapter.init_from")),
@@ -231,7 +231,7 @@ def combine(draft: Draft) -> None:
     dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
     stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
     model_settings.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
-    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], "the other key counts", off=True)
+    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], Message("the other key counts"), off=True)
     _set_adapter(draft)
     _set_folders(draft)
     _set_length_and_rate(draft)
@@ -245,12 +245,12 @@ def combine(draft: Draft) -> None:
         draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
     if draft.get("compile"):
         draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("compile", "off", off=True)
+    draft.none("compile", remarks.OFF, off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
         common_values.set_name(draft, "", name)
-        draft.comments["name"] = ["the last part of output_dir; theirs names runs by the time"]
+        draft.comments["name"] = [Message("the last part of output_dir; theirs names runs by the time")]
 
 
 def _set_path(draft: Draft) -> None:
@@ -263,7 +263,7 @@ def _set_path(draft: Draft) -> None:
     if single and draft.has("model.diffusers_path"):
         draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
     model_settings.set_model_path(draft, given[0])
-    draft.none(given[1:], f"{given[0]} is the base model", off=True)
+    draft.none(given[1:], Message("{key} is the base model", key=given[0]), off=True)
     encoders = [key for key in draft.keys("model.text_encoders.*.paths") if key.endswith(".paths")]
     model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
     draft.none(draft.keys("model.text_encoders.**"), Message("the encoder's file tells what it is"))
@@ -284,7 +284,7 @@ def _set_adapter(draft: Draft) -> None:
                 rank = adapter_settings.WHOLE_RANK
                 draft.mapped("adapter.rank", {"adapter.rank": rank}, Message("whole matrices"))
         if rank:
-            draft.set("adapter.alpha", float(rank), "theirs forces alpha = rank")
+            draft.set("adapter.alpha", float(rank), Message("theirs forces alpha = rank"))
     elif kind:
         draft.none("adapter.type", Message("there is no {kind} here; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
@@ -295,7 +295,9 @@ def _set_adapter(draft: Draft) -> None:
             draft.set("adapter.rank", Adapter().rank)
             draft.need("adapter.rank", Message("choose one for a LoRA"))
     elif draft.has("model.type"):
-        model_settings.set_whole_model(draft, "the file has no [adapter]: theirs trains the whole model then")
+        model_settings.set_whole_model(
+            draft, Message("the file has no [adapter]: theirs trains the whole model then; here a LoRA is trained")
+        )
 
 
 def _set_folders(draft: Draft) -> None:
@@ -356,7 +358,7 @@ def _set_frames(draft: Draft) -> None:
         [whole(length) for key in lengths if draft.has(key) for length in draft.get(key, listed)],
         ["video_clip_mode"],
         CLIP_PARTS.get(part),
-        "of every folder; a clip takes the longest that fits, as there",
+        Message("of every folder; a clip takes the longest that fits, as there"),
     )
 
 
@@ -371,12 +373,12 @@ def _set_buckets(draft: Draft, has_folders: bool) -> None:
     if widest and buckets:
         draft.differs(
             keys,
-            {"dataset.max_aspect": min(8.0, max(1.0, *widest))},
+            {"dataset.max_aspect": common_values.clamp("dataset.max_aspect", max(widest))},
             Message(
                 "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios"
             ),
         )
-    draft.none(keys, Message("means nothing without {key}", key="aspect ratio buckets"), off=True)
+    draft.none(keys, Message("means nothing without aspect ratio buckets"), off=True)
 
 
 def _set_captions(draft: Draft) -> None:
@@ -385,11 +387,11 @@ def _set_captions(draft: Draft) -> None:
     shuffle = ["data.shuffle_tags", "data.cache_shuffle_num"]
     if number_of or common_values.on(draft.get("data.shuffle_tags")):
         settings: dict[str, Any] = {"dataset.shuffle_tags": True, "dataset.keep_tokens": 0}
-        settings["dataset.caption_variants"] = min(64, max(1, number_of))
+        settings["dataset.caption_variants"] = common_values.clamp("dataset.caption_variants", number_of)
         draft.mapped(shuffle, settings)
         separator = str(draft.get("data.cache_shuffle_delimiter") or ", ").strip() or " "
         draft.mapped("data.cache_shuffle_delimiter", {"dataset.tag_separator": separator})
-    draft.none([*shuffle, "data.cache_shuffle_delimiter"], "off", off=True)
+    draft.none([*shuffle, "data.cache_shuffle_delimiter"], remarks.OFF, off=True)
     if draft.has("data.skip_empty_caption"):
         if flag(draft.given["data.skip_empty_caption"]):
             draft.mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
@@ -404,12 +406,12 @@ def _set_length_and_rate(draft: Draft) -> None:
     batch, notes = _batch(draft)
     keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
     notes.append(Message("over all processes together here; multiply by the number of GPUs that you used"))
-    draft.differs(keys, {"train.batch_size": batch}, "; ".join(notes))
+    draft.differs(keys, {"train.batch_size": batch}, remarks.join(notes))
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = _steps_per_epoch(draft, batch * accumulate)
     if draft.has("max_steps"):
         draft.mapped("max_steps", {"train.steps": draft.get("max_steps", whole)})
-        draft.none("epochs", "max_steps counts", off=True)
+        draft.none("epochs", remarks.COUNTS(key="max_steps"), off=True)
     elif draft.has("epochs"):
         dataset_settings.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
@@ -478,8 +480,8 @@ def _set_timesteps(draft: Draft) -> None:
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         shape = "uniform" if method == "uniform" else "logit_normal"
-        objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
-    draft.none([*keys, "model.sigmoid_scale"], "off", off=True)
+        objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+    draft.none([*keys, "model.sigmoid_scale"], remarks.OFF, off=True)
 
 
 def recognise(source: Source) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..config.validation import model_at
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError
 from ..settings import Job
+from . import remarks
 from .readers import HIDDEN, NOTHING, SECRET_KEY, Unfit, hide, is_off, same
 from .rules import JOINT, Rule
 from .source_files import Source, read_source
@@ -176,7 +177,9 @@ class Draft:
         try:
             return None if value in NOTHING else read(value)
         except Unfit as error:
-            raise UserError(f"{self.source.path}: {self.labels[key]}: {hide(str(error))}") from None
+            raise UserError(
+                Message("{path}: {key}: {line}", path=self.source.path, key=self.labels[key], line=hide(str(error)))
+            ) from None
 
     def keys(self, pattern: str) -> list[str]:
         """Return the file's keys that match a pattern with `*` for positions in lists."""
@@ -240,8 +243,8 @@ class Draft:
 
     def need(self, setting: str, what: str) -> None:
         """Add a TODO for one of our settings, to the file and to the report."""
-        self.comments.setdefault(setting, []).append(f"TODO: {what}")
-        self.todo.append(f"{setting}: {what}")
+        self.comments.setdefault(setting, []).append(Message("TODO: {line}", line=what))
+        self.todo.append(Message("{key}: {line}", key=setting, line=what))
 
     def mapped(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = "") -> None:
         """Report that these keys mean the same here."""
@@ -261,14 +264,14 @@ class Draft:
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         here = [key for key in keys if key in self.given and key not in self.done]
         real = [key for key in here if self.has(key)]
-        written = ", ".join(f"{name} = {_short(_toml(value))}" for name, value in settings.items())
+        written = Joined(", ", [_assigned(name, value) for name, value in settings.items()])
         self._report_empty(here)
         for key in real:
             self.lists[kind].append(_entry(self.labels[key], self.given[key], written, note, off))
-        origin = ", ".join(self.labels[key] for key in real)
+        origin: str = ", ".join(self.labels[key] for key in real)
         assumed = [key for key in keys if key not in real and key not in self.done and key in self.defaults]
         if settings and assumed and not real:
-            origin = f"not in the file: the default of {self.tool.name}"
+            origin = remarks.TOOLS_DEFAULT(tool=self.tool.name)
             for key in assumed:
                 self.report_default(key.removeprefix(self.tool.prefix), self.defaults[key], written, note)
         for name, value in settings.items():
@@ -278,7 +281,7 @@ class Draft:
     def _report_empty(self, keys: Iterable[str]) -> None:
         for key in keys:
             if not self.has(key):
-                self.lists["none"].append(_entry(self.labels[key], self.given[key], note="empty", off=True))
+                self.lists["none"].append(_entry(self.labels[key], self.given[key], note=remarks.EMPTY, off=True))
 
     def report_default(self, key: str, value: Any, written: str, note: str = "") -> None:
         """Report a default of the tool that was written, although the file does not say it.
@@ -311,7 +314,7 @@ class Draft:
             self.source.path,
             self.why,
             _nested(self.settings, self.folders),
-            {key: "; ".join(dict.fromkeys(lines)) for key, lines in self.comments.items()},
+            {key: remarks.join(lines) for key, lines in self.comments.items()},
             self.lists["mapped"],
             self.lists["differs"],
             self.lists["none"],
@@ -330,8 +333,8 @@ class Draft:
                 self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
         for setting, (value, key, note) in self.assumed.items():
             if setting not in self.settings:
-                self.report_default(key, value, f"{setting} = {_toml(value)}", note)
-                self.set(setting, value, f"not in the file: {note}")
+                self.report_default(key, value, _assigned(setting, value), note)
+                self.set(setting, value, Message("not in the file: {line}", line=note))
 
     def _shorten_warmup(self) -> None:
         """Keep the warm-up shorter than the training, which ours has to be."""
@@ -350,7 +353,9 @@ class Draft:
         if not any(folder.trigger_is_caption for folder in self.folders):
             return
         if all(folder.trigger or folder.regularization for folder in self.folders):
-            self.set("dataset.missing_caption", "trigger", "a folder's words are the captions it lacks, as there")
+            self.set(
+                "dataset.missing_caption", "trigger", Message("a folder's words are the captions it lacks, as there")
+            )
         else:
             self.need(
                 "dataset.folders", Message("captions, or a trigger for each and dataset.missing_caption = 'trigger'")
@@ -363,7 +368,7 @@ class Draft:
             self.done.add(key)
             return
         if not self.has(key):
-            self.none(key, "empty", off=True)
+            self.none(key, remarks.EMPTY, off=True)
         elif rule is JOINT:
             self.none(key, Message("says nothing beside the other settings of this file"))
         elif rule.kind in ("none", "idle"):
@@ -379,7 +384,7 @@ class Draft:
                 ours = rule.read(value)
             except Unfit as error:
                 self.none(key, Message("{setting} was not written: {line}", setting=rule.to, line=error))
-                self.todo.append(f"{rule.to}: {error}")
+                self.todo.append(Message("{key}: {line}", key=rule.to, line=str(error)))
                 return
             self._account(rule.kind, key, {rule.to: ours}, rule.note)
 
@@ -391,8 +396,14 @@ def _entry(key: str, value: Any, written: str = "", note: str = "", off: bool = 
     return Entry(hide(key), printed, hide(written), hide(note), off)
 
 
+def _assigned(setting: str, value: Any) -> Message:
+    return Message("{key} = {value}", key=setting, value=_short(_toml(value)))
+
+
 def _short(text: str) -> str:
-    return text if len(text) <= 100 else text[:80] + f" ... ({len(text)} characters)"
+    if len(text) <= 100:
+        return text
+    return Message("{text} ... ({count} characters)", text=text[:80], count=len(text))
 
 
 def _toml(value: Any) -> str:

@@ -43,7 +43,7 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     choices = {key: source[key].strip().lower() for key in CHOICES if key in source}
     paged = [key for key in choices if key not in given]
     if all(value == "all" for value in choices.values()):
-        draft.none(paged, "all blocks are trained", off=True)
+        draft.none(paged, Message("all blocks are trained"), off=True)
         for key in choices:
             given.pop(key, None)
         return
@@ -105,7 +105,7 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
         plain: the network is one that uses them.
     """
     if draft.has("enable_block_weights") and not common_values.on(draft.given["enable_block_weights"]):
-        draft.none([*RATES, "enable_block_weights"], "block weights are off", off=True)
+        draft.none([*RATES, "enable_block_weights"], Message("block weights are off"), off=True)
     if not plain or draft.family not in BLOCKS:
         return
     names = ("block_dims", "block_alphas", *RATES)

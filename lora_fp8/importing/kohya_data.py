@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import PureWindowsPath
 from typing import Any
 
-from ..errors import Message
+from ..errors import Joined, Message, Template
 from . import common_values, dataset_settings, model_settings, remarks
 from .import_draft import Draft, Folder
 from .readers import flag, number, positive, same, text, whole
@@ -65,7 +65,9 @@ def effective(draft: Draft, subset: str, name: str, read: Callable[[Any], Any] =
 def collect_values(draft: Draft, name: str, places: list[str]) -> tuple[list[str], list[Any]]:
     """Return the keys that apply to the folders, and each folder's value. Overridden keys are reported."""
     keys = list(dict.fromkeys(counting(draft, place, name) for place in places or [""]))
-    draft.none([key for key in everywhere(draft, name) if key not in keys], "overridden by a folder's own", off=True)
+    draft.none(
+        [key for key in everywhere(draft, name) if key not in keys], Message("overridden by a folder's own"), off=True
+    )
     return keys, [effective(draft, place, name) for place in places or [""]]
 
 
@@ -109,7 +111,7 @@ def set_folders(draft: Draft) -> None:
         _add_folder(draft, subset)
     used = [key for key in everywhere(draft, "is_reg") if common_values.on(draft.given[key])]
     draft.differs(used, {}, remarks.SHOWN_ALIKE)
-    draft.none(everywhere(draft, "is_reg"), "off", off=True)
+    draft.none(everywhere(draft, "is_reg"), remarks.OFF, off=True)
     draft.differs(everywhere(draft, "caption_prefix"), {}, remarks.FOLDER_TRIGGER)
     for name in ("num_repeats", "class_tokens", "dataset_repeats"):
         draft.mapped(everywhere(draft, name), {}, remarks.IN_EACH_FOLDER)
@@ -123,7 +125,7 @@ def set_folders(draft: Draft) -> None:
     dataset_settings.set_unmasked(draft)
     if any(folder.mask for folder in draft.folders):
         draft.mapped("masked_loss", {}, Message("folders with a mask"))
-    draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], "off, or it names no masks", off=True)
+    draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], Message("off, or it names no masks"), off=True)
 
 
 def _add_folder(draft: Draft, subset: str) -> None:
@@ -222,9 +224,11 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
             _regularize(draft, folder, match[2])
         else:
             dataset_settings.caption_by_trigger(folder, match[2])
-        written.append(
-            f"{inner.name}: repeats = {folder.repeats}" + (f", trigger {match[2]!r}" if folder.trigger else "")
-        )
+        template = Template("{name}: repeats = {repeats}")
+        if folder.trigger:
+            template = Template("{name}: repeats = {repeats}, trigger {trigger}")
+        trigger = {"trigger": repr(match[2])} if folder.trigger else {}
+        written.append(template(name=inner.name, repeats=folder.repeats, **trigger))
         draft.folders.append(folder)
     if not written:
         draft.folders.append(Folder(root, regularization=others))
@@ -234,16 +238,17 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
     if others:
         draft.differs(key, {}, remarks.SHOWN_ALIKE)
         return
+    note = Message("repeats are written out here: {lines}", lines=Joined("; ", written))
     if not any(folder.captionless for folder in draft.folders):
-        draft.mapped(key, {}, Message("repeats are written out here: {told}", told="; ".join(written)))
+        draft.mapped(key, {}, note)
         return
     draft.differs(
         key,
         {},
         Message(
-            "repeats are written out here: {told}. The words behind the number caption pictures without a "
-            "caption there; here `check` asks for a caption or a trigger",
-            told="; ".join(written),
+            "{line}. The words behind the number caption pictures without a caption there; here `check` asks for a "
+            "caption or a trigger",
+            line=note,
         ),
     )
 

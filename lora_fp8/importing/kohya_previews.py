@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import Message
-from . import common_values, preview_settings
+from . import common_values, preview_settings, remarks
 from .import_draft import Draft
 from .source_files import decoded, read_source
 
@@ -31,20 +31,20 @@ def set_previews(draft: Draft) -> None:
         values = {name: draft.get(key) for name, key in zip(names, fields[1:], strict=True)}
         pictures = [{"prompt": draft.given["positive_prompts"], **values}]
     if off:
-        draft.none([*keys, "sample_every_n_steps", "sample_every_n_epochs"], "previews are off", off=True)
+        draft.none([*keys, "sample_every_n_steps", "sample_every_n_epochs"], remarks.PREVIEWS_OFF, off=True)
     elif pictures:
         notes += [guide(draft, pictures)]
-        note = "; ".join(dict.fromkeys(filter(None, notes)))
+        note = remarks.join(notes)
         own = ("prompts", "negative", "width", "height", "guidance", "seed", "steps")
         by_key = dict(zip(fields, own, strict=True))
         preview_settings.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
         first = common_values.on(draft.get("sample_at_first"))
         draft.mapped("sample_at_first", {"preview.at_start": first})
         if not draft.has("sample_at_first"):
-            draft.set("preview.at_start", False, f"not in the file: the default of {draft.tool.name}")
+            draft.set("preview.at_start", False, remarks.TOOLS_DEFAULT(tool=draft.tool.name))
     elif keys:
         draft.none(keys, Message("the prompts are not here"))
-    draft.none([*fields, "sample_prompts", "sample_at_first"], "no prompts", off=True)
+    draft.none([*fields, "sample_prompts", "sample_at_first"], remarks.NOT_PROMPTED, off=True)
     if not pictures or off:
         draft.settings.pop("preview.every", None)
 

@@ -22,14 +22,14 @@ PAGE_RULES: dict[str, Rule] = {
     "LoRA_type": JOINT,
     "lr_warmup": JOINT,
     "additional_parameters": JOINT,
-    "model_list": idle("the page's own list of models"),
-    "save_as_bool": idle("the page's own"),
-    "train_on_input": idle("the page's own"),
-    f"{OF_OTHERS}**": idle("belongs to another architecture, which is not chosen"),
+    "model_list": idle(Message("the page's own list of models")),
+    "save_as_bool": idle(remarks.OF_PAGE),
+    "train_on_input": idle(remarks.OF_PAGE),
+    f"{OF_OTHERS}**": idle(Message("belongs to another architecture, which is not chosen")),
     "unit": none(Message("belongs to DyLoRA"), 1),
     "stop_text_encoder_training": none(remarks.TEXT_TO_THE_END),
     "stop_text_encoder_training_pct": none(remarks.TEXT_TO_THE_END),
-    "noise_offset_type": idle("says which of the noise keys counts"),
+    "noise_offset_type": idle(Message("says which of the noise keys counts")),
     "no_token_padding": none(remarks.PADDING),
     "LyCORIS_preset": JOINT,
     "use_wandb": idle(remarks.LOGGING),
@@ -97,8 +97,9 @@ def recognise(source: Source) -> str:
     if source.kind != "json" or not isinstance(data, dict):
         return ""
     if "LoRA_type" in data:
-        return "LoRA_type, which the page writes"
-    return "max_resolution and train_batch_size" if {"max_resolution", "train_batch_size"} <= data.keys() else ""
+        return Message("LoRA_type, which the page writes")
+    keys = ("max_resolution", "train_batch_size")
+    return remarks.BOTH(first=keys[0], second=keys[1]) if data.keys() >= set(keys) else ""
 
 
 def combine(draft: Draft) -> None:
@@ -106,7 +107,10 @@ def combine(draft: Draft) -> None:
     if draft.has("num_vectors_per_token") or draft.has("token_string"):
         model_settings.refuse(draft, remarks.EMBEDDING)
     if not draft.has("LoRA_type") and not draft.has("network_dim"):
-        model_settings.set_whole_model(draft, "the file has no LoRA_type, so the page trains the whole model with it")
+        model_settings.set_whole_model(
+            draft,
+            Message("the file has no LoRA_type, so the page trains the whole model with it; here a LoRA is trained"),
+        )
     sd_scripts.combine(draft)
     draft.mapped("additional_parameters", {}, Message("read as options of sd-scripts"))
 

@@ -12,7 +12,10 @@ NO_PART = remarks.TARGETS
 NO_RATIO = Message("both matrices of an adapter have the same rate here")
 NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
 NO_LYCORIS = Message("belongs to LyCORIS")
-NO_MODULE = "the file names no network_module: theirs trains the whole model then, unless the command names one"
+NO_MODULE = Message(
+    "the file names no network_module: theirs trains the whole model then, unless the command names one; here a LoRA "
+    "is trained"
+)
 NO_VALIDATION = remarks.VALIDATION
 
 SD_SCRIPTS_RULES: dict[str, Rule] = {
@@ -38,7 +41,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "fp8_base": JOINT,
     "fp8_base_unet": JOINT,
     "fp8_scaled": JOINT,
-    "fp8_vl": idle("text encoders are freed before training here"),
+    "fp8_vl": idle(remarks.TEXT_FREED),
     "full_bf16": none(Message("adapters are bf16 with float32 masters here; optimizer.rounding = 'nearest' has none")),
     "full_fp16": none(Message("float16 is not used here")),
     # Adapter
@@ -190,7 +193,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "guidance_scale": JOINT,
     # Memory and speed
     "blocks_to_swap": JOINT,
-    "block_swap_h2d_only": idle("belongs to blocks_to_swap"),
+    "block_swap_h2d_only": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
     "cpu_offload_checkpointing": none(remarks.RECOMPUTED),
     "split_mode": none(Message("deprecated there; FP8 storage takes its place")),
     "train_blocks": none(NO_PART, "all"),
@@ -257,7 +260,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
         + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")
         + ("fp16_master_weights_and_gradients",),
-        idle("belongs to deepspeed"),
+        idle(remarks.BELONGS_TO(key="deepspeed")),
     ),
     # Single architectures
     **dict.fromkeys(

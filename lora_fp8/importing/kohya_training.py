@@ -94,10 +94,12 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
         return "sd2", Message("{name} is on", name="v2"), "v2"
     if draft.has("t5xxl") and draft.has("ae"):
         flux = draft.has("clip_l")
-        return ("flux", "t5xxl, ae and clip_l are FLUX's", "") if flux else ("chroma", "t5xxl and ae, no clip_l", "")
+        if flux:
+            return "flux", Message("t5xxl, ae and clip_l are FLUX's"), ""
+        return "chroma", Message("t5xxl and ae, no clip_l"), ""
     if draft.has("sdxl"):
-        return "sd15", "sdxl, v2 and the other families are off", "sdxl"
-    return "", Message("the file does not say: sd-scripts takes it from the script that is run"), ""
+        return "sd15", Message("sdxl, v2 and the other families are off"), "sdxl"
+    return "", remarks.BY_SCRIPT(tool="sd-scripts"), ""
 
 
 def set_model(draft: Draft) -> None:
@@ -119,7 +121,7 @@ def set_model(draft: Draft) -> None:
     else:
         model_settings.set_family(draft, key or (), kind, why)
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
-    draft.none(keys, "another family, or another key that says it", off=True)
+    draft.none(keys, Message("another family, or another key that says it"), off=True)
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     model_settings.set_part_files(draft, PART_FILES)
 
@@ -185,8 +187,8 @@ def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
     for key in ("network_args", "network_args_custom"):
         if left:
             parts = ", ".join(f"{name}={value}" for name, value in left.items())
-            reasons = dict.fromkeys(_no_argument(name) for name in left)
-            draft.none(key, f"{parts}: {'; '.join(reasons)}")
+            reasons = remarks.join([_no_argument(name) for name in left])
+            draft.none(key, Message("{key}: {line}", key=parts, line=reasons))
         else:
             draft.mapped(key, {}, Message("says only what [adapter] says"))
 
@@ -267,8 +269,10 @@ def set_precision(draft: Draft) -> None:
         )
     else:
         model_settings.set_storage(draft, (), "bf16", "kohya")
-        draft.comments["quantize.storage"] = ["not quantized there either; 'fp8' would halve the base's memory"]
-    draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], "off", off=True)
+        draft.comments["quantize.storage"] = [
+            Message("not quantized there either; 'fp8' would halve the base's memory")
+        ]
+    draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], remarks.OFF, off=True)
 
 
 def set_length_and_rate(draft: Draft) -> None:
@@ -291,7 +295,7 @@ def _set_batch(draft: Draft) -> tuple[int, int]:
     keys, inner = collect_values(draft, "batch_size", subsets(draft))
     outer = draft.get("train_batch_size")
     if all(inner):
-        draft.none("train_batch_size", "the dataset's batch_size counts", off=True)
+        draft.none("train_batch_size", Message("the dataset's batch_size counts"), off=True)
     keys += ["train_batch_size", "num_processes"]
     sizes = {positive(value or outer or 1) for value in inner}
     batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
@@ -310,7 +314,7 @@ def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
         dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
     elif epochs > 0:
         dataset_settings.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
-        draft.none("max_train_steps", "max_train_epochs counts", off=True)
+        draft.none("max_train_steps", remarks.COUNTS(key="max_train_epochs"), off=True)
     elif steps > 0:
         draft.mapped("max_train_steps", {"train.steps": steps})
     elif page_epochs:
@@ -328,14 +332,14 @@ def _set_optimizer(draft: Draft) -> None:
             if common_values.on(draft.get(key)):
                 draft.given[key], name_key = name, key
     optimizer_settings.set_optimizer(draft, name_key, [rate_key], rate)
-    draft.none(["use_8bit_adam", "use_lion_optimizer"], "off", off=True)
+    draft.none(["use_8bit_adam", "use_lion_optimizer"], remarks.OFF, off=True)
     if draft.tool.name != "musubi-tuner":
         _set_text_encoders(draft)
     draft.none(["learning_rate", "unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate_key), off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):
             optimizer_settings.set_optimizer_arguments(draft, key, draft.given[key])
-        draft.none(key, "empty", off=True)
+        draft.none(key, remarks.EMPTY, off=True)
 
 
 def _set_schedule(draft: Draft) -> None:
@@ -346,7 +350,7 @@ def _set_schedule(draft: Draft) -> None:
         warmup, note = percent / 100, Message("{percent} % of all steps", percent=f"{percent:g}")
     for key in ("lr_warmup_steps", "lr_warmup"):
         if key != warmup_key:
-            draft.none(key, f"{warmup_key} counts", off=True)
+            draft.none(key, remarks.COUNTS(key=warmup_key), off=True)
     cycles = "lr_restart_cycles" if draft.has("lr_restart_cycles") else "lr_scheduler_num_cycles"
     optimizer_settings.set_schedule(
         draft,
@@ -394,7 +398,7 @@ def set_noise(draft: Draft) -> None:
     if not draft.family:
         draft.none(FLOW_KEYS, Message("depends on the family, which the file does not say"))
     elif model_settings.predicts_noise(draft.family):
-        draft.none(FLOW_KEYS, "means nothing to a model that predicts noise", off=True)
+        draft.none(FLOW_KEYS, Message("means nothing to a model that predicts noise"), off=True)
     else:
         _set_timesteps(draft)
         _set_flow_objective(draft)
@@ -429,8 +433,8 @@ def _set_timesteps(draft: Draft) -> None:
         shift = "auto"
         notes += _remarks_on_method(draft, method)
     notes += _remarks_on_shape(draft, method, scheme, keys)
-    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
-    draft.none(TIMESTEP_KEYS, f"not used with timestep_sampling = {method}", off=True)
+    objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+    draft.none(TIMESTEP_KEYS, remarks.UNUSED_WITH(key="timestep_sampling", value=method), off=True)
 
 
 def _remarks_on_method(draft: Draft, method: str) -> list[str]:
@@ -476,7 +480,7 @@ def _set_flow_objective(draft: Draft) -> None:
         )
     if draft.get("guidance_scale") is not None:
         draft.mapped("guidance_scale", {"objective.guidance": number(draft.get("guidance_scale"))})
-    draft.none("guidance_scale", "empty", off=True)
+    draft.none("guidance_scale", remarks.EMPTY, off=True)
 
 
 def _set_offset(draft: Draft) -> None:
@@ -484,12 +488,13 @@ def _set_offset(draft: Draft) -> None:
     chosen = common_values.plain(draft.get("noise_offset_type") or "")
     if chosen and chosen != "original":
         keys = ["noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"]
-        draft.none(keys, f"not used with noise_offset_type = {draft.get('noise_offset_type')}", off=True)
+        note = remarks.UNUSED_WITH(key="noise_offset_type", value=draft.get("noise_offset_type"))
+        draft.none(keys, note, off=True)
     else:
         objective_settings.set_noise_offset(draft, "noise_offset", heeded=False)
     if chosen == "original":
         keys = ["multires_noise_iterations", "multires_noise_discount"]
-        draft.none(keys, "not used with noise_offset_type = Original", off=True)
+        draft.none(keys, remarks.UNUSED_WITH(key="noise_offset_type", value="Original"), off=True)
 
 
 def set_compile(draft: Draft) -> None:
@@ -503,4 +508,4 @@ def set_compile(draft: Draft) -> None:
             {"memory.compile": "blocks"},
             remarks.COMPILED,
         )
-    draft.none(["torch_compile", "dynamo_backend"], "off", off=True)
+    draft.none(["torch_compile", "dynamo_backend"], remarks.OFF, off=True)

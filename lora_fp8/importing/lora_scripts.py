@@ -18,7 +18,7 @@ from .rules import JOINT, Rule, idle, none
 from .source_files import Source, table_in
 
 LORA_SCRIPTS_RULES: dict[str, Rule] = {
-    "metadata.**": idle("tells about the preset"),
+    "metadata.**": idle(Message("tells about the preset")),
     "model_train_type": JOINT,
     "enable_preview": JOINT,
     "randomly_choice_prompt": none(Message("prompts are drawn in order")),
@@ -69,7 +69,7 @@ def recognise(source: Source) -> str:
     if source.kind != "toml" or not isinstance(data, dict):
         return ""
     if isinstance(data.get("data"), dict) and isinstance(data.get("metadata"), dict):
-        return "a preset with [metadata] and [data]"
+        return Message("a preset with [metadata] and [data]")
     return "model_train_type" if "model_train_type" in {key for _, key, _ in sections(data)} else ""
 
 
@@ -83,7 +83,7 @@ def combine(draft: Draft) -> None:
         draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
     kind = common_values.plain(draft.get("model_train_type"))
     if kind.endswith(("finetune", "dreambooth")):
-        model_settings.set_whole_model(draft, f"{draft.get('model_train_type')} trains the whole model there")
+        model_settings.set_whole_model(draft, remarks.TRAINS_ALL(name=draft.get("model_train_type")))
     sd_scripts.combine(draft)
     optimizer_settings.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
     draft.mapped("ui_custom_params", {}, Message("read as settings"))

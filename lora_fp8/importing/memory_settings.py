@@ -9,6 +9,7 @@ from typing import Any
 from .. import families
 from ..errors import Message
 from ..settings import Quantize
+from . import common_values, remarks
 from .import_draft import Draft
 from .readers import whole
 
@@ -26,9 +27,9 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
         note: the difference in meaning.
     """
     if share <= 0:
-        draft.none(keys, "off", off=True)
+        draft.none(keys, remarks.OFF, off=True)
         return
-    share = min(1.0, round(share, 2))
+    share = common_values.clamp("memory.offload", round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
         draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
@@ -39,8 +40,8 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
         draft.need("memory.offload", what)
         return
     if draft.settings.get("memory.compile", "off") != "off":
-        draft.set("memory.compile", "off", "excluded by memory.offload")
-        note += "; memory.compile was left off, which excludes it"
+        draft.set("memory.compile", "off", Message("excluded by memory.offload"))
+        note = remarks.join([note, Message("memory.compile was left off, which excludes it")])
     draft.differs(keys, {"memory.offload": share}, note)
 
 

@@ -8,9 +8,10 @@ from pathlib import PureWindowsPath
 from typing import Any, NoReturn
 
 from .. import families
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..families import _components
 from ..settings import Adapter
+from . import remarks
 from .common_values import plain
 from .import_draft import Draft
 from .readers import text
@@ -45,12 +46,13 @@ FAMILY_NAMES = {
     "hunyuan_image": ("hunyuan_image",),
 }
 """Architectures by the field's names -> the names that our family may have; the first that exists is taken."""
-UNLIKE = {
-    "hunyuan_video_1_5": "HunyuanVideo 1.5, which is not the architecture of hunyuan_video",
+OF_ANOTHER = Template("{name}, which is not the architecture of {family}")
+UNLIKE: dict[str, str] = {
+    "hunyuan_video_1_5": OF_ANOTHER(name="HunyuanVideo 1.5", family="hunyuan_video"),
     "hunyuan_video_i2v": "HunyuanVideo image-to-video",
     "wan_i2v": "Wan image-to-video",
-    "hidream_o1": "HiDream-O1, which is not the architecture of hidream (HiDream-I1)",
-    "qwen_image_21": "Qwen-Image 2.1, which is not the architecture of qwen_image",
+    "hidream_o1": OF_ANOTHER(name="HiDream-O1", family="hidream (HiDream-I1)"),
+    "qwen_image_21": OF_ANOTHER(name="Qwen-Image 2.1", family="qwen_image"),
 }
 """Architectures that are not supported although their names resemble supported ones."""
 
@@ -101,12 +103,12 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
 
     Args:
         draft: the import.
-        why: what shows it, if no key does.
+        why: what shows it, and that a LoRA is trained here; "" if `keys` show it.
         keys: the tool's keys that say so.
     """
     draft.none(keys, Message("only LoRAs are trained here; a LoRA was written"))
     if why:
-        draft.notes.append(Message("{why}; here a LoRA is trained", why=why))
+        draft.notes.append(why)
     if not draft.has("network_dim"):
         draft.settings.setdefault("adapter.rank", Adapter().rank)
     draft.need("adapter.rank", Message("theirs trained the whole model: choose the size of a LoRA"))
@@ -140,14 +142,15 @@ def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -
     Returns:
         The architecture, and what shows it.
     """
+    by_name = Template("{line}, and the name of {file}")
     for path in map(str, filter(None, paths)):
         named = family_of_name(path)
         if named in RELATIVES.get(kind, ()):
-            return named, f"{why}, and the name of {PureWindowsPath(path).name}"
+            return named, by_name(line=why, file=PureWindowsPath(path).name)
         if kind in CLIPS_FROM_PICTURES and re.search(r"i2v|image[-_. ]?to[-_. ]?video", path.lower()):
-            return f"{kind}_i2v", f"{why}, and the name of {PureWindowsPath(path).name}"
+            return f"{kind}_i2v", by_name(line=why, file=PureWindowsPath(path).name)
     if controls and kind in EDITING:
-        return EDITING[kind], f"{why}, and the dataset has control images"
+        return EDITING[kind], Message("{line}, and the dataset has control images", line=why)
     return kind, why
 
 
@@ -245,14 +248,14 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
     for key, kind in kinds.items():
         path = draft.get(key, text)
         if not path:
-            draft.none(key, "empty", off=True)
+            draft.none(key, remarks.EMPTY, off=True)
             continue
         part = next(filter(None, (find_part(draft.family, name) for name in kind.split("|"))), "")
         suffix = PureWindowsPath(path).suffix.lower()
         if not part:
             draft.none(key, Message("the model has no part of this kind here"))
         elif suffix != ".safetensors":
-            draft.none(key, Message("only .safetensors files of parts are read"))
+            draft.none(key, remarks.ONLY_SAFETENSORS)
             draft.need(
                 "model.files",
                 Message("{part}: give {file} as a .safetensors file", part=part, file=repr(PureWindowsPath(path).name)),
@@ -267,7 +270,7 @@ def set_dtype(draft: Draft, key: str) -> None:
     value = draft.get(key)
     kind = plain(value)
     if value is None:
-        draft.none(key, "empty", off=True)
+        draft.none(key, remarks.EMPTY, off=True)
     elif kind in ("no", "none", "fp32", "float32", "tf32", "tfloat32"):
         draft.mapped(key, {"model.dtype": "fp32"})
     elif kind in ("bf16", "bfloat16", "fp8"):

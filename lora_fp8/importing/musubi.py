@@ -42,9 +42,9 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "t5": JOINT,
     "clip": JOINT,
     "image_encoder": JOINT,
-    "fp8_t5": idle("text encoders are freed before training here"),
-    "fp8_llm": idle("text encoders are freed before training here"),
-    "fp8_text_encoder": idle("text encoders are freed before training here"),
+    "fp8_t5": idle(remarks.TEXT_FREED),
+    "fp8_llm": idle(remarks.TEXT_FREED),
+    "fp8_text_encoder": idle(remarks.TEXT_FREED),
     "vae": JOINT,
     "vae_dtype": idle(),
     "vae_tiling": idle(),
@@ -55,8 +55,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
-    "block_swap_ring_size": idle("belongs to blocks_to_swap"),
-    "use_pinned_memory_for_block_swap": idle("belongs to blocks_to_swap"),
+    "block_swap_ring_size": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
+    "use_pinned_memory_for_block_swap": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
     "gradient_checkpointing_cpu_offload": none(remarks.RECOMPUTED),
     "img_in_txt_in_offloading": none(remarks.NO_SWAP),
     "num_timestep_buckets": none(remarks.EACH_TIMESTEP),
@@ -65,10 +65,10 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "preserve_distribution_shape": always(
         Message("objective.t_min and t_max cut the distribution off, as this has it")
     ),
-    "show_timesteps": idle("shows, and trains nothing"),
+    "show_timesteps": idle(Message("shows, and trains nothing")),
     "compile": JOINT,
-    "compile_backend": idle("torch.compile uses inductor"),
-    "compile_mode": idle("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another"),
+    "compile_backend": idle(Message("torch.compile uses inductor")),
+    "compile_mode": idle(remarks.ONE_COMPILE_MODE),
     "compile_dynamic": idle(),
     "compile_fullgraph": idle(),
     "image_directory": JOINT,
@@ -96,7 +96,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
         + ("disable_numpy_memmap_loading", "architecture"),
         idle(),
     ),
-    **dict.fromkeys(("metadata_reso", "metadata_arch"), idle("the file tells its own size and architecture")),
+    **dict.fromkeys(("metadata_reso", "metadata_arch"), idle(Message("the file tells its own size and architecture"))),
     **dict.fromkeys(
         ("offload_inactive_dit", "timestep_boundary"), none(Message("a job trains one of Wan 2.2's experts"))
     ),
@@ -179,7 +179,7 @@ def combine(draft: Draft) -> None:
     keys = ["compile", "dynamo_backend", "torch_compile"]
     if compiled:
         draft.differs(keys, {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none(keys, "off", off=True)
+    draft.none(keys, remarks.OFF, off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
 
 
@@ -187,7 +187,7 @@ def _set_model(draft: Draft) -> None:
     script = draft.source.script
     module = str(draft.get("network_module") or "").split(".")[-1]
     if script and not script.endswith("_train_network.py"):
-        model_settings.set_whole_model(draft, f"{script} trains the whole model there")
+        model_settings.set_whole_model(draft, remarks.TRAINS_ALL(name=script))
     elif not module:
         model_settings.set_whole_model(draft, kohya_table.NO_MODULE)
     name = re.sub(r"_train(_network)?\.py$", "", script)
@@ -196,9 +196,8 @@ def _set_model(draft: Draft) -> None:
         kind, why = MODULES[module], f"network_module = {module!r}"
     kind, why = model_settings.refined(*_variant(draft, kind, why), [draft.get("dit")])
     keys = ["task", "model_version", "edit", "edit_plus"]
-    unsaid = "the file does not say: musubi-tuner takes it from the script that is run"
-    model_settings.set_family(draft, keys, kind, why if kind else unsaid)
-    draft.none(keys, "family is told by model.family", off=True)
+    model_settings.set_family(draft, keys, kind, why if kind else remarks.BY_SCRIPT(tool=draft.tool.name))
+    draft.none(keys, Message("family is told by model.family"), off=True)
     model_settings.set_model_path(draft, "dit", Message("the denoiser's own file"))
     kinds = {"vae": "vae", "t5": "t5", "text_encoder": "any|llm", "text_encoder1": "t5|llm", "text_encoder2": "clip"}
     model_settings.set_part_files(draft, kinds)
@@ -283,11 +282,11 @@ def recognise(source: Source) -> str:
     if source.kind not in ("toml", "command") or not isinstance(data, Mapping):
         return ""
     if source.kind == "command":
-        return f"it runs {source.script} with --dit" if "dit" in data else ""
+        return Message("it runs {script} with --dit", script=source.script) if "dit" in data else ""
     if isinstance(data.get("datasets"), list):
         inner = {key.rsplit(".", 1)[-1] for key, _ in flattened(data)}
         marks = inner & {"image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"}
-        return f"[[datasets]] with {sorted(marks)[0]}" if marks else ""
+        return remarks.TABLE_WITH(table="[[datasets]]", key=sorted(marks)[0]) if marks else ""
     keys = {key for _, key, _ in kohya_data.sections(data)}
     if "dit" in keys:
         return "dit"
@@ -296,7 +295,9 @@ def recognise(source: Source) -> str:
         return ""
     if module in MODULES and module not in kohya_training.MODULES:
         return f"network_module = {module}"
-    return "network_dim and learning_rate" if module in ("", "lora") and "network_dim" in keys else ""
+    if module in ("", "lora") and "network_dim" in keys:
+        return remarks.BOTH(first="network_dim", second="learning_rate")
+    return ""
 
 
 TOOL = Tool(

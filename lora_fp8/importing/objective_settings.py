@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import Message
+from . import remarks
 from .common_values import plain
 from .import_draft import Draft
 from .model_settings import predicts_noise
@@ -59,7 +60,8 @@ def set_timesteps(
 ) -> None:
     """Set objective.timesteps and shift, which families that predict noise do not have."""
     if predicts_noise(draft.family):
-        draft.none(keys, f"means nothing to {draft.family}, which draws its timesteps uniformly", off=True)
+        note = Message("means nothing to {family}, which draws its timesteps uniformly", family=draft.family)
+        draft.none(keys, note, off=True)
         return
     account = draft.mapped if exact else draft.differs
     shift = "scheduler" if shift == "auto" else shift  # the sampler's; our "auto" may differ
@@ -70,9 +72,10 @@ def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
     """Set objective.min_snr_gamma, for families that have it."""
     gamma = draft.get(key, number) if weight is None else weight
     if not gamma:
-        draft.none(key, "off", off=True)
+        draft.none(key, remarks.OFF, off=True)
     elif draft.family and not predicts_noise(draft.family):
-        draft.none(key, f"flow-matching models such as {draft.family} have no such weight, there or here", off=True)
+        note = Message("flow-matching models such as {family} have no such weight, there or here", family=draft.family)
+        draft.none(key, note, off=True)
     else:
         draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
 
@@ -86,9 +89,10 @@ def set_prediction(draft: Draft, key: str, predicts: str) -> None:
         predicts: "epsilon" or "v"; "" if the key is off.
     """
     if not predicts:
-        draft.none(key, "off", off=True)
+        draft.none(key, remarks.OFF, off=True)
     elif draft.family and not predicts_noise(draft.family):
-        draft.none(key, f"flow-matching models such as {draft.family} predict neither noise nor v", off=True)
+        note = Message("flow-matching models such as {family} predict neither noise nor v", family=draft.family)
+        draft.none(key, note, off=True)
     else:
         draft.mapped(key, {"objective.prediction": predicts})
 
@@ -103,10 +107,11 @@ def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
     """
     offset = draft.get(key, number)
     if not offset:
-        draft.none(key, "off", off=True)
+        draft.none(key, remarks.OFF, off=True)
     elif predicts_noise(draft.family):
         draft.mapped(key, {"objective.noise_offset": float(offset)})
     elif draft.family and not heeded:
-        draft.none(key, f"flow-matching models such as {draft.family} have no noise offset, there or here", off=True)
+        note = Message("flow-matching models such as {family} have no noise offset, there or here", family=draft.family)
+        draft.none(key, note, off=True)
     else:
         draft.none(key, NO_NOISE)

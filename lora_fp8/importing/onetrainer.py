@@ -32,10 +32,11 @@ from .source_files import Source, flattened
 
 NO_PART = remarks.TARGETS
 NO_EMBEDDING = remarks.NO_EMBEDDINGS
-NO_OFT = "belongs to OFT"
+PARTS_FREED = Message("text encoders and VAE are used and freed before training")
+NO_OFT = Message("belongs to OFT")
 NO_LOKR = Message("belongs to LoKr")
 NO_LOSS = remarks.ONE_LOSS
-CONCEPT_OFF = "the concept is off"
+CONCEPT_OFF = Message("the concept is off")
 NO_VALIDATION = remarks.VALIDATION
 NO_COLOUR = remarks.NO_COLOURS
 NO_VIDEO = dataset_settings.NO_CLIPS
@@ -46,14 +47,14 @@ OTHER_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder
 OTHER_PARTS += ("decoder_text_encoder", "decoder_vqgan", "unconditional_transformer")
 
 RULES: dict[str, Rule] = {
-    "__version": idle("the version of the configuration"),
+    "__version": idle(remarks.VERSION),
     "training_method": JOINT,
     "model_type": JOINT,
     "base_model_name": JOINT,
     "extra_model_name": none(Message("model.components takes a diffusers folder")),
     "debug_mode": idle(),
     "debug_dir": idle(),
-    "workspace_dir": idle("the run folder holds everything"),
+    "workspace_dir": idle(Message("the run folder holds everything")),
     "cache_dir": none(remarks.OTHER_CACHE),
     "tensorboard": idle(remarks.LOGGING),
     "tensorboard_expose": idle(remarks.LOGGING),
@@ -64,12 +65,12 @@ RULES: dict[str, Rule] = {
     "validate_after_unit": idle(NO_VALIDATION),
     "continue_last_backup": none(remarks.RESUMES),
     "prevent_overwrites": always(Message("a run folder is never overwritten")),
-    "include_train_config": idle("the resolved config is in the run folder"),
+    "include_train_config": idle(Message("the resolved config is in the run folder")),
     "multi_gpu": JOINT,
     "device_indexes": JOINT,
     **dict.fromkeys(
         ("gradient_reduce_precision", "fused_gradient_reduce", "async_gradient_reduce", "async_gradient_reduce_buffer"),
-        idle("train.gradient_exchange says how gradients travel"),
+        idle(Message("train.gradient_exchange says how gradients travel")),
     ),
     "output_dtype": to("export.dtype", common_values.FILE_DTYPE),
     "output_model_format": none(remarks.FILE_FORMAT, "SAFETENSORS", "KOHYA"),
@@ -89,7 +90,7 @@ RULES: dict[str, Rule] = {
     "image_caching": cached(remarks.ALWAYS_CACHED),
     "text_caching": cached(remarks.ALWAYS_CACHED),
     "latent_caching_epochs": idle(),
-    "clear_cache_before_training": idle("the cache is kept by content; what changed is encoded again"),
+    "clear_cache_before_training": idle(Message("the cache is kept by content; what changed is encoded again")),
     "learning_rate": JOINT,
     "learning_rate_scheduler": JOINT,
     "custom_learning_rate_scheduler": none(remarks.NO_OTHER_SCHEDULES),
@@ -104,16 +105,16 @@ RULES: dict[str, Rule] = {
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "clip_grad_norm": to("train.max_grad_norm", number),
     "ema": none(remarks.NO_EMA, "OFF"),
-    "ema_decay": idle("belongs to ema"),
-    "ema_update_step_interval": idle("belongs to ema"),
-    "non_ema_sampling": idle("belongs to ema"),
+    "ema_decay": idle(remarks.BELONGS_TO(key="ema")),
+    "ema_update_step_interval": idle(remarks.BELONGS_TO(key="ema")),
+    "non_ema_sampling": idle(remarks.BELONGS_TO(key="ema")),
     **dict.fromkeys(
         ("dataloader_threads", "caching_threads", "prefetch_next_batch", "train_device", "temp_device")
         + ("enable_autocast_cache", "only_cache"),
         idle(),
     ),
     "train_dtype": JOINT,
-    "fallback_train_dtype": idle("train_dtype counts"),
+    "fallback_train_dtype": idle(remarks.COUNTS(key="train_dtype")),
     "weight_dtype": JOINT,
     "resolution": JOINT,
     "frames": JOINT,
@@ -123,7 +124,7 @@ RULES: dict[str, Rule] = {
     "log_cosh_strength": none(NO_LOSS),
     "huber_strength": none(NO_LOSS),
     "huber_delta": JOINT,
-    "vb_loss_strength": idle("belongs to PixArt"),
+    "vb_loss_strength": idle(Message("belongs to PixArt")),
     "loss_weight_fn": JOINT,
     "loss_weight_strength": JOINT,
     "min_snr_gamma": JOINT,
@@ -150,7 +151,7 @@ RULES: dict[str, Rule] = {
     "cep_gamma": none(remarks.NOT_HERE),
     "k_noise_sampling": none(objective_settings.NO_NOISE, 1),
     "svd_dtype": none(Message("layers are quantized without a low-rank part here"), "NONE"),
-    "svd_rank": idle("belongs to svd_dtype"),
+    "svd_rank": idle(remarks.BELONGS_TO(key="svd_dtype")),
     "quantization.layer_filter": none(remarks.LAYER_STORAGE),
     "quantization.layer_filter_preset": none(remarks.LAYER_STORAGE, "full", "blocks"),
     "quantization.**": none(remarks.LAYER_STORAGE),
@@ -160,14 +161,18 @@ RULES: dict[str, Rule] = {
     **{f"{part}.**": none(Message("one length of training for all: train.steps")) for part in PARTS},
     **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
     **{f"{part}.stop_training_after_unit": none(remarks.END, "NEVER", "EPOCH") for part in PARTS},
-    **{f"{part}.{name}": idle("belongs to text encoders") for part in PARTS for name in ("dropout_probability",)},
+    **{
+        f"{part}.{name}": idle(Message("belongs to text encoders"))
+        for part in PARTS
+        for name in ("dropout_probability",)
+    },
     **{f"{part}.{name}": idle(remarks.NO_EMBEDDINGS) for part in PARTS for name in ("train_embedding",)},
     **{f"{part}.attention_mask": none(remarks.OWN_ATTENTION) for part in PARTS},
     **{f"{part}.activation_offloading": none(remarks.NO_SWAP) for part in PARTS},
     **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate", "model_name")},
     "vae.model_name": JOINT,
     **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
-    **{f"{part}.**": idle("text encoders and VAE are used and freed before training") for part in OTHER_PARTS},
+    **{f"{part}.**": idle(PARTS_FREED) for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
     **dict.fromkeys(
         ("text_encoder_layer_skip", "text_encoder_2_layer_skip", "text_encoder_3_layer_skip")
@@ -195,10 +200,10 @@ RULES: dict[str, Rule] = {
         ("train_text_encoder_epochs", "train_text_encoder_2_epochs")
         + ("text_encoder_weight_dtype", "text_encoder_2_weight_dtype")
         + ("vae_weight_dtype", "vae_model_name", "lora_weight_dtype_te"),
-        idle("text encoders and VAE are used and freed before training"),
+        idle(PARTS_FREED),
     ),
     **dict.fromkeys(("masked_training", "unmasked_weight", "normalize_masked_area_loss"), JOINT),
-    "unmasked_probability": idle("is for inpainting models, which are not trained here"),
+    "unmasked_probability": idle(Message("is for inpainting models, which are not trained here")),
     "masked_prior_preservation_weight": none(Message("the base's own answers are not trained on here")),
     "custom_conditioning_image": none(Message("not carried over: see dataset.folders.N.control, for editing models")),
     **dict.fromkeys(
@@ -213,8 +218,8 @@ RULES: dict[str, Rule] = {
     "lora_rank": to("adapter.rank", whole),
     "lora_alpha": to("adapter.alpha", number),
     "lora_decompose": JOINT,
-    "lora_decompose_norm_epsilon": idle("belongs to lora_decompose"),
-    "lora_decompose_output_axis": idle("belongs to lora_decompose"),
+    "lora_decompose_norm_epsilon": idle(remarks.BELONGS_TO(key="lora_decompose")),
+    "lora_decompose_output_axis": idle(remarks.BELONGS_TO(key="lora_decompose")),
     "lora_weight_dtype": JOINT,
     **dict.fromkeys(
         (
@@ -239,11 +244,11 @@ RULES: dict[str, Rule] = {
     "optimizer.beta2": to("optimizer.beta2", number),
     "optimizer.eps": to("optimizer.eps", number),
     **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
-    "optimizer.stochastic_rounding": idle("optimizer.rounding says how small updates are kept"),
+    "optimizer.stochastic_rounding": idle(remarks.ROUNDING),
     "optimizer.fused_back_pass": none(remarks.SUMMED),
     "optimizer.**": none(remarks.NOT_AN_ARGUMENT),
-    "optimizer_defaults.**": idle("what the page remembers of other optimizers"),
-    "optimizer_defaults": idle("what the page remembers of other optimizers"),
+    "optimizer_defaults.**": idle(remarks.OTHER_OPTIMIZERS),
+    "optimizer_defaults": idle(remarks.OTHER_OPTIMIZERS),
     "optimizer_weight_decay": to("optimizer.weight_decay", number),
     "weight_decay": to("optimizer.weight_decay", number),
     "sample_definition_file_name": JOINT,
@@ -259,17 +264,17 @@ RULES: dict[str, Rule] = {
     "samples.*.enabled": JOINT,
     "samples.*.random_seed": none(Message("previews keep their seeds")),
     "samples.*.noise_scheduler": none(remarks.NO_SAMPLER, "DDIM", "EULER"),
-    "samples.*.**": idle("belongs to other models"),
+    "samples.*.**": idle(Message("belongs to other models")),
     "samples.*.sample_inpainting": none(Message("previews are not inpainted here")),
     "sample_after": JOINT,
     "sample_after_unit": JOINT,
     "sample_skip_first": JOINT,
     **dict.fromkeys(
         ("sample_image_format", "sample_video_format", "sample_audio_format", "samples_to_tensorboard"),
-        idle("previews are .png in the run folder"),
+        idle(Message("previews are .png in the run folder")),
     ),
-    "cloud.**": idle("training runs where it is started"),
-    "secrets.**": idle("no accounts are used"),
+    "cloud.**": idle(Message("training runs where it is started")),
+    "secrets.**": idle(Message("no accounts are used")),
     "backup_after": JOINT,
     "backup_after_unit": JOINT,
     "rolling_backup": JOINT,
@@ -297,7 +302,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.tag_dropout_probability": JOINT,
     "concepts.*.text.tag_dropout_mode": JOINT,
     "concepts.*.text.tag_dropout_special_tags_mode": JOINT,
-    "concepts.*.text.**": idle("belongs to tag dropout and capitals"),
+    "concepts.*.text.**": idle(Message("belongs to tag dropout and capitals")),
     "concepts.*.text.caps_randomize_enable": none(Message("captions are not changed to capitals here")),
     "concepts.*.image.enable_random_flip": JOINT,
     "concepts.*.image.enable_fixed_flip": none(Message("pictures are mirrored at random or not at all")),
@@ -313,17 +318,17 @@ RULES: dict[str, Rule] = {
     },
     "concepts.*.image.enable_random_circular_mask_shrink": none(remarks.NO_MASK),
     "concepts.*.image.enable_random_mask_rotate_crop": none(remarks.NO_MASK),
-    "concepts.*.image.**": idle("belongs to a change of colours or angles"),
+    "concepts.*.image.**": idle(Message("belongs to a change of colours or angles")),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
     "concepts.*.loss_weight": JOINT,
     "concepts.*.image_variations": none(Message("one crop of each picture is cached"), 1),
     "concepts.*.text_variations": JOINT,
-    "concepts.*.name": idle("the concept's name"),
-    "concepts.*.seed": idle("the job's seed counts"),
-    "concepts.*.__version": idle("the version of the configuration"),
-    "concepts.*.concept_stats.**": idle("what the page counted"),
-    "concepts.*.concept_stats": idle("what the page counted"),
+    "concepts.*.name": idle(Message("the concept's name")),
+    "concepts.*.seed": idle(Message("the job's seed counts")),
+    "concepts.*.__version": idle(remarks.VERSION),
+    "concepts.*.concept_stats.**": idle(remarks.COUNTED),
+    "concepts.*.concept_stats": idle(remarks.COUNTED),
 }
 
 MODELS = {
@@ -423,7 +428,7 @@ def _set_path(draft: Draft, part: str) -> None:
         model_settings.set_model_path(draft, "base_model_name")
     _set_part_files(draft)
     for other in PARTS:
-        draft.none(f"{other}.model_name", "another part", off=True)
+        draft.none(f"{other}.model_name", remarks.ANOTHER_PART, off=True)
 
 
 def _set_part_files(draft: Draft) -> None:
@@ -432,7 +437,7 @@ def _set_part_files(draft: Draft) -> None:
     single = {part: path for part, path in files.items() if path.lower().endswith(".safetensors")}
     draft.mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
     others = [f"{part}.model_name" for part in files if part not in single]
-    draft.none(others, Message("only .safetensors files of parts are read"))
+    draft.none(others, remarks.ONLY_SAFETENSORS)
 
 
 def _set_storage(draft: Draft, part: str) -> None:
@@ -441,7 +446,7 @@ def _set_storage(draft: Draft, part: str) -> None:
     if used:
         model_settings.set_storage(draft, [used], draft.given[used], "OneTrainer")
     rest = [*keys, *(f"{other}.weight_dtype" for other in PARTS), "unet_weight_dtype", "prior_weight_dtype"]
-    draft.none(rest, f"{used or part} counts", off=True)
+    draft.none(rest, remarks.COUNTS(key=used or part), off=True)
 
 
 def _set_lokr(draft: Draft, kind: str) -> None:
@@ -461,8 +466,8 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     if rank is not None or common_values.on(full):
         settings = {"adapter.rank": adapter_settings.lokr_rank(common_values.said_number("lokr_dim", rank or 1), full)}
         draft.mapped(["lokr_dim", "lokr_full_matrix"], settings)
-        draft.none("lora_rank", "lokr_dim counts", off=True)
-    draft.none("lokr_full_matrix", "off", off=True)
+        draft.none("lora_rank", remarks.COUNTS(key="lokr_dim"), off=True)
+    draft.none("lokr_full_matrix", remarks.OFF, off=True)
     for key in more:
         draft.none(key, Message("LoKr has no such form here"), off=not common_values.on(draft.get(key)))
 
@@ -472,7 +477,7 @@ def _set_adapter(draft: Draft) -> None:
     kind = "dora" if kind == "lora" and common_values.on(draft.get("lora_decompose")) else kind
     keys = ["peft_type", "lora_decompose"] if common_values.on(draft.get("lora_decompose")) else ["peft_type"]
     adapter_settings.set_type(draft, keys, kind)
-    draft.none("lora_decompose", "off", off=True)
+    draft.none("lora_decompose", remarks.OFF, off=True)
     _set_lokr(draft, kind)
     for part in PARTS:
         if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
@@ -501,10 +506,10 @@ def _set_masks(draft: Draft) -> None:
         draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
         if common_values.on(draft.get("normalize_masked_area_loss")):
             draft.differs("normalize_masked_area_loss", {}, remarks.MASK_AREA)
-        draft.none("normalize_masked_area_loss", "off", off=True)
-    draft.none(["masked_training", *keys[:2]], "off", off=True)
+        draft.none("normalize_masked_area_loss", remarks.OFF, off=True)
+    draft.none(["masked_training", *keys[:2]], remarks.OFF, off=True)
     if not common_values.on(draft.get("masked_training")):
-        draft.none(keys[2:], "belongs to masked_training", off=True)
+        draft.none(keys[2:], remarks.BELONGS_TO(key="masked_training"), off=True)
 
 
 def _set_folders(draft: Draft) -> None:
@@ -519,7 +524,7 @@ def _set_folders(draft: Draft) -> None:
             _add_folder(draft, table)
     draft.mapped(["concept_file_name"], {}, Message("read as well") if tables else Message("not here"))
     _set_masks(draft)
-    draft.none("concepts", "empty", off=True)
+    draft.none("concepts", remarks.EMPTY, off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("concept_file_name")))
@@ -528,11 +533,15 @@ def _set_folders(draft: Draft) -> None:
     dropped = draft.get("text_encoder.dropout_probability", number)
     if dropped:
         draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
-    draft.none("text_encoder.dropout_probability", "off", off=True)
+    draft.none("text_encoder.dropout_probability", remarks.OFF, off=True)
     _set_resolutions(draft, kept)
     _set_frames(draft)
     switches = [f"{table}image.enable_resolution_override" for table in kept]
-    draft.none([*switches, *(f"{table}image.resolution_override" for table in kept)], "resolution counts", off=True)
+    draft.none(
+        [*switches, *(f"{table}image.resolution_override" for table in kept)],
+        remarks.COUNTS(key="resolution"),
+        off=True,
+    )
 
 
 def _reason_to_leave_out(draft: Draft, table: str) -> str:
@@ -624,7 +633,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         keys, values = collect_values(name)
         if tags:
             dataset_settings.share(draft, keys, values, setting, read)
-        draft.none(keys, Message("means nothing without {key}", key="tag shuffling"), off=True)
+        draft.none(keys, Message("means nothing without tag shuffling"), off=True)
 
 
 def _set_frames(draft: Draft) -> None:
@@ -688,7 +697,7 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
     unit = str(draft.get(keys[1]) or "EPOCH")
     end = {"EPOCH": draft.get("epochs", number), "STEP": draft.settings.get("train.steps")}.get(unit)
     if unit == "NEVER" or end is not None and count >= end:
-        draft.none(keys, "trained to the end, there and here", off=True)
+        draft.none(keys, Message("trained to the end, there and here"), off=True)
         return
     draft.differs(keys, {}, Message("text encoders are trained to the end here"))
     what = Message(
@@ -710,7 +719,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note)
     else:
         draft.mapped("batch_size", {"train.batch_size": batch})
-    draft.none(["multi_gpu", "device_indexes"], "one process", off=True)
+    draft.none(["multi_gpu", "device_indexes"], Message("one process"), off=True)
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
     dataset_settings.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
@@ -742,7 +751,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         floor=draft.get("learning_rate_min_factor", number),
         constant_warms_up=True,
     )
-    backup = "a checkpoint to go on from; the model is not in it"
+    backup = Message("a checkpoint to go on from; the model is not in it")
     _set_every(draft, "checkpoint.every", "backup_after", per_epoch, backup, False)
     done = False
     for key in ("save_every", "save_after"):
@@ -751,9 +760,11 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     if common_values.on(draft.get("rolling_backup")) and keep:
         draft.mapped(
             ["rolling_backup_count", "rolling_backup"],
-            {"checkpoint.keep": max(common_values.bounds("checkpoint.keep")[0], keep)},
+            {"checkpoint.keep": common_values.clamp("checkpoint.keep", keep)},
         )
-    draft.none(["rolling_backup_count", "rolling_backup"], "the newest checkpoint.keep are always kept", off=True)
+    draft.none(
+        ["rolling_backup_count", "rolling_backup"], Message("the newest checkpoint.keep are always kept"), off=True
+    )
     return per_epoch
 
 
@@ -773,16 +784,15 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
     if not draft.has(key) and not draft.has(unit_key):
         return False
     if done or not count or unit in ("NEVER", "ALWAYS"):
-        draft.none([key, unit_key], f"another key is {setting}" if done else "off", off=True)
+        note = Message("another key is {setting}", setting=setting) if done else remarks.OFF
+        draft.none([key, unit_key], note, off=True)
         return False
     if unit == "STEP":
         draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
         return True
     if unit == "EPOCH" and per_epoch:
         counted = remarks.EVERY_EPOCHS(epochs=f"{count:g}", steps=per_epoch)
-        draft.differs(
-            [key, unit_key], {setting: max(1, round(count * per_epoch))}, f"{counted}; {note}" if note else counted
-        )
+        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, remarks.join([counted, note]))
         return True
     draft.none(
         [key, unit_key],
@@ -808,7 +818,7 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
         draft.none(keys, Message("each tag is left out by itself here, as with RANDOM"))
     elif modes:
         dataset_settings.share(draft, keys, chances, "dataset.tag_dropout", number)
-    draft.none(keys, "off", off=True)
+    draft.none(keys, remarks.OFF, off=True)
     chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
     draft.none(special, Message("keep_tokens and the trigger word stay here"), off=not (modes and chosen))
 
@@ -822,7 +832,7 @@ def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
     guidance = f"{part}.guidance_scale"
     if draft.has(guidance):
         draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
-    draft.none([f"{other}.guidance_scale" for other in PARTS], "another part", off=True)
+    draft.none([f"{other}.guidance_scale" for other in PARTS], remarks.ANOTHER_PART, off=True)
 
 
 def _set_loss(draft: Draft) -> None:
@@ -833,7 +843,7 @@ def _set_loss(draft: Draft) -> None:
         ours = {"objective.loss": "huber", "objective.huber_delta": 1.0 if delta is None else delta}
         keys = ["huber_strength", "huber_delta", "mse_strength"]
         draft.differs(keys, ours, remarks.TWICE)
-    draft.none("huber_delta", "belongs to huber_strength", off=True)
+    draft.none("huber_delta", remarks.BELONGS_TO(key="huber_strength"), off=True)
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
         objective_settings.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
@@ -841,7 +851,7 @@ def _set_loss(draft: Draft) -> None:
     else:
         off = weight in ("CONSTANT", "NONE")
         draft.none("loss_weight_fn", remarks.ONLY_MIN_SNR, off=off)
-        draft.none("loss_weight_strength", f"belongs to {weight}", off=True)
+        draft.none("loss_weight_strength", remarks.BELONGS_TO(key=weight), off=True)
     objective_settings.set_min_snr(draft, "min_snr_gamma")
 
 
@@ -862,8 +872,8 @@ def _set_timesteps(draft: Draft) -> None:
     _set_range(draft, kind, shift)
     if model_settings.predicts_noise(draft.family) and (kind != "UNIFORM" or shift != 1):
         draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))
-    objective_settings.set_timesteps(draft, keys, shape, shift, "; ".join(notes), exact=not notes)
-    draft.none(keys, "off", off=True)
+    objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+    draft.none(keys, remarks.OFF, off=True)
 
 
 def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
@@ -874,7 +884,7 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
     ):
         level = draft.get(key, number)
         if level is None or level == end:
-            draft.none(key, "the whole range", off=True)
+            draft.none(key, Message("the whole range"), off=True)
         elif kind != "UNIFORM":
             draft.differs(
                 key, {setting: level}, Message("there the distribution is squeezed into the range; here cut off")
@@ -899,19 +909,19 @@ def _set_memory(draft: Draft, part: str) -> None:
         else:
             draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
-    draft.none(keys, "another part", off=True)
+    draft.none(keys, remarks.ANOTHER_PART, off=True)
     if common_values.on(draft.get("compile")):
         draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("compile", "off", off=True)
+    draft.none("compile", remarks.OFF, off=True)
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
     own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"
     if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
-        draft.none(own, "used with gradient_checkpointing = CPU_OFFLOADED only", off=True)
+        draft.none(own, Message("used with gradient_checkpointing = CPU_OFFLOADED only"), off=True)
     elif draft.has(own):
         memory_settings.set_offload(
             draft, own, draft.get(own, number), Message("a share of the layers there, of the frozen weights here")
         )
-    draft.none(shares, "another part", off=True)
+    draft.none(shares, remarks.ANOTHER_PART, off=True)
 
 
 def _set_previews(draft: Draft, per_epoch: int | None) -> None:
@@ -920,7 +930,7 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
     keys: dict[str, str] = {}
     for table in tables:
         if draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"]):
-            draft.none([key for key in draft.given if key.startswith(table)], "the sample is off", off=True)
+            draft.none([key for key in draft.given if key.startswith(table)], Message("the sample is off"), off=True)
             continue
         names = {"prompt": "prompt", "negative_prompt": "negative", "width": "width", "height": "height"}
         names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance", "frames": "frames"}
@@ -930,12 +940,12 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
     if pictures:
         preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
-        draft.set("preview.at_start", False, "theirs draws after training has begun")
+        draft.set("preview.at_start", False, Message("theirs draws after training has begun"))
     draft.mapped(
         "sample_definition_file_name", {}, Message("read as well") if tables else Message("not here: no previews")
     )
     rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
-    draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], "no previews", off=True)
+    draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], remarks.NOT_PREVIEWED, off=True)
 
 
 def recognise(source: Source) -> str:
@@ -943,7 +953,8 @@ def recognise(source: Source) -> str:
     data = source.data
     if source.kind != "json" or not isinstance(data, dict):
         return ""
-    return "training_method and model_type" if {"training_method", "model_type"} <= data.keys() else ""
+    keys = ("training_method", "model_type")
+    return remarks.BOTH(first=keys[0], second=keys[1]) if data.keys() >= set(keys) else ""
 
 
 TOOL = Tool(

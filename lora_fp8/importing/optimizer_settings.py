@@ -23,36 +23,36 @@ NO_TEXT_ENCODER = Message("no text encoder of this architecture is trained here;
 # Optimizer and schedule
 
 ALIKE = {
-    "pagedadamw8bit": ("adamw8bit", "its state is not paged to main memory here"),
+    "pagedadamw8bit": ("adamw8bit", remarks.NOT_PAGED),
     "bnbadamw8bit": ("adamw8bit", ""),
-    "bnbadamw8bitpaged": ("adamw8bit", "its state is not paged to main memory here"),
+    "bnbadamw8bitpaged": ("adamw8bit", remarks.NOT_PAGED),
     "adamw8bitkahan": (
         "adamw8bit",
-        remarks.MASTERS(what_else="Kahan summation"),
+        remarks.MASTERS(what_else=remarks.KAHAN),
     ),
-    "aoadamw8bit": ("adamw8bit", "bitsandbytes' instead of torchao's"),
-    "adamw8": ("adamw8bit", "bitsandbytes' instead of a build of its own"),
+    "aoadamw8bit": ("adamw8bit", Message("bitsandbytes' instead of torchao's")),
+    "adamw8": ("adamw8bit", Message("bitsandbytes' instead of a build of its own")),
     "adam8bit": ("adamw8bit", remarks.DECOUPLED),
     "bnbadam8bit": ("adamw8bit", remarks.DECOUPLED),
-    "aoadamw4bit": ("adamw8bit", "8 bits of state instead of 4"),
-    "aoadamwfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
+    "aoadamw4bit": ("adamw8bit", Message("8 bits of state instead of 4")),
+    "aoadamwfp8": ("adamw8bit", remarks.BLOCKS_NOT_FP8),
     "bnbadamw": ("adamw", ""),
-    "pagedadamw": ("adamw", "its state is not paged to main memory here"),
-    "pagedadamw32bit": ("adamw", "its state is not paged to main memory here"),
+    "pagedadamw": ("adamw", remarks.NOT_PAGED),
+    "pagedadamw32bit": ("adamw", remarks.NOT_PAGED),
     "adamwoptimi": (
         "adamw",
-        remarks.MASTERS(what_else="Kahan summation"),
+        remarks.MASTERS(what_else=remarks.KAHAN),
     ),
     "optimiadamw": (
         "adamw",
-        remarks.MASTERS(what_else="Kahan summation"),
+        remarks.MASTERS(what_else=remarks.KAHAN),
     ),
     "adamwbf16": (
         "adamw",
-        remarks.MASTERS(what_else="stochastic rounding"),
+        remarks.MASTERS(what_else=Message("stochastic rounding")),
     ),
     "adam": ("adamw", remarks.DECOUPLED),
-    "adamwadv": ("adamw", "its additions are not known here"),
+    "adamwadv": ("adamw", Message("its additions are not known here")),
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
     "lion": ("lion8bit", remarks.EIGHT_BITS),
@@ -64,13 +64,13 @@ ALIKE = {
     "optimistableadamw": ("adamw", remarks.NOT_STABILIZED),
     "optimiadam": ("adamw", remarks.DECOUPLED),
     "bnbadam": ("adamw", remarks.DECOUPLED),
-    "bnbadamwpaged": ("adamw", "its state is not paged to main memory here"),
-    "aoadamfp8": ("adamw8bit", "8-bit blocks instead of FP8"),
+    "bnbadamwpaged": ("adamw", remarks.NOT_PAGED),
+    "aoadamfp8": ("adamw8bit", remarks.BLOCKS_NOT_FP8),
     "bnblion": ("lion8bit", remarks.EIGHT_BITS),
     "bnblion8bit": ("lion8bit", ""),
     "bitsandbytesoptimlion8bit": ("lion8bit", ""),
-    "pagedlion8bit": ("lion8bit", "its state is not paged to main memory here"),
-    "bnblion8bitpaged": ("lion8bit", "its state is not paged to main memory here"),
+    "pagedlion8bit": ("lion8bit", remarks.NOT_PAGED),
+    "bnblion8bitpaged": ("lion8bit", remarks.NOT_PAGED),
     "prodigyoptprodigy": ("prodigy", ""),
     "prodigy8bit": ("prodigy", Message("32 bits of state instead of 8")),
 }
@@ -156,7 +156,9 @@ def set_optimizer(
         draft.need(
             "optimizer.lr",
             Message(
-                "a rate for AdamW8bit; {rate} was {name}'s", rate=rate if rate is not None else "the file", name=unlike
+                "a rate for AdamW8bit; {rate} was {name}'s",
+                rate=rate if rate is not None else Message("the file"),
+                name=unlike,
             ),
         )
     elif draft.settings.get("optimizer.name") == "prodigy":
@@ -179,9 +181,10 @@ def set_optimizer(
         if unlike:
             draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
-    draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), "the rate is theirs, unscaled")
+    draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), Message("the rate is theirs, unscaled"))
     if scale != 1:
-        draft.comments["optimizer.lr_scale"] = [f"{rate} x {scale:g}: the rate as they scale it"]
+        note = Message("{rate} x {factor}: the rate as they scale it", rate=rate, factor=f"{scale:g}")
+        draft.comments["optimizer.lr_scale"] = [note]
     written = draft.settings.get("optimizer.name", "")
     for key, value in OWN_DEFAULTS.get(written, {}).items():
         draft.assume(f"optimizer.{key}", value, key, Message("the optimizer's own"))
@@ -201,7 +204,7 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
         (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
     elif kind:
         draft.none(key, Message("there is no {name} here; AdamW8bit was written instead", name=name))
-        draft.set("optimizer.name", "adamw8bit", f"instead of {name}")
+        draft.set("optimizer.name", "adamw8bit", Message("instead of {name}", name=name))
         return name
     return ""
 
@@ -318,11 +321,11 @@ def set_schedule(
     spent = _set_curve(draft, keys, name)
     for key in (keys.cycles, keys.power):
         if key and key != spent:
-            draft.none(key, f"means nothing to {name}", off=True)
+            draft.none(key, remarks.UNUSED_BY(name=name), off=True)
     if keys.warmup:
         ignored = plain(name) == "constant" and not constant_warms_up
         if warmup and ignored:
-            draft.none(keys.warmup, "'constant' does not warm up there, so it does not here", off=True)
+            draft.none(keys.warmup, Message("'constant' does not warm up there, so it does not here"), off=True)
         elif warmup:
             steps = float(warmup) if warmup < 1 else round(warmup)
             draft.mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
@@ -332,7 +335,7 @@ def set_schedule(
         if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
             draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
-            draft.none(keys.floor, f"means nothing to {name}", off=True)
+            draft.none(keys.floor, remarks.UNUSED_BY(name=name), off=True)
 
 
 def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from .. import families
 from ..data.decoding import EXTENSIONS
-from ..errors import Message
+from ..errors import Message, Template
+from . import remarks
 from .import_draft import Draft
 from .readers import number, text, whole
 
@@ -35,7 +36,7 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     account = draft.differs if notes else draft.mapped
     for key, names in keys.items():
         own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in names.split()}
-        account(key, own if names else settings, "; ".join(notes))
+        account(key, own if names else settings, remarks.join(notes))
     for name, value in settings.items():
         draft.settings.setdefault(name, value)
 
@@ -56,7 +57,10 @@ def _preview_values(pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> 
         # Our previews count seeds up from the first one.
         expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
         if values != expected:
-            notes.append(f"one {name} for all previews here" + (", counting up" if name == "seed" else ""))
+            template = Template("one {name} for all previews here")
+            if name == "seed":
+                template = Template("one {name} for all previews here, counting up")
+            notes.append(template(name=name))
     return settings
 
 

@@ -26,7 +26,7 @@ SECRET_ASSIGNMENT = re.compile(
     r"|(--[\w-]*(?:token|api[_-]?key|secret|passw(?:or)?d)\s+)\S+",
     re.IGNORECASE,
 )
-HIDDEN = "(not shown)"
+HIDDEN = Message("(not shown)")
 MOST_NUMBER = 1e20
 """Largest number in a setting: above every 64-bit seed, and two of them can still be multiplied."""
 
@@ -36,7 +36,9 @@ class Unfit(Exception):
 
 
 def hide(text: str) -> str:
-    """Return the text without tokens, API keys and passwords in URLs."""
+    """Return the text without tokens, API keys and passwords in URLs. A message stays one."""
+    if isinstance(text, Message):
+        return text.map(hide)
     return SECRET_ASSIGNMENT.sub(lambda m: (m[1] or m[2]) + HIDDEN, SECRET_VALUE.sub(HIDDEN, text))
 
 

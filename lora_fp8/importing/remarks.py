@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from ..errors import Message, Template
+from collections.abc import Iterable
+
+from ..errors import Joined, Message, Template
 
 NOT_HERE = Message("nothing like it here")
 ALWAYS_CACHED = Message("pictures and captions are always encoded beforehand, into dataset.cache_dir")
 OTHER_CACHE = Message("caches of other tools are not read; ours is made anew in dataset.cache_dir")
 ATTENTION = Message("attention is always torch's scaled_dot_product_attention")
-LOGGING = "events.jsonl and log.txt in the run folder hold everything; trackers are not fed"
+LOGGING = Message("events.jsonl and log.txt in the run folder hold everything; trackers are not fed")
 UPLOAD = Message("files are not uploaded")
 RESUMES = Message("their states cannot be read; `lora-fp8 resume` goes on with our own runs")
 NO_MASK = Message("masks are used as they are drawn here: dataset.folders.N.mask")
@@ -119,3 +121,38 @@ DECOUPLED = Message("weight decay is decoupled here")
 EIGHT_BITS = Message("8 bits of state instead of 32")
 TEXT_NOT_TRAINED = Message("text encoders are not trained")
 ONE_RATE = Message("Prodigy finds one rate for all that is trained")
+BELONGS_TO = Template("belongs to {key}")
+COUNTS = Template("{key} counts")
+TEXT_FREED = Message("text encoders are freed before training here")
+NOT_PAGED = Message("its state is not paged to main memory here")
+ONE_COMPILE_MODE = Message("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another")
+ROUNDING = Message("optimizer.rounding says how small updates are kept")
+ANOTHER_PART = Message("another part")
+PREVIEWS_OFF = Message("previews are off")
+NOT_PROMPTED = Message("no prompts")
+NOT_PREVIEWED = Message("no previews")
+AT_LEAST = Template("at least {least} here")
+PREVIEWS_PNG = Message("previews are .png")
+BLOCKS_NOT_FP8 = Message("8-bit blocks instead of FP8")
+OTHER_OPTIMIZERS = Message("what the page remembers of other optimizers")
+COUNTED = Message("what the page counted")
+VERSION = Message("the version of the configuration")
+OF_PAGE = Message("the page's own")
+KAHAN = Message("Kahan summation")
+UNIFORM = Message("uniform, without the weights by timestep")
+ONLY_SAFETENSORS = Message("only .safetensors files of parts are read")
+OFF = Message("off")
+EMPTY = Message("empty")
+TOOLS_DEFAULT = Template("not in the file: the default of {tool}")
+NO_COUNTERPART = Template("{name} has no counterpart")
+UNUSED_WITH = Template("not used with {key} = {value}")
+UNUSED_BY = Template("means nothing to {name}")
+TRAINS_ALL = Template("{name} trains the whole model there; here a LoRA is trained")
+BY_SCRIPT = Template("the file does not say: {tool} takes it from the script that is run")
+TABLE_WITH = Template("{table} with {key}")
+BOTH = Template("{first} and {second}")
+
+
+def join(notes: Iterable[str]) -> Joined:
+    """Join remarks, each once, without the empty ones."""
+    return Joined("; ", dict.fromkeys(filter(None, notes)))

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..errors import Message, UserError
+from ..errors import Joined, Message, Template, UserError, first_few
 from . import remarks
 from .import_draft import Entry, Import
 
 
-def to_toml(made: Import) -> str:
-    """Return our config file: what was set, where each line comes from, and each TODO on its line."""
-    lines = [f"# From {made.source.name}, a file of {made.tool.title}, by `lora-fp8 import-config`."]
-    lines += ["# Only what it says is set; `lora-fp8 new` writes every setting with its meaning."]
+def to_toml(made: Import, say: Callable[[str], str] = str) -> str:
+    """Return our config file: what was set, where each line comes from, and each TODO on its line.
+
+    Args:
+        made: the import.
+        say: translates a message.
+    """
+    heads = [
+        Message(
+            "From {file}, a file of {tool}, by `lora-fp8 import-config`.", file=made.source.name, tool=made.tool.title
+        ),
+        Message("Only what it says is set; `lora-fp8 new` writes every setting with its meaning."),
+    ]
     if made.todo:
-        lines.append("# Lines marked TODO are yours to fill in or to check.")
-    lines += [f"# TODO: {text}" for text in _unplaced(made)]
+        heads.append(Message("Lines marked TODO are yours to fill in or to check."))
+    heads += [Message("TODO: {line}", line=text) for text in _unplaced(made)]
+    lines = [f"# {_on_a_line(say(head))}" for head in heads]
 
     def line(name: str, value: Any, setting: str) -> None:
-        comment = made.comments.get(setting, "")
-        comment = " ".join(comment.split())
+        comment = _on_a_line(say(made.comments.get(setting, "")))
         lines.append(f"{name} = {config.toml_value(value)}" + (f"  # {comment}" if comment else ""))
 
     lines.append("")
@@ -39,11 +49,15 @@ def to_toml(made: Import) -> str:
             for name, value in plain.items():
                 line(name, value, f"{section}.{name}")
         for folder in values.get("folders", []):
-            todo = made.comments.get("dataset.folders", "")
+            todo = _on_a_line(say(made.comments.get("dataset.folders", "")))
             lines += ["", f"[[{section}.folders]]" + (f"  # {todo}" if todo else "")]
             for name, value in folder.items():
                 line(name, value, "")
     return "\n".join(lines).strip() + "\n"
+
+
+def _on_a_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _unplaced(made: Import) -> list[str]:
@@ -105,28 +119,27 @@ def differences(made: Import) -> dict[str, list[str]]:
     return {kind: names for kind, names in reasons.items() if names}
 
 
-def verdict(made: Import) -> str:
+def verdict(made: Import) -> Message:
     """Return one line that says whether the training is the same as the other tool's, and why not."""
     names_by_kind = differences(made)
     if not names_by_kind:
-        return "same training: yes"
+        return Message("same training: yes")
     labels = {
-        "todo": "to do",
-        "differs": "differ in meaning",
-        "none": "have no counterpart",
-        "unknown": "are not known",
+        "todo": Template("{count} to do ({names})"),
+        "differs": Template("{count} differ in meaning ({names})"),
+        "none": Template("{count} have no counterpart ({names})"),
+        "unknown": Template("{count} are not known ({names})"),
     }
-    reasons = [f"{len(names)} {labels[kind]} ({few(names)})" for kind, names in names_by_kind.items()]
-    return f"same training: no, because {', '.join(reasons)}"
+    reasons = [labels[kind](count=len(names), names=few(names)) for kind, names in names_by_kind.items()]
+    return Message("same training: no, because {lines}", lines=Joined(", ", reasons))
 
 
-def few(names: list[str], most: int = 3) -> str:
+def few(names: list[str]) -> Message:
     """Return the first few names, each once, and the number of the others."""
-    distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:most]) + (f" and {len(distinct) - most} more" if len(distinct) > most else "")
+    return first_few(list(dict.fromkeys(names)))
 
 
-def grouped(entries: list[Entry]) -> list[list[Entry]]:
+def grouped(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Group entries that have the same note, in the order of each group's first entry."""
     groups: dict[str, list[Entry]] = {}
     for i, entry in enumerate(entries):
@@ -141,35 +154,53 @@ def report(made: Import, verbose: bool = False) -> list[str]:
         made: the import.
         verbose: list all keys, not only those whose meaning differs here.
     """
-    lines = [f"{made.source}: {made.tool.title} ({made.why})"]
-
-    def block(title: str, entries: list[Entry]) -> None:
-        if entries:
-            lines.append(f"{title} ({len(entries)})")
-        for group in grouped(entries):
-            lines.extend(f"  {entry.key} = {entry.value}" + (f" -> {entry.to}" if entry.to else "") for entry in group)
-            lines.extend([f"      {group[0].note}"] if group[0].note else [])
-
-    for title, texts in (("to do", [*made.todo, *_untold(made)]), ("to know", made.notes)):
-        if texts:
-            lines += [f"{title} ({len(texts)})", *(f"  {text}" for text in texts)]
-    block("differs in meaning", made.differs)
-    block("no counterpart", [entry for entry in made.no_counterpart if not entry.off])
-    block("not known to this tool's table", made.unknown)
-    defaults = f"not in the file, so {made.tool.name}'s own was written"
+    lines: list[str] = [
+        Message("{path}: {tool} ({why})", path=made.source, tool=made.tool.title, why=made.why),
+        *_list_texts(Message("to do"), [*made.todo, *_untold(made)]),
+        *_list_texts(Message("to know"), made.notes),
+        *_list_entries(Message("differs in meaning"), made.differs),
+        *_list_entries(Message("no counterpart"), [entry for entry in made.no_counterpart if not entry.off]),
+        *_list_entries(Message("not known to this tool's table"), made.unknown),
+    ]
+    defaults = Message("not in the file, so {tool}'s own was written", tool=made.tool.name)
     off = [entry for entry in made.no_counterpart if entry.off]
     if verbose:
-        block("mapped", made.mapped)
-        block(defaults, made.defaults)
-        block("no counterpart and none needed: off, empty or without effect", off)
+        needless = Message("no counterpart and none needed: off, empty or without effect")
+        lines += _list_entries(Message("mapped"), made.mapped)
+        lines += [*_list_entries(defaults, made.defaults), *_list_entries(needless, off)]
         return [*lines, verdict(made)]
     if made.mapped:
-        lines.append(f"mapped ({len(made.mapped)}): --verbose lists them")
-    if made.defaults:
-        lines += [f"{defaults} ({len(made.defaults)})", *(f"  {entry.to or entry.key}" for entry in made.defaults)]
+        lines.append(Message("mapped ({count}): --verbose lists them", count=len(made.mapped)))
+    lines += _list_texts(defaults, [entry.to or entry.key for entry in made.defaults])
     if off:
-        lines.append(f"no counterpart and none needed ({len(off)}): off, empty or without effect; --verbose lists them")
+        lines.append(
+            Message(
+                "no counterpart and none needed ({count}): off, empty or without effect; --verbose lists them",
+                count=len(off),
+            )
+        )
     return [*lines, verdict(made)]
+
+
+def _list_texts(title: Message, texts: Sequence[str]) -> list[Message]:
+    """Return a title with the number of texts, and the texts below it; [] if there are none."""
+    if not texts:
+        return []
+    return [
+        Message("{title} ({count})", title=title, count=len(texts)),
+        *(Message("  {line}", line=text) for text in texts),
+    ]
+
+
+def _list_entries(title: Message, entries: Sequence[Entry]) -> list[Message]:
+    """Return a title with the number of entries, and below it each key, and each note once."""
+    lines = [Message("{title} ({count})", title=title, count=len(entries))] if entries else []
+    for group in grouped(entries):
+        for entry in group:
+            line = Message("  {key} = {value}", key=entry.key, value=entry.value)
+            lines.append(Message("{line} -> {ours}", line=line, ours=entry.to) if entry.to else line)
+        lines += [Message("      {line}", line=group[0].note)] if group[0].note else []
+    return lines
 
 
 def to_json(made: Import) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import Message
 from .readers import same
 
 
@@ -30,6 +31,7 @@ class Rule:
 
 
 JOINT = Rule("joint")
+OF_MACHINE = Message("says how the machine is used, not what is learned")
 
 
 def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
@@ -57,6 +59,6 @@ def none(note: str, *off: Any) -> Rule:
     return Rule("none", "", same, note, off)
 
 
-def idle(note: str = "says how the machine is used, not what is learned") -> Rule:
+def idle(note: str = OF_MACHINE) -> Rule:
     """Return the rule of a key that has no counterpart and needs none."""
     return Rule("idle", "", same, note)

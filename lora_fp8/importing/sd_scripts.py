@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import Message, UserError
-from . import common_values, memory_settings, model_settings, objective_settings
+from . import common_values, memory_settings, model_settings, objective_settings, remarks
 from .import_draft import Draft, Tool
 from .kohya_data import (
     dataset,
@@ -74,7 +74,7 @@ def combine(draft: Draft) -> None:
     set_model(draft)
     set_network(draft)
     if draft.source.script in WHOLE_MODEL:
-        model_settings.set_whole_model(draft, f"{draft.source.script} trains the whole model there")
+        model_settings.set_whole_model(draft, remarks.TRAINS_ALL(name=draft.source.script))
     elif draft.tool.name == "sd-scripts" and not draft.has("network_module"):
         model_settings.set_whole_model(draft, NO_MODULE)
     set_precision(draft)
@@ -99,21 +99,25 @@ def recognise(source: Source) -> str:
         return _recognise_command(source.script, data)
     if isinstance(data.get("datasets"), list):
         inner = [key for key, _ in flattened(data) if key.endswith((".image_dir", ".metadata_file"))]
-        return "[[datasets.subsets]] with image_dir" if any(".subsets." in key for key in inner) else ""
+        mark = remarks.TABLE_WITH(table="[[datasets.subsets]]", key="image_dir")
+        return mark if any(".subsets." in key for key in inner) else ""
     keys = {key for _, key, _ in sections(data)}
     if "model_train_type" in keys or {"metadata", "data"} <= data.keys() or not _no_musubi(keys):
         return ""
     if "pretrained_model_name_or_path" in keys:
-        return "pretrained_model_name_or_path at the top or in a section"
+        return Message("{key} at the top or in a section", key="pretrained_model_name_or_path")
     if module_name(data) in MODULES:
         return f"network_module = {module_name(data)}"
-    return "network_dim and learning_rate" if {"network_dim", "network_module"} & keys else ""
+    if {"network_dim", "network_module"} & keys:
+        return remarks.BOTH(first="network_dim", second="learning_rate")
+    return ""
 
 
 def _recognise_command(script: str, options: Mapping[str, Any]) -> str:
     """Recognise a command by the script that it runs."""
     known = script in SCRIPTS or script in WHOLE_MODEL or other_job(script)
-    return f"it runs {script}" if known or "train_network" in script and _no_musubi(options) else ""
+    runs = known or "train_network" in script and _no_musubi(options)
+    return Message("it runs {script}", script=script) if runs else ""
 
 
 def module_name(data: Mapping[str, Any]) -> str:

@@ -41,12 +41,12 @@ RULES: dict[str, Rule] = {
     "pretrained_vae_model_name_or_path": JOINT,
     "pretrained_t5_model_name_or_path": none(Message("the base's own encoders are used, or those of model.components")),
     "revision": to("model.revision", text),
-    "variant": idle("the files of full precision come first"),
+    "variant": idle(Message("the files of full precision come first")),
     "prediction_type": JOINT,
     "base_model_precision": JOINT,
     "base_model_default_dtype": idle(remarks.DTYPE),
     "quantize_via": idle(),
-    **{f"text_encoder_{i}_precision": idle("text encoders are freed before training here") for i in range(1, 5)},
+    **{f"text_encoder_{i}_precision": idle(remarks.TEXT_FREED) for i in range(1, 5)},
     "mixed_precision": JOINT,
     "lora_type": JOINT,
     "lora_rank": JOINT,
@@ -60,7 +60,7 @@ RULES: dict[str, Rule] = {
     "init_lokr_norm": none(Message("belongs to LoKr")),
     "peft_lora_mode": none(remarks.NOT_HERE, "standard"),
     "flux_lora_target": none(remarks.TARGETS),
-    "fuse_qkv_projections": idle("q, k and v share one quantized input"),
+    "fuse_qkv_projections": idle(Message("q, k and v share one quantized input")),
     "controlnet": JOINT,
     "control": none(remarks.NO_CONTROLNET),
     "train_text_encoder": JOINT,
@@ -73,7 +73,7 @@ RULES: dict[str, Rule] = {
     "adam_beta2": to("optimizer.beta2", number),
     "adam_weight_decay": to("optimizer.weight_decay", number),
     "adam_epsilon": to("optimizer.eps", number),
-    "adam_bfloat16": idle("optimizer.rounding says how small updates are kept"),
+    "adam_bfloat16": idle(remarks.ROUNDING),
     "optimizer_release_gradients": none(remarks.SUMMED),
     "optimizer_cpu_offload_method": none(Message("the optimizer's state stays where the adapters are"), "none"),
     "optimizer_offload_gradients": idle(),
@@ -97,21 +97,21 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
     "gradient_checkpointing_interval": none(Message("every block is recomputed"), 1),
     "seed": JOINT,
-    "seed_for_each_device": idle("noise belongs to the sample, whatever process draws it"),
+    "seed_for_each_device": idle(Message("noise belongs to the sample, whatever process draws it")),
     "use_ema": none(remarks.NO_EMA),
     **dict.fromkeys(
         ("ema_decay", "ema_device", "ema_cpu_only", "ema_update_interval", "ema_foreach_disable", "ema_validation"),
-        idle("belongs to use_ema"),
+        idle(remarks.BELONGS_TO(key="use_ema")),
     ),
     "snr_gamma": JOINT,
     "use_soft_min_snr": none(remarks.ONLY_MIN_SNR),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(objective_settings.NO_NOISE),
-    "noise_offset_probability": idle("belongs to noise_offset"),
+    "noise_offset_probability": idle(remarks.BELONGS_TO(key="noise_offset")),
     "offset_noise": none(Message("theirs is for a share of the samples, objective.noise_offset for all of them")),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": none(objective_settings.NO_NOISE),
-    "input_perturbation_steps": idle("belongs to input_perturbation"),
+    "input_perturbation_steps": idle(remarks.BELONGS_TO(key="input_perturbation")),
     "rescale_betas_zero_snr": none(remarks.NOISING),
     "disable_segmented_timestep_sampling": idle(remarks.EACH_TIMESTEP),
     "flow_schedule_shift": JOINT,
@@ -119,13 +119,13 @@ RULES: dict[str, Rule] = {
     "flow_sigmoid_scale": JOINT,
     "flow_use_uniform_schedule": JOINT,
     "flow_use_beta_schedule": none(remarks.TIMESTEPS),
-    "flow_beta_schedule_alpha": idle("belongs to flow_use_beta_schedule"),
-    "flow_beta_schedule_beta": idle("belongs to flow_use_beta_schedule"),
+    "flow_beta_schedule_alpha": idle(remarks.BELONGS_TO(key="flow_use_beta_schedule")),
+    "flow_beta_schedule_beta": idle(remarks.BELONGS_TO(key="flow_use_beta_schedule")),
     "flux_fast_schedule": none(remarks.TIMESTEPS),
     "flux_guidance_mode": none(Message("one guidance while training: objective.guidance"), "constant"),
     "flux_guidance_value": to("objective.guidance", number),
-    "flux_guidance_min": idle("belongs to flux_guidance_mode"),
-    "flux_guidance_max": idle("belongs to flux_guidance_mode"),
+    "flux_guidance_min": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
+    "flux_guidance_max": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
     "flux_attention_masked_training": none(remarks.OWN_ATTENTION),
     "t5_padding": none(remarks.PADDING),
     "tokenizer_max_length": none(remarks.PROMPT_LENGTH),
@@ -174,7 +174,7 @@ RULES: dict[str, Rule] = {
         + ("validation_disable_unconditional", "validation_noise_scheduler", "validation_using_datasets")
         + ("validation_method", "validation_preview", "validation_preview_steps")
         + ("validation_multigpu", "validation_no_cfg_until_timestep", "validation_adapter_path"),
-        idle("says how previews are drawn there"),
+        idle(Message("says how previews are drawn there")),
     ),
     **dict.fromkeys(
         ("num_eval_images", "eval_steps_interval", "eval_epoch_interval", "eval_timesteps", "eval_dataset_pooling")
@@ -199,15 +199,15 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("group_offload_type", "group_offload_blocks_per_group", "group_offload_use_stream", "ramtorch_target_modules")
         + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
-        idle("belongs to offloading"),
+        idle(Message("belongs to offloading")),
     ),
     "attention_mechanism": always(remarks.ATTENTION),
-    "sageattention_usage": idle("belongs to attention_mechanism"),
+    "sageattention_usage": idle(remarks.BELONGS_TO(key="attention_mechanism")),
     "dynamo_backend": JOINT,
-    "dynamo_mode": idle("memory.compile = 'blocks' has one mode, and memory.cuda_graphs another"),
+    "dynamo_mode": idle(remarks.ONE_COMPILE_MODE),
     "dynamo_fullgraph": idle(),
     "dynamo_dynamic": idle(),
-    "dynamo_use_regional_compilation": idle("memory.compile = 'blocks' is regional"),
+    "dynamo_use_regional_compilation": idle(Message("memory.compile = 'blocks' is regional")),
     **dict.fromkeys(
         ("cache_dir", "cache_dir_text", "cache_dir_vae", "compress_disk_cache", "preserve_data_backend_cache")
         + ("vae_cache_ondemand", "vae_cache_scan_behaviour", "vae_cache_disable", "skip_file_discovery")
@@ -230,10 +230,10 @@ RULES: dict[str, Rule] = {
         + ("hub_download_timeout", "local_rank", "delete_model_after_load", "text_encoder_batch_size"),
         idle(),
     ),
-    "data.*.id": idle("the backend's name"),
+    "data.*.id": idle(Message("the backend's name")),
     "data.*.type": JOINT,
     "data.*.dataset_type": JOINT,
-    "data.*.default": idle("belongs to caches"),
+    "data.*.default": idle(Message("belongs to caches")),
     "data.*.disabled": JOINT,
     "data.*.disable": JOINT,
     "data.*.instance_data_dir": JOINT,
@@ -258,7 +258,7 @@ RULES: dict[str, Rule] = {
     "data.*.caption_shuffle.count": JOINT,
     "data.*.caption_shuffle.position_start": JOINT,
     "data.*.caption_shuffle.split_on": JOINT,
-    "data.*.caption_shuffle.**": idle("shuffles are drawn from the job's seed"),
+    "data.*.caption_shuffle.**": idle(Message("shuffles are drawn from the job's seed")),
     "data.*.probability": none(remarks.FOLDER_WEIGHTS, 1, 1.0),
     "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
     "data.*.is_regularisation_data": none(remarks.NO_REG),
@@ -367,8 +367,8 @@ def _set_model(draft: Draft) -> None:
         model_settings.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
     draft.mapped("model_flavour", {}, Message("model.path says it"))
-    draft.none("controlnet", "off", off=True)
-    draft.none(DENOISERS, "another part", off=True)
+    draft.none("controlnet", remarks.OFF, off=True)
+    draft.none(DENOISERS, remarks.ANOTHER_PART, off=True)
 
 
 def _variant(kind: str, flavour: str) -> str:
@@ -394,7 +394,7 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
     elif draft.has(whole_model):
         model_settings.set_model_path(draft, whole_model)
     elif (kind, flavour) in BASES:
-        draft.set("model.path", BASES[kind, flavour], "what SimpleTuner takes when no path is given")
+        draft.set("model.path", BASES[kind, flavour], Message("what SimpleTuner takes when no path is given"))
     else:
         model_settings.set_model_path(draft, whole_model)
     model_settings.set_part_files(draft, {"pretrained_vae_model_name_or_path": "vae"})
@@ -417,7 +417,7 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     if rest := sorted(inner.keys() - known):
         note = Message("adapter.targets names the layers, which all have one factor and one rank")
         draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=note))
-    draft.none(["use_dora", "lora_rank", "lora_alpha"], "lycoris_config counts", off=True)
+    draft.none(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
 
 
 def _set_adapter(draft: Draft) -> None:
@@ -436,13 +436,13 @@ def _set_adapter(draft: Draft) -> None:
         _set_lycoris(draft, keys, lycoris, own)
         return
     adapter_settings.set_type(draft, keys, kind)
-    draft.none("use_dora", "off", off=True)
+    draft.none("use_dora", remarks.OFF, off=True)
     rank = draft.get("lora_rank", whole)
     draft.mapped("lora_rank", {"adapter.rank": rank})
     if draft.has("lora_alpha"):
         draft.mapped("lora_alpha", {"adapter.alpha": draft.get("lora_alpha", number)})
     else:
-        draft.set("adapter.alpha", float(rank), "not in the file: the rank, as there")
+        draft.set("adapter.alpha", float(rank), Message("not in the file: the rank, as there"))
 
 
 def _set_precision(draft: Draft) -> None:
@@ -451,7 +451,7 @@ def _set_precision(draft: Draft) -> None:
     backend = str(draft.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "none"):
         draft.differs("dynamo_backend", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("dynamo_backend", "off", off=True)
+    draft.none("dynamo_backend", remarks.OFF, off=True)
     _set_offload(draft)
 
 
@@ -469,7 +469,7 @@ def _set_offload(draft: Draft) -> None:
     else:
         memory_settings.set_swap(draft, "musubi_blocks_to_swap")
     rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
-    draft.none(rest, "off, or another way of offloading is on", off=True)
+    draft.none(rest, Message("off, or another way of offloading is on"), off=True)
 
 
 def _set_folders(draft: Draft) -> None:
@@ -492,7 +492,7 @@ def _set_folders(draft: Draft) -> None:
         )
     _set_sizes(draft, kept)
     _set_shuffling(draft, kept)
-    draft.none(["caption_strategy", "instance_prompt"], "the backend says it", off=True)
+    draft.none(["caption_strategy", "instance_prompt"], Message("the backend says it"), off=True)
 
 
 @dataclass(frozen=True)
@@ -534,7 +534,7 @@ def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) ->
     path = draft.get(f"{table}instance_data_dir", text)
     used_for = conditioning.settings.get(table)
     if kind in ("text_embeds", "image_embeds") or disabled:
-        draft.none(own, "the backend is off" if disabled else remarks.OTHER_CACHE, off=True)
+        draft.none(own, Message("the backend is off") if disabled else remarks.OTHER_CACHE, off=True)
     elif used_for == "mask":
         draft.mapped(own, {}, Message("the masks of the backends that name it"))
     elif used_for == "control":
@@ -570,7 +570,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
         setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
         draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
     _set_captions(draft, table, folder, at)
-    draft.none([f"{table}disabled", f"{table}disable"], "off", off=True)
+    draft.none([f"{table}disabled", f"{table}disable"], remarks.OFF, off=True)
     draft.folders.append(folder)
 
 
@@ -632,10 +632,10 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
         )
     if common_values.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
-        note = f"{at}.trigger: put in front only where it is missing"
+        note = Message("{key}: put in front only where it is missing", key=f"{at}.trigger")
         draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, note)
     rest = [f"{table}{name}" for name in ("instance_prompt", "prepend_instance_prompt", "only_instance_prompt")]
-    draft.none(rest, "not used", off=True)
+    draft.none(rest, Message("not used"), off=True)
 
 
 def _set_sizes(draft: Draft, tables: list[str]) -> None:
@@ -652,10 +652,10 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         sides.append(side)
         notes += [note] if note else []
     if sides:
-        dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, "; ".join(dict.fromkeys(notes)))
+        dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, remarks.join(notes))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
-    draft.none("resolution", "the backends say it", off=True)
+    draft.none("resolution", Message("the backends say it"), off=True)
     _set_buckets(draft, tables)
 
 
@@ -703,7 +703,7 @@ def _set_length_and_rate(draft: Draft) -> None:
     steps, epochs = whole(draft.get("max_train_steps") or 0), whole(draft.get("num_train_epochs") or 0)
     if steps > 0:
         draft.mapped("max_train_steps", {"train.steps": steps})
-        draft.none("num_train_epochs", "max_train_steps counts", off=True)
+        draft.none("num_train_epochs", remarks.COUNTS(key="max_train_steps"), off=True)
     elif epochs > 0:
         dataset_settings.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
     draft.none(["max_train_steps", "num_train_epochs"], Message("another key counts"), off=True)
@@ -719,12 +719,10 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
         factor = processes * accumulate * batch
         root = common_values.on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
-        note = Message(
-            "{processes} processes x {accumulate} accumulated x {batch} in a batch",
-            processes=f"{('the root of ' if root else '')}{processes}",
-            accumulate=accumulate,
-            batch=batch,
-        )
+        values = {"processes": processes, "accumulate": accumulate, "batch": batch}
+        note = Message("{processes} processes x {accumulate} accumulated x {batch} in a batch", **values)
+        if root:
+            note = Message("the root of {line}", line=note)
     rate = draft.get("learning_rate", number)
     optimizer_settings.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
     own = draft.get("text_encoder_lr", number) or rate
@@ -732,7 +730,7 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
     optimizer_settings.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
     if scale != 1:
         draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, note)
-    draft.none(["lr_scale", "lr_scale_sqrt"], "off", off=True)
+    draft.none(["lr_scale", "lr_scale_sqrt"], remarks.OFF, off=True)
     if draft.has("optimizer_config"):
         optimizer_settings.set_optimizer_arguments(
             draft, "optimizer_config", str(draft.given["optimizer_config"]).split(",")
@@ -767,8 +765,9 @@ def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     draft.none(["checkpoint_step_interval", "checkpointing_steps"], Message("another key counts"), off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
-        note = "" if keep >= 2 else "at least 2 here"
-        (draft.differs if note else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": max(2, keep)}, note)
+        ours = common_values.clamp("checkpoint.keep", keep)
+        note = remarks.AT_LEAST(least=ours) if ours > keep else ""
+        (draft.differs if note else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": ours}, note)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
     dataset_settings.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
     draft.none(["validation_step_interval", "validation_steps"], Message("another key counts"), off=True)
@@ -791,7 +790,7 @@ def _set_timesteps(draft: Draft) -> None:
     if scale not in (None, 1.0) and not uniform:
         notes.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
     objective_settings.set_timesteps(
-        draft, keys, "uniform" if uniform else "logit_normal", shift, "; ".join(notes), exact=not notes
+        draft, keys, "uniform" if uniform else "logit_normal", shift, remarks.join(notes), exact=not notes
     )
 
 
@@ -802,7 +801,7 @@ def _set_previews(draft: Draft) -> None:
     prompt = draft.get("validation_prompt", text)
     if common_values.on(draft.get("validation_disable")) or not prompt:
         draft.mapped("validation_disable", {}, remarks.NO_PROMPTS)
-        draft.none([*keys, "validation_on_startup"], "no previews", off=True)
+        draft.none([*keys, "validation_on_startup"], remarks.NOT_PREVIEWED, off=True)
         return
     picture = {"prompt": prompt} | {ours: draft.get(key) for key, ours in fields.items()}
     size = re.match(r"(\d+)x(\d+)$|(\d+)(?:\.0)?$", str(draft.get("validation_resolution") or ""))
@@ -815,7 +814,7 @@ def _set_previews(draft: Draft) -> None:
     preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], note)
     first = common_values.on(draft.get("validation_on_startup"))
     draft.mapped("validation_on_startup", {"preview.at_start": first})
-    draft.none("validation_disable", "off", off=True)
+    draft.none("validation_disable", remarks.OFF, off=True)
 
 
 def _set_names(draft: Draft) -> None:
@@ -840,7 +839,7 @@ def recognise(source: Source) -> str:
     backends = (
         isinstance(data, list) and data and all(isinstance(backend, dict) and "id" in backend for backend in data)
     )
-    return "a list of data backends" if backends and any("type" in backend for backend in data) else ""
+    return Message("a list of data backends") if backends and any("type" in backend for backend in data) else ""
 
 
 TOOL = Tool(

@@ -13,7 +13,7 @@ import yaml
 
 from .. import config
 from ..common.reading import MOST_TEXT, read_bytes
-from ..errors import Message, UserError
+from ..errors import Message, UserError, not_utf8, reason
 from .readers import hide
 
 MOST_VALUES = 100_000
@@ -54,13 +54,19 @@ def decoded(path: Path) -> str:
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the settings file in it", path=path)) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=error.strerror)) from None
+        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=reason(error))) from None
     try:
         return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(
-            Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
-        ) from None
+        raise not_utf8(path, error) from None
+
+
+class UnreadableSettings(UserError):
+    """A settings file is not in the format that its name says."""
+
+
+def _at(line: int, column: int, why: str) -> Message:
+    return Message("line {line_number}, column {column}: {why}", line_number=line, column=column, why=why)
 
 
 def read_source(path: Path) -> Source:
@@ -95,27 +101,23 @@ def read_source(path: Path) -> Source:
         if suffix == ".toml":
             return Source(path, "toml", config.read_toml(content))
     except json.JSONDecodeError as error:
-        raise UserError(
+        raise UnreadableSettings(
             Message(
                 "{where}: not valid JSON: {why}",
                 where=path,
-                why=f"line {error.lineno}, column {error.colno}: {error.msg}",
+                why=_at(error.lineno, error.colno, error.msg),
             )
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise UserError(
-            Message(
-                "{where}: not valid YAML: {why}",
-                where=path,
-                why=f"{getattr(error, 'problem', '') or 'cannot be read'}{where}",
-            )
-        ) from None
+        why = getattr(error, "problem", "") or Message("cannot be read")
+        if mark:
+            why = _at(mark.line + 1, mark.column + 1, why)
+        raise UnreadableSettings(Message("{where}: not valid YAML: {why}", where=path, why=why)) from None
     except RecursionError:
         raise UserError(Message("{path}: nested too deeply", path=path)) from None
     except ValueError as error:
-        raise UserError(
+        raise UnreadableSettings(
             Message("{path}: not valid {format}: {why}", path=path, format=suffix[1:].upper(), why=hide(str(error)))
         ) from None
     raise UserError(

@@ -6,8 +6,9 @@ from typing import Any
 
 from .. import config
 from ..common.locks import read_holder
-from ..common.messages import restore
-from ..common.reading import load_text, parse_json
+from ..common.messages import read_message
+from ..common.reading import load_text
+from ..errors import Message
 from ..run import Run, Unreadable
 from . import procs
 from .job_view import Ending, Sentence
@@ -53,7 +54,7 @@ def find_ending(row: Row, attempt: Path, follower: Follower) -> Ending:
         return Ending("done", Sentence("command_done"), 0)
     if status in (2, 3):
         # Once the run had begun, its log has the reason; before that, the trainer's last message has it.
-        text = _read_message(attempt) or str(last.get("text", ""))
+        text = read_message(attempt / "message.json") or str(last.get("text", ""))
         return Ending("failed", Sentence("input" if status == 2 else "failure", {"message": text}), status)
     if _was_stopped(row, status, launcher_status, last):
         return Ending("stopped", _describe_stop(row, find_saved_step(folder) if folder else None, status), status)
@@ -85,22 +86,13 @@ def _pick_status(trainer_statuses: list[int], launcher_status: int | None) -> in
     return next(iter([*killed, *trainer_statuses[:1]]), launcher_status)
 
 
-def _read_message(attempt: Path) -> str:
-    """Return what the attempt's command failed with; "" if it left no message."""
-    try:
-        content = restore(parse_json(load_text(attempt / "message.json")))
-        return str(content["text"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
 def check_done(folder: Path, event: dict[str, Any], status: int | None) -> Ending:
     """Return how a run ended that logged "done": done, unless its files are missing or failed verification."""
     files = [str(file) for file in event["files"]] if isinstance(event.get("files"), list) else []
     file_names = ", ".join(Path(file).name for file in files)
     missing = [file for file in files if not _is_file(folder / file)]
     if missing or not files:
-        return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or "none"}), status)
+        return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or Message("none")}), status)
     try:
         reports = read_object(folder / "verify.json")
     except OSError:
@@ -158,5 +150,6 @@ def _describe_crash(
     if status == 0:
         return Sentence("no_word")
     if last.get("event") == "error":
-        return Sentence("error", {"code": status, "message": f"{last.get('kind', '')}: {last.get('text', '')}"})
+        line = Message("{name}: {line}", name=last.get("kind", ""), line=last.get("text", ""))
+        return Sentence("error", {"code": status, "message": line})
     return Sentence("exit", {"code": status})

@@ -6,46 +6,51 @@ from typing import Any
 
 from ..common.messages import add_translations, restore
 from ..common.reading import parse_json
+from ..errors import Message, Template
 
 SENTENCES = {
-    "queued": "waits for its turn",
-    "no_worker": "waits; no worker is running (`lora-fp8 worker`)",
-    "no_group": "waits for GPUs {gpus}, which the worker does not have; it has: {groups}",
-    "requeued": "{cause}; attempt {attempt} of {attempts} follows",
-    "starting": "its processes are starting",
-    "stage": "{stage}",
-    "training": "step {step} of {steps}",
-    "stop_asked": "asked to save and stop",
-    "stop_term": "asked to stop, then sent SIGTERM",
-    "stop_kill": "asked to stop, sent SIGTERM, then killed (SIGKILL)",
-    "cancelled": "taken out of the queue before it started",
-    "stopped": "stopped and saved at step {step}",
-    "stopped_early": "stopped before anything was saved",
-    "stopped_hard": "did not stop when asked and was killed (SIGKILL); the newest checkpoint is of step {step}",
-    "stopped_hard_early": "did not stop when asked and was killed (SIGKILL); nothing was saved",
-    "done": "done; files written and verified: {files}",
-    "done_unverified": "done; files written, and not verified (export.verify = false): {files}",
-    "command_done": "done",
-    "command_stopped": "stopped when asked",
-    "command_killed": "did not end when asked and was killed (SIGKILL)",
-    "no_files": "the log says done, but these are not there or did not pass: {files}",
-    "no_word": "ended with exit code 0, but the log does not say that it is done",
-    "input": "something given is wrong: {message}",
-    "failure": "failed while running: {message}",
-    "error": "ended with an error that nobody foresaw (exit code {code}): {message}",
-    "exit": "ended with exit code {code}; the last lines of the log may say why",
-    "access_violation": "ended with {code} (access violation), often a driver or a broken library",
-    "killed_memory": "killed (SIGKILL) while the kernel was killing for lack of memory",
-    "killed": "killed (SIGKILL), by somebody or because memory ran out; the kernel's log tells which",
-    "terminated": "ended by SIGTERM, which nobody here had sent",
-    "bus_error": "ended by SIGBUS: a file shrank while it was read (a download, a full disk), or memory is broken",
-    "crash": "crashed ({signal}) in code outside of Python, often a driver or a broken library",
-    "launcher": "its launcher was killed ({signal}); what it had started was ended",
-    "vanished": "its processes have gone without a word",
-    "reboot": "the machine was restarted meanwhile",
-    "folder": "its run folder cannot be written: {message}",
-    "unreadable": "what became of it is not known: this user may not read {file}",
-    "damaged": "its entry in the queue is damaged and cannot be used ({error})",
+    "queued": Template("waits for its turn"),
+    "no_worker": Template("waits; no worker is running (`lora-fp8 worker`)"),
+    "no_group": Template("waits for GPUs {gpus}, which the worker does not have; it has: {groups}"),
+    "requeued": Template("{cause}; attempt {attempt} of {attempts} follows"),
+    "starting": Template("its processes are starting"),
+    "stage": Template("{stage}"),
+    "training": Template("step {step} of {steps}"),
+    "stop_asked": Template("asked to save and stop"),
+    "stop_term": Template("asked to stop, then sent SIGTERM"),
+    "stop_kill": Template("asked to stop, sent SIGTERM, then killed (SIGKILL)"),
+    "cancelled": Template("taken out of the queue before it started"),
+    "stopped": Template("stopped and saved at step {step}"),
+    "stopped_early": Template("stopped before anything was saved"),
+    "stopped_hard": Template(
+        "did not stop when asked and was killed (SIGKILL); the newest checkpoint is of step {step}"
+    ),
+    "stopped_hard_early": Template("did not stop when asked and was killed (SIGKILL); nothing was saved"),
+    "done": Template("done; files written and verified: {files}"),
+    "done_unverified": Template("done; files written, and not verified (export.verify = false): {files}"),
+    "command_done": Template("done"),
+    "command_stopped": Template("stopped when asked"),
+    "command_killed": Template("did not end when asked and was killed (SIGKILL)"),
+    "no_files": Template("the log says done, but these are not there or did not pass: {files}"),
+    "no_word": Template("ended with exit code 0, but the log does not say that it is done"),
+    "input": Template("something given is wrong: {message}"),
+    "failure": Template("failed while running: {message}"),
+    "error": Template("ended with an error that nobody foresaw (exit code {code}): {message}"),
+    "exit": Template("ended with exit code {code}; the last lines of the log may say why"),
+    "access_violation": Template("ended with {code} (access violation), often a driver or a broken library"),
+    "killed_memory": Template("killed (SIGKILL) while the kernel was killing for lack of memory"),
+    "killed": Template("killed (SIGKILL), by somebody or because memory ran out; the kernel's log tells which"),
+    "terminated": Template("ended by SIGTERM, which nobody here had sent"),
+    "bus_error": Template(
+        "ended by SIGBUS: a file shrank while it was read (a download, a full disk), or memory is broken"
+    ),
+    "crash": Template("crashed ({signal}) in code outside of Python, often a driver or a broken library"),
+    "launcher": Template("its launcher was killed ({signal}); what it had started was ended"),
+    "vanished": Template("its processes have gone without a word"),
+    "reboot": Template("the machine was restarted meanwhile"),
+    "folder": Template("its run folder cannot be written: {message}"),
+    "unreadable": Template("what became of it is not known: this user may not read {file}"),
+    "damaged": Template("its entry in the queue is damaged and cannot be used ({error})"),
 }
 
 ENDED = ("stopped", "cancelled", "done", "failed", "lost")
@@ -64,12 +69,12 @@ class Sentence:
     args: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def text(self) -> str:
-        """The sentence in English."""
+    def text(self) -> Message:
+        """The sentence."""
         arguments = {
             name: Sentence(**value).text if isinstance(value, dict) else value for name, value in self.args.items()
         }
-        return SENTENCES[self.key].format(**arguments)
+        return SENTENCES[self.key](**arguments)
 
     def to_json(self) -> dict[str, Any]:
         """Return what the queue stores; `parse` reads it."""

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from ..common import system
+from ..common.messages import get_language, translate
 from ..common.writing import atomic_write
+from ..errors import Message, reason
 from . import procs
 
 
@@ -65,7 +67,10 @@ def main(arguments: list[str]) -> int:
     try:
         atomic_write(record, json.dumps(content).encode())
     except OSError as error:  # a full disk: only the log is left to report it
-        print(f"{record}: {error.strerror}; the command ended with status {status}", file=sys.stderr)
+        line = Message(
+            "{path}: {why}; the command ended with status {status}", path=record, why=reason(error), status=status
+        )
+        print(translate(get_language(), line), file=sys.stderr)
     return status if status >= 0 else 128 - status
 
 

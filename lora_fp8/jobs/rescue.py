@@ -44,16 +44,26 @@ class Rescued:
     def lines(self) -> list[str]:
         """Return sentences for people."""
         number = len(self.waiting) + len(self.ended)
-        lines = [f"{number} jobs are back: {len(self.waiting)} wait, {len(self.ended)} have ended"]
+        lines: list[str] = [
+            Message(
+                "{count} jobs are back: {waiting} wait, {ended} have ended",
+                count=number,
+                waiting=len(self.waiting),
+                ended=len(self.ended),
+            )
+        ]
         if self.guessed:
             lines.append(
-                f"priority, GPUs and attempts are not known any more of job {', '.join(map(str, self.guessed))}; "
-                "the defaults were taken"
+                Message(
+                    "priority, GPUs and attempts are not known any more of job {names}; the defaults were taken",
+                    names=", ".join(map(str, self.guessed)),
+                )
             )
         if self.lost:
-            lines += [f"{len(self.lost)} could not be brought back:", *(f"  {line}" for line in self.lost)]
-        lines.append("places in the queue that were changed by `lora-fp8 jobs move` are not known any more")
-        return [*lines, f"the damaged file is kept as {self.aside}"]
+            lines.append(Message("{count} could not be brought back:", count=len(self.lost)))
+            lines += [Message("  {line}", line=line) for line in self.lost]
+        lines.append(Message("places in the queue that were changed by `lora-fp8 jobs move` are not known any more"))
+        return [*lines, Message("the damaged file is kept as {path}", path=self.aside)]
 
 
 def rescue(home: Path) -> Rescued:
@@ -82,8 +92,8 @@ def rescue(home: Path) -> Rescued:
             try:
                 _restore(store, folder, rescued)
             except (UserError, OSError, ValueError, TypeError, OverflowError) as error:
-                message = str(error).splitlines()
-                rescued.lost.append(f"job {folder.name}: {message[0] if message else type(error).__name__}")
+                line = str(error) or type(error).__name__
+                rescued.lost.append(Message("job {id}: {line}", id=folder.name, line=line))
         return rescued
 
 

@@ -26,7 +26,7 @@ from ..common import system
 from ..common.reading import parse_json
 from ..common.text import is_utf8, quote
 from ..common.writing import atomic_write
-from ..errors import Message, UserError
+from ..errors import Message, UserError, reason
 
 BUSY_SECONDS = 10.0
 """How long a writer waits for another one; each locks the database for about a millisecond."""
@@ -331,7 +331,7 @@ class Store:
                 ) from error
             raise _unusable(self.file, error) from error
         except OSError as error:
-            raise _unusable(error.filename or self.home, error.strerror) from error
+            raise _unusable(error.filename or self.home, reason(error)) from error
 
     def _migrate(self) -> None:
         with self._translate_errors():

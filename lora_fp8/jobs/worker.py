@@ -30,11 +30,11 @@ from pydantic import Field, ValidationError
 
 from ..common import system
 from ..common.locks import try_lock
-from ..common.messages import without_home
+from ..common.messages import LANGUAGE, MESSAGE, without_home
 from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..config import read_toml
-from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write
+from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write, reason
 from ..run import Run, ownership
 from ..settings import Section
 from . import job_endings, job_view, procs, run_events
@@ -195,7 +195,9 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
             time.sleep(0.02)
     lines = run_events.read_tail(log, 3)
     raise UserError(
-        Message("the worker did not start; {log} ends with: {tail}", log=log, tail=" / ".join(lines) or "nothing")
+        Message(
+            "the worker did not start; {log} ends with: {tail}", log=log, tail=" / ".join(lines) or Message("nothing")
+        )
     )
 
 
@@ -271,18 +273,25 @@ class Worker:
         self._last_beat = -1.0  # write it at once: the lock may have been taken by the process before a fork
         for number in system.STOP_SIGNALS:
             signal.signal(number, lambda *_: setattr(self, "_is_leaving", True))
-        self.report(f"worker {os.getpid()}: {self.home}, one job at a time on each of: {'; '.join(self.groups)}")
+        self.report(
+            Message(
+                "worker {pid}: {path}, one job at a time on each of: {names}",
+                pid=os.getpid(),
+                path=self.home,
+                names="; ".join(self.groups),
+            )
+        )
         busy_at = time.monotonic()
         while not self._is_leaving:
             try:
                 busy = self.tick()
             except HomeGone as error:
-                self.report(f"worker: leaving; {error}")
+                self.report(Message("worker: leaving; {line}", line=error))
                 self._lock.close()
                 return
             except (StoreError, OSError) as error:
                 # A full disk must not end the worker: running jobs still need it when there is space again.
-                self._report_once(f"{error}; trying again")
+                self._report_once(Message("{line}; trying again", line=str(error)))
                 busy = True
             if busy:
                 busy_at = time.monotonic()
@@ -293,7 +302,7 @@ class Worker:
                     break
                 self.take_lock()
             time.sleep(TICK_SECONDS)
-        self.report("worker: leaving; jobs that are running go on, and the next worker takes them over")
+        self.report(Message("worker: leaving; jobs that are running go on, and the next worker takes them over"))
         self._release_lock()
 
     def tick(self) -> bool:
@@ -335,8 +344,8 @@ class Worker:
             log = self._open_log(folder / "log.txt" if folder else self.store.folder(row.id) / "log.txt")
             mark = (folder / "events.jsonl").stat().st_size if folder and (folder / "events.jsonl").exists() else 0
         except OSError as error:
-            reason = job_view.Sentence("folder", {"message": f"{error.filename or folder}: {error.strerror}"})
-            self._end(row, job_view.Ending("failed", reason, 3))
+            line = Message("{path}: {why}", path=error.filename or folder, why=reason(error))
+            self._end(row, job_view.Ending("failed", job_view.Sentence("folder", {"message": line}), 3))
             return False
         except UserError as error:  # the folder came to belong to another run after the job was queued
             self._end(row, job_view.Ending("failed", job_view.Sentence("input", {"message": str(error)}), 2))
@@ -372,7 +381,16 @@ class Worker:
         self._children[child.pid] = child
         if process := procs.identify(child.pid):  # else it has exited already
             self.store.update(row.id, pid=process.pid, start=process.start)
-        self.report(f"job {row.id} ({row.name}): attempt {row.attempts + 1} started on {group}, process {child.pid}")
+        self.report(
+            Message(
+                "job {id} ({name}): attempt {attempt} started on {group}, process {pid}",
+                id=row.id,
+                name=row.name,
+                attempt=row.attempts + 1,
+                group=group,
+                pid=child.pid,
+            )
+        )
         return True
 
     def make_command(self, row: Row, group: str, attempt: Path) -> list[str]:
@@ -414,9 +432,9 @@ class Worker:
         environment = {name: value for name, value in environment.items() if name not in (*of_a_launcher, *unsafe)}
         return environment | {
             procs.TOKEN: token,
-            "LORA_FP8_MESSAGE": str(attempt / "message.json"),
+            MESSAGE: str(attempt / "message.json"),
             "PYTHONUTF8": "1",
-            "LORA_FP8_LANG": "en",  # logs are read by people of any language, and by this program
+            LANGUAGE: "en",  # logs are read by people of any language, and by this program
             "PYTHONUNBUFFERED": "1",
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
             "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
@@ -473,7 +491,7 @@ class Worker:
         elif time.time() - row.termed > self.settings.kill_after_s:
             if not row.killed:
                 self.store.update(row.id, killed=now())
-                self.report(f"job {row.id} ({row.name}): does not end; killed")
+                self.report(Message("job {id} ({name}): does not end; killed", id=row.id, name=row.name))
             # The keeper is killed last: it writes the record.
             procs.kill([pid for pid in pids if pid != keeper] or pids)
 
@@ -494,7 +512,8 @@ class Worker:
         trainers = [pid for pid in pids if pid != keeper and pid not in launcher]
         self.store.update(row.id, termed=now())
         procs.send(trainers or launcher, signal.SIGTERM)
-        self.report(f"job {row.id} ({row.name}): SIGTERM to {len(trainers or launcher)} processes")
+        count = len(trainers or launcher)
+        self.report(Message("job {id} ({name}): SIGTERM to {count} processes", id=row.id, name=row.name, count=count))
 
     def _end(self, row: Row, end: job_view.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""
@@ -512,7 +531,11 @@ class Worker:
         # Only if the row has not changed: a stop requested just now counts, and a cancelled job does not come back.
         unchanged = "phase = ? AND attempts = ? AND wanted = ?", row.phase, row.attempts, row.wanted
         if self.store.update(row.id, *unchanged, **values):
-            self.report(f"job {row.id} ({row.name}): {end.state}: {sentence.text}")
+            self.report(
+                Message(
+                    "job {id} ({name}): {state}: {line}", id=row.id, name=row.name, state=end.state, line=sentence.text
+                )
+            )
 
     # -- the worker itself
 
@@ -560,7 +583,7 @@ class Worker:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._report_once(f"{self.home}: no space left for the heartbeat")
+            self._report_once(Message("{path}: no space left for the heartbeat", path=self.home))
 
     def _check_home(self) -> None:
         """Check that the folder is still the one whose lock this process holds.
@@ -575,7 +598,7 @@ class Worker:
         except OSError:
             here = False
         if not here:
-            raise HomeGone(f"its folder {self.home} was moved or deleted")
+            raise HomeGone(Message("its folder {path} was moved or deleted", path=self.home))
 
     def _report_once(self, line: str) -> None:
         if line not in self._reported:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .. import settings
 from ..adapters import kinds
-from ..common.text import first_few, quote
+from ..common.text import quote
 from ..common.writing import make_folder
-from ..errors import Message, RunFailure, Template, UserError
+from ..errors import Message, RunFailure, Template, UserError, first_few
 from ..precision.dtypes import DTYPES
 from . import header as adapter_header
 from .export_metadata import ExportFacts, metadata, slug
@@ -70,14 +70,15 @@ def write(
         RunFailure: the adapter holds NaN or infinity, was never trained (B is zero), or does not fit fp16.
         UserError: the kohya layout has no name for a trained module.
     """
-    _refuse_broken(adapter.state, "the trained adapter")
+    _refuse_broken(adapter.state, Message("the trained adapter"), section.dtype)
     make_folder(folder)
     contents = {}
     for layout in dict.fromkeys(section.formats):  # all layouts are prepared before any is written
         tensors = to_layout(adapter.state, adapter.scaling, family, denoiser_config, layout)
         dtype = DTYPES[section.dtype]
         contents[layout] = {k: v if k.endswith(KEPT_WIDE) else v.to(dtype) for k, v in tensors.items()}
-        _refuse_broken(contents[layout], f"the {layout} file in {section.dtype}")
+        name = Message("the {layout} file in {dtype}", layout=layout, dtype=section.dtype)
+        _refuse_broken(contents[layout], name, section.dtype)
     paths = []
     for layout, tensors in contents.items():
         path = folder / f"{slug(facts.name)}_{layout}.safetensors"
@@ -119,7 +120,7 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
                     "{path}: not a LoRA that can be used, it has {what}: {names}",
                     path=path,
                     what=what,
-                    names=quote(first_few(sorted(wrong))),
+                    names=first_few([quote(name) for name in sorted(wrong)]),
                 )
             )
     if sound:
@@ -127,18 +128,22 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
     return tensors, metadata
 
 
-def _unusable(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _unusable(tensors: Mapping[str, Tensor]) -> dict[Message, list[str]]:
     """Return the names of the tensors that cannot belong to an adapter, by what is wrong with them."""
     alphas = {name: tensor for name, tensor in tensors.items() if name.endswith(".alpha")}
     weights = {name: tensor for name, tensor in tensors.items() if name not in alphas}
     return {
-        "names that cannot be printed": [name for name in tensors if not name.isprintable()],
-        "tensors without values": [name for name, tensor in tensors.items() if not tensor.numel()],
-        "an alpha that is not one number": [
+        Message("names that cannot be printed"): [name for name in tensors if not name.isprintable()],
+        Message("tensors without values"): [name for name, tensor in tensors.items() if not tensor.numel()],
+        Message("an alpha that is not one number"): [
             n for n, alpha in alphas.items() if alpha.numel() > 1 or alpha.is_complex()
         ],
-        "whole or complex numbers": [name for name, weight in weights.items() if not weight.is_floating_point()],
-        "numbers of a type that is not read": [name for name, tensor in tensors.items() if tensor.dtype in UNREAD],
+        Message("whole or complex numbers"): [
+            name for name, weight in weights.items() if not weight.is_floating_point()
+        ],
+        Message("numbers of a type that is not read"): [
+            name for name, tensor in tensors.items() if tensor.dtype in UNREAD
+        ],
     }
 
 
@@ -153,7 +158,7 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
             Message(
                 "{path}: not a LoRA that can be used, it has NaN or infinity: {names}",
                 path=path,
-                names=quote(first_few(wrong)),
+                names=first_few([quote(name) for name in wrong]),
             )
         )
     alphas = [tensor for name, tensor in tensors.items() if name.endswith(".alpha")]
@@ -168,10 +173,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(name for name, tensor in wide if not torch.isfinite(tensor).all())
 
 
-def _refuse_broken(tensors: Mapping[str, Tensor], what: str) -> None:
+def _refuse_broken(tensors: Mapping[str, Tensor], what: Message, dtype: str) -> None:
+    """Raise RunFailure for NaN, infinity or B of zero; `what` names the adapter or the file."""
     if wrong := not_finite(tensors):
         template = Template("{name} has NaN or infinity in {names}")
-        if what.endswith("fp16"):
+        if dtype == "fp16":
             template = Template("{name} has NaN or infinity in {names}; write it in bf16 or fp32 (export.dtype)")
         raise RunFailure(template(name=what, names=first_few(wrong)))
     is_up = (".lora_up.weight", *(f".{part}" for part in kinds.ZERO_AT_START))

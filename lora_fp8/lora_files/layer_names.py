@@ -267,7 +267,7 @@ def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
     return native.replace(".", "_"), members
 
 
-LEAVE_OUT = "leave it out of adapter.targets, or the layout out of export.formats"
+LEAVE_OUT = Message("leave it out of adapter.targets, or the layout out of export.formats")
 NAMINGS = {
     "diffusers_underscored": (_underscored_to_kohya, _underscored_members),
     "sgm_unet": (_sgm_to_kohya, _sgm_members),

@@ -37,8 +37,7 @@ from torch import Tensor
 
 from ..adapters import kinds
 from ..common.numbers import sides
-from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError, first_few
 from .layer_names import LAYOUTS, get_prefix, get_prefixes, get_rule, has_layout
 
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
@@ -414,8 +413,8 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
     for layout in known:
         if any(name.startswith(get_prefixes(family, layout)) for name in names):
             return layout
-    example = names[0] if names else "an empty file"
-    expected = " or ".join(f"{get_prefix(family, layout)}..." for layout in known)
+    example = names[0] if names else Message("an empty file")
+    expected = Joined(" or ", [f"{get_prefix(family, layout)}..." for layout in known])
     raise UserError(
         Message("{path}: not a LoRA for {title} (expected {names})", path=example, title=family.title, names=expected)
     )

@@ -143,7 +143,9 @@ def read_header(path: Path) -> Header:
     metadata = _take_metadata(content, path)
     size_by_header = 8 + length + _data_size(content, path)
     if size_by_header != size:
-        problem = "is cut short" if size < size_by_header else "has bytes that belong to no tensor"
+        problem = Message("has bytes that belong to no tensor")
+        if size < size_by_header:
+            problem = Message("is cut short")
         raise UserError(
             Message(
                 "{path}: {problem}: {said} bytes by its header, {size} in the file",

@@ -163,7 +163,7 @@ def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
     # A fine-tune can change the process and keep the network; only its scheduler shows it.
     name = str(scheduler_config.get("_class_name", ""))
     if name and (_is_flow(scheduler_config) != flow or name.startswith("EDM")):
-        kind = "flow matching" if flow else "diffusion (epsilon or v)"
+        kind = Message("flow matching") if flow else Message("diffusion (epsilon or v)")
         raise UserError(
             Message(
                 "the model's scheduler is {name}, but this architecture is trained with {kind} here",
@@ -218,7 +218,7 @@ class Diffusion(Objective):
     def at_level(self, level: float) -> tuple[Tensor, str]:
         """Convert a noise level to the nearest integer timestep, and to words."""
         step = round(level * (self.num_timesteps - 1))
-        return torch.tensor([step]), f"t = {step} of {self.num_timesteps}"
+        return torch.tensor([step]), Message("t = {step} of {total}", step=step, total=self.num_timesteps)
 
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Return sqrt(alpha_bar_t) * latents + sqrt(1 - alpha_bar_t) * noise, as diffusers' schedulers do."""
@@ -341,7 +341,7 @@ class FlowMatching(Objective):
 
     def at_level(self, level: float) -> tuple[Tensor, str]:
         """Return the level itself as t (1,), and words for it."""
-        return torch.tensor([level]), f"t = {level:g}"
+        return torch.tensor([level]), Message("t = {level}", level=f"{level:g}")
 
     def share(self, t_B: Tensor) -> Tensor:
         """Return t, which is the noise level itself, (B,)."""

@@ -12,7 +12,7 @@ from .. import families
 from ..config import find_unused_settings
 from ..data import buckets, images
 from ..data.examples import ScanReport
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
@@ -32,7 +32,7 @@ class Check:
     @property
     def lines(self) -> list[str]:
         """The facts, then each warning once."""
-        return [*self.facts, *(f"warning: {text}" for text in dict.fromkeys(self.warnings))]
+        return [*self.facts, *(Message("warning: {line}", line=text) for text in dict.fromkeys(self.warnings))]
 
     def to_json(self) -> dict[str, Any]:
         """Return the check as plain JSON types."""
@@ -103,8 +103,11 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
         texts = [*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]
         texts = list(dict.fromkeys(texts))
         result.warnings += truncation_warnings(family.overlong(texts), len(texts))
-    assumed = f" (assumed from {family.folder / 'scheduler'})" if family.assumes_prediction() else ""
-    result.facts.append(f"base: {family.title}, {section.path}, predicts {family.predicts()}{assumed}")
+    template = Template("base: {title}, {path}, predicts {kind}")
+    if family.assumes_prediction():
+        template = Template("base: {title}, {path}, predicts {kind} (assumed from {place})")
+    place = {"place": family.folder / "scheduler"} if family.assumes_prediction() else {}
+    result.facts.append(template(title=family.title, path=section.path, kind=family.predicts(), **place))
     _add_buckets(plan.job, report, result)
     result.warnings = [*plan.images.warnings, *plan.warnings, *_find_refusals(job), *result.warnings]
 
@@ -129,7 +132,8 @@ def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
     placed = buckets.assign(report.examples, job.dataset, resolution=resolution, step=step)
     sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     if sizes:
-        result.facts.append("buckets " + ", ".join(f"{size}: {count}" for size, count in sizes.items()))
+        counts = ", ".join(f"{size}: {count}" for size, count in sizes.items())
+        result.facts.append(Message("buckets {counts}", counts=counts))
 
 
 def _scan(job: Job) -> ScanReport:
@@ -143,7 +147,11 @@ def _check_places(job: Job) -> list[str]:
     run = Path(os.path.expanduser(job.output_dir)) / job.name
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
     refusals = {f"{key} = {str(place)!r}": disk_space.unwritable(place) for key, place in places.items()}
-    problems = [f"{where}: cannot be written ({why}); name another folder" for where, why in refusals.items() if why]
+    problems: list[str] = [
+        Message("{path}: cannot be written ({why}); name another folder", path=where, why=why)
+        for where, why in refusals.items()
+        if why
+    ]
     if not refusals[f"output_dir = {str(run)!r}"]:
         try:
             ownership.require_new(run)

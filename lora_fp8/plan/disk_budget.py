@@ -13,6 +13,7 @@ from torch import nn
 from .. import adapters
 from ..data.buckets import Bucket
 from ..data.cache import Cache, Missing
+from ..errors import Message
 from ..families.base import ModelFamily
 from ..run.disk_space import Need
 from ..settings import Job
@@ -93,9 +94,9 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
     checkpoint_size = new_checkpoints * count_checkpoint_bytes(job, named, world)
     place = folder if folder.exists() else folder.parent  # a run folder may be a link to another disk
     return [
-        Need(place, "checkpoints", checkpoint_size, checkpoint_size),
-        Need(place, "LoRA files", max(0, file_size), max(0, file_size)),
-        Need(place, "previews", 0, _count_preview_bytes(job, steps)),
+        Need(place, Message("checkpoints"), checkpoint_size, checkpoint_size),
+        Need(place, Message("LoRA files"), max(0, file_size), max(0, file_size)),
+        Need(place, Message("previews"), 0, _count_preview_bytes(job, steps)),
     ]
 
 
@@ -150,4 +151,4 @@ def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
     )
     captions = len(missing.captions)
     sizes = [pictures + captions * caption_size for caption_size in (shortest, sum(sizes_by_name.values()))]
-    return Need(store.root, "cached pictures and captions", *sizes)
+    return Need(store.root, Message("cached pictures and captions"), *sizes)

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ..errors import Message
+
 META = torch.device("meta")
 SMALL = 2**16
 """Most elements of a new floating tensor that stays real: frequencies, timesteps, lengths."""
@@ -93,7 +95,7 @@ def _run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **(kwargs | {"device": torch.device("cpu")})) if _stays_real(out) else out
         return func(*args, **kwargs)
     if func is torch.ops.aten._local_scalar_dense.default:
-        raise Undecided("a value of an activation decides what is computed")
+        raise Undecided(Message("a value of an activation decides what is computed"))
     if device is not None:
         kwargs = kwargs | {"device": META}
     if func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
@@ -115,7 +117,7 @@ def _expand_masks(indices: Any) -> list[Tensor | None]:
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if index.is_meta:
-                raise Undecided("a mask that is computed decides how many rows there are")
+                raise Undecided(Message("a mask that is computed decides how many rows there are"))
             expanded += index.nonzero(as_tuple=True)
         else:
             expanded.append(index)

@@ -20,7 +20,7 @@ from ..data.buckets import Bucket, named
 from ..data.cache import Cache
 from ..data.caption_style import warn_of_sentences
 from ..data.images import captions_of_files
-from ..errors import Message
+from ..errors import Joined, Message
 from ..families.base import ModelFamily
 from ..precision import stream
 from ..precision.dtypes import DTYPES
@@ -117,31 +117,56 @@ class Estimate:
         """Return the estimate for the terminal."""
 
         def gib(num: int | None) -> str:
-            return "not known" if num is None else f"{num / GIB:.2f} GiB"
+            return Message("not known") if num is None else f"{num / GIB:.2f} GiB"
 
-        held_out = f" and {self.held_out} held out" if self.held_out else ""
-        lines = [
-            f"steps      {self.pictures} pictures{held_out}, {self.samples_per_epoch} samples = "
-            f"{digits(self.steps_per_epoch)} steps an epoch; {digits(self.epochs)} epochs in all",
-            f"training   {gib(self.peaks['train'])} at {named(self.heaviest_bucket)}: base {gib(self.base_bytes)}, "
-            f"adapter {gib(self.adapter_bytes)}, optimizer {gib(self.optimizer_bytes)}, a step {gib(self.step_bytes)}",
-            *([f"           {gib(self.waiting_bytes)} of the base wait in main memory"] if self.waiting_bytes else []),
-            f"encoding   {gib(self.peaks['encode'])} before that: the VAE {gib(self.vae_bytes)} and "
-            f"{gib(self.vae_encode_bytes)} for a picture, then the text encoders one at a time, "
-            f"{gib(self.text_bytes)} at most",
+        pictures = Message("{count} pictures", count=self.pictures)
+        if self.held_out:
+            pictures = Message("{line} and {count} held out", line=pictures, count=self.held_out)
+        lines: list[str] = [
+            Message(
+                "steps      {pictures}, {samples} samples = {steps} steps an epoch; {epochs} epochs in all",
+                pictures=pictures,
+                samples=self.samples_per_epoch,
+                steps=digits(self.steps_per_epoch),
+                epochs=digits(self.epochs),
+            ),
+            Message(
+                "training   {size} at {bucket}: base {base}, adapter {adapter}, optimizer {optimizer}, a step {step}",
+                size=gib(self.peaks["train"]),
+                bucket=named(self.heaviest_bucket),
+                base=gib(self.base_bytes),
+                adapter=gib(self.adapter_bytes),
+                optimizer=gib(self.optimizer_bytes),
+                step=gib(self.step_bytes),
+            ),
         ]
+        if self.waiting_bytes:
+            lines.append(Message("           {size} of the base wait in main memory", size=gib(self.waiting_bytes)))
+        lines.append(
+            Message(
+                "encoding   {size} before that: the VAE {vae} and {encode} for a picture, then the text encoders one "
+                "at a time, {text} at most",
+                size=gib(self.peaks["encode"]),
+                vae=gib(self.vae_bytes),
+                encode=gib(self.vae_encode_bytes),
+                text=gib(self.text_bytes),
+            )
+        )
         if self.vae_decode_bytes != 0:
-            lines.append(f"previews   {gib(self.peaks['preview'])}: decoding takes {gib(self.vae_decode_bytes)}")
-        beside = "beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB"
+            size, decode = gib(self.peaks["preview"]), gib(self.vae_decode_bytes)
+            lines.append(Message("previews   {size}: decoding takes {decode}", size=size, decode=decode))
+        beside = Message("beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB")
         if self.process_bytes:
-            beside = f"of each of these, {gib(self.process_bytes)} are Python and its libraries"
-        lines.append(f"           {beside}")
-        lines.append(f"cache      {gib(self.cache_bytes)} on disk still to be encoded")
+            beside = Message("of each of these, {size} are Python and its libraries", size=gib(self.process_bytes))
+        lines.append(Message("           {line}", line=beside))
+        lines.append(Message("cache      {size} on disk still to be encoded", size=gib(self.cache_bytes)))
         sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
-        lines.append(f"file       {sizes}; a checkpoint {disk_space.amount(self.checkpoint_bytes)}")
-        sizes = ", ".join(f"{need.what} {disk_space.amount(need.likely)}" for need in self.writes)
+        checkpoint = disk_space.amount(self.checkpoint_bytes)
+        lines.append(Message("file       {sizes}; a checkpoint {checkpoint}", sizes=sizes, checkpoint=checkpoint))
+        needs = [Message("{what} {size}", what=need.what, size=disk_space.amount(need.likely)) for need in self.writes]
+        lines.append(Message("disk       {lines}", lines=Joined(", ", needs)))
         problems, warnings = disk_space.shortages(self.writes)
-        return [*lines, f"disk       {sizes}", *(f"note: {text}" for text in [*self.notes, *warnings, *problems])]
+        return [*lines, *(Message("note: {line}", line=line) for line in [*self.notes, *warnings, *problems])]
 
 
 def estimate(plan: Plan, device: str = "cpu") -> Estimate:

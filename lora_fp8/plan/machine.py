@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
-from ..errors import Message
+from ..errors import Joined, Message
 from ..run.disk_space import amount, unwritable
 from .known_problems import find_known_problems
 
@@ -90,7 +90,7 @@ class Machine:
         for name, version in self.versions.items():
             lines.append(_row(name, version or Message("not installed")))
         lines += [_row("system", self.system), "", Message("GPU")]
-        lines += [f"  {line}" for line in self._describe_gpus()]
+        lines += [Message("  {line}", line=line) for line in self._describe_gpus()]
         for device, abilities in self.abilities.items():
             lines += ["", Message("What works on {device}", device=device)]
             for name, why in abilities.items():
@@ -115,12 +115,12 @@ class Machine:
         if not self.gpus:
             yield Message("none: training runs on the CPU, which is enough for the demo only")
         for gpu in self.gpus:
-            about = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
+            about: list[str] = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
             if gpu.free_bytes is not None:
                 about.append(Message("{size} free", size=amount(gpu.free_bytes)))
             if gpu.capability:
                 about.append(Message("compute capability {number}", number=".".join(map(str, gpu.capability))))
-            yield Message("{name}: {facts}", name=gpu.name, facts=", ".join(about))
+            yield Message("{name}: {facts}", name=gpu.name, facts=Joined(", ", about))
         if self.driver:
             yield Message("driver {version}, up to CUDA {cuda}", version=self.driver, cuda=self.driver_cuda)
 
@@ -288,7 +288,9 @@ def _find_problems(machine: Machine) -> Iterator[Message]:
 def _find_warnings(machine: Machine) -> Iterator[Message]:
     for path, disks in _by_free_space(machine):
         yield Message(
-            "only {size} are free for {what}", size=amount(path), what=", ".join(disk["what"] for disk in disks)
+            "only {size} are free for {what}",
+            size=amount(path),
+            what=Joined(", ", [disk["what"] for disk in disks]),
         )
     if machine.hub["error"]:
         yield Message(

@@ -100,7 +100,7 @@ class Plan:
         missing = self.cache.missing(self.images.placed, self.texts)
         cached = disk_budget.estimate_cache(self.cache, missing, min(self.images.buckets))
         size = self.family.missing_bytes()
-        download = [Need(self.family.folder, "the base model", size, size)] if size else []
+        download = [Need(self.family.folder, Message("the base model"), size, size)] if size else []
         return [*download, *disk_budget.estimate_run(self.job, self.trainable, self.run_folder, world), cached]
 
 

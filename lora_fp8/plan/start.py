@@ -7,8 +7,7 @@ from torch import Tensor
 
 from .. import adapters
 from ..adapters import kinds
-from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Message, UserError, first_few
 from ..families.base import ModelFamily
 from ..lora_files import export, layer_names, layouts
 from ..settings import Adapter, Job

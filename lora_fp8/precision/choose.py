@@ -95,7 +95,7 @@ def _no_blocks(name: str) -> str:
 
 
 def _problem(section: settings.Quantize, name: str, capability: tuple[int, int]) -> str:
-    what = f"{name} (compute capability {capability[0]}.{capability[1]})"
+    what = Message("{name} (compute capability {major}.{minor})", name=name, major=capability[0], minor=capability[1])
     if capability < FP8_SINCE:
         return Message(
             "quantize.compute = {compute}: {card} has no FP8 tensor cores, they came with 8.9; use "
@@ -170,13 +170,13 @@ def fastest(
 def _reason(error: Exception) -> str:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return OUT_OF_MEMORY
-    lines = str(error).strip().splitlines() or [""]
     if isinstance(error, RunFailure):  # one of our own messages, complete as it is
-        return lines[0]
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")
 
 
-OUT_OF_MEMORY = "out of memory"
+OUT_OF_MEMORY = Message("out of memory")
 
 
 def _wait(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import settings
-from ..errors import Message, UserError
+from ..errors import Joined, Message, Template, UserError, first_few
 from .backends import linear_class
 from .linear import FrozenLinear, frozen_layers
 from .plan import LayerPlan, Plan, decide, held_dtype, linear_places
@@ -123,7 +123,11 @@ def fill_(
             del waiting[name]
             module, attribute, shape = slots[name]
             if tuple(tensor.shape) != shape:
-                misshapen.append(f"{name} {list(tensor.shape)}, expected {list(shape)}")
+                misshapen.append(
+                    Message(
+                        "{name} {given}, expected {wanted}", name=name, given=list(tensor.shape), wanted=list(shape)
+                    )
+                )
             else:
                 try:
                     _set(denoiser, module, attribute, name, tensor.to(device), dtype)
@@ -132,14 +136,16 @@ def fill_(
                         Message("the base model's weights are broken: {why}; get the file anew", why=error)
                     ) from None
         del tensor  # otherwise it would stay in memory while the stream reads the next one
-    problems = [
-        _listed("is missing", list(waiting)),
-        _listed("is not part of this model", unknown),
-        _listed("is given twice", twice),
-        _listed("has another shape", misshapen),
-    ]
-    if any(problems):
-        raise UserError("the base model's weights do not fit the architecture: " + "; ".join(filter(None, problems)))
+    lists = {
+        Template("{count} missing: {names}"): list(waiting),
+        Template("{count} not part of this model: {names}"): unknown,
+        Template("{count} given twice: {names}"): twice,
+        Template("{count} of another shape: {names}"): misshapen,
+    }
+    problems = [listed(count=len(names), names=first_few(names, 8)) for listed, names in lists.items() if names]
+    if problems:
+        line = Joined("; ", problems)
+        raise UserError(Message("the base model's weights do not fit the architecture: {lines}", lines=line))
     _move_computed(denoiser, device)
 
 
@@ -254,19 +260,6 @@ def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
                 "{name} computes tensors in its constructor that no checkpoint holds, and on the meta device "
                 "they were lost: {names}. Construct it under accelerate.init_empty_weights() instead",
                 name=type(denoiser).__name__,
-                names=_first(lost),
+                names=first_few(lost, 8),
             )
         )
-
-
-def _listed(what: str, names: list[str]) -> str:
-    return f"{len(names)} {what if len(names) == 1 else _plural(what)}: {_first(names)}" if names else ""
-
-
-def _plural(what: str) -> str:
-    verb, _, rest = what.partition(" ")
-    return f"{ {'is': 'are', 'has': 'have'}[verb] } {rest}"
-
-
-def _first(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

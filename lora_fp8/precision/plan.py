@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import settings
-from ..errors import Message, Template, UserErrors
+from ..errors import Joined, Message, Template, UserErrors
 from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
 from .formats import Format
@@ -98,34 +98,45 @@ class Plan:
     def summary(self) -> str:
         """Return a few lines for the log: totals, then the layers that differ from what was asked, and why."""
         held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
-        what = ", ".join(f"{count} in {form}" for form, count in held.items()) or "none quantized"
-        lines = [
-            f"of {len(self.layers)} linear layers {what}; "
-            f"{_size(self.num_bytes)} held, {_size(self.plain_num_bytes)} without"
+        what = Joined(", ", [Message("{count} in {form}", count=count, form=form) for form, count in held.items()])
+        lines: list[str] = [
+            Message(
+                "of {total} linear layers {what}; {size} held, {plain} without",
+                total=len(self.layers),
+                what=what or Message("none quantized"),
+                size=_size(self.num_bytes),
+                plain=_size(self.plain_num_bytes),
+            )
         ]
         if self.storage not in PLAIN:
             for reason, count in Counter(layer.reason for layer in self.kept).items():
-                lines.append(f"  kept: {count} x {reason}")
+                lines.append(Message("  kept: {count} x {line}", count=count, line=reason))
         how = Counter(layer.compute for layer in self.quantized)
         if set(how) - {"upcast"}:
-            lines.append("  compute: " + ", ".join(f"{count} {compute}" for compute, count in how.items()))
+            counts = ", ".join(f"{count} {compute}" for compute, count in how.items())
+            lines.append(Message("  compute: {counts}", counts=counts))
             for reason, count in Counter(
                 layer.compute_reason for layer in self.quantized if layer.compute_reason
             ).items():
-                lines.append(f"  upcast: {count} x {reason}")
-        return "\n".join(lines)
+                lines.append(Message("  upcast: {count} x {line}", count=count, line=reason))
+        return Joined("\n", lines)
 
     def table(self) -> str:
         """Return one aligned line per linear layer, and the totals."""
         rows = [
             (layer.name, f"{layer.shape[0]}x{layer.shape[1]}", " ".join(filter(None, (layer.storage, layer.scale))) +
-             _by(layer.backend), layer.compute, "; ".join(filter(None, (layer.reason, layer.compute_reason))))
+             _by(layer.backend), layer.compute)
             for layer in self.layers
         ]  # fmt: skip
-        rows = [("layer", "shape", "storage", "compute", "reason"), *rows]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
-        return "\n".join([*lines, "", *self.summary().splitlines(), *(f"warning: {text}" for text in self.warnings)])
+        reasons = [Joined("; ", filter(None, (layer.reason, layer.compute_reason))) for layer in self.layers]
+        head = ("layer", "shape", "storage", "compute")
+        widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+        lines: list[str] = []
+        for row, reason in zip((head, *rows), (Message("reason"), *reasons), strict=True):
+            cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append(Message("{cells}  {line}", cells=cells, line=reason) if reason else cells.rstrip())
+        warnings = (Message("warning: {line}", line=line) for line in self.warnings)
+        return Joined("\n", [*lines, "", self.summary(), *warnings])
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data, with totals in bytes and GB (10^9 bytes)."""
@@ -245,25 +256,31 @@ def _storage(
     section, shape = rules.section, (linear.out_features, linear.in_features)
     plain = type(linear) in (nn.Linear, FrozenLinear)
     if section.storage in PLAIN:
-        return None, f"quantize.storage is {section.storage}"
+        return None, Message("quantize.storage is {storage}", storage=section.storage)
     if (entry := _first_match(name, section.keep)) is not None:
-        return None, f"{entry!r} in quantize.keep"
+        return None, _listed_in("keep", entry)
     if plain and (entry := _first_match(name, section.override)) is not None:
-        return _override(section.override[entry], shape), f"{entry!r} in quantize.override"
+        return _override(section.override[entry], shape), _listed_in("override", entry)
     if (entry := _first_match(name, rules.keep)) is not None:
-        return None, f"{entry!r} is precise in this family"
+        return None, Message("{entry} is precise in this family", entry=repr(entry))
     if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
-        return None, "float32 in this model's class"
+        return None, Message("float32 in this model's class")
     if not plain:
         # Such as the projection of nn.MultiheadAttention, whose weight is read without calling the layer.
-        return None, f"{type(linear).__name__} is not a plain nn.Linear"
+        return None, Message("{name} is not a plain nn.Linear", name=type(linear).__name__)
     if isinstance(linear, FrozenLinear):
-        return linear.form, "is quantized already"
+        return linear.form, Message("is quantized already")
     if _first_match(name, rules.modulation) is not None:
         # Multiplied once per image it takes no time, so it can have the format with the least error.
         kind = "int8" if section.modulation == "auto" else section.modulation
-        return (None, "quantize.modulation is bf16") if kind in PLAIN else (_fitting(kind, shape), "modulation")
+        if kind in PLAIN:
+            return None, Message("quantize.modulation is bf16")
+        return _fitting(kind, shape), Message("modulation")
     return _asked_storage(section, names, shape)
+
+
+def _listed_in(setting: str, entry: str) -> Message:
+    return Message("{entry} in {key}", entry=repr(entry), key=f"quantize.{setting}")
 
 
 def _override(text: str, shape: tuple[int, int]) -> Format | None:
@@ -282,7 +299,7 @@ def _asked_storage(
     if section.backend == "te" and not _not_multiplied(names, shape, section):
         needed = te_alignment(section)
         if any(side % needed for side in shape):
-            return None, f"a side is no multiple of {needed}, as TransformerEngine needs"
+            return None, Message("a side is no multiple of {needed}, as TransformerEngine needs", needed=needed)
         return Format("fp8", TE_SCALE[section.recipe]), ""
     if section.scale != "auto":
         return Format(section.storage, section.scale), ""
@@ -312,22 +329,28 @@ def _compute(
     if section.compute == "upcast":
         return "upcast", ""
     if any(name_matches(name, entry) for name in names for entry in modulation):
-        return "upcast", "sees one row per image"
+        return "upcast", Message("sees one row per image")
     if form.storage != "fp8":
-        return "upcast", f"{form.storage} has no FP8 matmul"
+        return "upcast", Message("{storage} has no FP8 matmul", storage=form.storage)
     if section.backend == "te":
         if reason := _not_multiplied(names, shape, section):
             return "upcast", reason
         if form.scale != TE_SCALE[section.recipe]:
-            return "upcast", f"scale {form.scale} is not what TransformerEngine multiplies with recipe {section.recipe}"
+            return "upcast", Message(
+                "scale {scale} is not what TransformerEngine multiplies with recipe {recipe}",
+                scale=form.scale,
+                recipe=section.recipe,
+            )
         return "fp8", ""
     needed = ("128x128",) if section.recipe == "block" else ("row", "tensor")
     if form.scale not in needed:
-        return "upcast", f"scale {form.scale} has no FP8 matmul with recipe {section.recipe}"
+        return "upcast", Message(
+            "scale {scale} has no FP8 matmul with recipe {recipe}", scale=form.scale, recipe=section.recipe
+        )
     if reason := _excluded(names, section):
         return "upcast", reason
     if any(side % ALIGNMENT for side in shape):
-        return "upcast", f"a side is no multiple of {ALIGNMENT}"
+        return "upcast", Message("a side is no multiple of {needed}", needed=ALIGNMENT)
     if reason := _not_multiplied(names, shape, section):
         return "upcast", reason
     return ("fp8" if section.compute == "auto" else section.compute), ""
@@ -335,14 +358,16 @@ def _compute(
 
 def _excluded(names: Sequence[str], section: settings.Quantize) -> str:
     entries = (entry for entry in section.fp8_exclude if any(name_matches(name, entry) for name in names))
-    return next((f"{entry!r} in quantize.fp8_exclude" for entry in entries), "")
+    return next((_listed_in("fp8_exclude", entry) for entry in entries), "")
 
 
 def _not_multiplied(names: Sequence[str], shape: tuple[int, int], section: settings.Quantize) -> str:
     """Return why the section stores this layer in FP8 but does not multiply in it; "" if it does."""
-    small = min(shape) < section.fp8_min_features
-    reason = f"a side is below quantize.fp8_min_features = {section.fp8_min_features}" if small else ""
-    return _excluded(names, section) or reason
+    if excluded := _excluded(names, section):
+        return excluded
+    if min(shape) < section.fp8_min_features:
+        return Message("a side is below quantize.fp8_min_features = {least}", least=section.fp8_min_features)
+    return ""
 
 
 def _te_scale(section: settings.Quantize) -> str:
@@ -388,7 +413,9 @@ def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int,
     name, shape = affected[0]
     others = [Format(form.storage, scale) for scale in SCALES[form.storage] if scale not in (form.scale, "none")]
     fitting = [other.scale for other in others if not any(other.problem(shape) for _, shape in affected)]
-    instead = f"scale {' or '.join(map(repr, fitting))}" if fitting else "quantize.storage = 'fp8'"
+    instead = "quantize.storage = 'fp8'"
+    if fitting:
+        instead = Message("scale {names}", names=Joined(" or ", map(repr, fitting)))
     template = Template("{key}: {line} ({name}); use {instead}, or name such layers in quantize.keep")
     if len(affected) > 1:
         template = Template(

@@ -323,19 +323,29 @@ def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
     filled = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     rows = [tuple(row[column] for column in filled) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return lines + ([f"... and {len(errors) - limit} layers with less; --json has them all"] * (len(errors) > limit))
+    lines: list[str] = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    if len(errors) > limit:
+        lines.append(Message("... and {count} layers with less; --json has them all", count=len(errors) - limit))
+    return lines
 
 
 def totals(errors: Sequence[LayerError]) -> list[str]:
     """Return a line for each storage: number of layers, their damage, their bytes."""
-    lines = []
+    lines: list[str] = []
     for storage in dict.fromkeys(error.storage for error in errors):
         mine = [error for error in errors if error.storage == storage]
         damages = sorted(error.damage for error in mine)
         lines.append(
-            f"{storage}: {len(mine)} layers, {sum(error.num_bytes for error in mine) / 1e6:.1f} MB, error of the "
-            f"output {_percent(damages[len(damages) // 2])} in the middle, {_percent(damages[-1])} at worst"
+            Message(
+                "{storage}: {count} layers, {size} MB, error of the output {middle} in the middle, {worst} at worst",
+                storage=storage,
+                count=len(mine),
+                size=f"{sum(error.num_bytes for error in mine) / 1e6:.1f}",
+                middle=_percent(damages[len(damages) // 2]),
+                worst=_percent(damages[-1]),
+            )
         )
     return lines
 
@@ -344,13 +354,19 @@ def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, st
     """Return lines that say what to do about layers above the bound; `override` is the present quantize.override."""
     over = [error for error in errors if error.better]
     if not over:
-        return [f"no layer is above quantize.sensitivity_bound = {bound:g}: nothing to do"]
+        return [Message("no layer is above quantize.sensitivity_bound = {bound}: nothing to do", bound=f"{bound:g}")]
     more = sum(error.better_bytes - error.num_bytes for error in over)
     table = {name: storage for error in over for name, storage in error.override.items()}
     table |= {name: storage for name, storage in override.items() if name not in table}
     return [
-        f"{len(over)} of {len(errors)} layers are above quantize.sensitivity_bound = {bound:g}; to hold it takes "
-        f"{more / 1e6:.2f} MB more: set quantize.sensitivity = 'auto', or",
+        Message(
+            "{count} of {total} layers are above quantize.sensitivity_bound = {bound}; to hold it takes {size} MB "
+            "more: set quantize.sensitivity = 'auto', or",
+            count=len(over),
+            total=len(errors),
+            bound=f"{bound:g}",
+            size=f"{more / 1e6:.2f}",
+        ),
         "[quantize.override]",
         *(f'"{name}" = "{storage}"' for name, storage in table.items()),
     ]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Message, UserError, UserErrors
+from ..errors import Joined, Message, UserError, UserErrors, reason
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Need:
 
     Attributes:
         folder: may not exist yet; the nearest existing folder above it then decides which disk it is on.
-        what: for people, such as "checkpoints".
+        what: for people, a message such as "checkpoints".
         sure: bytes needed at least.
         likely: bytes needed at most, if that cannot be known beforehand; not below `sure`.
     """
@@ -60,7 +60,10 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
                 sizes[need.what] = sizes.get(need.what, 0) + size_of(need)
             if sum(sizes.values()) <= room:
                 continue
-            parts = "; ".join(f"{amount(size)} of {what}" for what, size in sizes.items() if size)
+            parts = Joined(
+                "; ",
+                [Message("{size} of {what}", size=amount(size), what=what) for what, size in sizes.items() if size],
+            )
             total = amount(sum(sizes.values()))
             if sum(need.sure for need in on_disk) <= room:
                 warnings.append(
@@ -119,8 +122,8 @@ def unwritable(folder: Path) -> str | None:
     try:
         tempfile.TemporaryFile(dir=there).close()  # an unnamed file, if the system has them
     except OSError as error:
-        why = error.strerror or type(error).__name__
-        return why if there == Path(os.path.abspath(folder)) else f"{there}: {why}"
+        why = reason(error) or type(error).__name__
+        return why if there == Path(os.path.abspath(folder)) else Message("{path}: {why}", path=there, why=why)
     return None
 
 

@@ -32,7 +32,7 @@ from ..common.messages import add_translations, restore, without_home
 from ..common.reading import parse_json, read_bytes
 from ..common.shell import quote_path
 from ..common.writing import atomic_write, make_folder
-from ..errors import Message, UserError
+from ..errors import Message, UserError, reason
 from . import ownership
 
 
@@ -114,7 +114,7 @@ class Run:
         try:
             exists = (path / "config.toml").is_file()
         except OSError as error:  # access is denied; for a missing file, is_file returns False
-            raise Unreadable(path, error.strerror) from None
+            raise Unreadable(path, reason(error)) from None
         if not exists:
             raise UserError(
                 Message(
@@ -174,7 +174,7 @@ class Run:
             except OSError as error:  # the terminal, pipe or page that it prints to was closed
                 self.echo = None
                 self.log_event(
-                    "warning", text=Message("events are no longer printed ({why}); the run goes on", why=error.strerror)
+                    "warning", text=Message("events are no longer printed ({why}); the run goes on", why=reason(error))
                 )
         if event == "step":
             self._status.update(step=fields["step"], loss=fields.get("loss"))
@@ -221,7 +221,7 @@ class Run:
                     "{key}: cannot be written ({why}); ask as the user who trains, or send SIGTERM to the "
                     "process that `lock` names",
                     key=self.control / what,
-                    why=error.strerror,
+                    why=reason(error),
                 )
             ) from None
 
@@ -237,7 +237,7 @@ class Run:
         except (FileNotFoundError, NotADirectoryError):  # there is no folder, or a file in its place
             return False
         except OSError as error:
-            raise Unreadable(self.lock_file, error.strerror) from None
+            raise Unreadable(self.lock_file, reason(error)) from None
 
     def events(self) -> list[dict[str, Any]]:
         """Return all complete events of the log; the partial last line of a killed process is left out."""
@@ -265,12 +265,13 @@ class Run:
                 time.sleep(0.02)
         else:
             pid = read_holder(self.lock_file)
-            holder = f"process {pid}" if pid else "another process"
+            holder = Message("process {pid}", pid=pid) if pid else Message("another process")
             self._lock.close()
             raise UserError(
                 Message(
-                    "{holder} is training here; stop it (`{command}`) or choose another name",
-                    holder=f"{self.path}: {holder}",
+                    "{path}: {holder} is training here; stop it (`{command}`) or choose another name",
+                    path=self.path,
+                    holder=holder,
                     command=f"lora-fp8 stop {quote_path(self.path)}",
                 )
             )

@@ -24,7 +24,7 @@ from typing import Any
 
 from ..common.locks import try_lock
 from ..common.shell import quote_path
-from ..errors import Message, UserError
+from ..errors import Message, UserError, reason
 
 MARKER = ".lora-fp8-run"
 VERSION = 1
@@ -161,9 +161,8 @@ def require_folders(folder: Path) -> None:
     for name in FOLDERS:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder / name).st_mode):
-                raise NotADirectoryError(
-                    errno.ENOTDIR, "is a link or a file now, and was a folder of this run", str(folder / name)
-                )
+                line = Message("is a link or a file now, and was a folder of this run")
+                raise NotADirectoryError(errno.ENOTDIR, line, str(folder / name))
 
 
 def sweep(folder: Path) -> None:
@@ -266,7 +265,7 @@ def _names(folder: Path) -> list[str]:
 def unusable(folder: Path, error: OSError) -> UserError:
     """Return the error for a run folder that cannot be made, listed or written."""
     return UserError(
-        Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=error.strerror)
+        Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=reason(error))
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..common.reading import load_text, parse_json
 from ..common.writing import atomic_write
-from ..errors import Message, UserError
+from ..errors import Message, UserError, needs_repair, reason
 from . import ownership
 from .folder import Run
 
@@ -106,12 +106,9 @@ def read_changes(run: Run) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(Message("{path}: {why}; repair it or remove it", path=run.previews_file, why=why)) from None
+        raise needs_repair(run.previews_file, reason(error)) from None
     if not isinstance(content, dict):
-        raise UserError(
-            Message("{path}: {why}; repair it or remove it", path=run.previews_file, why=Message("no JSON object"))
-        )
+        raise needs_repair(run.previews_file, Message("no JSON object"))
     return content
 
 
@@ -126,5 +123,5 @@ def read_version(run: Run) -> tuple[int, ...]:
 
 def _cannot_ask(path: Path, error: OSError) -> UserError:
     return UserError(
-        Message("{path}: cannot be written ({why}); ask as the user who trains", path=path, why=error.strerror)
+        Message("{path}: cannot be written ({why}); ask as the user who trains", path=path, why=reason(error))
     )

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..errors import Message
+
 SCALES = {
     "fp8": ("row", "tensor", "1x64", "1x128", "128x128", "none"),
     "int8": ("1x128", "1x64", "row"),
@@ -66,12 +68,12 @@ def setting(
 
 
 FACTS = {
-    "base.single_file": "model.path is a whole model, not a single file",
-    "base.on_hub": "model.path is a local path",
-    "base.guidance": "this model has no guidance embedding",
-    "layers.fp8": "no layer can be multiplied in FP8",
-    "layers.modulation": "this model has no modulation layers",
-    "run.several_processes": "one process exchanges no gradients",
+    "base.single_file": Message("model.path is a whole model, not a single file"),
+    "base.on_hub": Message("model.path is a local path"),
+    "base.guidance": Message("this model has no guidance embedding"),
+    "layers.fp8": Message("no layer can be multiplied in FP8"),
+    "layers.modulation": Message("this model has no modulation layers"),
+    "run.several_processes": Message("one process exchanges no gradients"),
 }
 """What a `when` may need beside settings and the family's traits, each with the reason where it does not hold.
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from .. import adapters, config, precision, settings, verify
 from ..adapters import kinds
-from ..common.messages import add_translations
+from ..common.messages import add_translations, get_language, translate
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
 from ..data.examples import Example
-from ..errors import Message, RunFailure, UserError
+from ..errors import Joined, Message, RunFailure, UserError, reason
 from ..families.base import ModelFamily
 from ..lora_files import export, export_metadata
 from ..objectives import PREDICTION_TYPES
@@ -155,8 +155,13 @@ def verify_files(
         reports.append(report)
     content = {report.file: add_translations(report.to_json()) for report in reports}
     atomic_write(run.verify_file, (json.dumps(content, indent=1) + "\n").encode())
-    if failures := [f"{report.file}: {line}" for report in reports for line in report.failed()]:
-        raise RunFailure("the exported file does not do what training did: " + "; ".join(failures))
+    failures = [
+        Message("{path}: {line}", path=report.file, line=line) for report in reports for line in report.failed()
+    ]
+    if failures:
+        raise RunFailure(
+            Message("the exported file does not do what training did: {lines}", lines=Joined("; ", failures))
+        )
     return reports
 
 
@@ -227,7 +232,7 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
         return export.write(trained, family, family.denoiser_config(), job.export, facts, target)
     except OSError as error:
         raise RunFailure(
-            Message("{why}; nothing was replaced", why=f"{error.filename or target}: {error.strerror or error}")
+            Message("{path}: {why}; nothing was replaced", path=error.filename or target, why=reason(error))
         ) from error
 
 
@@ -262,11 +267,12 @@ def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export_metadata
     report = scan(job, type(family))
     if report.problems:
         # The images are needed only for the metadata, so their problems do not prevent the export.
-        print(
-            f"warning: {len(report.problems)} problem(s) with the pictures ({report.problems[0]}); "
-            "what the file tells of the training data is incomplete",
-            file=sys.stderr,
+        line = Message(
+            "{count} problem(s) with the pictures ({line}); what the file tells of the training data is incomplete",
+            count=len(report.problems),
+            line=report.problems[0],
         )
+        print(translate(get_language(), Message("warning: {line}", line=line)), file=sys.stderr)
     examples = report.examples
     if len(find_holdout_candidates(job, examples)) > job.validation.pictures:
         examples, _ = split(job, examples)  # with fewer images, the held-out ones are unknown

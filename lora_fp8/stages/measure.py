@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .. import precision, settings
 from ..data.loader import Loader
 from ..distributed.processes import Processes
-from ..errors import Message, RunFailure, UserError
+from ..errors import Joined, Message, RunFailure, UserError
 from ..families.base import Cond, ModelFamily
 from ..plan import plan as planning
 from ..precision import report as layerwise
@@ -101,14 +101,25 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the report as text."""
-        lines = [f"{self.base}: {self.storage}", f"measured on {self.pictures} pictures at {len(LEVELS)} noise levels"]
+        lines: list[str] = [
+            f"{self.base}: {self.storage}",
+            Message("measured on {count} pictures at {levels} noise levels", count=self.pictures, levels=len(LEVELS)),
+        ]
         if self.moved:
-            lines += [f"quantize.sensitivity = 'auto' moved {len(self.moved)} layers: {'; '.join(self.moved)}"]
-        lines += ["", "error of each layer, and of all layers of a storage:"]
+            lines.append(
+                Message(
+                    "quantize.sensitivity = 'auto' moved {count} layers: {lines}",
+                    count=len(self.moved),
+                    lines=Joined("; ", self.moved),
+                )
+            )
+        lines += ["", Message("error of each layer, and of all layers of a storage:")]
         lines += [*layerwise.table(self.layers), *layerwise.totals(self.layers)]
-        for suffix, errors in (("", self.prediction), (" with FP8 matmuls", self.multiplied)):
+        plain = Message("error of the prediction, against the unquantized base:")
+        multiplied = Message("error of the prediction with FP8 matmuls, against the unquantized base:")
+        for heading, errors in ((plain, self.prediction), (multiplied, self.multiplied)):
             if errors:
-                lines += ["", f"error of the prediction{suffix}, against the unquantized base:"]
+                lines += ["", heading]
                 lines += ["  ".join(f"{label}: {100 * error:.3g} %" for label, error in errors.items())]
         return [*lines, "", *layerwise.advice(self.layers, self.bound, self.override)]
 
@@ -332,12 +343,12 @@ def _measure(session: Session, data: Data, moved: list[str], num_pictures: int, 
     questions = make_questions(session, data, num_pictures)
     expected: list[Tensor] = []
     if whole:
-        run.log_event("stage", stage="the unquantized base")
+        run.log_event("stage", stage=Message("the unquantized base"))
         unquantized, *_ = load_base(family, settings.Quantize(storage="none"))
         expected = [question.ask(family, unquantized.eval()) for question in questions]
         del unquantized
         _free_memory(family.device)
-    run.log_event("stage", stage="the quantized base")
+    run.log_event("stage", stage=Message("the quantized base"))
     section = add_moved_layers(job.quantize, moved)
     denoiser, plan, _ = load_base(family, section, job.memory.offload)
     errors = _measure_layer_errors(family, denoiser.eval(), section, questions)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .. import adapters, precision
-from ..errors import Message, RunFailure
+from ..errors import Joined, Message, RunFailure
 from ..training import memory
 from .cache import Data
 from .load import Loaded
@@ -88,8 +88,13 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
         if set(reasons.values()) == {precision.OUT_OF_MEMORY}:
             raise RunFailure(memory.out_of_memory_advice(processes.device))
         modes_by_reason = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
-        why = "; ".join(f"{', '.join(failed_modes)}: {reason}" for reason, failed_modes in modes_by_reason.items())
-        raise RunFailure(Message("quantize.compute = 'auto': no matmul works on this machine ({why})", why=why))
+        lines = [
+            Message("{key}: {line}", key=", ".join(failed_modes), line=reason)
+            for reason, failed_modes in modes_by_reason.items()
+        ]
+        raise RunFailure(
+            Message("quantize.compute = 'auto': no matmul works on this machine ({why})", why=Joined("; ", lines))
+        )
     chosen = modes[totals.index(min(totals))]
     for mode, why in reasons.items():
         if why:

@@ -6,6 +6,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from ..common.messages import get_language, translate
+from ..errors import Joined, Message
 from ..families.sources.download import Progress as TransferProgress
 from ..run.disk_space import amount
 
@@ -46,8 +48,17 @@ class Progress:
         if self._writes_lines and (now - self._last_line >= SECONDS or step == self._steps):
             self._last_line = now
             per_step = (now - self._began) / (step - self._first)
-            figures = f"loss {loss:.4f}, lr {lr:.2e}, {per_step:.3g} s per step"
-            print(f"{self._name}: step {step} of {self._steps}, {figures}", file=sys.stderr, flush=True)
+            _write(
+                Message(
+                    "{name}: step {step} of {steps}, loss {loss}, lr {lr}, {seconds} s per step",
+                    name=self._name,
+                    step=step,
+                    steps=self._steps,
+                    loss=f"{loss:.4f}",
+                    lr=f"{lr:.2e}",
+                    seconds=f"{per_step:.3g}",
+                )
+            )
 
 
 class DownloadProgress:
@@ -76,12 +87,26 @@ class DownloadProgress:
         if self._bar.total is None and progress.total:
             self._bar.total = progress.total
             self._bar.initial = self._bar.n = progress.done  # what was here is no part of the speed
-        self._bar.set_postfix_str(str(progress.waiting), refresh=False)
+        self._bar.set_postfix_str(translate(get_language(), progress.waiting), refresh=False)
         self._bar.update(progress.done - self._bar.n)
         now = time.monotonic()
         if self._writes_lines and (now - self._last_line >= SECONDS or progress.done == progress.total):
             self._last_line = now
             self._writes_lines = progress.done < progress.total  # the last line once
-            line = f"{self._name}: {amount(progress.done)} of {amount(progress.total)}, {amount(int(progress.speed))}/s"
-            left = "" if progress.eta is None else f", {tqdm.format_interval(progress.eta)} left"
-            print(f"{line}{progress.waiting and ', '}{progress.waiting}{left}", file=sys.stderr, flush=True)
+            parts: list[str] = [
+                Message(
+                    "{name}: {done} of {total}, {speed}/s",
+                    name=self._name,
+                    done=amount(progress.done),
+                    total=amount(progress.total),
+                    speed=amount(int(progress.speed)),
+                ),
+                *filter(None, [progress.waiting]),
+            ]
+            if progress.eta is not None:
+                parts.append(Message("{time} left", time=tqdm.format_interval(progress.eta)))
+            _write(Joined(", ", parts))
+
+
+def _write(line: Message) -> None:
+    print(translate(get_language(), line), file=sys.stderr, flush=True)

@@ -8,10 +8,9 @@ from torch import Tensor
 from .. import adapters
 from ..adapters import kinds
 from ..common.reading import load_text
-from ..common.text import first_few
 from ..config import read_toml
 from ..distributed.processes import Processes
-from ..errors import Message, RunFailure, UserError, UserErrors
+from ..errors import Message, RunFailure, UserError, UserErrors, first_few
 from ..run import Run
 from ..training import checkpoint
 from .cache import Data

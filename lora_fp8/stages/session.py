@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..distributed.processes import Processes
-from ..errors import Message, RunFailure, Stopped
+from ..errors import Message, RunFailure, Stopped, reason
 from ..families.base import ModelFamily
 from ..plan.plan import Plan
 from ..run import Run, StopSignal
@@ -71,7 +71,7 @@ def explain_errors(run: Run, device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise RunFailure(memory.out_of_memory_advice(device)) from error
     except OSError as error:
-        line: str = error.strerror or str(error) or type(error).__name__
+        line: str = reason(error) or type(error).__name__
         if error.errno in (*checkpoint.FULL, errno.EFBIG):
             # Name the disk that is full; the folder itself may not exist any more.
             full = Path(error.filename or run.path).resolve()

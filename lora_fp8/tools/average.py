@@ -22,8 +22,7 @@ from torch import Tensor
 
 from .. import config, verify
 from ..adapters import kinds
-from ..common.text import first_few
-from ..errors import Joined, Message, RunFailure, UserError
+from ..errors import Joined, Message, RunFailure, UserError, first_few
 from ..lora_files import layouts
 from ..run import Run, ownership
 from ..stages import finish

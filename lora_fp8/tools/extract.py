@@ -22,8 +22,7 @@ from torch import Tensor
 
 from .. import families, precision, settings
 from ..common.numbers import sides
-from ..common.text import first_few
-from ..errors import Message, UserError, exists_already
+from ..errors import Message, UserError, exists_already, first_few
 from ..families.base import CLIP_LAYERS, ModelFamily
 from ..lora_files import export_metadata, layouts
 from ..lora_files.layer_names import text_encoder_of
@@ -56,14 +55,18 @@ class Report:
     def lines(self) -> list[str]:
         """Return a line per layer, the worst first, then what was left out, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
-        lines = [f"{row.kept:8.4%}  rank {row.rank}  {row.module}" for row in rows]
+        lines: list[str] = [
+            Message("{kept}  rank {rank}  {name}", kept=f"{row.kept:8.4%}", rank=row.rank, name=row.module)
+            for row in rows
+        ]
         if self.left_out:
             names = first_few(self.left_out)
             lines.append(
                 Message("not in the file, {share} of the difference: {names}", share=f"{self.outside:.2%}", names=names)
             )
         kept = sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
-        return [*lines, f"{len(self.rows)} layers, {kept:.4%} of their difference's energy"]
+        count = len(self.rows)
+        return [*lines, Message("{count} layers, {kept} of their difference's energy", count=count, kept=f"{kept:.4%}")]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""

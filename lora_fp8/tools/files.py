@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import families, settings, verify
 from ..adapters import kinds
 from ..common.reading import open_regular
-from ..errors import Message, UserError, cannot_write, exists_already
+from ..errors import Joined, Message, UserError, cannot_write, exists_already
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from . import pairs
 from .pairs import Lora, Pair
@@ -59,16 +59,34 @@ class About:
         counted: list[tuple[str, Mapping[Any, int]]]
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
         counts_as_text = [", ".join(f"{value} ({count})" for value, count in counts.items()) for _, counts in counted]
-        answers: dict[object, str] = {True: "right", False: "WRONG: not of these bytes", None: "absent"}
-        right = answers[self.hashes["header"]]
+        answers: dict[object, str] = {
+            True: Message("right"),
+            False: Message("WRONG: not of these bytes"),
+            None: Message("absent"),
+        }
         norms = list(self.norms.items())
+        values = {
+            "file": self.file,
+            "size": f"{self.bytes / 2**20:.1f}",
+            "kind": kinds.TITLES[self.kind],
+            "count": len(norms),
+        }
+        heading = Message("{file}: {size} MiB, {kind} of {count} layers, no known layout", **values)
+        if self.layout:
+            heading = Message(
+                "{file}: {size} MiB, {kind} of {count} layers, {layout} layout", layout=self.layout, **values
+            )
         return [
-            f"{self.file}: {self.bytes / 2**20:.1f} MiB, {kinds.TITLES[self.kind]} of {len(norms)} layers, "
-            f"{self.layout or 'no known'} layout",
-            f"family: {' or '.join(self.families) or 'none that is known'}",
+            heading,
+            Message("family: {names}", names=Joined(" or ", self.families) or Message("none that is known")),
             *(f"{name}: {text}" for (name, _), text in zip(counted, counts_as_text, strict=True)),
             *(f"norm {norm:.4g}: {name}" for name, norm in (norms if len(norms) <= 6 else [*norms[:3], *norms[-3:]])),
-            f"sha256 {self.hashes['sha256']}, AutoV3 {self.hashes['autov3']}; the header's hash is {right}",
+            Message(
+                "sha256 {sha256}, AutoV3 {autov3}; the header's hash is {answer}",
+                sha256=self.hashes["sha256"],
+                autov3=self.hashes["autov3"],
+                answer=answers[self.hashes["header"]],
+            ),
             *(_on_a_line(f"{key} = {value[:200]}") for key, value in sorted(self.metadata.items())),
         ]
 
@@ -130,7 +148,7 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
             Message(
                 "{path}: holds {kinds} in one file",
                 path=path,
-                kinds=" and ".join(kinds.TITLES[kind] for kind in found_kinds),
+                kinds=Joined(" and ", [kinds.TITLES[kind] for kind in found_kinds]),
             )
         )
     return found_kinds[0], layers
@@ -241,7 +259,7 @@ def _write_other(
 
 def _only(names: list[str], path: Path) -> str:
     if len(names) != 1:
-        known = " or ".join(names) if names else "none of ours"
+        known = Joined(" or ", names) if names else Message("none of ours")
         accepted = " | ".join(names or families.available())
         raise UserError(
             Message(

@@ -27,9 +27,9 @@ from PIL import Image, PngImagePlugin
 
 from .. import config, families
 from ..adapters import kinds
-from ..common.text import first_few
+from ..common.messages import choose_language, translate
 from ..common.writing import atomic_write, sync_folder, write_synced
-from ..errors import Message, UserError, cannot_write
+from ..errors import Joined, Message, UserError, cannot_write, first_few
 from ..families import _files
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..lora_files import header as adapter_header
@@ -120,12 +120,12 @@ def from_run(
     made = {path.stem.rpartition("_")[2]: path for path in among}
     file = next((made[name] for name in wanted if name in made), None)
     if file is None:
-        have = ", ".join(made) or "none"
+        have = ", ".join(made) or Message("none")
         raise UserError(
             Message(
                 "{path}: no exported file in the layout {names}; there are: {have}",
                 path=folder,
-                names=" or ".join(wanted),
+                names=Joined(" or ", wanted),
                 have=have,
             )
         )
@@ -241,9 +241,11 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
     notes: list[str] = []
     if not pictures:
         notes.append(Message("no pictures: every host wants one; draw some with preview.prompts, or add your own"))
-    notes += [f"no {what}: give it with --{option}" for what, option in _missing(facts)]
+    notes += _missing(facts)
     for host in hosts().values():
-        notes += [f"{host['title']['en']}: {line}" for line in problems(host, facts, lora, "en")]
+        notes += [
+            Message("{name}: {line}", name=host["title"]["en"], line=line) for line in problems(host, facts, lora)
+        ]
     return Kit(folder, sorted(path for path in folder.rglob("*") if path.is_file()), notes)
 
 
@@ -257,7 +259,11 @@ def _check_adapter(file: Path) -> None:
     known = {name: tensor for name, tensor in tensors.items() if name.endswith(tuple(f".{p}" for p in kinds.ALL_PARTS))}
     if not known:
         raise UserError(
-            Message("{file}: not a LoRA, it holds {names}", file=file, names=first_few(sorted(tensors)) or "nothing")
+            Message(
+                "{file}: not a LoRA, it holds {names}",
+                file=file,
+                names=first_few(sorted(tensors)) or Message("nothing"),
+            )
         )
     for layer, parts in kinds.grouped(known).items():
         kinds.kind_of(parts, layer)
@@ -286,14 +292,14 @@ def _empty(folder: Path, remove: bool) -> None:
             folder.rmdir()
 
 
-def _missing(facts: Facts) -> list[tuple[str, str]]:
-    kinds = (
-        ("trigger word", "trigger", facts.trigger),
-        ("description", "description", facts.description),
-        ("licence", "license", facts.license),
-        ("id of the base model on the Hub", "base-model", facts.base_model),
-    )
-    return [(what, option) for what, option, value in kinds if not value]
+def _missing(facts: Facts) -> list[Message]:
+    lines = {
+        Message("no trigger word: give it with --trigger"): facts.trigger,
+        Message("no description: give it with --description"): facts.description,
+        Message("no licence: give it with --license"): facts.license,
+        Message("no id of the base model on the Hub: give it with --base-model"): facts.base_model,
+    }
+    return [line for line, value in lines.items() if not value]
 
 
 def _copy(source: Path, target: Path, *, whole: bool) -> None:
@@ -325,8 +331,7 @@ def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int])
         "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
     }
     lines = [f"{picture.prompt} <lora:{slug}:{facts.strength:g}>"]
-    if picture.negative:
-        lines.append(f"Negative prompt: {picture.negative}")
+    lines += [f"Negative prompt: {picture.negative}"] if picture.negative else []
     return "\n".join([*lines, ", ".join(f"{key}: {value}" for key, value in settings.items() if value is not None)])
 
 
@@ -390,42 +395,43 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str
     return "\n".join(lines)
 
 
-def problems(host: Mapping[str, Any], facts: Facts, file: Path, language: str) -> list[str]:
+def problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]:
     """List how a file exceeds a host's limits or misses its base models, and what is unknown, one line each."""
-    english = language == "en"
     problems = []
     if file.suffix not in host["extensions"]:
-        problems.append(f"{file.suffix} is not taken" if english else f"不接受 {file.suffix}")
+        problems.append(Message("{suffix} is not taken", suffix=file.suffix))
     size, limit = file.stat().st_size / 2**20, host.get("max_mb", 0)
     if limit and size > limit:
-        text = f"{size:.0f} MB are more than its limit of {limit} MB; see lora-fp8 resize"
-        problems.append(text if english else f"文件 {size:.0f} MB，超过上限 {limit} MB；可用 lora-fp8 resize 压缩")
+        problems.append(
+            Message(
+                "{size} MB are more than its limit of {limit} MB; see lora-fp8 resize", size=f"{size:.0f}", limit=limit
+            )
+        )
     header, limit = safetensors_file.read_header(file).data_begin / 2**20, host["max_header_mb"]
     if limit and header > limit:
-        text = f"a header of {header:.0f} MB is more than its limit of {limit} MB"
-        problems.append(text if english else f"文件头 {header:.0f} MB，超过上限 {limit} MB")
+        problems.append(
+            Message("a header of {size} MB is more than its limit of {limit} MB", size=f"{header:.0f}", limit=limit)
+        )
     beside = len(list(file.parent.glob("*.safetensors")))
     if host["root_safetensors"] and beside > host["root_safetensors"]:
-        text = f"{beside} .safetensors files beside each other; it takes one"
-        problems.append(text if english else f"同一目录下有 {beside} 个 .safetensors，只能有一个")
+        problems.append(Message("{count} .safetensors files beside each other; it takes one", count=beside))
     known = base_models(host, facts.family)
     if host.get("base_is_hub_id") and facts.base_model:
         known = [facts.base_model]
     title = families.get(facts.family).title
     if known is None:
-        problems.append(f"{title} is not offered there" if english else f"该平台不提供 {title}")
+        problems.append(Message("{title} is not offered there", title=title))
     elif not known:
-        text = f"its name for {title} is not known here: choose it on its page"
-        problems.append(text if english else f"该平台对 {title} 的写法未知：请在页面上选择")
+        problems.append(Message("its name for {title} is not known here: choose it on its page", title=title))
     elif len(known) > 1:
-        text = f"base model: choose the one that you trained on: {' | '.join(known)}"
-        problems.append(text if english else f"底模请按训练所用选择其一：{' | '.join(known)}")
+        problems.append(Message("base model: choose the one that you trained on: {names}", names=" | ".join(known)))
     return problems
 
 
 def page(facts: Facts, file: Path, language: str) -> str:
     """Return the page with what to paste into each host's form, in "en" or "zh"."""
-    english = language == "en"
+    tag = choose_language(language)
+    unfilled = translate(tag, Message("(to fill in)"))
     lines = [f"# {facts.title}", ""]
     for host in hosts().values():
         known = base_models(host, facts.family) or []
@@ -446,8 +452,9 @@ def page(facts: Facts, file: Path, language: str) -> str:
         }
         lines += [f"## {host['title'][language]}", ""]
         for row in host["fields"]:
-            lines.append(f"- {row[language]}: {values[row['value']] or ('(to fill in)' if english else '（待填写）')}")
-        lines += ["", *(f"! {line}" for line in problems(host, facts, file, language)), host["unknown"][language], ""]
+            lines.append(f"- {row[language]}: {values[row['value']] or unfilled}")
+        lines += ["", *(f"! {translate(tag, line)}" for line in problems(host, facts, file))]
+        lines += [host["unknown"][language], ""]
     return "\n".join(lines)
 
 

@@ -26,9 +26,8 @@ from .. import families, settings
 from ..adapters import kinds
 from ..common import system
 from ..common.numbers import sides
-from ..common.text import first_few
 from ..common.writing import sync_folder, write_synced
-from ..errors import Message, UserError, cannot_write, exists_already
+from ..errors import Message, UserError, cannot_write, exists_already, first_few, reason
 from ..families import _files
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..lora_files.layer_names import text_encoder_of
@@ -404,7 +403,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be made ({why})", path=folder, why=error.strerror)) from None
+        raise UserError(Message("{path}: cannot be made ({why})", path=folder, why=reason(error))) from None
 
 
 def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..common.text import first_few
-from ..errors import Message, RunFailure, UserError, cannot_write, exists_already
+from ..errors import Message, RunFailure, UserError, cannot_write, exists_already, first_few
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..precision.dtypes import DTYPES
 
@@ -90,7 +89,7 @@ def read(path: Path, *, sound: bool = True) -> Lora:
     tensors, metadata = export.read_adapter(path, sound=sound)
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
-        some = first_few(sorted(tensors)) or "no tensor"
+        some = first_few(sorted(tensors)) or Message("no tensor")
         raise UserError(
             Message(
                 "{path}: not a LoRA of pairs, it holds {names} (LoHa and LoKr have none; a whole model neither)",

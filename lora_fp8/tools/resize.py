@@ -42,11 +42,26 @@ class Report:
     def lines(self) -> list[str]:
         """Return a line per layer, the worst first, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
-        lines = [f"{row.kept:8.4%}  rank {row.before} -> {row.rank}  {row.module}" for row in rows]
-        lines += [f"left out, its delta is zero: {module}" for module in self.dropped]
+        lines: list[str] = [
+            Message(
+                "{kept}  rank {before} -> {rank}  {name}",
+                kept=f"{row.kept:8.4%}",
+                before=row.before,
+                rank=row.rank,
+                name=row.module,
+            )
+            for row in rows
+        ]
+        lines += [Message("left out, its delta is zero: {name}", name=module) for module in self.dropped]
         ranks = sorted({row.rank for row in self.rows})
-        span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-        return [*lines, f"{len(self.rows)} layers at rank {span} keep {self.kept:.4%} of the energy"]
+        span = Message("{least} to {most}", least=ranks[0], most=ranks[-1]) if len(ranks) > 1 else str(ranks[0])
+        total = Message(
+            "{count} layers at rank {span} keep {kept} of the energy",
+            count=len(self.rows),
+            span=span,
+            kept=f"{self.kept:.4%}",
+        )
+        return [*lines, total]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""

@@ -30,9 +30,9 @@ import safetensors.torch
 from torch import Tensor
 
 from ..common import system
-from ..common.reading import MOST_JSON, parse_json, read_bytes
+from ..common.reading import MOST_JSON, parse_json, read_bytes, read_object
 from ..common.writing import sync_folder, write_synced
-from ..errors import Message, RunFailure, Template, UserError
+from ..errors import Joined, Message, RunFailure, Template, UserError, reason
 from ..run import ownership
 from ..settings import TABLES, Job, lines_of_table, table_of_lines
 
@@ -108,7 +108,7 @@ def save(
     except OSError as error:
         raise RunFailure(
             Message(
-                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=error.strerror
+                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=reason(error)
             )
         ) from None
     return final, gone
@@ -155,7 +155,7 @@ def _write_or_make_room(final: Path, files: dict[str, bytes]) -> list[str]:
                     "{key}: the checkpoint could not be written ({why}); it needs {need} MiB, {free} MiB are "
                     "free; {line}",
                     key=final,
-                    why=error.strerror,
+                    why=reason(error),
                     need=f"{need:.1f}",
                     free=f"{free:.1f}",
                     line=_before(final),
@@ -181,10 +181,11 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if candidates:
         raise RunFailure(
             Message(
-                "{count} checkpoint(s) and none is whole ({why}); nothing was overwritten. Restore one from a "
+                "{path}: {count} checkpoint(s) and none is whole ({why}); nothing was overwritten. Restore one from a "
                 "copy, or remove the folder to start again",
-                count=f"{folder}: {len(candidates)}",
-                why="; ".join(skipped),
+                path=folder,
+                count=len(candidates),
+                why=Joined("; ", skipped),
             )
         )
     return None, skipped
@@ -198,7 +199,7 @@ def read(path: Path) -> Checkpoint:
         RunFailure: it is not complete.
     """
     if not path.is_dir():
-        others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or "none"
+        others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or Message("none")
         raise UserError(Message("{path}: no such checkpoint; there are: {names}", path=path, names=others))
     if problem := _broken(path):
         raise RunFailure(Message("{path} is not whole: {why}", path=path, why=problem))
@@ -394,19 +395,9 @@ def _read(path: Path) -> Checkpoint:
         RunFailure: the content is not a checkpoint of this version.
     """
     try:
-        state = parse_json(read_bytes(path / "state.json", MOST_JSON))
+        state = read_object(path / "state.json", MOST_JSON)
     except ValueError as error:
-        raise RunFailure(
-            Message("{path} cannot be read as JSON ({why})", path=path / "state.json", why=error)
-        ) from None
-    if not isinstance(state, dict):
-        raise RunFailure(
-            Message(
-                "{path} should hold a JSON object, but holds a {kind}",
-                path=path / "state.json",
-                kind=type(state).__name__,
-            )
-        )
+        raise RunFailure(str(error)) from None
     if state.get("schema") != SCHEMA:
         raise RunFailure(
             Message(
@@ -420,7 +411,7 @@ def _read(path: Path) -> Checkpoint:
     wrong += [key for key, kind in MAY_BE.items() if type(state.get(key, kind())) is not kind]
     wrong += [] if wrong or all(isinstance(digest, str) for digest in state.get("files", {}).values()) else ["files"]
     if wrong or state["step"] < 0 or not all(isinstance(line, str) for line in state.get("moved", [])):
-        what = ", ".join(wrong) or "step or moved"
+        what = ", ".join(wrong) or Message("step or moved")
         raise RunFailure(
             Message(
                 "{path} is not what a checkpoint has, though its hash agrees: {names}",

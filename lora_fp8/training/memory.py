@@ -34,8 +34,10 @@ class MemoryReport:
 
     def lines(self) -> list[str]:
         """Return lines for the log."""
-        lines = [f"gradient checkpointing {'on' if self.gradient_checkpointing else 'off'}"]
-        return [*lines, f"compiled: {self.compiled}"] if self.compiled else lines
+        line = Message("gradient checkpointing on")
+        if not self.gradient_checkpointing:
+            line = Message("gradient checkpointing off")
+        return [line, Message("compiled: {names}", names=self.compiled)] if self.compiled else [line]
 
 
 def problem(section: settings.Memory, device: torch.device) -> str:
@@ -110,7 +112,8 @@ def _compile_blocks_(denoiser: nn.Module, section: settings.Memory) -> str:
         # A recorded graph's outputs live until its next replay: this marks that the previous forward is done.
         denoiser.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     counted = Counter(type(block).__name__ for block in blocks)
-    return ", ".join(f"{count} {name}" for name, count in counted.items()) + " with CUDA graphs" * section.cuda_graphs
+    names = ", ".join(f"{count} {name}" for name, count in counted.items())
+    return Message("{names} with CUDA graphs", names=names) if section.cuda_graphs else names
 
 
 def _in_training(block: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,9 +146,9 @@ def free_bytes(device: torch.device) -> int | None:
 def out_of_memory_advice(device: torch.device) -> str:
     """Return a sentence for a job that does not fit: how much memory it used, and what to change first."""
     return Message(
-        "out of memory on {device} ({size} GiB were in use); in this order: {names}",
+        "out of memory on {device} ({size} GiB were in use); in this order: memory.gradient_checkpointing = true, a "
+        "smaller train.batch_size, quantize.storage = 'fp8', memory.offload = 0.5, a smaller dataset.resolution, a "
+        "smaller adapter.rank",
         device=device,
         size=f"{peak_gib(device):.1f}",
-        names="memory.gradient_checkpointing = true, a smaller train.batch_size, quantize.storage = 'fp8', "
-        "memory.offload = 0.5, a smaller dataset.resolution, a smaller adapter.rank",
     )

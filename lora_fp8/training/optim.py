@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Message, UserError
+from ..errors import Message, UserError, first_few
 from ..precision.names import by_name
 from ..settings import Optimizer, Schedule
 
@@ -345,12 +345,8 @@ class AdapterOptimizer:
         self._check_meta(meta)
         state = self._read_state(tensors)
         if wrong := self._misfits(state, meta["steps"]):
-            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             raise UserError(
-                Message(
-                    "the checkpoint's optimizer does not fit these adapters: {names}",
-                    names=f"{', '.join(wrong[:8])}{more}",
-                )
+                Message("the checkpoint's optimizer does not fit these adapters: {names}", names=first_few(wrong, 8))
             )
 
         self._optimizer.state.clear()
@@ -375,9 +371,9 @@ class AdapterOptimizer:
         _, own = self.state()
         for key in ("version", "name", "rounding", "seed", "dtypes"):
             if meta.get(key) != own[key]:
-                given, expected = (
-                    (f"{meta.get(key)!r}", f"{own[key]!r}") if key != "dtypes" else ("others", "this job's")
-                )
+                given, expected = f"{meta.get(key)!r}", f"{own[key]!r}"
+                if key == "dtypes":
+                    given, expected = Message("others"), Message("this job's")
                 raise UserError(
                     Message(
                         "the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}",

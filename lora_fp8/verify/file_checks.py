@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .. import families
 from ..adapters import kinds
-from ..common.text import first_few
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError, first_few
 from ..lora_files import export, layouts, safetensors_file
 from .report import Report
 
@@ -53,7 +52,7 @@ def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     )
 
     problems = _header_problems(metadata, header.data_begin)
-    detail = "; ".join(problems) or Message("{n} keys, the required ones among them", n=len(metadata))
+    detail = Joined("; ", problems) or Message("{n} keys, the required ones among them", n=len(metadata))
     whole = report.add("metadata", not problems, detail)
     whole &= _check_hash(file, metadata, report)
     try:  # checks `tensors` and not the loaded model: InvokeAI refuses a pair that is broken here
@@ -82,7 +81,7 @@ def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool
     sha = safetensors_file.payload_hash(file)
     hashes = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
     right = hashes == {sha} and sha != EMPTY_HASH
-    names = " and ".join(sorted(f"{digest[:12]}..." for digest in hashes if digest)) or "nothing"
+    names = Joined(" and ", sorted(f"{digest[:12]}..." for digest in hashes if digest)) or Message("nothing")
     detail = (
         f"sha256 {sha[:12]}..."
         if right

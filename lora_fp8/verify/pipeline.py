@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from .. import precision
 from ..adapters import kinds
-from ..common.text import first_few
-from ..errors import Message, RunFailure
+from ..errors import Message, RunFailure, first_few
 from ..families._encoders import quiet
 from ..lora_files import export, layer_names, layouts
 from .reference import Base, Tensors
@@ -66,8 +65,8 @@ def clean_pipeline(
         raise RunFailure(
             Message(
                 "the base for verification is not whole: missing {missing}, unexpected {unexpected}",
-                missing=first_few(wrong.missing_keys) or "none",
-                unexpected=first_few(wrong.unexpected_keys) or "none",
+                missing=first_few(wrong.missing_keys) or Message("none"),
+                unexpected=first_few(wrong.unexpected_keys) or Message("none"),
             )
         )
     left = [name for name, buffer in denoiser.named_buffers() if buffer.is_meta]

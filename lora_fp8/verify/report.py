@@ -63,4 +63,7 @@ class Report:
     def lines(self) -> list[str]:
         """Return one line per check, for the log."""
         marks = {(True, True): "ok  ", (False, True): "FAIL", (True, False): "info", (False, False): "info"}
-        return [f"{marks[c.ok, c.judged]} {c.name}: {c.detail}" for c in self.checks]
+        return [
+            Message("{mark} {name}: {line}", mark=marks[c.ok, c.judged], name=c.name, line=c.detail)
+            for c in self.checks
+        ]

@@ -42,8 +42,7 @@ from torch import Tensor, nn
 
 from .. import families, settings
 from ..adapters import kinds
-from ..common.text import first_few
-from ..errors import Joined, Message, Template, UserError
+from ..errors import Joined, Message, Template, UserError, first_few
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import answer

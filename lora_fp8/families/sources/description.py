@@ -193,11 +193,7 @@ def _describe_local(reference: Reference) -> BaseDescription:
             "model.path = {path} does not exist; did you mean {meant}?", path=repr(path), meant=repr(meant)
         )
     else:
-        problem = Message(
-            "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id "
-            "such as 'name/model', or 'demo'",
-            path=repr(reference.name),
-        )
+        problem = selection.NOT_HERE(path=repr(reference.name))
     return BaseDescription(reference, problems=(problem,))
 
 

@@ -127,13 +127,16 @@ def _run_all(transfers: list[Transfer], report: Report, is_cancelled: Callable[[
             if not alive:
                 return
             if is_cancelled():
-                raise Stopped(Message("the download was stopped; what has arrived is kept, and the next one continues"))
+                raise Stopped(STOPPED)
             alive[0].join(TICK)
     finally:
         stop.set()
         deadline = time.monotonic() + LAST_WAIT
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+STOPPED = Message("the download was stopped; what has arrived is kept, and the next one continues")
 
 
 class _Meter:

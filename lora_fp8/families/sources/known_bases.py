@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from ...errors import Phrase
+
 EXAMPLE = "stabilityai/stable-diffusion-xl-base-1.0"
 """The id that messages give as an example."""
 GIGABYTE = 10**9
@@ -22,7 +24,7 @@ class KnownBase:
     family: str
     title: str
     licence: str
-    purpose: str
+    purpose: Phrase
     gigabytes: Mapping[str, float]
     names: tuple[str, ...] = ()
     licence_link: str = ""
@@ -42,7 +44,12 @@ def read() -> tuple[KnownBase, ...]:
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return tuple(
         KnownBase(
-            **entry | {"names": tuple(entry.get("names", ())), "unconfirmed": frozenset(entry.get("unconfirmed", ()))}
+            **entry
+            | {
+                "purpose": Phrase(entry["purpose"]),
+                "names": tuple(entry.get("names", ())),
+                "unconfirmed": frozenset(entry.get("unconfirmed", ())),
+            }
         )
         for entry in content["base"]
     )

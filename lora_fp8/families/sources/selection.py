@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from ...errors import Message
+from ...errors import Template
 from .remembered import RemoteFile
 
 if TYPE_CHECKING:
@@ -63,16 +63,20 @@ def select(files: Sequence[RemoteFile], family: type[ModelFamily], name: str) ->
         small += [inside[file] for file in inside if file.endswith(SMALL) and (".index" not in file or file == index)]
         pickles = sorted(file for file in inside if file.endswith(PICKLES))
         if pickles and not chosen:
-            problems.append(
-                Message(
-                    "{path} holds only {file}: pickles can run code and are not opened; save the model as "
-                    "safetensors ({name}) or choose a revision that has it",
-                    path=f"{name}: {part}",
-                    file=pickles[0],
-                    name=f"{STEMS[0]}.safetensors",
-                )
-            )
+            problems.append(HOLDS_PICKLES(path=f"{name}: {part}", file=pickles[0], name=f"{STEMS[0]}.safetensors"))
     return Selection(tuple(small), tuple(weights), tuple(problems))
+
+
+HOLDS_PICKLES = Template(
+    "{path} holds only {file}: pickles can run code and are not opened; save the model as safetensors ({name}) or "
+    "choose a revision that has it"
+)
+NOT_HERE = Template(
+    "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id such as "
+    "'name/model', or 'demo'"
+)
+NO_DEMO = Template("there is no demo base for {family}; bundled are: {names}")
+"""Why nothing can be selected: for folders here as for repositories."""
 
 
 def _select_weights(names: dict[str, RemoteFile]) -> tuple[list[str], str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import Message, RunFailure, UserError
+from ...errors import Message, RunFailure, UserError, reason
 from . import places
 from .description import BaseDescription, BaseFile
 from .hosts import Host, NoAnswer
@@ -230,7 +230,7 @@ class Transfer:
             )
         if isinstance(error, OSError):
             place = Path(error.filename or self._place.incomplete)
-            return RunFailure(Message("{path}: {why}", path=place, why=error.strerror or type(error).__name__))
+            return RunFailure(Message("{path}: {why}", path=place, why=reason(error) or type(error).__name__))
         return error
 
 

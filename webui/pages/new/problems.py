@@ -8,6 +8,7 @@ from typing import Any
 from lora_fp8 import families
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
+from lora_fp8.families.sources import selection
 
 from ... import base_models, dataset_folder, form, image_folders, sanitize, submission, translations
 from ...context import Ui
@@ -79,11 +80,7 @@ class Problems:
         if described and not described.unanswered:
             yield from (("model.path", self.ui.translate(line)) for line in described.problems)
         if path == "demo" and family in self.reader.families and family not in base_models.list_demo_families():
-            line = Message(
-                "there is no demo base for {family}; bundled are: {names}",
-                family=repr(family),
-                names=", ".join(base_models.list_demo_families()),
-            )
+            line = selection.NO_DEMO(family=repr(family), names=", ".join(base_models.list_demo_families()))
             yield "model.path", self.ui.translate(line)
 
     def _find_clip_problems(
@@ -149,7 +146,7 @@ class Problems:
             if kind == "folder":
                 sanitize.require_folder(full, path)
             if kind == "file":
-                raise UserError(Message("{text}: there is no such file", text=sanitize.shorten(path)))
+                raise sanitize.missing_file(path)
             raise UserError(Message("{text}: there is no such file or folder", text=sanitize.shorten(path)))
         if kind == "folder" and not full.is_dir():
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))

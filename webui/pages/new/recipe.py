@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common.gpu import read_gpus
-from lora_fp8.config import dataset_recipe, recipes
+from lora_fp8.config import dataset_recipe, recipes, short_config
 from lora_fp8.config.recipes import Value
 from lora_fp8.errors import Message, UserError
 
@@ -21,7 +21,7 @@ from .draft_reader import DraftReader
 
 NEVER_PROPOSED = ("dataset.missing_caption", "dataset.frames")
 """The page asks for these itself: images can be captioned first, and frames depend on the clips."""
-PROMPTS = Message("Drawn while training, always from the same seed.")
+
 MOST_KEPT = 20
 
 
@@ -52,7 +52,7 @@ class Recipe:
         if prompts:
             steps = proposed["train.steps"].value
             every = max(dataset_recipe.ROUND, round(steps / dataset_recipe.PREVIEWS / 50) * 50)
-            proposed["preview.prompts"] = Value("preview.prompts", prompts, PROMPTS)
+            proposed["preview.prompts"] = Value("preview.prompts", prompts, short_config.PROMPTS)
             proposed["preview.every"] = Value("preview.every", every, Message("Preview interval, in steps."))
         return {key: value for key, value in proposed.items() if key not in NEVER_PROPOSED}
 
