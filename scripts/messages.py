@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 """Bring the catalogues of messages up to date with the templates in the source.
 
-    python scripts/messages.py            add what is new, without a translation
-    python scripts/messages.py --prune    also remove what is no template any more
-    python scripts/messages.py --check    only list new templates; exit code 1 if there are any
+    python scripts/messages.py            add new templates, without a translation; remove what is none any more
+    python scripts/messages.py --check    only list both; exit code 1 if there is anything
 
 Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any gettext editor.
 """
@@ -39,11 +38,11 @@ def extract() -> set[str]:
     return found | phrases | validation.list_required()
 
 
-def update(catalogue: Catalog, templates: set[str], prune: bool) -> tuple[list[str], list[str]]:
+def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str]]:
     """Add and remove entries. Returns the new and the removed templates."""
     there = {str(entry.id) for entry in catalogue if entry.id}
     worded = {text for text in templates if re.search("[A-Za-z]", text)}  # not the separators of joined messages
-    new, gone = sorted(worded - there), sorted(there - templates) if prune else []
+    new, gone = sorted(worded - there), sorted(there - templates)
     for text in new:
         catalogue.add(text)
     for text in gone:
@@ -55,13 +54,13 @@ def main() -> int:
     """Update each catalogue, or only compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--prune", action="store_true")
+
     options = parser.parse_args()
     templates, changed = extract(), False
     for file in messages.CATALOGUES.values():
         with open(messages.FOLDER / file, "rb") as source:
             catalogue = read_po(source)
-        new, gone = update(catalogue, templates, options.prune)
+        new, gone = update(catalogue, templates)
         for sign, texts in (("+", new), ("-", gone)):
             print("".join(f"{sign} {text!r}\n" for text in texts), end="")
         changed |= bool(new or gone)

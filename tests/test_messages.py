@@ -89,6 +89,7 @@ def test_the_catalogue_has_every_template_with_the_same_values() -> None:
     worded = {text for text in templates if re.search("[A-Za-z]{2}", re.sub(r"\{\w+\}", "", text))}
     missing = sorted(worded - catalogue.keys())
     assert missing == [], "run scripts/messages.py, and translate what it adds in lora_fp8/common/zh_CN.po"
+    assert sorted(catalogue.keys() - templates) == [], "no such template any more: run scripts/messages.py"
     foreign = {text: names(there) - names(text) for text, there in catalogue.items() if names(there) - names(text)}
     assert foreign == {}, "values that the English template does not have"
 
