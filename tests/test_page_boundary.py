@@ -171,7 +171,7 @@ def test_a_picture_is_sent_although_it_cannot_be_kept(
 
 
 def test_a_refusal_is_in_the_pages_language(site: Site) -> None:  # noqa: F811
-    (fn,) = [fn for fn in functions(site.pages["zh-CN"]) if any(part.elem_id == "new-drop" for part in fn.inputs)]
+    (fn,) = [fn for fn in functions(site.pages["zh-CN"]) if any(part.elem_id == "new-import" for part in fn.inputs)]
     data = [[{"path": "/etc/passwd.txt", "meta": META}]] + [None] * (len(fn.inputs) - 1)
     body = {"fn_index": fn._id, "data": data, "session_hash": "z"}
     answer = site.client.post("/zh-CN/gradio_api/run/x", json=body, headers={HEADER: "a"})

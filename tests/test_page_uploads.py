@@ -37,7 +37,7 @@ from webui.uploads import HEADER
 SECRET = b"the-private-word-of-somebody"
 WINDOW, OTHER = "a" * 32, "b" * 32
 META = {"_type": "gradio.FileData"}
-TAKE_FILES = {"new-drop", "new-import", "dataset-drop"}
+TAKE_FILES = {"new-import", "dataset-drop"}
 PARTS = {
     *("button", "checkbox", "code", "dataframe", "dropdown", "file", "html", "json", "markdown", "number", "radio"),
     *("slider", "state", "tab", "tabitem", "textbox", "timer", "api"),
@@ -305,8 +305,12 @@ def test_an_address_beside_an_upload_is_not_asked(site: Site, asked: list[str]) 
 def test_uploads_of_the_window_are_taken_in(site: Site) -> None:
     """What the page itself sends still works, and through every route; a second time, too."""
     path = site.upload("kept.txt", b"a caption of mine")
-    (fn,) = [fn for fn in functions(site.pages["en"]) if any(part.elem_id == "new-drop" for part in fn.inputs)]
-    data = [[{"path": path, "meta": META}] if takes_files(part) else "kept" for part in fn.inputs]
+    (fn,) = [fn for fn in functions(site.pages["en"]) if any(part.elem_id == "dataset-drop" for part in fn.inputs)]
+    fitting = {"textbox": "kept", "dropdown": "sd15", "number": 0}
+    data = [
+        [{"path": path, "meta": META}] if takes_files(part) else fitting.get(part.get_block_name())
+        for part in fn.inputs
+    ]
     for number, route in enumerate(("queue", "run", "api")):
         told = send(site, "en", fn, data, route, f"taken{number}")
         assert '"error"' not in told or '"error":null' in told, told[:300]

@@ -68,7 +68,8 @@ WRITING: dict[str, Cases] = {
     "dataset.undo_or_redo": [],
     "dataset.add_uploads": [{"dataset-new-set": name}
                             for name in ("", "photos", "../../data/project", "{work}/project")],
-    "new.add_folder": [],
+    "new.use_folder": [],
+    "new.remove_folder": [],
     "new.bring_back": [],
     "new.change": [],
     "new.choose_preset": [],
@@ -80,7 +81,6 @@ WRITING: dict[str, Cases] = {
     "new.save_preset": [{"new-preset-name": name}
                         for name in ("config", "../../data/project/config", "{work}/project/x")],
     "new.start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
-    "new.add_uploads": [{"new-set": name} for name in ("photos", "../../data/project/photos", "{work}/project")],
     "new.switch_view": [],
     "new.write_text": [{"new-toml": SETTINGS}],
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
@@ -101,7 +101,7 @@ WRITING: dict[str, Cases] = {
 """Functions that may write: what each is given in particular, by the name or label of a component; besides, `query` is
 the run or folder of the page's address, and `draft` is in New training."""
 EDITS_CAPTIONS = {"dataset.apply", "dataset.press", "dataset.save", "dataset.undo_or_redo"}
-TAKES_IN = {"dataset.add_uploads", "new.add_uploads"}
+TAKES_IN = {"dataset.add_uploads"}
 NEW_PICTURE = r"project/(photos/)?a[^/]*\.png"
 
 

@@ -26,6 +26,7 @@ from . import api, file_routes, gradio_sessions, startup, translations
 from .context import Place, Ui
 from .error_boundary import Boundary, Pages
 from .guard import Guard
+from .images import routes as image_routes
 from .login import Login
 
 PAGES = ("runs", "new", "dataset", "run", "compare", "tools", "settings")
@@ -125,6 +126,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
         return Response(icon, media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
     file_routes.add_routes(app, place)
+    image_routes.add_routes(app, place)
     for language in translations.LANGUAGES:
         with startup.skip_servers():
             pages = build_blocks(Ui(language, place))

@@ -28,6 +28,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MOST_BODY = 16 * 2**20  # bytes of a request other than an upload: a caption, a config, a chart's cursor
 MOST_UPLOAD = 2 * 2**30
+UPLOADS = re.compile(r".*/gradio_api/upload/?|/images/(en|zh-CN)/upload")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CLOSED = re.compile(
     r"/(en|zh-CN)/(openapi\.json|monitoring.*|svelte/.*|pwa_icon.*|gradio_api/(openapi\.json|deep_link|user|token|runs"
@@ -215,7 +216,7 @@ def _is_page(path: str) -> bool:
 
 
 def _max_body_size(path: str) -> int:
-    return MOST_UPLOAD if path.rstrip("/").endswith("/gradio_api/upload") else MOST_BODY
+    return MOST_UPLOAD if UPLOADS.fullmatch(path) else MOST_BODY
 
 
 def _parse_login_language(path: str) -> str:

@@ -25,6 +25,8 @@ from .decoder import Decoders
 
 MOST_UPLOADED = 5000
 LONGEST_CAPTION = 1 << 20
+DEEPEST = 5
+"""How many names an uploaded file's path may have."""
 TAKEN = (*EXTENSIONS, *clips.VIDEOS, *CAPTIONS)
 """Extensions of files that can be uploaded."""
 DEEP = 2
@@ -143,25 +145,48 @@ def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
             )
         )
     taken, refused = 0, []
-    try:
-        make_folder(folder, 0o700)
-        for file in map(Path, files):
-            try:
-                name = sanitize.check_name(file.name)
-                _check_upload(file)
-                target = folder / name
-                if target.exists() and not filecmp.cmp(target, file, shallow=False):
-                    raise UserError(Message("{name}: another file of this name is there already; rename it", name=name))
-                if not target.exists():
-                    _copy_whole(file, target)
-                    taken += target.suffix not in CAPTIONS
-            except UserError as error:
-                refused.append(str(error))
-    except OSError as error:
-        raise cannot_write(folder, error) from None
+    for file in map(Path, files):
+        try:
+            taken += add_file(file, folder, file.name)
+        except UserError as error:
+            refused.append(str(error))
+        except OSError as error:
+            raise cannot_write(folder, error) from None
+    return taken, refused
+
+
+def add_file(file: Path, folder: Path, name: str) -> bool:
+    """Copy one uploaded file into a folder, after checking it.
+
+    Args:
+        file: the upload.
+        folder: made if it does not exist.
+        name: the file's name there, "/" between subfolders.
+
+    Returns:
+        True if it is a new image or video; False for a caption, and for a file that is there already.
+
+    Raises:
+        UserError: the name or the file is refused, or another file has this name.
+        OSError: the folder cannot be written.
+    """
+    parts = [sanitize.check_name(part) for part in name.split("/")]
+    if len(parts) > DEEPEST:
+        raise UserError(Message("{name}: too many folders in each other", name=sanitize.shorten(name)))
+    _check_upload(file)
+    target = folder.joinpath(*parts)
+    if not target.parent.resolve().is_relative_to(folder.resolve()):
+        raise UserError(Message("{name}: a link leads out of the folder", name=sanitize.shorten(name)))
+    make_folder(folder, 0o700)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        if not filecmp.cmp(target, file, shallow=False):
+            raise UserError(Message("{name}: another file of this name is there already; rename it", name=name))
+        return False
+    _copy_whole(file, target)
     for known in [known for known in list(_counted) if known[0] == folder]:
         _counted.pop(known, None)
-    return taken, refused
+    return target.suffix not in CAPTIONS
 
 
 def _copy_whole(file: Path, target: Path) -> None:

@@ -157,7 +157,6 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     view(page, 0)
     page.locator("#new-folder input").fill(str(own))
     page.locator("#new-folder input").press("Enter")
-    page.click("#new-add")
     expect(page.locator("#new-dataset-folders")).to_contain_text("own pictures")
     expect(page.locator("#new-summary")).to_contain_text("2 张图片")
 
@@ -203,6 +202,7 @@ def test_folders_are_shown_whole_and_changed_where_they_stand(
         assert found == masks
 
     opened(page)
+    page.click("#new-folders-open")
     for number, name in enumerate(("new", "set")):
         view(page, number)
         table = page.locator(f"#{name}-dataset-folders")

@@ -219,7 +219,6 @@ def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callab
     expect(summary.locator(".problems li")).to_have_count(1)
     walk("#new-folder input")
     page.keyboard.type(str(DEMO))
-    page.keyboard.press("Enter")
     walk("#new-add")
     page.keyboard.press("Space")
     expect(page.locator("#new-state .ready")).to_be_visible()

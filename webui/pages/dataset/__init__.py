@@ -4,17 +4,17 @@
 findings come from `lora-fp8 dataset look`, a process of its own that decodes the images.
 
 `layout` makes the components, and `events` binds them to `handlers`. `open_folder` reads what a window shows of its
-folder, `rendering` makes the HTML of it, and `training_settings` reads what New training says of the folder.
+folder, `rendering` makes the HTML of it. `images.training_settings` reads what New training says of it.
 `operations` lists the edits of many captions.
 """
 
 from ...context import Ui
+from ...images.training_settings import TrainingSettings
 from .events import Events
 from .handlers import Handlers
 from .layout import Layout
 from .open_folder import OpenFolder
 from .rendering import Renderer
-from .training_settings import TrainingSettings
 
 
 class Page:
@@ -22,7 +22,7 @@ class Page:
 
     def __init__(self, ui: Ui):
         self.ui, self.opened = ui, OpenFolder(ui)
-        self.renderer, self.training = Renderer(self.opened), TrainingSettings(self.opened)
+        self.renderer, self.training = Renderer(self.opened), TrainingSettings(ui)
         self.handlers = Handlers(self.renderer, self.training)
 
     def lay_out(self) -> None:

@@ -12,11 +12,11 @@ from lora_fp8.data import caption_operations, captions
 from lora_fp8.errors import Message, UserError
 
 from ... import dataset_folder, image_folders, live_panel, run_monitor, sanitize
+from ...images.training_settings import TrainingSettings
 from ...sanitize import escape
 from .open_folder import PER_PAGE
 from .operations import OPERATIONS
 from .rendering import Renderer
-from .training_settings import TrainingSettings
 
 PROGRESS = gr.Progress()  # Gradio recognizes it as a parameter's default
 _unwritten: dict[Path, dict[str, tuple[str, str]]] = {}

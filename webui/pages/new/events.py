@@ -54,7 +54,7 @@ class Events:
         ]
         self.window: dict[str, Block] = {"everything": layout.everything}
         self.views: dict[str, list[Any]] = {
-            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.folder, layout.base_note],
+            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.base_note],
             "all": list(layout.parts["all"].values()),
             "toml": [layout.code],
         }
@@ -146,19 +146,17 @@ class Events:
     def _bind_folders(self) -> None:
         layout = self.layout
         # Only these of the view, because people may be typing elsewhere.
-        folders = [layout.parts["simple"]["dataset.folders"], layout.folder, *self.proposed]
-        layout.drop.upload(
-            self.handlers.add_uploads,
-            inputs_kwargs={"files": layout.drop, "name": layout.set_name, **self.window},
-            outputs=[layout.drop, layout.taken, *self.side, *folders],
-            **SLOW,
-        )
-        layout.add.click(
-            self.handlers.add_folder,
-            inputs_kwargs={"folder": layout.folder, **self.window},
-            outputs=[layout.taken, *self.side, *folders],
-            **QUEUED,
-        )
+        folders = [layout.parts["simple"]["dataset.folders"], *self.proposed]
+        for event, change in (
+            (layout.images.upload, self.handlers.use_folder),
+            (layout.images.delete, self.handlers.remove_folder),
+        ):
+            event(
+                change,
+                inputs_kwargs=self.window,
+                outputs=[*self.side, *folders],
+                **QUEUED | {"trigger_mode": "multiple"},
+            )
 
     def _bind_files(self) -> None:
         layout, handlers = self.layout, self.handlers

@@ -8,7 +8,7 @@ import gradio as gr
 
 from lora_fp8.errors import UserError
 
-from ... import base_models, form, image_folders, importer, live_panel, sanitize, submission
+from ... import base_models, form, importer, live_panel, sanitize, submission
 from .painting import Painter
 from .questions import GOALS, PROPOSING
 
@@ -100,41 +100,47 @@ class Handlers:
         self.draft.write(text or "")
         return self.painter.paint_side(everything)
 
-    def add_uploads(self, files: list[str] | None, name: str, everything: bool) -> dict[Any, Any]:
-        """Handle dropped files: add them to a folder of the page and that folder to the draft."""
-        lines: list[str] = []
-
-        def take() -> None:
-            folder = self.ui.place.home / "datasets" / sanitize.check_name(name or "")
-            count, refused = image_folders.add_uploads(files or [], folder)
-            lines.append(self.ui.say("new.pictures.taken", count=count, folder=folder.name))
-            if refused:
-                reasons = "; ".join(map(self.ui.translate, refused[:8])) + (" …" if len(refused) > 8 else "")
-                lines.append(self.ui.say("new.pictures.refused", lines=reasons))
-            if image_folders.count_files(folder).files:
-                self._put_folder(folder)
-
-        done = self._change_images(take)
-        taken = "".join(f"<p class='note'>{sanitize.escape(line)}</p>" for line in lines)
-        painted = {self.layout.drop: None, self.layout.taken: taken}
-        return painted | self.painter.paint_side(everything) | self.painter.paint_images(done)
-
-    def add_folder(self, folder: str, everything: bool) -> dict[Any, Any]:
-        """Handle the button that adds a folder of images to the draft."""
+    def use_folder(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
+        """Handle a folder that the workbench has filled, or that was typed there: add it to the draft."""
+        given = live_panel.read_click(event).get("folder", "")
 
         def add() -> None:
-            path = self.ui.path(folder or "")
-            sanitize.require_folder(path, folder)
+            path = self.ui.path(given)
+            sanitize.require_folder(path, given)
             self._put_folder(path)
 
         done = self._change_images(add)
-        return {self.layout.taken: ""} | self.painter.paint_side(everything) | self.painter.paint_images(done)
+        return self.painter.paint_side(everything) | self.painter.paint_images(done)
+
+    def remove_folder(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
+        """Handle the button that takes a folder out of the draft. Its files stay."""
+        removed = live_panel.read_click(event).get("folder", "")
+
+        def remove() -> None:
+            rows = [row for row in self._read_rows() if not self._names_folder(row, removed)]
+            self.draft.put("dataset.folders", rows)
+
+        done = self._change_images(remove)
+        return self.painter.paint_side(everything) | self.painter.paint_images(done)
 
     def _put_folder(self, folder: Path) -> None:
-        given = form.read_values(self.draft.text(), self.draft.home)["dataset.folders"]
-        rows = [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
-        if str(folder) not in (row.get("path") for row in rows):
+        rows = self._read_rows()
+        if not any(self._names_folder(row, str(folder)) for row in rows):
             self.draft.put("dataset.folders", [*rows, {"path": str(folder)}])
+
+    def _read_rows(self) -> list[dict[str, Any]]:
+        given = form.read_values(self.draft.text(), self.draft.home)["dataset.folders"]
+        return [row for row in given if isinstance(row, dict)] if isinstance(given, list) else []
+
+    def _names_folder(self, row: dict[str, Any], folder: str) -> bool:
+        """Return True if a row of the draft names this folder, however it writes the path."""
+        path = row.get("path")
+        if not isinstance(path, str) or not path:
+            return False
+        try:
+            return path == folder or str(self.ui.path(self.reader.resolve_local(path))) == folder
+        except UserError:
+            return False
 
     def load(self, source: str, everything: bool) -> dict[Any, Any]:
         """Handle the button that replaces the draft by a config or the settings of a run."""

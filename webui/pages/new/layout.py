@@ -7,11 +7,14 @@ import gradio as gr
 
 from lora_fp8.config import recipes
 
-from ... import base_models, form, image_folders, live_panel, sanitize, translations
+from ... import base_models, form, live_panel, sanitize, translations
 from ...context import Ui
+from ...images import make_panel
 from .draft_reader import DraftReader
 from .questions import CLIPS, GOALS, make_id
 from .styles import STYLE
+
+IMAGES_PER_PAGE = 24
 
 
 class Layout:
@@ -90,27 +93,10 @@ class Layout:
 
     def _lay_out_images(self) -> None:
         say = self.ui.say
-        with gr.Row():
-            with gr.Column(min_width=260):
-                kinds = [*image_folders.TAKEN]
-                self.drop = gr.File(
-                    file_count="multiple",
-                    file_types=kinds,
-                    label=say("new.pictures.drop"),
-                    height=170,
-                    elem_id="new-drop",
-                )
-                self.set_name = gr.Textbox(
-                    "pictures", label=say("new.pictures.set"), info=say("new.pictures.set_info"), elem_id="new-set"
-                )
-            with gr.Column(min_width=260):
-                self.folder = gr.Dropdown(
-                    [], value=None, allow_custom_value=True, label=say("new.pictures.folder"), elem_id="new-folder"
-                )
-                self.add = gr.Button(say("new.pictures.add"), size="sm", elem_id="new-add")
-        self._add_field("simple", "dataset.folders")
-        gr.Markdown(say("new.pictures.columns"), elem_classes="note")
-        self.taken = gr.HTML(elem_id="new-taken")
+        self.images = make_panel(self.ui, "new", IMAGES_PER_PAGE, elem_id="new-images", elem_classes="setting")
+        with gr.Column(elem_id="new-folders"):  # a button of the workbench shows it
+            self._add_field("simple", "dataset.folders")
+            gr.Markdown(say("new.pictures.columns"), elem_classes="note")
         self._add_field("simple", "dataset.trigger")
         self._add_field("simple", "dataset.missing_caption")
         with gr.Row(elem_id="new-clips"):

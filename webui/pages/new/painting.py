@@ -13,7 +13,7 @@ from lora_fp8.errors import UserError
 from lora_fp8.families import sources
 from lora_fp8.families.sources import known_bases
 
-from ... import base_models, form, image_folders, sanitize, translations
+from ... import base_models, form, sanitize, translations
 from .layout import Layout
 from .problems import Problems
 from .questions import GOALS, PROPOSED
@@ -70,9 +70,6 @@ class Painter:
             named = values["preset"] if isinstance(values["preset"], list) else []
             painted[self.layout.goal] = self._offer_goals(str(values["model.family"]), named)
             painted[self.layout.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
-            painted[self.layout.folder] = gr.update(
-                choices=[str(path) for path in image_folders.find_folders(self.ui.place.roots)]
-            )
             painted[self.layout.base_note] = self._render_base_note(values)
         return painted
 
@@ -152,10 +149,9 @@ class Painter:
         }
 
     def paint_images(self, done: tuple[str, str]) -> dict[Any, Any]:
-        """Return values for the table and the menu of folders in the simple view, and for what a change proposed."""
-        painted = self.paint("simple")
-        folders = (self.layout.parts["simple"]["dataset.folders"], self.layout.folder)
-        return {part: painted[part] for part in folders if part in painted} | self.paint_proposed(done)
+        """Return values for the table of folders in the simple view, and for what a change proposed."""
+        painted, table = self.paint("simple"), self.layout.parts["simple"]["dataset.folders"]
+        return ({table: painted[table]} if table in painted else {}) | self.paint_proposed(done)
 
     def paint_proposed(self, done: tuple[str, str]) -> dict[Any, Any]:
         """Return values for the fields of the simple view that the recipe has changed, the draft before and after."""

@@ -166,6 +166,7 @@ class Styles:
         for key, lines in wrong.items():
             if key:
                 ids = f"#{make_id('set', key)}::after, #{make_id('new', key)}::after"
+                ids += ", #new-images::after" if key == "dataset.folders" else ""  # their table may be closed
                 rules.append(f"{ids} {{ content: {_quote_css(chr(10).join(lines))}; }}")
         return f"<style>{' '.join(rules)}</style>" if rules else ""
 

@@ -10,16 +10,16 @@ from lora_fp8 import families
 from lora_fp8.errors import UserError
 from lora_fp8.settings import names_a_folder_of_masks
 
-from ... import dataset_folder, form, run_monitor
-from ...draft import Draft
-from .open_folder import OpenFolder
+from .. import dataset_folder, form, run_monitor
+from ..context import Ui
+from ..draft import Draft
 
 
 class TrainingSettings:
     """Reads the draft of New training, or the newest training."""
 
-    def __init__(self, opened: OpenFolder):
-        self.ui, self.opened = opened.ui, opened
+    def __init__(self, ui: Ui):
+        self.ui = ui
 
     def _read_training_values(self) -> dict[str, Any]:
         """Return the settings of New training; if that form is untouched, those of the newest training."""
@@ -46,7 +46,7 @@ class TrainingSettings:
         except UserError:  # New training and the list of runs report it
             values = {}
         family, side = str(values.get("model.family")), values.get("dataset.resolution")
-        if family not in self.opened.families:
+        if family not in families.available():
             return "sdxl", 0, usual
         rows = self._find_rows(values, folder) if folder else []
         side = (rows and rows[0].get("resolution")) or side
@@ -63,6 +63,21 @@ class TrainingSettings:
                     if self.ui.path(self.ui.place.home / os.path.expanduser(path)) == folder:
                         own_rows.append(row)
         return own_rows
+
+    def list_folders(self) -> list[Path]:
+        """List the folders of New training that exist and that the page may show, each once."""
+        home = self.ui.place.home
+        try:
+            rows = form.read_values(Draft(home).text(), home)["dataset.folders"]
+        except UserError:  # New training reports what is wrong with it
+            return []
+        folders = []
+        for row in rows if isinstance(rows, list) else []:
+            path = row.get("path") if isinstance(row, dict) else None
+            if isinstance(path, str) and path:
+                with contextlib.suppress(UserError):
+                    folders.append(self.ui.path(home / os.path.expanduser(path)))
+        return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
     def find_mask(self, folder: Path) -> str:
         """Return where New training has the masks of a folder, as in dataset.folders; "" if it names none."""

@@ -1,0 +1,150 @@
+"""Models that caption images: those that are offered, those that lie in the user's folders, and their jobs."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from lora_fp8 import jobs
+from lora_fp8.common import reading
+from lora_fp8.jobs import JobView
+
+from .. import dataset_folder, run_cards, run_monitor
+from ..context import Ui
+
+DEEP = 2
+"""How many levels below an allowed folder captioning models are looked for."""
+MOST_FOLDERS = 2000
+"""Folders that are looked at for captioning models; a folder of images may have many more."""
+WRITERS = {"blip": ("text",), "florence2": ("text",), "llava": ("text", "tags"), "qwen2_5_vl": ("text", "tags")}
+"""Architectures of vision-language models that the captioner is tested with, and the kinds of captions they write."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A captioning model.
+
+    Attributes:
+        model: Hugging Face id, or a folder.
+        title: its name.
+        gigabytes: size of its download; 0 for a folder.
+        kinds: kinds of captions that it writes: "text" and "tags".
+        purpose: key of the text that says what it is good for; "" for a folder.
+        here: no download is needed.
+    """
+
+    model: str
+    title: str
+    gigabytes: float
+    kinds: tuple[str, ...]
+    purpose: str = ""
+    here: bool = False
+
+
+OFFERED = (
+    # Sizes: parameters of the released weights at the two bytes of bf16 or fp16 each.
+    Model("florence-community/Florence-2-base-ft", "Florence-2 base", 0.5, ("text",), "florence_base"),
+    Model("florence-community/Florence-2-large-ft", "Florence-2 large", 1.6, ("text",), "florence_large"),
+    Model("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL 3B", 7.5, ("text", "tags"), "qwen_3b"),
+    Model("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL 7B", 16.6, ("text", "tags"), "qwen_7b"),
+    Model("fancyfeast/llama-joycaption-beta-one-hf-llava", "JoyCaption Beta One", 17.0, ("text", "tags"), "joycaption"),
+)
+
+
+def list_models(ui: Ui) -> list[dict[str, Any]]:
+    """List the models of the user's folders, then those that are offered for download."""
+    roots = dict.fromkeys([*ui.place.models, *ui.place.roots])
+    own = {model.model: model for root in roots for model in _find_models(root)}
+    listed = [*own.values(), *OFFERED]
+    return [
+        {
+            "model": model.model,
+            "title": model.title,
+            "size": ui.say("images.auto.size", size=f"{model.gigabytes:g}") if model.gigabytes else "",
+            "kinds": list(model.kinds),
+            "purpose": ui.say(f"images.captioner.{model.purpose}") if model.purpose else ui.say("images.captioner.own"),
+            "here": model.here or _is_downloaded(model.model),
+        }
+        for model in listed
+    ]
+
+
+def _is_downloaded(model: str) -> bool:
+    config = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    return isinstance(config, str) and any(Path(config).parent.glob("*.safetensors"))
+
+
+def _find_models(root: Path) -> Iterator[Model]:
+    """Yield the captioning models in a folder, as far as their config.json tells."""
+    waiting, seen = [(root, 0)], 0
+    while waiting and seen < MOST_FOLDERS:
+        folder, depth = waiting.pop(0)
+        seen += 1
+        kinds = _read_kinds(folder / "config.json")
+        if kinds:
+            yield Model(str(folder), folder.name, 0.0, kinds, here=True)
+            continue
+        if depth < DEEP:
+            with contextlib.suppress(OSError), os.scandir(folder) as entries:
+                inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+                waiting += [(Path(entry.path), depth + 1) for entry in sorted(inner, key=lambda entry: entry.name)]
+
+
+def _read_kinds(config: Path) -> tuple[str, ...]:
+    """Return the kinds of captions that a model with this config.json writes; () if it is no captioner."""
+    try:
+        content = reading.parse_json(reading.read_bytes(config, reading.MOST_JSON))
+    except (OSError, ValueError):
+        return ()
+    if not isinstance(content, dict):
+        return ()
+    if content.get("problem_type") == "multi_label_classification":
+        return ("tags",)
+    return WRITERS.get(str(content.get("model_type")), ())
+
+
+def start(ui: Ui, dataset: dataset_folder.DatasetFolder, wanted: dataset_folder.Captioning) -> int:
+    """Queue captioning of a folder and return the job's number. Raises UserError as `submit_captioning`."""
+    number = dataset_folder.submit_captioning(ui.place, dataset.folder, wanted)
+    run_monitor.get_monitor(ui.place).views.invalidate()
+    return number
+
+
+def find_job(ui: Ui, folder: Path) -> JobView | None:
+    """Find the newest captioning job of a folder."""
+    views = run_monitor.get_monitor(ui.place).views()
+    of_folder = [view for view in views if view.command[:2] == ("caption", str(folder))]
+    return max(of_folder, key=lambda view: int(view.id), default=None)
+
+
+def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:
+    """Describe the newest captioning job of a folder: state, reason, progress and, if it failed, its last message."""
+    view = find_job(ui, folder)
+    if view is None:
+        return None
+    lines = run_monitor.get_monitor(ui.place).queue.log_tail(view.id)
+    done, total = dataset_folder.parse_progress(lines)
+    failed = view.state in ("failed", "lost")
+    return {
+        "id": str(view.id),
+        "state": view.state,
+        "label": ui.say(f"state.{view.state}"),
+        "sentence": run_cards.translate_sentence(ui, view.sentence),
+        "done": done,
+        "total": total,
+        "ended": view.state in jobs.ENDED,
+        "failed": failed,
+        "detail": ui.translate(lines[-1]) if failed and lines else "",
+    }
+
+
+def stop_job(ui: Ui, folder: Path) -> str:
+    """Stop the captioning job of a folder; captions that were written stay. Returns a message. Raises UserError."""
+    view = find_job(ui, folder)
+    if view is None or view.state in jobs.ENDED:
+        return ui.say("images.auto.none")
+    return run_monitor.run_action(ui, "cancel" if view.state == "queued" else "stop", str(view.id))

@@ -1,0 +1,202 @@
+"""What the grid shows of a folder: each image with its caption, problems, size and the crop that training takes."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lora_fp8 import families
+from lora_fp8.common.numbers import digits
+from lora_fp8.data import buckets, caption_journal, caption_operations, clips
+from lora_fp8.errors import UserError
+
+from .. import dataset_folder, form, sanitize
+from ..context import Ui
+from . import captioning, captions
+from .training_settings import TrainingSettings
+
+SHOWING = ("all", "uncaptioned", "chosen")
+MOST_ROWS = 120
+"""Images of one answer."""
+BUCKET_STEP = 64
+THUMBNAIL, LARGE = 320, 1280
+BADGES = ("problem", "warning")
+"""Levels of findings that are shown at an image."""
+UNBADGED = ("caption_missing",)
+"""Findings that the empty caption box shows already."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which images a window shows.
+
+    Attributes:
+        query: "[tag]" searches a tag; other words are each a part of the name or caption.
+        showing: one of SHOWING.
+        chosen: the images that are selected in the window.
+        finding: kind of a finding whose images are shown; "" for all.
+    """
+
+    query: str = ""
+    showing: str = "all"
+    chosen: tuple[str, ...] = ()
+    finding: str = ""
+
+
+class FolderView:
+    """A folder as New training would use it.
+
+    Args:
+        ui: language and place.
+        folder: its path, as the window sends it.
+        family, resolution: what to examine it for; "" and 0 take those of New training.
+        fresh: read it from disk now.
+
+    Raises:
+        UserError: the page may not use the folder, or it cannot be read.
+    """
+
+    def __init__(self, ui: Ui, folder: str, family: str = "", resolution: int = 0, fresh: bool = False):
+        self.ui, self.say = ui, ui.say
+        self.folder = ui.path(folder)
+        self.training = TrainingSettings(ui)
+        mask = self.training.find_mask(self.folder)
+        self.dataset = dataset_folder.open_folder(self.folder, fresh=fresh, mask=mask)
+        usual, side, self.cut = self.training.choose_examination(self.folder)
+        self.family = family if family in families.available() else usual
+        native = families.get(self.family).native_resolution
+        self.resolution = resolution or (side if self.family == usual else 0) or native
+
+    def examine(self) -> dataset_folder.Examination:
+        """Return the examination of the folder for this training; starts it if there is none."""
+        held = {
+            name: form.from_component(form.settings()[f"dataset.{name}"], value) for name, value in self.cut.items()
+        }
+        settings = dataset_folder.list_clip_settings(self.family, **held)
+        settings = (*settings, *self.training.list_tag_settings(self.folder))
+        purpose = dataset_folder.Purpose(self.family, self.resolution, settings, self.dataset.mask)
+        return dataset_folder.examine(self.ui.place, self.folder, purpose)
+
+    def filter_names(self, wanted: Filter) -> list[str]:
+        """List the images that match."""
+        names = list(self.dataset.files)
+        if wanted.finding:
+            only = self.examine().list_files(wanted.finding)
+            names = [name for name in names if name in only]
+        if wanted.showing == "uncaptioned":
+            names = [name for name in names if not self.dataset.texts[name].strip()]
+        if wanted.showing == "chosen":
+            chosen = set(wanted.chosen)
+            names = [name for name in names if name in chosen]
+        if match := re.fullmatch(r"\[(.+)\]", wanted.query.strip()):
+            return [name for name in names if match[1] in self._split_tags(name)]
+        words = wanted.query.casefold().split()
+        texts = self.dataset.texts
+        return [name for name in names if all(word in f"{name} {texts[name]}".casefold() for word in words)]
+
+    def _split_tags(self, name: str) -> list[str]:
+        return caption_operations.split_tags(" ".join(self.dataset.texts[name].splitlines()))
+
+    def list_rows(self, wanted: Filter, offset: int, count: int) -> dict[str, Any]:
+        """Return a part of the matching images, and the figures of the whole folder."""
+        names = self.filter_names(wanted)
+        examination = self.examine()
+        facts = {entry["file"]: entry for entry in (examination.report or {}).get("pictures", ())}
+        findings = self._collect_findings(examination)
+        offset = max(0, min(offset, len(names) - 1))
+        page_names = names[offset : offset + max(1, min(count, MOST_ROWS))]
+        texts = self.dataset.texts
+        return {
+            "folder": str(self.folder),
+            "name": sanitize.strip_unseen(self.folder.name),
+            "offset": offset,
+            "matching": len(names),
+            "total": len(texts),
+            "without": sum(not text.strip() for text in texts.values()),
+            "rows": [self._describe(name, facts.get(name), findings.get(name, [])) for name in page_names],
+            "history": captions.describe_history(self.ui, self.folder),
+            "stamp": self.stamp(examination),
+        }
+
+    def _collect_findings(self, examination: dataset_folder.Examination) -> dict[str, list[dict[str, str]]]:
+        """Collect the problems and warnings of each image."""
+        collected: dict[str, list[dict[str, str]]] = {}
+        for finding in (examination.report or {}).get("findings", ()):
+            if finding["level"] in BADGES and finding["kind"] not in UNBADGED:
+                title = self.say(f"dataset.kind.{finding['kind']}")
+                for file in finding["files"]:
+                    detail = self.ui.translate(file["detail"]) if file["detail"] else ""
+                    badge = {"level": finding["level"], "title": title, "detail": detail}
+                    collected.setdefault(file["file"], []).append(badge)
+        return collected
+
+    def _describe(self, name: str, fact: dict[str, Any] | None, badges: list[dict[str, str]]) -> dict[str, Any]:
+        path, dataset = self.folder / name, self.dataset
+        loaded, typed = captions.unwritten.get(self.folder, {}).get(name, (dataset.texts[name], None))
+        video = dataset_folder.is_video(name)
+        row: dict[str, Any] = {
+            "name": name,
+            "label": sanitize.strip_unseen(name),
+            "caption": loaded,
+            "typed": typed,
+            "unreadable": self.ui.translate(dataset.wrong[name]) if name in dataset.wrong else "",
+            "thumbnail": self.ui.picture(path, THUMBNAIL),
+            "large": self.ui.picture(path, LARGE),
+            "video": video,
+            "badges": badges,
+            "figures": [],
+        }
+        if video and not clips.can_read_videos():
+            problem = {"level": "problem", "title": self.ui.translate(clips.NEEDED), "detail": ""}
+            row |= {"thumbnail": "", "large": "", "badges": [problem, *badges]}
+        if fact is None:
+            if any(badge["level"] == "problem" for badge in badges):  # it was examined, and cannot be read
+                row |= {"thumbnail": "", "large": ""}
+            return row
+        row["size"] = [fact["width"], fact["height"]]
+        row["figures"].append(f"{fact['width']} × {fact['height']}")
+        try:
+            place = buckets.place((fact["width"], fact["height"]), self.resolution, BUCKET_STEP)
+        except UserError:  # the doctor reports it
+            return row
+        (width, height), (left, top), (w, h) = place.resized_wh, place.crop_xy, place.bucket_wh
+        row["crop"] = {"left": left / width, "top": top / height, "width": w / width, "height": h / height}
+        cut = f"{1 - w * h / (width * height):.0%}"
+        row["figures"].append(self.say("dataset.crop", bucket=f"{w} × {h}", cut=cut))
+        if "seconds" in fact:
+            row["figures"] += self._describe_clip(fact)
+        return row
+
+    def _describe_clip(self, fact: dict[str, Any]) -> list[str]:
+        figures = [self.say("dataset.clip.seconds", seconds=digits(fact["seconds"]))]
+        figures.append(self.say("dataset.clip.rate", rate=digits(fact["fps"])))
+        if fact["pieces"]:
+            figures.append(self.say("dataset.clip.pieces", count=fact["pieces"], length=fact["length"]))
+        return figures
+
+    def stamp(self, examination: dataset_folder.Examination) -> str:
+        """Return a text that changes when images, captions or findings may have changed."""
+        parts = [examination.begun if examination.report is not None else 0.0]
+        for path in (self.folder, self.folder / caption_journal.JOURNAL):
+            try:
+                status = path.stat()
+                parts += [status.st_mtime_ns, status.st_size]
+            except OSError:
+                parts.append(0)
+        return "-".join(map(str, parts))
+
+    def describe_state(self) -> dict[str, Any]:
+        """Return what changes while a window looks at the folder: its examination and its captioning job."""
+        examination = self.examine()
+        return {
+            "stamp": self.stamp(examination),
+            "examining": {"done": examination.done, "total": examination.total} if examination.running else None,
+            "problem": self.ui.translate(examination.problem) if examination.problem else "",
+            "job": captioning.describe_job(self.ui, self.folder),
+        }
+
+
+def list_draft_folders(ui: Ui) -> list[dict[str, str]]:
+    """List the folders of New training that exist and may be shown: path and name."""
+    return [
+        {"path": str(path), "name": sanitize.strip_unseen(path.name)} for path in TrainingSettings(ui).list_folders()
+    ]
