@@ -384,6 +384,43 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     assert "&quot;done&quot;: 3" in card
 
 
+def test_a_card_has_the_newest_preview_of_its_own_folder(ui: Ui, tmp_path: Path) -> None:
+    def card() -> str:
+        (view,) = run_monitor.get_monitor(ui.place).queue.view()
+        return runs_page.render_job(ui, view)
+
+    run = make_run(tmp_path / "work" / "runs" / "cat", [{"event": "start"}])
+    run_monitor.get_monitor(ui.place).views()  # tells the queue where the runs are
+    assert "<img" not in card()
+    samples = run / "samples"
+    samples.mkdir()
+    for name in ("step-000000-0.png", "step-000020-0.png", "step-000100-0.png", "step-000100-1.png", "zoo.png"):
+        (samples / name).touch()
+    assert re.findall(r"step-\d+-\d", card()) == ["step-000100-0"]
+
+
+def test_the_step_of_the_lowest_held_out_loss_is_told(ui: Ui, tmp_path: Path) -> None:
+    losses = {10: 0.5, 20: 0.25, 30: 0.75}
+    events = [{"event": "validation", "step": at, "loss": loss, "bands": {"low": 0}} for at, loss in losses.items()]
+    log = run_log.RunLog(make_run(tmp_path / "root" / "cat", events[:1]) / "events.jsonl").read()
+    assert run_page.find_best(log) is None, "one measurement is no comparison"
+    write(log._file, events)
+    log.read()
+    assert run_page.find_best(log) == (20, 0.25)
+    assert ui.say("run.best", step=20, loss="0.2500") in html.unescape(run_page.render_loss(ui, log, 0.9, False))
+
+
+def test_a_verified_file_says_where_it_goes_and_folds_its_checks(ui: Ui, tmp_path: Path) -> None:
+    file = tmp_path / "root" / "cat_kohya.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    checks = [{"name": "load", "ok": True, "detail": "264 modules"}]
+    good = run_page.render_file(ui, file, Path(file.name), {"ok": True, "checks": checks})
+    bad = run_page.render_file(ui, file, Path(file.name), {"ok": False, "checks": [checks[0] | {"ok": False}]})
+    assert "ComfyUI/models/loras" in good and good.index("<details>") < good.index("264 modules")
+    assert "<details>" not in bad and "264 modules" in bad, "what failed is not folded away"
+
+
 def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path) -> None:
     text = 'name = "j"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
     id = Queue(ui.place.home).submit(text.format(tmp_path / "work" / "runs"), overrides=["adapter.rank=7"])

@@ -152,13 +152,14 @@ def render_button(do: str, label: str, kind: str = "", **data: str) -> str:
     return f'<button type="button" class="{kind}" data-do="{do}"{values}>{escape(label)}</button>'
 
 
-def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: str = "") -> str:
+def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: str = "", image: str = "") -> str:
     """Render a job for the list of all jobs.
 
     Args:
         base: title of the base model's family; "" if unknown.
         tail: last lines of its log, shown if it failed.
         links: HTML of links to its files.
+        image: HTML of its newest preview.
     """
     address = ui.link("run", run=str(view.id))
     when = format_time(view.ended or view.launched or view.created)
@@ -169,7 +170,8 @@ def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: st
     name = escape(translate_title(ui, view))
     name = f'<a href="{escape(address)}">{name}</a>' if view.kind == "train" or "/dataset" in address else name
     return (
-        f'<section class="card {escape(view.state)}" data-job="{escape(view.id)}"><div class="row"><h2>{name}</h2>'
+        f'<section class="card {escape(view.state)}" data-job="{escape(view.id)}">{image}'
+        f'<div class="row"><h2>{name}</h2>'
         f"{render_state(ui, view)}"
         f'<span class="dim">{about}</span></div>{render_sentence(ui, view)}'
         f"{render_progress(view)}{render_figures(ui, view)}{render_log_tail(view, tail)}"

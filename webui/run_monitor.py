@@ -116,6 +116,17 @@ def get_run_folder(ui: Ui, view: JobView) -> Path:
     return ui.path(str(require_run_folder(view)))
 
 
+def find_newest_preview(ui: Ui, view: JobView) -> Path | None:
+    """Return the newest preview of a run's first prompt; None if there is none, or the page may not read the folder."""
+    if view.kind != "train" or view.folder is None:
+        return None
+    try:
+        drawn = sorted(get_run_folder(ui, view).glob("samples/step-[0-9]*-0.png"))
+    except (UserError, OSError):
+        return None
+    return drawn[-1] if drawn else None
+
+
 def read_run_log(ui: Ui, view: JobView) -> RunLog:
     """Return the event log of a job's run, up to date; empty before there is one."""
     return LOGS.read(get_run_folder(ui, view))

@@ -67,7 +67,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     # It trains: loss and previews arrive by themselves.
     state = page.locator("#head .state")
     expect(state).to_have_text(say("state.running"), timeout=LONG)
-    expect(page.locator("#curves figure.chart path.line").first).to_be_visible(timeout=LONG)
+    expect(page.locator("#loss figure.chart path.line").first).to_be_visible(timeout=LONG)
     tab(page, "en", "previews")
     expect(page.locator("#grid tbody tr")).not_to_have_count(0, timeout=LONG)
     expect(page.locator("#grid tbody tr").last.locator("img")).to_have_count(len(PROMPTS))
@@ -123,7 +123,7 @@ def look_at_the_run(
     cards = page.locator("#files section.card")
     expect(cards.first.locator(".yes").first).to_contain_text(say("run.verified"))
     if language != "en":
-        found = page.locator("#files td:nth-child(3)").all_inner_texts()
+        found = page.locator("#files td:nth-child(3)").all_text_contents()
         assert [text for text in found if not re.search("[\u4e00-\u9fff]|^sha256", text)] == []
     with page.expect_download() as waiting:
         cards.first.locator("a.button").click()

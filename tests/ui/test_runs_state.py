@@ -81,7 +81,7 @@ def test_a_run_in_a_shell_is_followed_until_it_dies_and_goes_on(
         one.steps(last - 9, last)
         expect(card(here, one.folder).locator(".figures")).to_contain_text(f"{last} / 1000", timeout=SOON)
         expect(there.locator("#head .figures")).to_contain_text(f"{last} / 1000", timeout=SOON)
-    loss = there.locator("#curves path.line").first
+    loss = there.locator("#loss path.line").first
     expect(loss).to_be_visible()
     assert loss.get_attribute("d").count("L") == 19
 

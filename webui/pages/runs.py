@@ -15,6 +15,8 @@ from .. import dataset_folder, live_panel, run_cards, run_monitor
 from ..context import Ui
 from ..sanitize import escape
 
+THUMB = 192
+"""Pixels of the preview on a card. It is displayed at half the size, so that it is sharp on dense screens."""
 PER_PAGE = 20
 KINDS = ("all", "active", "ended")
 
@@ -233,7 +235,10 @@ def render_job(ui: Ui, view: JobView) -> str:
         done, total = dataset_folder.parse_progress(tail)
         view = replace(view, step=done, steps=total)
         tail = [line for line in tail if not line.startswith("{")]  # JSON events, for programs
-    return run_cards.render_card(ui, view, run_monitor.get_base_title(view.folder), tail, render_downloads(ui, view))
+    preview = run_monitor.find_newest_preview(ui, view)
+    image = f'<img class="preview" src="{escape(ui.picture(preview, THUMB))}" alt="" loading="lazy">' if preview else ""
+    title = run_monitor.get_base_title(view.folder)
+    return run_cards.render_card(ui, view, title, tail, render_downloads(ui, view), image)
 
 
 def render_downloads(ui: Ui, view: JobView) -> str:

@@ -36,7 +36,16 @@ class Events:
             "seen": layout.seen,
             "steps": layout.steps,
         }
-        panels = [layout.head, layout.curves, layout.grid, layout.files, layout.printed, layout.warned, layout.config]
+        panels = [
+            layout.head,
+            layout.loss,
+            layout.curves,
+            layout.grid,
+            layout.files,
+            layout.printed,
+            layout.warned,
+            layout.config,
+        ]
         menus = [layout.left, layout.right, layout.prompt, layout.step, layout.moving]
         outputs = [*panels, layout.seen, *menus, layout.steps, layout.newest]
         live_panel.repaint_on_ticks(self.handlers.paint, inputs, outputs)
@@ -44,7 +53,7 @@ class Events:
             [layout.amount.change, layout.log.change],
             self.handlers.redraw,
             inputs_kwargs={"amount": layout.amount, "log": layout.log},
-            outputs=[layout.curves],
+            outputs=[layout.loss, layout.curves],
             trigger_mode="always_last",
             **self.now,
         )

@@ -37,11 +37,12 @@ class Handlers:
         try:
             view, events = find_run(self.ui, request)
         except UserError as error:
-            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 6]
+            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 7]
             sent, seen = live_panel.skip_unchanged(nothing, seen)
             return [*sent, seen, *[gr.skip()] * 7]
         painted = [
             rendering.render_header(self.ui, view, events),
+            rendering.render_loss(self.ui, events, amount, log),
             rendering.render_curves(self.ui, events, amount, log),
             rendering.render_grid(self.ui, view, events, moving),
             rendering.render_files(self.ui, view),
@@ -80,12 +81,14 @@ class Handlers:
             json.dumps([old[-1] if old else None, ends[1]]),
         ]
 
-    def redraw(self, request: gr.Request, amount: float, log: bool) -> str:
+    def redraw(self, request: gr.Request, amount: float, log: bool) -> list[str]:
         """Handle a changed option of the curves."""
         try:
-            return rendering.render_curves(self.ui, find_run(self.ui, request)[1], amount, log)
+            events = find_run(self.ui, request)[1]
         except UserError:
-            return ""
+            return ["", ""]
+        draw = (rendering.render_loss, rendering.render_curves)
+        return [render(self.ui, events, amount, log) for render in draw]
 
     def press(self, request: gr.Request, event: gr.EventData) -> list[Any]:
         """Handle a button in the header; ending a run now asks first."""

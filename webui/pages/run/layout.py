@@ -26,13 +26,13 @@ class Layout:
                 self.force = gr.Button(ui.say("runs.do.force"), variant="stop")
         self.how = gr.State("force")
         with gr.Tabs(elem_id="run-tabs"):
+            with gr.Tab(ui.say("run.tab.previews"), id="previews"):
+                self._lay_out_previews()
             with gr.Tab(ui.say("run.tab.curves"), id="curves"):
                 with gr.Row(elem_classes="run-options"):
                     self.amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"))
                     self.log = gr.Checkbox(label=ui.say("run.log"), value=False)
                 self.curves = live_panel.panel(elem_id="curves")
-            with gr.Tab(ui.say("run.tab.previews"), id="previews"):
-                self._lay_out_previews()
             with gr.Tab(ui.say("run.tab.files"), id="files"):
                 self._lay_out_files()
             with gr.Tab(ui.say("run.tab.log"), id="log"):
@@ -47,11 +47,15 @@ class Layout:
     def _lay_out_previews(self) -> None:
         say = self.ui.say
         with gr.Row():
-            self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
-            self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
-            self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt", scale=2)
-        self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
-        self.pair = live_panel.panel(elem_id="pair")
+            with gr.Column(scale=3, min_width=300):
+                self.pair = live_panel.panel(elem_id="pair")
+                with gr.Row():
+                    self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
+                    self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
+                    self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt", scale=2)
+                self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
+            with gr.Column(scale=2, min_width=300):
+                self.loss = live_panel.panel(elem_id="loss")
         self.grid = live_panel.panel(elem_id="grid")
 
     def _lay_out_files(self) -> None:

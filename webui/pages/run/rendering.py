@@ -15,6 +15,8 @@ from .. import runs
 
 SIDE = 320
 """Pixels of a preview in the grid. It is displayed at half the size, so that it is sharp on dense screens."""
+PLACES = ("kohya", "comfy", "diffusers")
+"""Layouts of LoRA files for which the page says where programs look for them."""
 ROWS = 60
 """Steps in the grid of previews, newest first."""
 
@@ -52,13 +54,44 @@ def render_curves(ui: Ui, log: RunLog, amount: float, logarithmic: bool) -> str:
     return _render_curves(ui, log, log.version, amount, logarithmic)
 
 
+def render_loss(ui: Ui, log: RunLog, amount: float, logarithmic: bool) -> str:
+    """Render the loss and the held-out loss, with the step at which that was lowest."""
+    charts = _render_losses(ui, log, log.version, amount, logarithmic)
+    best = find_best(log)
+    line = ui.say("run.best", step=best[0], loss=f"{best[1]:.4f}") if best else ""
+    return f'<div class="charts">{"".join(charts)}</div>' + (f'<p class="dim">{escape(line)}</p>' if line else "")
+
+
+def find_best(log: RunLog) -> tuple[int, float] | None:
+    """Return the step of the lowest held-out loss, and that loss; None before there are two measurements."""
+    points = log.validation[""].points() if "" in log.validation else []
+    step, loss = min(points, key=lambda point: point[1], default=(0, 0.0))
+    return (int(step), loss) if len(points) > 1 else None
+
+
 @lru_cache(maxsize=64)
 def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool) -> str:
     points = {name: groups.points() for name, groups in log.measures.items()}
     step = ui.say("runs.step")
     none = ui.say("run.no_steps")
-    loss = thin(points["loss"])
-    smoothed = thin(smooth(points["loss"], amount))
+    made = [*_render_losses(ui, log, version, amount, logarithmic)]
+    if not points["loss"]:
+        return f'<div class="charts">{made[0]}</div>'
+    for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
+        curve = [Line("", thin(points[name]), colour)]
+        made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, log=scale, x_label=step))
+    if any(value > 0 for _, value in points["vram_gb"]):
+        curve = [Line("", thin(points["vram_gb"]), 0)]
+        made.append(render_chart(ui.say("run.vram_gb"), curve, empty=none, x_label=step))
+    return f'<div class="charts">{"".join(made)}</div>'
+
+
+@lru_cache(maxsize=64)
+def _render_losses(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool) -> tuple[str, ...]:
+    points = log.measures["loss"].points()
+    step = ui.say("runs.step")
+    none = ui.say("run.no_steps")
+    loss, smoothed = thin(points), thin(smooth(points, amount))
     raw = Line(ui.say("run.raw"), loss, 0, faint=amount > 0)
     lines = [raw, Line(ui.say("run.smoothed"), smoothed, 0)] if amount > 0 else [raw]
     made = [_render_wide(render_chart(ui.say("run.loss"), lines, empty=none, log=logarithmic, x_label=step))]
@@ -70,15 +103,7 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
         made.append(
             _render_wide(render_chart(ui.say("run.validation"), bands, empty=none, log=logarithmic, x_label=step))
         )
-    if not points["loss"]:
-        return f'<div class="charts">{made[0]}</div>'
-    for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
-        curve = [Line("", thin(points[name]), colour)]
-        made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, log=scale, x_label=step))
-    if any(value > 0 for _, value in points["vram_gb"]):
-        curve = [Line("", thin(points["vram_gb"]), 0)]
-        made.append(render_chart(ui.say("run.vram_gb"), curve, empty=none, x_label=step))
-    return f'<div class="charts">{"".join(made)}</div>'
+    return tuple(made)
 
 
 def _render_wide(figure: str) -> str:
@@ -205,13 +230,24 @@ def render_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
             if report.get("ok") is True
             else f'<b class="wrong">✗ {ui.say("run.not_verified")}</b>'
         )
-        asks = "" if report.get("ok") is True else f'<p class="wrong">{ui.say("run.verify_asks")}</p>'
-        rows = asks + run_cards.render_checks(ui, report["checks"])
+        is_good = report.get("ok") is True
+        checks = run_cards.render_checks(ui, report["checks"])
+        rows = (
+            f"<details><summary>{ui.say('run.verified_how')}</summary>{checks}</details>"
+            if is_good
+            else f'<p class="wrong">{ui.say("run.verify_asks")}</p>{checks}'
+        )
     link = f'<a class="button" href="{escape(ui.download(path))}" download>{ui.say("run.download")}</a>'
     return (
         f'<section class="card"><div class="row"><h3>{escape(name)}</h3><span class="dim">{about}</span>{verdict}'
-        f"{link}</div>{rows}</section>"
+        f"{link}</div>{_render_places(ui, name)}{rows}</section>"
     )
+
+
+def _render_places(ui: Ui, name: Path) -> str:
+    """Render where programs look for a LoRA file, by the layout at the end of its name; "" for another name."""
+    layout = name.stem.rpartition("_")[2]
+    return f'<p class="dim">{escape(ui.say(f"run.place.{layout}", file=name.name))}</p>' if layout in PLACES else ""
 
 
 def render_log(ui: Ui, view: JobView) -> str:
