@@ -247,7 +247,11 @@ def render_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
 def _render_places(ui: Ui, name: Path) -> str:
     """Render where programs look for a LoRA file, by the layout at the end of its name; "" for another name."""
     layout = name.stem.rpartition("_")[2]
-    return f'<p class="dim">{escape(ui.say(f"run.place.{layout}", file=name.name))}</p>' if layout in PLACES else ""
+    return (
+        f'<p class="dim">{escape(ui.say(f"run.place.{layout}", file=name.name, name=name.stem))}</p>'
+        if layout in PLACES
+        else ""
+    )
 
 
 def render_log(ui: Ui, view: JobView) -> str:
