@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote
 
+from lora_fp8.errors import Message
+
 from . import translations
 from .login import COOKIE, SESSION_SECONDS, Login, parse_basic_auth
 
@@ -96,7 +98,9 @@ class Guard:
                 return await self._serve_logout(self.login, header, scope, send)
             known, waits = self._authenticate(self.login, header, scope)
             if not known:
-                refusal = (429, f"too many wrong passwords; try again in {waits} s") if waits else (401, "log in first")
+                refusal = 401, Message("log in first")
+                if waits:
+                    refusal = 429, Message("too many wrong passwords; try again in {seconds} s", seconds=waits)
                 if not waits and scope["type"] == "http" and "text/html" in header.get("accept", ""):
                     wanted = quote(_get_requested_url(scope), safe="")
                     start = f"/{_choose_language(scope['path'], header)}/login?next={wanted}"
@@ -107,25 +111,25 @@ class Guard:
 
     # -- whom it answers
 
-    def _find_refusal(self, scope: Scope, headers: list[tuple[str, str]]) -> tuple[int, str] | None:
+    def _find_refusal(self, scope: Scope, headers: list[tuple[str, str]]) -> tuple[int, Message] | None:
         """Return status and reason if this request is refused, else None."""
         hosts = [value for name, value in headers if name == "host"]
         origins = [value for name, value in headers if name == "origin"]
         if len(hosts) != 1 or not self._is_own_host(hosts[0]):
-            return 403, "the address in your browser is none of this page's (see lora-fp8 ui --name)"
+            return 403, Message("the address in your browser is none of this page's (see lora-fp8 ui --name)")
         if len(origins) > 1 or any(origin.partition("://")[2].lower() != hosts[0].lower() for origin in origins):
-            return 403, "asked by a page of another site"
+            return 403, OF_ANOTHER_SITE
         header = dict(headers)
         if header.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             # A link on another site may open a page here, and nothing else.
             opens = header.get("sec-fetch-mode") == "navigate" and header.get("sec-fetch-dest") == "document"
             if scope["type"] != "http" or scope["method"] != "GET" or not opens or not _is_page(scope["path"]):
-                return 403, "asked by a page of another site"
+                return 403, OF_ANOTHER_SITE
         if CLOSED.fullmatch(scope["path"]):
-            return 404, "there is nothing here"
+            return 404, Message("there is nothing here")
         length = header.get("content-length", "0")
         if not length.isdigit() or int(length) > _max_body_size(scope["path"]):
-            return 413, "too large"
+            return 413, Message("too large")
         return None
 
     def _is_own_host(self, host: str) -> bool:
@@ -160,7 +164,7 @@ class Guard:
     ) -> None:
         """Answer GET with the form, and POST with a cookie: browsers go on to the wanted page, programs get 200."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD", "POST"):
-            return await _refuse(scope, receive, send, 405, "GET or POST")
+            return await _refuse(scope, receive, send, 405, Message("GET or POST"))
         language = _parse_login_language(scope["path"])
         query = parse_qs(scope["query_string"].decode("latin-1"))
         after = _check_local_path(query.get("next", [""])[0]) or f"/{language}/"
@@ -301,7 +305,12 @@ async def _send_answer(send: Send, status: int, text: str, headers: dict[str, st
     await send({"type": "http.response.body", "body": body})
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, reason: str) -> None:
+OF_ANOTHER_SITE = Message("asked by a page of another site")
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, why: Message) -> None:
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    reason = translations.translate(_choose_language(scope["path"], headers), why)
     if scope["type"] == "websocket":
         await receive()
         return await send({"type": "websocket.close", "code": 1008, "reason": reason})
