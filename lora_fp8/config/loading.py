@@ -22,6 +22,7 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
+from ..common.messages import get_language, translate
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
@@ -377,8 +378,10 @@ def _read_table(key: str, value: Any, where: str = "") -> Any:
     if key in TABLES and isinstance(value, list) and all(isinstance(line, str) for line in value):
         table = table_of_lines(value)
         if where:
-            twice = "" if len(table) == len(value) else "; where a name stands twice, its first line counts"
-            _warn_of_lines(key, f"{key.partition('.')[2]} = {toml_value(table)}{twice}", where)
+            line: str = f"{key.partition('.')[2]} = {toml_value(table)}"
+            if len(table) < len(value):
+                line = Message("{line}; where a name stands twice, its first line counts", line=line)
+            _warn_of_lines(key, line, where)
         return table
     return flat_table(value) if key in TABLES and isinstance(value, dict) else value
 
@@ -386,9 +389,13 @@ def _read_table(key: str, value: Any, where: str = "") -> Any:
 @cache
 def _warn_of_lines(key: str, line: str, where: str) -> None:
     """Warn once of a list where a table belongs."""
-    logging.getLogger(__name__).warning(
-        "%s: %s is a list of texts, the form of older versions; write it as a table: %s", where, key, line
+    warning = Message(
+        "{where}: {key} is a list of texts, the form of older versions; write it as a table: {line}",
+        where=where,
+        key=key,
+        line=line,
     )
+    logging.getLogger(__name__).warning("%s", translate(get_language(), warning))
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any], section: str = "") -> None:

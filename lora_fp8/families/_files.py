@@ -21,9 +21,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..common.messages import get_language, translate
 from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes, read_object
 from ..common.writing import atomic_write
-from ..errors import Message, UserError, UserErrors, cannot_read
+from ..errors import Message, UserError, UserErrors, cannot_read, reason
 from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
 from .sources.remembered import cache_folder
 
@@ -406,8 +407,12 @@ def _file_digest(path: Path, stamp: _Stamp) -> str:
             book.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(book, json.dumps(dict([*content.items()][-MOST_KEPT:]), indent=1).encode())
         except OSError as error:
-            message = "%s cannot be written (%s): the base model is read once more by each run"
-            logging.getLogger(__name__).warning(message, book, error.strerror)
+            warning = Message(
+                "{path} cannot be written ({why}): the base model is read once more by each run",
+                path=book,
+                why=reason(error),
+            )
+            logging.getLogger(__name__).warning("%s", translate(get_language(), warning))
     return sha
 
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...common.messages import get_language, translate
 from ...common.reading import MOST_JSON, parse_json, read_bytes
 from ...common.writing import atomic_write
+from ...errors import Message, reason
 from .headers import Header
 
 SCHEMA = 1
@@ -94,8 +96,12 @@ def write(path: Path, answer: Answer) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(path, json.dumps(content, separators=(",", ":")).encode())
     except OSError as error:
-        message = "%s cannot be written (%s): the base model is not remembered for times without a connection"
-        logging.getLogger(__name__).warning(message, path, error.strerror)
+        warning = Message(
+            "{path} cannot be written ({why}): the base model is not remembered for times without a connection",
+            path=path,
+            why=reason(error),
+        )
+        logging.getLogger(__name__).warning("%s", translate(get_language(), warning))
 
 
 def _read_header(entry: dict[str, Any]) -> Header:
