@@ -189,10 +189,10 @@ def test_filling_reports_every_problem():
     with pytest.raises(UserError) as error:
         precision.fill_(empty, stream, torch.bfloat16)
     text = str(error.value)
-    assert f"{len(removed)} are missing: " in text and f"and {len(removed) - 8} more" in text
+    assert f"{len(removed)} missing: " in text and f"and {len(removed) - 8} more" in text
     assert text.count(".attn.") == 8
-    assert "1 is not part of this model: extra.weight" in text
-    assert "1 is given twice: proj_out.bias" in text
+    assert "1 not part of this model: extra.weight" in text
+    assert "1 given twice: proj_out.bias" in text
     assert "x_embedder.weight [3, 3], expected [32, 16]" in text
 
 
