@@ -13,6 +13,7 @@ from lora_fp8.families import sources
 from webui import base_models, form
 from webui.context import Place, Ui
 from webui.pages import new
+from webui.pages.new import base_rendering
 
 CARD = {"license": "apache-2.0"}
 
@@ -34,7 +35,7 @@ def page(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictur
         if base_models.is_remote(path):
             wait_until(lambda: shown.reader.describe_base(values) is not None)
         problems = [line for key, line in shown.problems.find(shown.draft.text()) if key == "model.path"]
-        return problems, shown.painter._render_base_note(values)
+        return problems, shown.base.state.render(values)
 
     return ask
 
@@ -42,9 +43,10 @@ def page(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictur
 def test_the_page_says_what_a_base_takes(hub: HubServer, page, tiny: Callable[[str], Path]) -> None:
     offered = hub.add("org/tiny", tiny("sd15"), card=CARD)
     problems, note = page("org/tiny")
-    assert problems == [] and "licence: apache-2.0" in note and "Architecture: Stable Diffusion 1.5." in note
-    assert "download: " in note and " are free on that disk" in note
-    assert "许可：apache-2.0" in page("org/tiny", "zh-CN")[1]
+    assert problems == [] and "Licence: apache-2.0" in note and "<span>Stable Diffusion 1.5</span>" in note
+    size = base_rendering.format_size(sum(file.size for file in offered.files.values()))
+    assert f"{size} to download; " in note and " free on that disk" in note and 'data-do="download"' in note
+    assert f"还需下载 {size}，" in page("org/tiny", "zh-CN")[1]
     assert hub.downloads() == [] and offered.weights > 0
 
 
@@ -74,7 +76,7 @@ def test_a_hub_that_is_away_does_not_prevent_a_start(
     """The queue may start the job later, when it is back."""
     hub.add("org/tiny", tiny("sd15")).faults.broken = 99
     problems, note = page("org/tiny")
-    assert problems == [] and "answered with status 500" in note
+    assert problems == [] and "answered with status 500" in note and "Start tries again" in note
 
 
 def test_a_slow_hub_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -89,10 +91,9 @@ def test_a_slow_hub_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     shown = new.Page(Ui("en", Place(tmp_path, [tmp_path])))
     with gr.Blocks():
         shown.lay_out()
-    values = {"model.path": "org/tiny", "model.revision": "v3", "model.family": "sd15", "model.components": ""}
-    assert "Looking up org/tiny" in shown.painter._render_base_note(values) and not [
-        *shown.problems._find_base_problems(values)
-    ]
+    values = form.read_values(form.START) | {"model.path": "org/tiny", "model.revision": "v3"}
+    assert "Looking it up on Hugging Face" in shown.base.state.render(values)
+    assert shown.problems.find_base(values) == []
     descriptions = base_models.Descriptions()
     assert [descriptions.get("org/tiny", "", "sd15") for _ in range(5)] == [None] * 5
     assert descriptions.get("org/tiny", "v2", "sd15") is None

@@ -146,7 +146,7 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
         parts = {key: part.elem_id for key, part in page.layout.parts["simple"].items() if key not in painting.LISTED}
         assert {key for key, id in parts.items() if id in painted} == changed & set(parts)
         assert "new-name" not in painted and "new-preset" not in parts
-        assert {part.elem_id for part in page.handlers.choose_demo("flux", False)} >= {
+        assert {part.elem_id for part in page.base.choose("demo", "flux", False)} >= {
             "new-model-family",
             "new-model-path",
         }

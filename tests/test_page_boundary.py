@@ -105,7 +105,7 @@ def test_what_is_typed_on_a_full_disk_is_kept_and_written_when_there_is_room(
     (tick,) = [
         fn
         for fn in functions(pages)
-        if "tick" in str(fn.targets) and "new-summary" in str([o.elem_id for o in fn.outputs])
+        if "tick" in str(fn.targets) and "new-seen" in [part.elem_id for part in fn.inputs]
     ]
 
     def call(fn: Any, *data: Any) -> dict[str, Any]:

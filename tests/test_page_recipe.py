@@ -91,7 +91,7 @@ def test_without_a_goal_and_on_a_demo_base_nothing_is_proposed(page: new.Page, t
     folder = add_images(tmp_path / "set", 20)
     page.handlers.add_folder(str(folder), False)
     assert "train" not in settings_of(page)
-    page.handlers.choose_demo("sd15", False)
+    page.base.choose("demo", "sd15", False)
     choose(page, "character")
     assert "train" not in settings_of(page), "a demo's preset has all values"
 

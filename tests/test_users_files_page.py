@@ -70,10 +70,11 @@ WRITING: dict[str, Cases] = {
                             for name in ("", "photos", "../../data/project", "{work}/project")],
     "new.use_folder": [],
     "new.remove_folder": [],
+    "new.press": [],
+    "new.save_token": [{"new-base-token": "{work}/project"}],
     "new.bring_back": [],
     "new.change": [],
     "new.choose_preset": [],
-    "new.choose_demo": [],
     "new.import_settings": [],
     "new.load": [{"Start from an existing config": place}
                   for place in ("{work}/project", "{work}/received/config.toml")],
@@ -225,10 +226,11 @@ def presses(fn: Any) -> Iterator[dict[str, str]]:
         return
     source = "".join(path.read_text(encoding="utf-8") for path in Path(app.__file__).parent.rglob("*.py"))
     buttons = set(re.findall(r'"(\w+)"', "".join(re.findall(r"\bdo (?:==|in) .*", source))))
+    buttons |= {"choose", "adopt", "download", "cancel", "again"}  # of New training's base model, a table of functions
     assert {"stop", "kill", "delete", "repair", "rerun", "remove", "pick"} <= buttons
     for do in sorted(buttons):
         for id, name in {"1": "a.png", "2": "../README.md", "{work}/project": "", "{work}/received": "x"}.items():
-            yield {"do": do, "id": id, "name": name, "to": "1", "step": "0"}
+            yield {"do": do, "id": id, "name": name, "to": "1", "step": "0", "base": id, "family": name}
 
 
 def without_removed(before: dict[str, Any], place: Path) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class Descriptions:
                 threading.Thread(target=self._ask, args=(key, question), daemon=True, name="base").start()
             return question.answer
 
+    def forget(self) -> None:
+        """Ask everything again: an account has logged in, or somebody wants to know how it is now."""
+        with self._lock:
+            self._questions.clear()
+
     def _ask(self, key: tuple[str, str, str], question: _Question) -> None:
         try:
             question.answer = sources.describe(*key)

@@ -331,6 +331,28 @@ def usable_mib(gb: int) -> int:
 
 
 @cache
+def find_least_cards(family: str) -> tuple[int, int]:
+    """Find the smallest cards that train a family at its own resolution, without and with offloading to RAM.
+
+    Returns:
+        GB of both, of `CARDS`; 0 where none is large enough, and for a family that was not estimated.
+    """
+    sizes = read_sizes().get(family)
+    if sizes is None:
+        return 0, 0
+    least = []
+    for shares in (("0",), tuple(sizes.weights)):
+        choices = [choice for choice in _choices(sizes) if choice.side == sizes.sides[0] and choice.share in shares]
+        needed = min((_peak(sizes, choice, _least_text(sizes)) for choice in choices), default=0)
+        least.append(next((gb for gb in CARDS if 0 < needed <= usable_mib(gb)), 0))
+    return least[0], least[1]
+
+
+def _least_text(sizes: Sizes) -> str:
+    return min(sizes.text, key=lambda storage: sizes.text[storage])
+
+
+@cache
 def fit_card(family: str, gb: int) -> Fit:
     """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
 

@@ -162,6 +162,7 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
 
     # A single file tells what it is, and its missing parts can be named; another architecture is contradicted.
     base = write_header(site.root / "xl.safetensors", SDXL)
+    page.locator("#new-base-by-hand").get_by_role("button").first.click()
     expect(page.locator("#new-model-components")).to_have_count(0)
     page.locator("#new-model-path input").fill(str(base))
     page.locator("#new-model-path input").press("Enter")

@@ -170,6 +170,29 @@ def describe(path: str, revision: str = "", family: str = "") -> BaseDescription
     return _with_disk(dataclasses.replace(description, notes=(*notes, *description.notes)))
 
 
+def count_files(path: str, family: str) -> tuple[int, int] | None:
+    """Count a base's files by what this machine knows of it; no host is asked.
+
+    Args:
+        path: `model.path` of a repository on a hub.
+        family: its architecture.
+
+    Returns:
+        Bytes of the files that training needs, and of those that are not here; None if its host was never asked and
+        the cache has no complete copy.
+    """
+    host = hosts.of(parse(path))
+    if (answer := remembered.read(_memory(host))) is not None:
+        chosen = selection.select(answer.files, get(family), path)
+        files = (*chosen.small, *chosen.weights)
+        missing = sum(file.size for file in files if host.find(answer.revision, file) is None)
+        return sum(file.size for file in files), missing
+    if isinstance(host, hosts.HuggingFace) and (commit := host.find_commit()):
+        if cached := _select_cached(host.folder(commit), family, path):
+            return sum(file.size for file in (*cached.small, *cached.weights)), 0
+    return None
+
+
 def _lines(error: UserError) -> tuple[str, ...]:
     return tuple(getattr(error, "problems", [str(error)]))
 
@@ -455,6 +478,8 @@ def _select_cached(folder: Path, family: str, name: str) -> selection.Selection 
         if path.is_file()
     ]
     chosen = selection.select(files, get(family), name)
+    if selection.lacks_shards(chosen):
+        return None
     weighed = {file.path.rpartition("/")[0] for file in chosen.weights}
     needed = {"vae", get(family).denoiser_name, *(part for part in get(family).text_parts if part.startswith("text_"))}
     return chosen if needed <= weighed else None

@@ -93,6 +93,15 @@ def _select_weights(names: dict[str, RemoteFile]) -> tuple[list[str], str]:
     return [], ""
 
 
+def lacks_shards(chosen: Selection) -> bool:
+    """Return True if weights are split into more files than were selected, as their names state the number."""
+    folders: dict[str, list[str]] = {}
+    for file in chosen.weights:
+        folders.setdefault(_folder(file), []).append(file.path)
+    stated = {folder: re.search(r"-of-(\d+)", paths[0]) for folder, paths in folders.items()}
+    return any(number and int(number[1]) > len(folders[folder]) for folder, number in stated.items())
+
+
 def single_files(files: Sequence[RemoteFile]) -> list[str]:
     """Return the paths of the safetensors files at the top of a repository, which may be single-file models."""
     return [file.path for file in files if _folder(file) == "" and file.path.endswith(".safetensors")]

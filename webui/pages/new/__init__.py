@@ -2,11 +2,13 @@
 
 `layout` makes the components, and `events` binds them to `handlers`, which change the draft. `painting` turns the draft
 into values for the components, with the help of `problems`, `summary` and `styles`. `draft_reader` looks at the files
-that the draft names. `recipe` proposes values. `questions` lists what the simple view asks.
+that the draft names. `recipe` proposes values. `questions` lists what the simple view asks. `base_section` is the part
+of the base model, which `base_state` and `base_rendering` render.
 """
 
 from ...context import Ui
 from ...draft import Draft
+from .base_section import BaseHandlers
 from .draft_reader import DraftReader
 from .events import Events
 from .handlers import Handlers
@@ -33,7 +35,8 @@ class Page:
         self.layout = Layout(self.ui, self.reader)
         self.painter = Painter(self.layout, self.problems, self.summary, self.styles, self.recipe)
         self.handlers = Handlers(self.painter)
-        Events(self.layout, self.handlers).bind()
+        self.base = BaseHandlers(self.layout.base, self.handlers)
+        Events(self.layout, self.handlers, self.base).bind()
 
 
 def build(ui: Ui) -> None:

@@ -8,6 +8,7 @@ import gradio as gr
 from gradio.blocks import Block
 
 from ... import base_models, live_panel
+from .base_section import BaseHandlers
 from .handlers import Handlers
 from .layout import Layout
 from .questions import GOALS, PROPOSED, PROPOSING
@@ -41,8 +42,8 @@ class Events:
     `views` what each view shows.
     """
 
-    def __init__(self, layout: Layout, handlers: Handlers):
-        self.layout, self.handlers = layout, handlers
+    def __init__(self, layout: Layout, handlers: Handlers, base: BaseHandlers):
+        self.layout, self.handlers, self.base = layout, handlers, base
         self.side: list[Any] = [
             layout.state,
             layout.summary,
@@ -54,7 +55,7 @@ class Events:
         ]
         self.window: dict[str, Block] = {"everything": layout.everything}
         self.views: dict[str, list[Any]] = {
-            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card, layout.base_note],
+            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card],
             "all": list(layout.parts["all"].values()),
             "toml": [layout.code],
         }
@@ -106,17 +107,10 @@ class Events:
                 js=CHOOSING,
                 **QUEUED,
             ).then(None, js=CHOSEN)
-        for name, button in layout.demos.items():
-            button.click(
-                functools.partial(self.handlers.choose_demo, name),
-                inputs_kwargs=self.window,
-                outputs=outputs,
-                js=CHOOSING,
-                **QUEUED,
-            ).then(None, js=CHOSEN)
         layout.code.input(
             self.handlers.write_text, inputs_kwargs={"text": layout.code, **self.window}, outputs=self.side, **QUIET
         )
+        self.base.bind(self.side, self.views["simple"], self.window, QUEUED)
 
     def _bind_views(self) -> None:
         layout, handlers = self.layout, self.handlers

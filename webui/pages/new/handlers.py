@@ -33,9 +33,9 @@ class Handlers:
             if key == "model.family":
                 self._drop_old_base(before, after)
             elif key == "model.path":
-                self._recognize_base()
+                self.recognize_base()
 
-        done = self._change_draft(put)
+        done = self.change_draft(put)
         painted = self.painter.paint_side(everything)
         if repaint:
             return painted | self.painter.paint(view, done, but="" if address else key)
@@ -49,7 +49,7 @@ class Handlers:
             self.draft.put("model.path", "")
             self._set_preset(base_models.list_demo_presets(), "")
 
-    def _recognize_base(self) -> None:
+    def recognize_base(self) -> None:
         """Set the architecture that the base model's files show, and the preset of a demo base."""
         values = form.read_values(self.draft.text(), self.draft.home)
         path, family = str(values["model.path"] or ""), str(values["model.family"])
@@ -61,17 +61,6 @@ class Handlers:
         demo = f"demo_{family}" if path == "demo" else ""
         self._set_preset(base_models.list_demo_presets(), demo if demo in base_models.list_demo_presets() else "")
 
-    def choose_demo(self, family: str, everything: bool) -> dict[Any, Any]:
-        """Handle the button of a demo base: choose it and its architecture."""
-
-        def choose() -> None:
-            self.draft.put("model.family", family)
-            self.draft.put("model.path", "demo")
-            self._recognize_base()
-
-        done = self._change_draft(choose)
-        return self.painter.paint_side(everything) | self.painter.paint("simple", done)
-
     def choose_preset(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
         """Handle a chosen goal or GPU size: replace the preset of this kind in the draft."""
 
@@ -80,7 +69,7 @@ class Handlers:
             if name in GOALS and not self._has_card():
                 self._set_preset(tuple(base_models.list_vram_presets()), self.recipe.choose_card())
 
-        done = self._change_draft(choose)
+        done = self.change_draft(choose)
         return self.painter.paint_side(everything) | self.painter.paint("simple", done)
 
     def _has_card(self) -> bool:
@@ -188,7 +177,7 @@ class Handlers:
             self.draft.change(lambda text: form.unset(text, key, self.draft.home))
 
         if key in form.settings():
-            self._change_draft(unset)
+            self.change_draft(unset)
         return self.painter.repaint("", everything)
 
     def bring_back(self, everything: bool) -> dict[Any, Any]:
@@ -242,7 +231,7 @@ class Handlers:
             gr.Warning(sanitize.escape(self.ui.translate(str(error))))
         return {}
 
-    def _change_draft(self, action: Callable[[], None]) -> tuple[str, str]:
+    def change_draft(self, action: Callable[[], None]) -> tuple[str, str]:
         """Run an action with the draft locked. Returns the text before and after it."""
         with self.draft.lock():
             return self._change_images(action)

@@ -1,5 +1,6 @@
 """The components of the page: three views of one draft, and beside them summary, Start button and files."""
 
+import functools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from lora_fp8.config import recipes
 from ... import base_models, form, live_panel, sanitize, translations
 from ...context import Ui
 from ...images import make_panel
+from .base_section import BaseParts
 from .draft_reader import DraftReader
 from .questions import CLIPS, GOALS, make_id
 from .styles import STYLE
@@ -77,19 +79,7 @@ class Layout:
                 lay_out()
 
     def _lay_out_base(self) -> None:
-        say = self.ui.say
-        with gr.Row(equal_height=True):
-            self.demos = {
-                name: gr.Button(
-                    say("new.base.demo", title=self.reader.families[name]), size="sm", elem_id=f"new-demo-{name}"
-                )
-                for name in base_models.list_demo_families()
-            }
-        gr.Markdown(say("new.base.demo_help"), elem_classes="note")
-        self._add_field("simple", "model.family")
-        self._add_field("simple", "model.path")
-        self._add_field("simple", "model.components")
-        self.base_note = gr.HTML(elem_classes="note")
+        self.base = BaseParts(self.ui, functools.partial(self._add_field, "simple"))
 
     def _lay_out_images(self) -> None:
         say = self.ui.say

@@ -7,10 +7,9 @@ from typing import Any
 
 import gradio as gr
 
-from lora_fp8 import config, families
+from lora_fp8 import config
 from lora_fp8.config import recipes
 from lora_fp8.errors import UserError
-from lora_fp8.families import sources
 from lora_fp8.families.sources import known_bases
 
 from ... import base_models, form, sanitize, translations
@@ -70,7 +69,6 @@ class Painter:
             named = values["preset"] if isinstance(values["preset"], list) else []
             painted[self.layout.goal] = self._offer_goals(str(values["model.family"]), named)
             painted[self.layout.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
-            painted[self.layout.base_note] = self._render_base_note(values)
         return painted
 
     def _offer_goals(self, family: str, named: list[Any]) -> Any:
@@ -194,34 +192,10 @@ class Painter:
             f"{escape(say('new.changes.undo'))}</button>"
         )
 
-    def _render_base_note(self, values: dict[str, Any]) -> str:
-        say, path, family = self.ui.say, str(values["model.path"] or ""), str(values["model.family"])
-        title = self.reader.families.get(family, family)
-        if not path:
-            return ""
-        if path == "demo" and family in base_models.list_demo_families():
-            return sanitize.escape(say("new.base.demo_is", title=title))
-        size = families.get(family).native_resolution if family in self.reader.families else None
-        lines, described = [], self.reader.describe_base(values)
-        if known := described.family if described else self.reader.inspect_base(path).family:
-            lines.append(say("new.base.is", title=self.reader.families[known]))
-        if base_models.is_remote(path):
-            lines.append(self._note_base(described) if described else say("new.base.looking", path=path))
-        if size:
-            lines.append(say("new.base.size", pixels=size))
-        return sanitize.escape(" ".join(lines))
-
     def _label_base(self, name: str) -> str:
         """Return what the list of bases says of a known one: its id, and what it is good for."""
         known = known_bases.get(name)
         return f"{name} · {self.ui.translate(known.purpose)}" if known else name
-
-    def _note_base(self, described: sources.BaseDescription) -> str:
-        """Say what a person should know of a base on a hub: what is to be downloaded, licence and gate."""
-        lines = [*described.lines, *(described.problems if described.unanswered else ())]
-        if not lines and not described.problems:
-            return self.ui.say("new.base.complete")
-        return " · ".join(map(self.ui.translate, lines))
 
     def list_presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
         """List presets as (label, name): the bundled ones, those of the user, and others that are `named`."""

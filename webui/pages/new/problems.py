@@ -65,6 +65,16 @@ class Problems:
                 problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return problems
 
+    def find_base(self, values: dict[str, Any]) -> list[tuple[str, str]]:
+        """Return (setting, message) for everything that is wrong with the draft's base model."""
+        for key, path in base_models.list_paths(values):
+            if key in ("model.path", "model.components"):
+                try:
+                    self._check_path(key, path)
+                except UserError as error:
+                    return [(key, self.ui.translate(str(error)))]
+        return list(self._find_base_problems(values))
+
     def _find_base_problems(self, values: dict[str, Any]) -> Iterable[tuple[str, str]]:
         """Yield (setting, message) for base models that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])
