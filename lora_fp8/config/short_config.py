@@ -160,17 +160,32 @@ def _pair_controls(wishes: Wishes, prompts: list[str]) -> tuple[list[str], list[
     return [caption for caption, _ in pairs], [str(control) for _, control in pairs]
 
 
+def _describe_files(pictures: Pictures) -> Message:
+    """Return the number of images and videos, with the kind of their captions."""
+    kinds = {"tags": Message("captions of tags"), "sentences": Message("captions of sentences")}
+    unknown = Message("captions of one phrase") if pictures.captions else Message("no captions")
+    captions = kinds.get(pictures.style, unknown)
+    if pictures.videos:
+        return Message(
+            "{images} images and {videos} videos ({captions}), {missing} without a caption",
+            images=pictures.images,
+            videos=pictures.videos,
+            captions=captions,
+            missing=pictures.uncaptioned,
+        )
+    return Message(
+        "{count} images ({captions}), {missing} without a caption",
+        count=pictures.images,
+        captions=captions,
+        missing=pictures.uncaptioned,
+    )
+
+
 def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
     """Yield the plan in a few lines: images, length, memory, and what does not fit."""
     title = families.get(wishes.family).title
     if pictures.files:
-        style = {"tags": Message("captions of tags"), "sentences": Message("captions of sentences")}
-        yield Message(
-            "{count} images ({captions}), {missing} without a caption",
-            count=pictures.files,
-            captions=style.get(pictures.style, Message("no captions of several parts")),
-            missing=pictures.uncaptioned,
-        )
+        yield _describe_files(pictures)
     values: dict[str, Any] = {value.key: value for value in list_values(wishes, pictures)}
     yield Message("{steps} steps: {why}", steps=values["train.steps"].value, why=values["train.steps"].why)
     if "validation.pictures" in values:
