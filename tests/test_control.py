@@ -432,7 +432,7 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     shown, problems = control_files.preview_controls(section, Dataset(), it.family.controls)
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, Dataset())
-    drawn, away = placement.make_preview_prompts(SimpleNamespace(preview=section, dataset=Dataset()), cache)
+    drawn, away = placement.make_preview_prompts(section, cache)
     cache.fill([], [*drawn, *away])
     conds = [cache.cond(text) | preview_pictures(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)]
     pipeline = it.family.pipeline(it.denoiser)

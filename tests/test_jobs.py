@@ -647,7 +647,14 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
 
 @pytest.mark.parametrize(
     ("given", "wrong"),
-    [(["0,1", "1"], "two groups"), (["0,0"], "twice"), (["gpu"], "no group"), (["-1"], "no group"), ([""], "no group")],
+    [
+        (["0,1", "1"], "two groups"),
+        (["0,0"], "twice"),
+        (["gpu"], "no group"),
+        (["-1"], "no group"),
+        ([""], "no group"),
+        (["beside"], "no group"),
+    ],
 )
 def test_groups_that_cannot_be(given: list[str], wrong: str) -> None:
     with pytest.raises(UserError, match=wrong):
@@ -725,6 +732,37 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         said = Sentence(**json.loads(queue.store.row(found["two"].id).sentence))
         assert said.text == "its processes have gone without a word; attempt 2 of 3 follows"
         assert queue.job(found["two"].id).attempts == 2
+    finally:
+        finish(queue)
+        one._lock.close()
+
+
+def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
+    queue: Queue, add: Callable[..., int], started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(worker.system, "count_cpus", lambda: 8)
+    beside = jobs.Scheduling(gpus=jobs.BESIDE, max_attempts=1)
+    training, waiting = add("training"), add("waiting")
+    with pytest.raises(UserError, match="for commands"):
+        add("no", gpus=jobs.BESIDE)
+    drawings = [queue.submit_command("draw", ["--out", name], scheduling=beside) for name in "ab"]
+    in_turn = queue.submit_command("draw", ["--out", "c"], scheduling=jobs.Scheduling(priority=1, max_attempts=1))
+    one = jobs.Worker(queue.home, ["0"], report=lambda line: None)
+    one.take_lock()
+    try:
+        one.tick()
+        one.tick()
+        assigned = {job.id: job.assigned for job in queue.view()}
+        # One of each: the next drawing waits for the first, and the command in turn goes before the trainings.
+        assert assigned == {in_turn: "0", drawings[0]: "beside", drawings[1]: "", training: "", waiting: ""}
+        assert queue.job(drawings[1]).sentence.key == "queued"
+        (pid,) = procs.find_members(queue.store.row(drawings[0]).token)
+        environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+        assert {f"CUDA_VISIBLE_DEVICES={worker.system.NO_GPUS}", "OMP_NUM_THREADS=4"} <= set(environment)
+        finish(queue)
+        one.tick()
+        assert {id for id in (training, drawings[1]) if queue.job(id).assigned} == {training, drawings[1]}
     finally:
         finish(queue)
         one._lock.close()

@@ -20,7 +20,7 @@ import typer
 
 from ..common.messages import LANGUAGE, MESSAGE, without_home, write_message
 from ..errors import Message, UserError, reason
-from . import base_models, dataset, images, jobs, lora_files, new, programs, training
+from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, training
 from .events import escape
 from .help import Program, explain
 from .options import print_lines
@@ -116,7 +116,7 @@ def guarded(action: Callable[[], Any]) -> None:
         raise
 
 
-for group in (new, training, base_models, lora_files, images, programs, jobs):
+for group in (new, training, base_models, lora_files, drawing, images, programs, jobs):
     group.add_to(app)
 app.add_typer(dataset.dataset_app, name="dataset")
 

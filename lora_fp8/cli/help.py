@@ -23,7 +23,7 @@ GROUPS = {
     Message("Train"): ("new", "recipes", "check", "estimate", "train", "resume", "export", "demo"),
     Message("Queue"): ("submit", "jobs", "stop", "worker"),
     Message("Images and captions"): ("dataset", "caption", "cache"),
-    Message("LoRA files"): ("verify", "inspect", "convert", "resize", "merge", "extract", "average", "kit"),
+    Message("LoRA files"): ("verify", "inspect", "convert", "resize", "merge", "extract", "average", "kit", "draw"),
     Message("Base model and precision"): ("download", "plan", "precision"),
     Message("This machine, page and other programs"): ("doctor", "ui", "mcp", "import-config"),
 }

@@ -32,10 +32,11 @@ from ..errors import Message, UserError
 from ..run import Run, ownership
 from . import job_state, procs, run_events
 from .job_view import ENDED, SENTENCES, JobView, Sentence
-from .store import Damaged, Row, Store, StoreError, find_home, now, parse_command
+from .store import BESIDE, Damaged, Row, Store, StoreError, find_home, now, parse_command
 from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, start_worker, was_worker_killed
 
 __all__ = [
+    "BESIDE",
     "COMMANDS",
     "Damaged",
     "ENDED",
@@ -57,7 +58,7 @@ __all__ = [
     "was_worker_killed",
 ]
 
-COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "average")
+COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "average", "draw")
 """Subcommands of `lora-fp8` that may be queued: they compute something and then exit."""
 
 
@@ -82,7 +83,8 @@ class Scheduling:
 
     Attributes:
         priority: higher starts earlier.
-        gpus: GPU group of the worker to wait for, such as "0,1"; "" takes any.
+        gpus: GPU group of the worker to wait for, such as "0,1"; "" takes any. A command may have BESIDE: it runs on
+            the CPU at once, one at a time, beside the jobs on the groups.
         max_attempts: how often the job is started if it crashes; 1 never restarts it.
     """
 
@@ -197,6 +199,10 @@ class Queue:
         here = Path(os.path.abspath(source.folder or Path()))
         job = config.loads(text, list(overrides), where=source.name, folder=source.presets or here)
         job = make_paths_absolute(job, here)
+        if scheduling.gpus == BESIDE:
+            raise UserError(
+                Message("{text} is for commands; a training needs a group of GPUs, or cpu", text=repr(BESIDE))
+            )
         if scheduling.max_attempts < 1:
             raise UserError(
                 Message("max_attempts: must be at least {limit}, got {given}", limit="1", given=scheduling.max_attempts)
@@ -574,5 +580,6 @@ def _make_columns(scheduling: Scheduling) -> dict[str, Any]:
     Raises:
         UserError: the GPU group is malformed.
     """
-    values = asdict(scheduling) | {"gpus": normalize_group(scheduling.gpus) if scheduling.gpus else ""}
+    gpus = scheduling.gpus if scheduling.gpus in ("", BESIDE) else normalize_group(scheduling.gpus)
+    values = asdict(scheduling) | {"gpus": gpus}
     return values | {"created": now()}

@@ -19,7 +19,7 @@ from ..run import Run, Unreadable
 from .job_endings import check_done, describe_retry, find_ending, is_alive, will_retry
 from .job_view import JobView, Sentence, describe_damage
 from .run_events import Follower, Progress, find_saved_step, read_object, read_records
-from .store import Row, parse_command
+from .store import BESIDE, Row, parse_command
 
 
 def view(
@@ -215,7 +215,7 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
 def _describe_wait(row: Row, worker: Any) -> Sentence:
     if worker is None:
         return Sentence("no_worker")
-    if row.gpus and row.gpus not in worker.groups:
+    if row.gpus and row.gpus not in (BESIDE, *worker.groups):
         return Sentence("no_group", {"gpus": row.gpus, "groups": "; ".join(filter(None, worker.groups)) or "the CPU"})
     return Sentence.parse(row.sentence) if row.sentence else Sentence("queued")
 

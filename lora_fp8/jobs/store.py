@@ -131,6 +131,8 @@ class Row:
     exit_code: int | None
 
 
+BESIDE = "beside"
+"""In the column of GPUs: no group of them, but the CPU, for a command that runs beside the jobs on the groups."""
 CONFIG, RECORD = "config.toml", "job.json"
 """Files in a job's folder: its settings as submitted, and the other options."""
 RECORD_COLUMNS: tuple[str, ...]

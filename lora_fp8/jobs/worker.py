@@ -38,7 +38,7 @@ from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write, 
 from ..run import Run, ownership
 from ..settings import Section
 from . import job_endings, job_view, procs, run_events
-from .store import CONFIG, Row, Store, StoreError, now, parse_command
+from .store import BESIDE, CONFIG, Row, Store, StoreError, now, parse_command
 
 TICK_SECONDS = 0.25
 PROGRAM = ("-m", "lora_fp8")
@@ -318,7 +318,8 @@ class Worker:
                 taken.add(row.assigned)
         # Jobs that ended just now may be in the queue again.
         for row in self.store.rows("phase = 'queued'"):
-            free = [group for group in self.groups if group not in taken and row.gpus in ("", group)]
+            wanted = (BESIDE,) if row.gpus == BESIDE else self.groups
+            free = [group for group in wanted if group not in taken and row.gpus in ("", group)]
             if free and self._try(row, partial(self._launch, row, free[0]), if_damaged=False):
                 taken.add(free[0])
         return bool(rows)
@@ -439,7 +440,9 @@ class Worker:
             "PYTHONSAFEPATH": "1",  # a torch.py in the working folder is not imported
             "TQDM_MININTERVAL": "2",  # seconds between updates of progress bars in the log
             "CUDA_DEVICE_ORDER": environment.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),  # the order that nvidia-smi uses
-            "CUDA_VISIBLE_DEVICES": system.NO_GPUS if group == "cpu" else group,
+            "CUDA_VISIBLE_DEVICES": system.NO_GPUS if group in ("cpu", BESIDE) else group,
+            # What runs beside trainings leaves them half of the cores.
+            **({"OMP_NUM_THREADS": str(max(1, system.count_cpus() // 2))} if group == BESIDE else {}),
         }
 
     def _open_log(self, path: Path) -> Any:

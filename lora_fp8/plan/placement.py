@@ -10,7 +10,7 @@ from ..data.examples import Example, ScanReport
 from ..data.prompts import Prompt, whole
 from ..errors import Message, UserError
 from ..families.base import ModelFamily
-from ..settings import Job
+from ..settings import Job, Preview
 from .resolve import get_resolution
 
 Buckets = dict[bucketing.Bucket, list[bucketing.Placed]]
@@ -101,10 +101,10 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
     return trained, list(measured.values())
 
 
-def make_preview_prompts(job: Job, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
+def make_preview_prompts(preview: Preview, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
     """Return the prompts of the previews, and the negative prompt of each, with their control images."""
-    prompts, negative = job.preview.prompts, store.family.negative_text(job.preview.negative)
-    controls = control_files.preview_controls(job.preview, job.dataset, store.family.controls)[0]
+    prompts, negative = preview.prompts, store.family.negative_text(preview.negative)
+    controls = control_files.preview_controls(preview, store.section, store.family.controls)[0]
     control_sets = [whole(control_set) for control_set in controls] or [()] * len(prompts)
     encoded_prompts = [
         store.prompt(prompt, control_set) for prompt, control_set in zip(prompts, control_sets, strict=True)

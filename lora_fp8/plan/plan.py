@@ -65,7 +65,7 @@ class Plan:
     @cached_property
     def preview_prompts(self) -> tuple[list[str | Prompt], list[str | Prompt]]:
         """The prompts of the previews, and the negative prompt of each."""
-        return make_preview_prompts(self.job, self.cache)
+        return make_preview_prompts(self.job.preview, self.cache)
 
     @cached_property
     def texts(self) -> list[str | Prompt]:

@@ -79,7 +79,7 @@ def cache(session: Session) -> Data:
     run.log_event("stage", stage="cache")
     # Every process encodes its share. Entries are complete or absent, so encoding one twice is harmless.
     preview, version = read_preview_section(session)
-    texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(session, preview)]))
+    texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(preview, store)]))
     report = store.fill(processes.share(placed.placed), processes.share(texts), log=_make_progress_log(run))
     reports = processes.gather(report)
     counts = ("encoded", "reused", "bytes")
@@ -116,7 +116,7 @@ def cache(session: Session) -> Data:
         held_out=held_out,
         preview=preview,
         preview_version=version,
-        previews=read_preview_prompts(session, preview),
+        previews=read_preview_prompts(preview, store),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
@@ -143,24 +143,17 @@ def read_preview_section(
     return session.processes.gather((preview, version))[0]
 
 
-def list_texts(session: Session, preview: settings.Preview) -> list[str | Prompt]:
-    """Return the prompts and negative prompts of a `[preview]` table, each once."""
-    plan = session.plan
-    prompts, negatives = make_preview_prompts(plan.job.model_copy(update={"preview": preview}), plan.cache)
+def list_texts(preview: settings.Preview, store: Cache) -> list[str | Prompt]:
+    """Return the prompts and negative prompts of previews, each once."""
+    prompts, negatives = make_preview_prompts(preview, store)
     return list(dict.fromkeys([*prompts, *negatives]))
 
 
-def read_preview_prompts(session: Session, preview: settings.Preview) -> PreviewPrompts:
-    """Read the conditioning of previews from the cache: prompts with control images, and negative prompts.
-
-    Args:
-        session: of the run.
-        preview: the `[preview]` table, whose texts are in the cache.
-    """
-    plan = session.plan
-    family, store, dataset = plan.family, plan.cache, plan.job.dataset
+def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewPrompts:
+    """Read the conditioning of previews from the cache: prompts with control images, and negative prompts."""
+    dataset, family = store.section, store.family
     controls = control_files.preview_controls(preview, dataset, family.controls)[0]
-    prompts, negative_prompts = make_preview_prompts(plan.job.model_copy(update={"preview": preview}), store)
+    prompts, negative_prompts = make_preview_prompts(preview, store)
     control_sets = [preview_pictures(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     negatives = [store.cond(prompt) for prompt in negative_prompts]
     if not preview.negative:

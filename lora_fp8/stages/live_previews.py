@@ -75,7 +75,8 @@ class LivePreviews:
                 # An editing model is shown the control images of the first previews.
                 controls = self.data.preview.controls[: len(prompts)]
                 preview = self.data.preview.model_copy(update={"controls": controls})
-                tables.append(apply_preview_changes(session.job.model_copy(update={"preview": preview}), changes))
+                job = session.job.model_copy(update={"preview": preview})
+                tables.append(apply_preview_changes(job, changes))
             except UserError as error:
                 session.warn(Message("a request for an image was dropped: {line}", line=error))
         return tables
@@ -94,13 +95,13 @@ class LivePreviews:
             session.warn(Message("the new prompts could not be encoded: {line}", line=problem))
             return None
         with session.together():
-            return read_preview_prompts(session, preview)
+            return read_preview_prompts(preview, session.plan.cache)
 
     def _fill_cache(self, preview: settings.Preview) -> None:
         """Encode prompts that are not in the cache, with text encoders loaded beside the training model."""
         session = self.session
         family, store = session.family, session.plan.cache
-        texts = list_texts(session, preview)
+        texts = list_texts(preview, store)
         if not store.missing([], texts):
             return
         device = _choose_device(family)

@@ -1,0 +1,172 @@
+"""What `lora-fp8 draw` draws with: the LoRAs of run folders and files, and the base model beside which they act."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .. import config, families
+from ..adapters import kinds
+from ..errors import Message, RunFailure, UserError, UserErrors
+from ..families.base import ModelFamily
+from ..lora_files import export, layer_names, layouts, safetensors_file
+from ..run import Run
+from ..settings import Job
+from ..training import checkpoint
+from ..verify.file_checks import read_family_name
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA to draw with.
+
+    Attributes:
+        name: its label: "step 500", or the file's name.
+        place: run folder or file.
+        step: of a run's checkpoint; None for a file.
+        adapter: its tensors and scaling, in internal naming.
+        moved: lines that `quantize.sensitivity` added in the run.
+    """
+
+    name: str
+    place: Path
+    step: int | None
+    adapter: export.Adapter
+    moved: tuple[str, ...] = ()
+
+
+def find_run(source: Path) -> Path | None:
+    """Return the run folder of a source, which is the folder itself or has the file in its export/; else None."""
+    if source.is_dir():
+        return source
+    for folder in source.absolute().parents[:3]:
+        if folder.name == "export" and (folder.parent / "config.toml").is_file():
+            return folder.parent
+    return None
+
+
+def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequence[str]) -> Job:
+    """Load the settings of the base model and of the previews.
+
+    Args:
+        sources: run folders and LoRA files. The first one's run has the settings, unless `model` is given. Of its
+            preview prompts the first is taken.
+        model: base model, as `model.path`; "" takes the run's.
+        family: architecture of `model`; "" takes it from the first file.
+        overrides: as for `--set`.
+
+    Raises:
+        UserError: there is neither a run nor a model, or the settings are wrong.
+    """
+    run = next((folder for source in sources if (folder := find_run(source))), None)
+    if run is not None and not model:
+        if family:
+            raise UserError(Message("--family is of a base model; name that with --model"))
+        job = config.load(Run.open(run).config_file, [])
+        first = {name: getattr(job.preview, name)[:1] for name in ("prompts", "controls")}
+        job = job.model_copy(update={"preview": job.preview.model_copy(update=first)})
+        return config.loads(config.dumps(job), list(overrides), where="--set")
+    if not model:
+        raise UserError(Message("no base model is known: name it with --model, or give a run folder"))
+    if not family:
+        files = [source for source in sources if source.is_file()]
+        named = [read_family_name(safetensors_file.read_header(file).metadata) for file in files]
+        family = next(filter(None, named), "")
+    if not family:
+        accepted = " | ".join(families.available())
+        raise UserError(Message("the architecture is not known; name it with --family ({names})", names=accepted))
+    needs_controls = family in families.available() and families.get(family).controls[0]
+    control = "\ncontrol = '.'" if needs_controls else ""
+    text = f"name = 'drawing'\n[model]\n[[dataset.folders]]\npath = '.'{control}\n"
+    base = [config.toml_line("model.family", family), config.toml_line("model.path", model)]
+    return config.loads(text, [*base, *overrides], where="--set")
+
+
+def load_loras(sources: Sequence[Path], steps: Sequence[int], family: ModelFamily) -> list[Lora]:
+    """Load the LoRAs of all sources, and check that the base model has their layers.
+
+    Args:
+        sources: run folders and LoRA files.
+        steps: checkpoints of each run folder; 0 is the newest.
+        family: the base model.
+
+    Raises:
+        UserErrors: with everything that is wrong with any of them.
+    """
+    loras: list[Lora] = []
+    problems: list[str] = []
+    for source in sources:
+        for step in steps if source.is_dir() else [None]:
+            try:
+                lora = _read_file(source, family) if step is None else _read_checkpoint(source, step, family)
+                _check_layers(lora, family)
+                loras.append(lora)
+            except (UserError, RunFailure) as error:
+                problems += getattr(error, "problems", [str(error)])
+    if problems:
+        raise UserErrors(problems)
+    several = len({lora.place for lora in loras}) > 1
+    return [replace(lora, name=f"{lora.place.name}, {lora.name}") if several and lora.step else lora for lora in loras]
+
+
+def _read_file(path: Path, family: ModelFamily) -> Lora:
+    if not path.is_file():
+        raise UserError(Message("{path}: no such file", path=path))
+    tensors, _ = export.read_adapter(path)
+    try:
+        state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
+    except UserError as error:
+        raise UserError(Message("{path}: {line}", path=path, line=error)) from None
+    return Lora(path.stem, path, None, export.Adapter(state, scaling))
+
+
+def _read_checkpoint(folder: Path, step: int, family: ModelFamily) -> Lora:
+    """Read a run's LoRA of a step: its checkpoint, or the LoRA file of that step if the checkpoint is gone."""
+    run = Run.open(folder)
+    own = config.load(run.config_file, [])
+    if own.model.family != family.name:
+        raise UserError(
+            Message(
+                "{path}: is a run of {family}, and the base model is of {other}",
+                path=folder,
+                family=own.model.family,
+                other=family.name,
+            )
+        )
+    bundle = run.checkpoints / f"step-{step:06d}"
+    files = sorted((run.export / bundle.name).glob("*.safetensors"))
+    if step and not bundle.is_dir() and files:
+        return replace(_read_file(files[0], family), name=f"step {step}", place=folder, step=step)
+    saved = checkpoint.read(bundle) if step else checkpoint.latest(run.checkpoints)[0]
+    if saved is None:
+        raise UserError(Message("{path}: there is no checkpoint to draw with yet", path=folder))
+    scaling = kinds.scalings(saved.adapter, own.adapter.alpha, own.adapter.rank)
+    moved = tuple(map(str, saved.state.get("moved") or ()))
+    return Lora(f"step {saved.step}", folder, saved.step, export.Adapter(saved.adapter, scaling), moved)
+
+
+def _check_layers(lora: Lora, family: ModelFamily) -> None:
+    """Check that the base model has the layers that a LoRA changes, in the same sizes.
+
+    Raises:
+        UserError: it has not.
+    """
+    shapes = family.layer_shapes(family.denoiser_config())
+    wrong = []
+    for layer, parts in kinds.grouped(lora.adapter.state).items():
+        if layer_names.text_encoder_of(layer, family):
+            continue
+        shape = shapes.get(layer)
+        if shape is None or (shape[0], math.prod(shape[1:])) != kinds.shape_of(parts):
+            wrong.append(layer)
+    if wrong:
+        raise UserError(
+            Message(
+                "{path}: {count} of its layers are missing in this base model or have another size, as {names}. "
+                "Choose the base model that it was trained on",
+                path=os.fspath(lora.place),
+                count=len(wrong),
+                names=", ".join(wrong[:3]),
+            )
+        )
