@@ -34,6 +34,8 @@ from .caption_files import write_all
 JOURNAL = ".lora_fp8_captions.jsonl"
 JOURNAL_BYTES = 64 * 2**20
 """Size from which the oldest edits are dropped, down to half of it."""
+END_BYTES = 32
+"""Bytes kept free for the line that ends an operation."""
 LARGEST = 2**30
 """Largest journal that is read, in bytes; this program writes none as large."""
 LARGEST_EDIT = 2**29
@@ -329,8 +331,9 @@ class Journal:
             OSError: the line cannot be written, and is not in the journal.
         """
         raw = _dump(line)
-        if self.open is None and self._size + len(raw) > JOURNAL_BYTES:
-            self._shorten(JOURNAL_BYTES - len(raw), keep)
+        room = JOURNAL_BYTES - len(raw) - END_BYTES
+        if self.open is None and self._size > room:
+            self._shorten(room, keep)
         self._began = self._append(raw)
         self._take(line)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.numbers import digits
 from ..errors import Message, UserError, UserErrors
 from . import caption_text
 
@@ -122,8 +121,8 @@ class ReplacePattern:
                 Message(
                     "the pattern {pattern}: makes a caption of {longest} characters; at most {most}",
                     pattern=repr(self.find),
-                    longest=digits(longest),
-                    most=digits(MAX_CAPTION),
+                    longest=f"{longest:,}",
+                    most=f"{MAX_CAPTION:,}",
                 )
             )
         return answer
