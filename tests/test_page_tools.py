@@ -1,6 +1,7 @@
 """The Tools page without a browser: what the engine is called with, and what its answer looks like."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lora_fp8.errors import UserError
+from lora_fp8.common.messages import add_translations, restore
+from lora_fp8.errors import Message, UserError
+from lora_fp8.verify.report import Report
 from webui import json_table
 from webui.context import Place, Ui
 from webui.pages import tools
@@ -84,8 +87,10 @@ def test_a_file_is_inspected_and_resized(ui: Ui) -> None:
 
 @pytest.mark.parametrize("ok", [True, False])
 def test_what_verify_found_is_told_and_what_it_asks(ui: Ui, monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
-    found = [{"name": "finite", "ok": ok, "detail": "no NaN, no infinity" if ok else "NaN or infinity in a"}]
-    monkeypatch.setattr(tools.engine, "run_command", lambda *_, **__: {"file": "a", "ok": ok, "checks": found})
+    report = Report("a")
+    report.add("finite", ok, Message("no NaN, no infinity") if ok else Message("NaN or infinity in {names}", names="a"))
+    answered = restore(json.loads(json.dumps(add_translations(report.to_json()))))  # as from the command
+    monkeypatch.setattr(tools.engine, "run_command", lambda *_, **__: answered)
     answer = tools._render_answer(chinese := Ui("zh-CN", ui.place), lambda: tools._run(chinese, "verify", **given(ui)))
     assert ("全部检查通过" in answer) == ok and ("属于其他底模" in answer) != ok
     assert ("没有 NaN" if ok else "含 NaN 或无穷大") in answer and "infinity" not in answer
