@@ -37,6 +37,10 @@ class Message(str):
     def __reduce__(self) -> Any:
         return partial(Message, **self.values), (self.template,)
 
+    def with_values(self, **values: Any) -> "Message":
+        """Return the same message with some of its values replaced."""
+        return Message(self.template, **self.values | values)
+
     def map(self, change: Callable[[str], str]) -> "Message":
         """Return the same message with its texts changed: values, and texts in messages among them."""
         changed = {name: value for name, value in self.values.items() if not isinstance(value, str)}

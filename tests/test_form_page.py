@@ -103,6 +103,18 @@ def test_the_empty_row_below_the_folders_is_no_folder() -> None:
     assert form.from_component(table, [row, changed])[1] == {"path": "", "repeats": 3}
 
 
+def test_a_problem_at_its_setting_does_not_repeat_its_key(tmp_path: Path) -> None:
+    """Also where the message names the preset that the value is from."""
+    (tmp_path / "mine.toml").write_text("[adapter]\nrank = 0\n", encoding="utf-8")
+    mine = tmp_path / "mine.toml"
+    page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+    told = dict(page.problems.find(f'preset = ["{mine}"]\ntrain.steps = 0\n' + form.START))
+    assert told["adapter.rank"] == f"必须在 1 到 1024 之间，实际为 0（来自预设 {mine}）"
+    assert told["train.steps"] == "必须不小于 1，实际为 0" and "model.path" not in told["model.path"]
+    ((key, line),) = page.problems.find('preset = ["/etc/hosts.toml"]\n' + form.START)
+    assert key == "preset" and line.startswith("/etc/hosts.toml：不在允许使用的文件夹内")
+
+
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
     with gr.Blocks():
         page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))

@@ -111,6 +111,7 @@ def check_presets(place: Place, text: str) -> None:
             try:
                 place.resolve(str(place.home / os.path.expanduser(name)))
             except UserError as error:
-                raise UserErrors([Message("preset: {line}", line=str(error))], "config") from None
+                raise UserErrors([Message("{key}: {line}", key="preset", line=str(error))], "config") from None
         elif isinstance(name, str) and ("/" in name or "\\" in name):
-            raise UserErrors([Message("preset: no preset {name}", name=repr(sanitize.shorten(name)))], "config")
+            line = Message("no preset {name}", name=repr(sanitize.shorten(name)))
+            raise UserErrors([Message("{key}: {line}", key="preset", line=line)], "config")

@@ -36,7 +36,7 @@ class Problems:
         try:
             submission.check_presets(self.ui.place, text)
         except UserErrors as error:
-            return [("preset", self.ui.translate(line)) for line in error.problems]
+            return [("preset", self.ui.translate(_without_key(line))) for line in error.problems]
         problems = [(problem.key, self._translate_problem(problem)) for problem in form.find_problems(text, home)]
         try:
             values = form.read_values(text, home)
@@ -121,14 +121,10 @@ class Problems:
 
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""
-        line = problem.line
-        if isinstance(line, Message) and line.template == "{key}: {line}":
-            line = line.values["line"]
-        else:
-            line = line.removeprefix(f"{problem.key}: ")
-        if line in NEXT_STEPS:
-            return self.ui.say(NEXT_STEPS[line])
-        return self.ui.translate(line)
+        line = _without_key(problem.line)
+        if step := NEXT_STEPS.get(line.removeprefix(f"{problem.key}: ")):
+            return self.ui.say(step)
+        return self.ui.translate(line).removeprefix(f"{problem.key}: ").removeprefix(f"{problem.key}：")
 
     def label(self, key: str, line: str) -> str:
         """Put the setting's name before a problem, for a list of several."""
@@ -162,3 +158,13 @@ class Problems:
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))
         if kind == "file" and not full.is_file():
             raise UserError(Message("{text}: this is a folder; give a file", text=sanitize.shorten(path)))
+
+
+def _without_key(line: str) -> str:
+    """Return a message of the check without the setting that it begins with, which may stand in a message around it."""
+    if not isinstance(line, Message):
+        return line
+    inner = line.values.get("line")
+    if line.template == "{key}: {line}":
+        return str(inner)
+    return line.with_values(line=_without_key(inner)) if isinstance(inner, Message) else line
