@@ -68,6 +68,10 @@ def spoken() -> tuple[dict[str, str], list[re.Pattern[str]]]:
                 parts = [re.escape(p.value) if isinstance(p, ast.Constant) else r".+" for p in node.values]
                 if isinstance(node.values[0], ast.Constant) and re.match(r"[a-z]+\.", node.values[0].value):
                     made.append(re.compile("".join(parts)))
+    # The workbench's script is given the texts of "images." without that beginning.
+    script = (WEBUI / "static" / "images.js").read_text(encoding="utf-8")
+    plain |= {f"images.{text}": "images.js" for text in re.findall(r'"([\w.]+)"', script)}
+    made += [re.compile(rf"images\.{re.escape(beginning)}.+") for beginning in re.findall(r"`([\w.]+\.)\$\{", script)]
     return plain, made
 
 
@@ -96,6 +100,8 @@ def test_every_key_that_is_said_exists() -> None:
                     for argument in node.args
                     if isinstance(argument, ast.Constant) and "." in str(argument.value)
                 }
+    script = (WEBUI / "static" / "images.js").read_text(encoding="utf-8")
+    said |= {(f"images.{key}", "images.js") for key in re.findall(r'\bsay\("([\w.]+)"', script)}
     assert len(said) > 50
     known = sentences()
     assert [where for where in sorted(said) if where[0] not in known] == []

@@ -1,5 +1,6 @@
 """What the grid shows of a folder: each image with its caption, problems, size and the crop that training takes."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,8 @@ class FolderView:
         ui: language and place.
         folder: its path, as the window sends it.
         family, resolution: what to examine it for; "" and 0 take those of New training.
-        fresh: read it from disk now.
+        fresh: read it from disk now. Otherwise it is as it was read last, since listing 10,000 images takes a second;
+            captions that are shown or saved are read again in any case.
 
     Raises:
         UserError: the page may not use the folder, or it cannot be read.
@@ -60,7 +62,8 @@ class FolderView:
         self.folder = ui.path(folder)
         self.training = TrainingSettings(ui)
         mask = self.training.find_mask(self.folder)
-        self.dataset = dataset_folder.open_folder(self.folder, fresh=fresh, mask=mask)
+        read = dataset_folder.open_folder(self.folder, fresh=True, mask=mask) if fresh else None
+        self.dataset = read or dataset_folder.open_cached(self.folder, mask)
         usual, side, self.cut = self.training.choose_examination(self.folder)
         self.family = family if family in families.available() else usual
         native = families.get(self.family).native_resolution
@@ -131,6 +134,8 @@ class FolderView:
 
     def _describe(self, name: str, fact: dict[str, Any] | None, badges: list[dict[str, str]]) -> dict[str, Any]:
         path, dataset = self.folder / name, self.dataset
+        with contextlib.suppress(UserError):  # `wrong` has it
+            dataset.reread_caption(name)
         loaded, typed = captions.unwritten.get(self.folder, {}).get(name, (dataset.texts[name], None))
         video = dataset_folder.is_video(name)
         row: dict[str, Any] = {
@@ -173,8 +178,9 @@ class FolderView:
             figures.append(self.say("dataset.clip.pieces", count=fact["pieces"], length=fact["length"]))
         return figures
 
-    def stamp(self, examination: dataset_folder.Examination) -> str:
+    def stamp(self, examination: dataset_folder.Examination | None = None) -> str:
         """Return a text that changes when images, captions or findings may have changed."""
+        examination = examination or self.examine()
         parts = [examination.begun if examination.report is not None else 0.0]
         for path in (self.folder, self.folder / caption_journal.JOURNAL):
             try:

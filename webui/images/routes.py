@@ -90,10 +90,12 @@ def describe_state(ui: Ui, given: Given) -> Answer:
 
 def save_caption(ui: Ui, given: Given) -> Answer:
     """Save a caption, and say how many images have none now."""
-    dataset = _open(ui, given).dataset
+    view = _open(ui, given)
+    dataset = view.dataset
     saved = captions.save(ui, dataset, given.text("name"), given.text("loaded"), given.text("caption"))
     without = sum(not text.strip() for text in dataset.texts.values())
-    return saved | {"without": without, "history": captions.describe_history(ui, dataset.folder)}
+    history = captions.describe_history(ui, dataset.folder)
+    return saved | {"without": without, "history": history, "stamp": view.stamp()}
 
 
 def describe_task(ui: Ui, given: Given) -> Answer:

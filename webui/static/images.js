@@ -6,6 +6,8 @@ const REST = 3000; // ms otherwise
 const AT_ONCE = 2; // uploads on their way at a time
 const MOST_FILES = 5000; // image_folders.MOST_UPLOADED
 const MOST_REFUSED = 8; // sentences about refused files that are shown
+const NEAR = 6; // images before the end of a page from which the next page is fetched
+const FRESH = 10_000; // ms from which a folder that has changed is listed again
 const PHONE = "(max-width: 640px)";
 const KEPT_MODEL = "lora_fp8_captioner";
 
@@ -90,6 +92,7 @@ class Caption {
         this.state = "changed";
         this.note = answer.message;
       } else {
+        this.workbench.stamp = answer.stamp; // what this window has written is no news to it
         this.loaded = answer.caption;
         if (this.text === text) this.text = answer.caption;
         this.state = this.dirty ? "typed" : "saved";
@@ -259,7 +262,14 @@ class Grid {
   constructor(workbench) {
     this.workbench = workbench;
     this.cells = new Map();
-    this.element = make("ol", { class: "wb-grid" });
+    this.element = make("ol", { class: "wb-grid", focusin: () => this.prepare() });
+  }
+
+  // The next page is fetched before it is wanted.
+  prepare() {
+    const { list } = this;
+    if (list.length - list.findIndex((cell) => cell.element.contains(document.activeElement)) <= NEAR)
+      this.workbench.fetchAhead();
   }
 
   show(rows) {
@@ -288,12 +298,16 @@ class Grid {
     }
   }
 
-  // On to the box of the next image, also on the next page.
+  // On to the box of the next image, also on the next page. While that is on its way, nothing can be typed into the box
+  // that is being left.
   async goOn(cell, step) {
     const { list } = this;
     const next = list[list.indexOf(cell) + step];
     if (next) return next.type();
-    if (await this.workbench.turn(step)) (step > 0 ? this.list[0] : this.list.at(-1))?.type();
+    cell.box.area.readOnly = true;
+    const turned = await this.workbench.turn(step);
+    cell.box.area.readOnly = false;
+    if (turned) (step > 0 ? this.list[0] : this.list.at(-1))?.type();
   }
 
   async moveBy(event, cell) {
@@ -625,8 +639,11 @@ class Uploads {
     const tops = new Set(meant.map(({ path }) => path.split("/")[0]));
     const top = tops.size === 1 && meant.every(({ path }) => path.includes("/")) ? [...tops][0] : "";
     if (top && !this.named) this.name.value = top;
-    const queue = meant.map(({ file, path }) => ({ file, path: top ? path.slice(top.length + 1) : path }));
-    const total = { count: queue.length, taken: 0, done: 0, refused: [], folder: "", archives: 0 };
+    const named = meant.map(({ file, path }) => ({ file, path: top ? path.slice(top.length + 1) : path }));
+    const isTaken = ({ path }) => given.taken.some((suffix) => path.toLowerCase().endsWith(suffix));
+    const queue = named.filter(isTaken);
+    const refused = named.filter((one) => !isTaken(one)).map(({ path }) => say("upload.kind", { file: path }));
+    const total = { count: queue.length, taken: 0, done: 0, refused, folder: "", archives: 0 };
     this.stopped = new AbortController();
     show(this.progress, true);
     this.workbench.note("");
@@ -788,17 +805,27 @@ class Workbench {
     if (folder) await this.load({ fresh: true });
   }
 
+  list(offset, more = {}) {
+    const chosen = this.filter.showing === "chosen" ? [...this.chosen] : [];
+    return this.ask("list", { ...this.purpose(), ...this.filter, chosen, offset, count: this.given.perPage, ...more });
+  }
+
   async load(more = {}) {
     const asked = (this.asked = (this.asked ?? 0) + 1);
-    const chosen = this.filter.showing === "chosen" ? [...this.chosen] : [];
+    this.ahead = undefined;
+    if (more.fresh) this.freshAt = Date.now();
     try {
-      const answer = await this.ask("list", {
-        ...this.purpose(), ...this.filter, chosen, offset: this.offset, count: this.given.perPage, ...more,
-      });
+      const answer = await this.list(this.offset, more);
       if (asked === this.asked) this.paint(answer);
     } catch (error) {
       this.note(error.message, true);
     }
+  }
+
+  fetchAhead() {
+    const offset = this.offset + this.given.perPage;
+    if (offset >= this.matching || this.ahead?.offset === offset) return;
+    this.ahead = { offset, answer: this.list(offset).catch(() => null) };
   }
 
   paint(answer) {
@@ -845,8 +872,11 @@ class Workbench {
     const { perPage } = this.given;
     const offset = this.offset + step * perPage;
     if (offset < 0 || offset >= this.matching) return false;
+    const ahead = this.ahead?.offset === offset ? await this.ahead.answer : null;
     this.offset = offset;
-    await this.load();
+    this.ahead = undefined;
+    if (ahead) this.paint(ahead);
+    else await this.load();
     this.grid.element.scrollIntoView({ block: "nearest" });
     return true;
   }
@@ -959,10 +989,16 @@ class Workbench {
   async takeState(answer) {
     if (answer.folders) this.offerFolders(answer.folders);
     if (!answer.stamp) return false;
+    const ran = this.auto.running;
     this.auto.show(answer.job);
     const { examining } = answer;
     this.examining.textContent = answer.problem || (examining ? this.say("examining", examining) : "");
-    if (answer.stamp !== this.stamp) await this.load({ fresh: true });
+    // What is shown is read again at once; the whole list, which takes longer, now and then.
+    const changed = answer.stamp !== this.stamp;
+    this.stale ||= changed;
+    const fresh = this.stale && (ran ? !this.auto.running : !this.auto.running && Date.now() - this.freshAt > FRESH);
+    if (fresh) this.stale = false;
+    if (fresh || changed) await this.load(fresh ? { fresh } : {});
     return Boolean(this.auto.running || examining);
   }
 
