@@ -84,6 +84,7 @@ LONGEST = (
     "test_loading.py",
     "test_compile.py",
     "test_demo.py",
+    "test_journeys.py",
     "test_estimate.py",
     "test_wiring.py",
     "ui/test_form_path.py",
