@@ -17,7 +17,7 @@ FAILURES = {
     "full": (OSError(errno.ENOSPC, "No space left on device"), "site.full"),
     "broken": (RuntimeError("a mistake of ours"), "site.failed"),
 }
-VALUES = {"dataframe": {"headers": [], "data": []}, "slider": 0.5}
+VALUES = {"dataframe": {"headers": [], "data": []}, "slider": 0.5, "checkboxgroup": []}
 """Of components that do not take None."""
 KEPT = {"en": "Your input is kept", "zh-CN": "已填写的内容都还在"}
 

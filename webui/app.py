@@ -1,7 +1,7 @@
 """The site: one Gradio app per language, one route per page, behind one server and one guard.
 
     /            redirects to the browser's language
-    /en/...      /zh-CN/...      runs (start page), new, dataset, run, compare, tools, settings
+    /en/...      /zh-CN/...      runs (start page), new, dataset, run, draw, compare, tools, settings
     /picture     /download       files below the allowed folders (file_routes.py)
 
 A page is laid out once per language when the site is built. Everything that changes is painted by ticks, which read the
@@ -29,7 +29,7 @@ from .guard import Guard
 from .images import routes as image_routes
 from .login import Login
 
-PAGES = ("runs", "new", "dataset", "run", "compare", "tools", "settings")
+PAGES = ("runs", "new", "dataset", "run", "draw", "compare", "tools", "settings")
 """Files in pages/ and paths of the site; the first is the start page."""
 UNLISTED = ("run",)  # a run is reached from the list of runs
 STATIC = Path(__file__).resolve().parent / "static"

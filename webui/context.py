@@ -16,7 +16,7 @@ from lora_fp8.errors import Message, UserError, needs_repair
 
 from . import sanitize, translations
 
-OWN_FOLDERS = ("datasets", "runs", "presets", "cache", "tools")
+OWN_FOLDERS = ("datasets", "runs", "presets", "cache", "tools", "drawings")
 """Folders below the page's home that belong to the user and may be named like allowed folders."""
 SYSTEM = ("/etc", "/proc", "/sys", "/dev", "/boot") + tuple(
     os.environ[name]

@@ -75,6 +75,8 @@ class RunFacts:
     """The event done, stopped or error, if it is the newest of the run."""
     previews: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Step -> its event."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Events of images that were asked for while training."""
     checkpoints: list[int] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     exports: list[dict[str, Any]] = field(default_factory=list)
@@ -149,6 +151,8 @@ class RunLog:
             self._read_validation(event)
         elif kind == "preview" and isinstance(event.get("step"), int):
             facts.previews[event["step"]] = event
+        elif kind == "sample" and isinstance(event.get("step"), int):
+            facts.samples = [*facts.samples, event][-KEPT:]
         elif kind == "checkpoint" and isinstance(event.get("step"), int):
             facts.checkpoints = [step for step in facts.checkpoints if step < event["step"]] + [event["step"]]
         elif kind == "warning":

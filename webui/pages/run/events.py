@@ -3,7 +3,7 @@
 import gradio as gr
 
 from ... import live_panel
-from .handlers import Handlers
+from .handlers import Handlers, find_run
 from .layout import Layout
 
 FOLLOW = "(right, ends) => { const [was, now] = JSON.parse(ends); return (right ?? null) === was ? now : right; }"
@@ -23,6 +23,7 @@ class Events:
         self._bind_buttons()
         self._bind_previews()
         self._bind_files()
+        self.layout.requests.bind(find_run)
 
     def _bind_ticks(self) -> None:
         layout = self.layout
@@ -45,6 +46,7 @@ class Events:
             layout.printed,
             layout.warned,
             layout.config,
+            layout.samples,
         ]
         menus = [layout.left, layout.right, layout.prompt, layout.step, layout.moving]
         outputs = [*panels, layout.seen, *menus, layout.steps, layout.newest]

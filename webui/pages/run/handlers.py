@@ -16,6 +16,7 @@ from ...run_log import RunLog
 from ...sanitize import escape
 from .. import runs
 from . import rendering
+from .preview_requests import render_samples
 
 
 class Handlers:
@@ -37,7 +38,7 @@ class Handlers:
         try:
             view, events = find_run(self.ui, request)
         except UserError as error:
-            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 7]
+            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 8]
             sent, seen = live_panel.skip_unchanged(nothing, seen)
             return [*sent, seen, *[gr.skip()] * 7]
         painted = [
@@ -49,6 +50,7 @@ class Handlers:
             rendering.render_log(self.ui, view),
             rendering.render_warnings(self.ui, events),
             rendering.render_config(self.ui, view),
+            render_samples(self.ui, view, events),
         ]
         sent, seen = live_panel.skip_unchanged(painted, seen)
         return [*sent, seen, *self._update_menus(events, steps)]

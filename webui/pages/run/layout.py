@@ -4,6 +4,7 @@ import gradio as gr
 
 from ... import live_panel
 from ...context import Ui
+from .preview_requests import PreviewRequests
 
 FORMATS = ("auto", "kohya", "comfy", "diffusers")
 DTYPES = ("", "bf16", "fp16", "fp32")
@@ -56,6 +57,8 @@ class Layout:
                 self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
             with gr.Column(scale=2, min_width=300):
                 self.loss = live_panel.panel(elem_id="loss")
+        self.requests = PreviewRequests(self.ui)
+        self.samples = live_panel.panel(elem_id="samples")
         self.grid = live_panel.panel(elem_id="grid")
 
     def _lay_out_files(self) -> None:

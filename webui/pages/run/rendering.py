@@ -38,6 +38,8 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     if device := facts.start.get("device"):
         about.append(escape(device))
     links = runs.render_downloads(ui, view)
+    if facts.checkpoints:
+        links += f'<a class="button" href="{escape(ui.link("draw", run=str(view.id)))}">{ui.say("page.draw")}</a>'
     # Deleting asks for the run's name, which is typed on the page of all runs.
     buttons = run_cards.render_buttons(ui, view, without=["delete"], links=links)
     log_ = run_cards.render_log_tail(view, run_monitor.read_log_tail(view))
@@ -115,7 +117,7 @@ def render_grid(ui: Ui, view: JobView, log: RunLog, moving: bool = True) -> str:
     previews = log.facts.previews
     if not previews:
         return f'<p class="empty">{ui.say("run.no_previews")}</p>'
-    prompts = list_prompts(log)
+    prompts = list_prompts(log)  # of several times, if they were changed while training
     head = "".join(f"<th>{escape(text)}</th>" for text in prompts)
     rows = ""
     for step in sorted(previews, reverse=True)[:ROWS]:
@@ -123,11 +125,15 @@ def render_grid(ui: Ui, view: JobView, log: RunLog, moving: bool = True) -> str:
         rows += f"<tr><th>{name}</th>"
         drawn = list_pictures(ui, view, previews[step])
         clips = list_pictures(ui, view, previews[step], "clips") if moving else []
-        for number, path in enumerate(drawn):
-            text = escape(f"{name}: {prompts[number] if number < len(prompts) else ''}")
+        for number, prompt in enumerate(prompts):
+            at = find_prompt(previews[step], prompts, number)
+            if at is None or at >= len(drawn):
+                rows += "<td></td>"
+                continue
+            path, text = drawn[at], escape(f"{name}: {prompt}")
             rows += (
                 f'<td><button type="button" data-do="show" data-step="{step}" data-prompt="{number}" title="{text}">'
-                f"{render_picture(ui, path, clips[number] if number < len(clips) else None, text)}</button></td>"
+                f"{render_picture(ui, path, clips[at] if at < len(clips) else None, text)}</button></td>"
             )
         rows += "</tr>"
     return (
@@ -153,10 +159,22 @@ def format_step(ui: Ui, step: int) -> str:
 
 
 def list_prompts(log: RunLog) -> list[str]:
-    """List the prompts of the newest previews."""
-    previews = log.facts.previews
-    prompts = previews[max(previews)].get("prompts") if previews else None
-    return [str(text) for text in prompts] if isinstance(prompts, list) else []
+    """List the prompts of all previews, those of the newest first: they may be changed while a run trains."""
+    prompts: list[str] = []
+    for step in sorted(log.facts.previews, reverse=True):
+        texts = log.facts.previews[step].get("prompts")
+        known = set(prompts)  # one prompt may be drawn twice, with two seeds
+        prompts += [str(text) for text in texts if str(text) not in known] if isinstance(texts, list) else []
+    return prompts
+
+
+def find_prompt(event: dict[str, Any], prompts: list[str], number: int) -> int | None:
+    """Return which of an event's images shows the prompt of this number; None if none does."""
+    texts = event.get("prompts")
+    texts = [str(text) for text in texts] if isinstance(texts, list) else []
+    if number >= len(prompts) or prompts[number] not in texts:
+        return None
+    return number if texts[number : number + 1] == [prompts[number]] else texts.index(prompts[number])
 
 
 def enumerate_prompts(prompts: list[str]) -> list[tuple[str, int]]:
@@ -184,8 +202,8 @@ def render_slider(
     for step in steps:
         event = None if step is None else log.facts.previews.get(int(step))
         paths, clips = (list_pictures(ui, view, event, what) if event else [] for what in ("images", "clips"))
-        number = int(prompt or 0)
-        if step is None or number >= len(paths):
+        number = find_prompt(event, list_prompts(log), int(prompt or 0)) if event else None
+        if step is None or number is None or number >= len(paths):
             return f'<p class="empty">{ui.say("run.choose_two")}</p>'
         name, clip = format_step(ui, step), clips[number] if number < len(clips) else None
         file = clip if moving and clip is not None else paths[number]
