@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 from waiting import wait_until
@@ -29,7 +30,7 @@ threads = 1
 [schedule]
 name = "constant"
 [checkpoint]
-every = 2
+every = 1
 [preview]
 prompts = ["a tree"]
 steps = 2
@@ -55,6 +56,7 @@ def events(folder: Path, kind: str) -> list[dict]:
     return [event for event in Run.open(folder).events() if event["event"] == kind]
 
 
+@pytest.mark.timeout(3600)  # two trainings of the demo base and two drawings, one after the other
 def test_drawing_beside_a_training_that_stays_the_same(site: Site, visit: Callable[..., Page]) -> None:
     pictures = site.root / "pictures"
     pictures.mkdir()
