@@ -5,49 +5,36 @@
 The recipes (lora_fp8/config/recipes.py) choose memory settings from this file, because `lora-fp8 estimate` takes up to
 a minute for a large model. Run it again for a family whose numbers tests/test_recipes.py calls outdated.
 
-No model is downloaded: the denoiser is built from the family's `reference_config` and the VAE from the sizes below,
-both on the meta device. The text encoders are counted from their published numbers of parameters.
+No model is downloaded: see lora_fp8/families/_released.py.
 """
 
-import inspect
 import json
 import math
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomlkit
-import torch
 from PIL import Image
 
 from lora_fp8 import adapters, config, families, precision
 from lora_fp8.common.writing import atomic_write
-from lora_fp8.families.base import ModelFamily
+from lora_fp8.families import _released
+from lora_fp8.families.sources import BaseDescription, parse
 from lora_fp8.plan import dry_run, estimate
 from lora_fp8.plan.placement import place_images, scan
 from lora_fp8.plan.plan import Plan, plan_layers
 from lora_fp8.plan.resolve import resolve_auto
 from lora_fp8.precision import stream
-from lora_fp8.settings import SCALES, Job, Model
+from lora_fp8.precision.dtypes import DTYPES
+from lora_fp8.settings import Job
 from lora_fp8.training import optim
 from lora_fp8.training.text_encoders import Adapted
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-import miniatures  # noqa: E402  tests/miniatures
 
 FILE = Path(config.__file__).with_name("memory.json")
 
 MIB = 2**20
-KL_VAE: dict[str, Any] = {
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-}
-WAN22_VAE: dict[str, Any] = {"base_dim": 160, "decoder_base_dim": 256, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 RANK = 32
 """The highest rank of a recipe."""
 OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -59,55 +46,6 @@ TIGHT = 6 * 2**30
 """Free bytes of the smallest card of a recipe."""
 
 
-def released(name: str, folder: Path) -> ModelFamily:
-    """Return a family object with the sizes of the released model.
-
-    Args:
-        name: the family.
-        folder: empty or missing; gets the family's miniature, from which tokenizers and schedulers are taken.
-    """
-    Family = families.get(name)
-    if not folder.exists():
-        miniatures.save(name, folder)
-    family: Any = Family(Model(family=name, path=str(folder)), device="cpu", dtype=torch.bfloat16)
-    family.denoiser_config = lambda: dict(Family.reference_config)
-    family.empty_vae = partial(_empty_vae, family)
-    family.vae_bytes = lambda: 4 * sum(parameter.numel() for parameter in _empty_vae(family).parameters())
-    family.text_bytes = lambda: {"largest": count_text_bytes(name, family.text_storage)}
-    for part in family.text_parts:
-        if "tokenizer" in part and "CLIP" not in family.text_parts[part]:
-            family.tokenizer(part).model_max_length = Family.prompt_tokens or 512
-    return family  # type: ignore[no-any-return]
-
-
-def _empty_vae(family: ModelFamily) -> Any:
-    import diffusers
-
-    cls = getattr(diffusers, family.vae_class)
-    tiny = json.loads((family.folder / "vae" / "config.json").read_text(encoding="utf-8"))
-    kept = {key: value for key, value in tiny.items() if key.endswith(("factor", "latents_mean", "latents_std"))}
-    if family.vae_class == "AutoencoderKL":
-        denoiser = getattr(diffusers, family.denoiser_class)
-        inputs = {"in_channels": inspect.signature(denoiser.__init__).parameters["in_channels"].default}
-        channels = family.latent_channels(inputs | family.reference_config)
-        kept = {key: tiny[key] for key in ("scaling_factor", "shift_factor", "use_quant_conv", "use_post_quant_conv")}
-        kept |= {**KL_VAE, "latent_channels": channels}
-    elif family.name == "wan22_5b":
-        kept = {**tiny, **WAN22_VAE}
-    with torch.device("meta"):
-        return cls(**{key: value for key, value in kept.items() if not key.startswith("_")}).eval()
-
-
-def count_text_bytes(name: str, storage: str) -> int:
-    """Return the bytes of the family's largest text encoder in this storage."""
-    everything, embeddings = (num * 10**6 for num in families.get(name).text_millions)
-    if storage == "none":
-        return 2 * everything
-    side = 4096
-    form = precision.Format(storage, SCALES[storage][0])
-    return 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
-
-
 def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
     """Return a job on two square images, with control images where the family takes any."""
     pictures, controls = folder / "pictures", folder / "controls"
@@ -117,7 +55,8 @@ def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
         for number in range(2):
             Image.new("RGB", (side, side)).save(place / f"{number}.png")
             (pictures / f"{number}.txt").write_text("a picture", encoding="utf-8")
-    given: dict[str, Any] = {"model": {"family": name, "path": str(folder / "base")}, "output_dir": str(folder)}
+    given: dict[str, Any] = {"model": {"family": name, "path": families.get(name).example_base}}
+    given["output_dir"] = str(folder)
     given["dataset"] = {"folders": [{"path": str(pictures)}], "cache_dir": str(folder / "cache")}
     given |= {"adapter": {"rank": RANK, "alpha": float(RANK)}, "preview": {"prompts": ["a"]}}
     if any(families.get(name).controls):
@@ -131,9 +70,9 @@ def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
 
 def make_plan(name: str, folder: Path, values: dict[str, Any]) -> Plan:
     """Return the Plan of a job with these values on the released model."""
-    family = released(name, folder / "base")
     job = make_job(name, folder, values)
-    family.text_storage = job.model.text_storage
+    base = BaseDescription(parse(job.model.path), unanswered="not asked")
+    family = _released.make(families.get(name), job.model, base, device="cpu", dtype=DTYPES[job.model.dtype])
     placed = place_images(job, scan(job, families.get(name)))
     return Plan(job, family, placed, plan_layers(job, family))
 
@@ -235,7 +174,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "vae": mib(family.vae_bytes()),
         **vae,
-        "text": {storage: mib(count_text_bytes(name, storage)) for storage in ("none", "fp8", "nf4")},
+        "text": {
+            storage: mib(_released.count_text_bytes(families.get(name), storage)) for storage in ("none", "fp8", "nf4")
+        },
     }
 
 

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from lora_fp8 import cli, config, families, train
 from lora_fp8.common import messages
 from lora_fp8.errors import UserError
-from lora_fp8.families import sources
+from lora_fp8.families import _released, sources
 from lora_fp8.families.sources import BaseDescription, headers, hosts, known_bases, remembered
 from lora_fp8.plan import plan as planning
+from lora_fp8.plan import resolve
 from lora_fp8.plan.check import Check, check
 from lora_fp8.plan.estimate import estimate
 from lora_fp8.settings import Job
@@ -385,6 +386,57 @@ def test_published_sizes_are_the_last_resort(use: Callable[..., None], monkeypat
     assert "set HF_ENDPOINT=https://hf-mirror.com" in only_problem(sources.describe(known.id))
 
 
+@pytest.mark.parametrize(
+    ("family", "base", "stands_for"),
+    [
+        ("sd15", "stable-diffusion-v1-5/stable-diffusion-v1-5", "Stable Diffusion 1.5"),
+        ("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan 2.1 T2V 1.3B"),
+        ("sdxl", "somebody/a-fine-tune", "Stable Diffusion XL 1.0"),
+    ],
+)
+def test_an_estimate_without_a_hub_is_of_the_published_sizes(
+    family: str,
+    base: str,
+    stands_for: str,
+    use: Callable[..., None],
+    job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The authority is the published size of the weights, which no estimate is made of."""
+    use()
+    go_offline(monkeypatch)
+    mine = job(f"model.path='{base}'", "quantize.storage='none'", "dataset.resolution=64", family=family)
+    described = resolve.describe_for_estimate(mine)
+    plan = planning.make(mine, base=described)
+    estimated, known = estimate(plan), next(one for one in known_bases.read() if one.title == stands_for)
+    published = known.gigabytes[plan.family.denoiser_name] * known_bases.GIGABYTE
+    assert min(abs(published / size / estimated.base_bytes - 1) for size in (1, 2)) < 0.01, "bf16, published or half"
+    assert estimated.writes[0].likely == known.total_bytes and estimated.peak_bytes
+    said = [note for note in estimated.notes if "could not be looked up (HF_HUB_OFFLINE forbids connections)" in note]
+    assert len(said) == 1 and f"This estimate is for {stands_for}, from its published sizes" in said[0]
+    assert re.search("[一-鿿]", messages.translate("zh-CN", said[0]))
+    assert len(check(mine).problems) == 1, "a training needs the files"
+    with pytest.raises(UserError, match="cannot be looked up"):
+        train.run(mine, progress=False)
+
+
+@pytest.mark.parametrize("family", families.available())
+def test_every_family_has_a_released_model_to_estimate(family: str, use: Callable[..., None]) -> None:
+    use()
+    Family = families.get(family)
+    base = BaseDescription(sources.parse(Family.example_base), unanswered="no connection")
+    model = Job.model_validate({"model": {"family": family, "path": "org/x"}, "dataset": {"folders": []}}).model
+    released = _released.make(Family, model, base, device="cpu", dtype=torch.bfloat16)
+    config = dict(released.empty_denoiser().config)
+    assert released.vae_bytes() > 100 << 20
+    assert max(released.text_bytes().values()) > 100 << 20
+    assert all(all(side > 0 for side in shape) for shape in released.longest_cond(config).values())
+    assert released.make_objective(Job.model_fields["objective"].get_default(call_default_factory=True))
+    if Family.trained_text:
+        widths = {name: about.width for name, about in Family.trained_text.items()}
+        assert {n: encoder.config.hidden_size for n, encoder in released.empty_trained_text().items()} == widths
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -550,3 +602,30 @@ def test_a_single_file_on_the_hub(hub: HubServer, offered: Repository, tmp_path:
         sources.describe(f"{HF}/org/tiny/blob/main/x.safetensors")
     )
     assert hub.downloads() == []
+
+
+def test_components_on_the_hub_are_downloaded_when_the_rest_is_right(
+    hub: HubServer, use: Callable[..., None], tmp_path: Path, job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with the denoiser alone: its VAE and text encoder come from a repository, like a base on the hub."""
+    use()
+    folder = single_files.FOLDERS["sd15"](tmp_path / "folder")
+    tensors = single_files.one_file("sd15", folder)
+    denoiser = {name: tensor for name, tensor in tensors.items() if name.startswith("model.diffusion_model.")}
+    file = single_files.write(tmp_path, {"unet/mix.safetensors": denoiser})
+    hub.add("org/tiny", folder)
+    given = (f"model.path='{file}'", "model.components=org/tiny", "train.steps=1", "dataset.resolution=32")
+    needed = ["text_encoder/model.safetensors", f"vae/{STEM}.safetensors"]
+    result = check(job(*given))
+    assert result.problems == [] and any(line.startswith("download: ") for line in result.facts), result
+    size = sum(hub.repositories["org/tiny"].files[path].size for path in needed)
+    assert [need.likely for need in planning.make(job(*given)).writes() if need.what == "the base model"] == [size]
+    with pytest.raises(UserError, match="/nowhere"):
+        train.run(job(*given, "dataset.folders=[{path='/nowhere'}]"), progress=False)
+    assert hub.downloads() == []
+    trained = train.run(job(*given), progress=False)
+    assert sorted(hub.downloads()) == needed, "not the denoiser of the repository"
+    hub.forget()
+    go_offline(monkeypatch)
+    again = train.run(job(*given, "name=again"), progress=False)
+    assert hub.seen() == [] and load_file(again.files[0]).keys() == load_file(trained.files[0]).keys()

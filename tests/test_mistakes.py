@@ -44,6 +44,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "%NO_SUCH_VARIABLE% is not expanded here. Write the path itself",
         "这里不会展开 %NO_SUCH_VARIABLE%。请直接写路径",
     ),
+    "web address as a base": (
+        JOB.replace("demo", "https://example.com/my/model.safetensors") + "[[dataset.folders]]\npath = 'pics'",
+        "and 'https://example.com/my/model.safetensors' is elsewhere. Download the file and give its path",
+        "'https://example.com/my/model.safetensors' 不在其中。请先下载文件，再填写它的路径",
+    ),
     "one bracket": (
         f"{JOB}[dataset.folders]\npath = 'pics'",
         "dataset.folders: write [[dataset.folders]] with two brackets",

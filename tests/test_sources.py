@@ -168,10 +168,6 @@ def test_every_family_has_known_bases_and_they_are_whole() -> None:
             assert known_bases.of_family(name)[0].id == usual or name in ("sd3",)
 
 
-OTHER_SIZES = {"stabilityai/stable-diffusion-3-medium-diffusers", "stabilityai/stable-diffusion-3.5-large"}
-OTHER_SIZES |= {"black-forest-labs/FLUX.2-klein-base-9B", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}
-
-
 def test_the_denoisers_sizes_follow_from_the_released_configs() -> None:
     import diffusers
     import torch
@@ -179,11 +175,12 @@ def test_the_denoisers_sizes_follow_from_the_released_configs() -> None:
     counted: dict[str, int] = {}
     for base in known_bases.read():
         family = families.get(base.family)
-        if base.id in OTHER_SIZES:
-            continue
-        if base.family not in counted:
+        config = family.reference_config | {k: None if v == "" else v for k, v in base.sizes.items()}
+        key = f"{base.family} {base.sizes}"
+        if key not in counted:
             with torch.device("meta"):
-                denoiser = getattr(diffusers, family.denoiser_class).from_config(family.reference_config)
-            counted[base.family] = sum(tensor.numel() for tensor in denoiser.state_dict().values())
-        bytes_each = base.gigabytes[family.denoiser_name] * known_bases.GIGABYTE / counted[base.family]
-        assert min(abs(bytes_each - size) for size in (2, 4)) < 0.02, (base.id, bytes_each)
+                denoiser = getattr(diffusers, family.denoiser_class).from_config(config)
+            counted[key] = sum(tensor.numel() for tensor in denoiser.state_dict().values())
+        bytes_each = base.gigabytes[family.denoiser_name] * known_bases.GIGABYTE / counted[key]
+        # 0.02 of SD 3's are its position embeddings, which it keeps in float32
+        assert min(abs(bytes_each - size) for size in (2, 4)) < 0.025, (base.id, bytes_each)

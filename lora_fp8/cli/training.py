@@ -89,10 +89,11 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     from ..plan import resolve
     from ..plan.plan import plan_layers
 
-    family = resolve.make_family(job)
+    family = resolve.make_family(job, base=resolve.describe_for_estimate(job))
     layers = plan_layers(job, family)
     unused = find_unused_settings(job, family.facts_of_base() | layers.facts)
-    notes = [Message("warning: {line}", line=line) for line in unused if "quantize." in line]
+    lines = [*family.warnings, *(line for line in unused if "quantize." in line)]
+    notes: list[str] = [Message("warning: {line}", line=line) for line in lines]
     if job.quantize.sensitivity == "auto" and layers.quantized:
         notes.append(
             Message(
@@ -122,7 +123,8 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     folder = resolve.get_run_folder(job)
     if not ownership.is_run(folder):  # an existing run may be estimated again
         ownership.require_new(folder)
-    estimated = estimate_plan(planning.make(job), "cuda" if torch.cuda.is_available() else "cpu")
+    plan = planning.make(job, base=resolve.describe_for_estimate(job))
+    estimated = estimate_plan(plan, "cuda" if torch.cuda.is_available() else "cpu")
     if as_json:
         print_json(estimated.to_json())
     else:

@@ -19,6 +19,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,8 @@ from .. import settings
 from ..errors import Message, UserError, UserErrors, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
-from .sources import BaseDescription
+from .sources import BaseDescription, describe
+from .sources.selection import STEMS
 
 if TYPE_CHECKING:
     from .base import ModelFamily
@@ -48,7 +50,7 @@ class Parts(NamedTuple):
         files: part -> file of its weights.
         notes: sentences about files that were found without being named.
         absent: weight files that are not downloaded yet.
-        base: the description of a base on a hub; None for a local one.
+        bases: the descriptions of what is on a hub: the base model, and the repository in `model.components`.
     """
 
     folder: Path
@@ -56,7 +58,7 @@ class Parts(NamedTuple):
     files: dict[str, Path]
     notes: list[str]
     absent: _files.Absentees = {}
-    base: BaseDescription | None = None
+    bases: tuple[BaseDescription, ...] = ()
 
 
 def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription | None = None) -> Parts:
@@ -67,7 +69,7 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
     """
     place = _files.locate(model.path, model.revision or "", family=family.name, base=base)
     named = _named_files(family, model.files)
-    on_hub = place.absent, place.base
+    on_hub = place.absent, (place.base,) if place.base else ()
     if place.checkpoint is None:
         return Parts(place.folder, None, named, [], *on_hub)
     header = _files.read_header(place.checkpoint, place.absent)
@@ -76,8 +78,10 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
     inside = {part: prefix for part in weighed(family) if (prefix := prefix_of(family, part, header)) is not None}
     missing = [part for part in weighed(family) if part not in inside and part not in named]
     if model.components not in (AUTO, ""):
-        folder = _given_folder(family, model.components, missing)
-        return Parts(folder, place.checkpoint, named, [], *on_hub)
+        folder, components = _given_folder(family, model.components, missing)
+        absent = _files.list_absent(components) if components else {}
+        bases = (*on_hub[1], *([components] if components else []))
+        return Parts(folder, place.checkpoint, named, [], {**place.absent, **absent}, bases)
     beside = _beside(family, place.checkpoint, header, missing)
     sources = {part: _files.read_header(path) for part, path in (named | beside).items()}
     sources |= {part: _part_files.below(header, prefix) for part, prefix in inside.items() if part not in named}
@@ -161,15 +165,26 @@ def _bare(part: str, header: Header) -> Header:
     return _part_files.below(header, prefix) if prefix else header
 
 
-def _given_folder(family: type[ModelFamily], components: str, missing: Iterable[str]) -> Path:
-    """Return the folder that `model.components` names; of a Hugging Face id, only what is missing is downloaded."""
+def _given_folder(
+    family: type[ModelFamily], components: str, missing: list[str]
+) -> tuple[Path, BaseDescription | None]:
+    """Return the folder that `model.components` names, and the weights that are still to be downloaded into it.
+
+    Of a Hugging Face id, configs and tokenizers are fetched, and the weights of the missing parts described.
+    """
     folder = Path(os.path.expanduser(components))
     if folder.is_dir():
-        return folder
+        return folder, None
     if _files.is_hub_id(components):
-        missing = set(missing)
-        small = [part for part in _folders(family) if part not in missing]
-        return _hub_parts.fetch(components, sorted(missing), small=small)
+        folder = _hub_parts.fetch(components, _folders(family))
+        bare = tuple(f"{part}/" for part in missing if not _has_weights(folder / part))
+        if not bare:
+            return folder, None
+        base = describe(components)
+        if base.problems:
+            raise UserErrors(base.problems, f"model.components = {components!r}")
+        files = tuple(file for file in base.files if file.path.startswith(bare))
+        return base.folder or folder, replace(base, files=files)
     raise UserError(
         Message(
             "model.components = {path} is not a folder; give a diffusers folder, a Hugging Face id such as "
@@ -178,6 +193,13 @@ def _given_folder(family: type[ModelFamily], components: str, missing: Iterable[
             example=repr(family.example_base),
         )
     )
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return any(_files.weight_files(folder, stem) for stem in STEMS)
+    except UserError:  # shards are missing
+        return False
 
 
 # -- ComfyUI's folders -------------------------------------------------------------------------------------------------
@@ -286,10 +308,17 @@ def _assembled(family: type[ModelFamily], header: Header, sources: Mapping[str, 
         if is_tokenizer(part):
             folder = fetched / part if fetched else _tokenizer(family, part)
             copied |= {f"{part}/{path.name}": path for path in sorted(folder.iterdir()) if path.suffix in _SMALL}
-    return _written(family.name, configs, copied)
+    return write_configs(family.name, configs, copied)
 
 
-def _written(family: str, configs: Mapping[str, Any], copied: Mapping[str, Path]) -> Path:
+def write_configs(family: str, configs: Mapping[str, Any], copied: Mapping[str, Path]) -> Path:
+    """Write a folder of configs into the user's cache, or return the one with this content that is there.
+
+    Args:
+        family: its name, which the folder's name begins with.
+        configs: path in the folder -> content.
+        copied: path in the folder -> file to copy.
+    """
     texts = {name: json.dumps(config, indent=2, sort_keys=True) for name, config in configs.items()}
     digest = hashlib.sha256(json.dumps([texts, _files.digest(copied.items())]).encode()).hexdigest()
     folder = _files.hash_book().parent / "components" / f"{family}-{digest[:16]}"
@@ -317,7 +346,7 @@ def _written(family: str, configs: Mapping[str, Any], copied: Mapping[str, Path]
 
 def _fetch(family: type[ModelFamily], parts: Iterable[str]) -> Path:
     """Return the released model's configs and tokenizers: from the hub's cache, or downloaded into it."""
-    return _hub_parts.fetch(family.example_base, (), small=parts)
+    return _hub_parts.fetch(family.example_base, parts)
 
 
 def _tokenizer(family: type[ModelFamily], part: str) -> Path:
@@ -333,7 +362,7 @@ def _tokenizer(family: type[ModelFamily], part: str) -> Path:
     problems = []
     for repo, folder in places[1:] + places[:1]:  # the released model itself may be gated
         try:
-            root = _hub_parts.fetch(repo, (), small=[folder])
+            root = _hub_parts.fetch(repo, [folder])
         except UserError as error:
             problems.append(str(error))
             continue

@@ -262,8 +262,8 @@ class Facts:
     checkpoint: Path | None
     absent: Absentees
     """The weights that are not on this machine yet, by the place where they will be; see `_files.Absent`."""
-    base: BaseDescription | None
-    """The description of a base on a hub; None for a local one."""
+    bases: tuple[BaseDescription, ...]
+    """The descriptions of what is on a hub: the base model, and the repository in `model.components`."""
     warnings: list[str]
     """Notes on the files; the trainer shows them."""
     vae: Any  # diffusers types neither its VAEs nor its pipelines; None until it is loaded

@@ -312,7 +312,7 @@ def locate(path: str, revision: str, *, family: str, base: BaseDescription | Non
         base = base or describe(path, revision, family)
         if base.problems or base.folder is None:
             raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
-        absent = {base.folder / file.path: Absent(file, base.headers[file.path]) for file in base.missing}
+        absent = list_absent(base)
         if not base.reference.is_single_file:
             return Place(base.folder, None, absent, base)
         local = base.folder / base.files[0].path
@@ -322,6 +322,13 @@ def locate(path: str, revision: str, *, family: str, base: BaseDescription | Non
         check_kind(str(local))
         return Place(local.parent, local, absent, base)
     raise UserError(selection.NOT_HERE(path=repr(path)))
+
+
+def list_absent(base: BaseDescription) -> Absentees:
+    """Return the weights of a base on a hub that are still to be downloaded, by the place where they will be."""
+    if base.folder is None:
+        return {}
+    return {base.folder / file.path: Absent(file, base.headers[file.path]) for file in base.missing}
 
 
 def check_kind(path: str, key: str = "model.path") -> None:

@@ -1,6 +1,6 @@
-"""Parts of a base model from a Hugging Face repository: configs and tokenizers, and single parts with their weights.
+"""Configs and tokenizers from a Hugging Face repository, which complete a base model that is a single file.
 
-They complete a base model that is a single file. A whole base model on a hub is described and downloaded by `sources`.
+Weights are described and downloaded by `sources`.
 HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE have their usual effect.
 """
 
@@ -27,13 +27,12 @@ def find_cached(repo: str, folder: str) -> Path | None:
     return root / folder if any((root / folder).glob("*.json")) else None
 
 
-def fetch(repo: str, parts: Iterable[str], *, small: Iterable[str] = ()) -> Path:
-    """Download parts of a hub repository. Returns the local snapshot.
+def fetch(repo: str, folders: Iterable[str]) -> Path:
+    """Download configs and tokenizers of a hub repository, and no weights. Returns the local snapshot.
 
     Args:
         repo: "owner/name".
-        parts: subfolders to download.
-        small: subfolders of which only configs and tokenizers are needed, and no weights.
+        folders: subfolders to download.
 
     Raises:
         UserError: the hub is not reachable, or the model is not there or not accessible; says what to do.
@@ -41,20 +40,10 @@ def fetch(repo: str, parts: Iterable[str], *, small: Iterable[str] = ()) -> Path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    parts = list(parts)
     allowed = ["model_index.json", "modular_model_index.json"]
-    for part in parts:
-        allowed += [f"{part}/*.{suffix}" for suffix in (*SMALL, "safetensors")]
-    allowed += [f"{part}/*.{suffix}" for part in small for suffix in SMALL]
+    allowed += [f"{folder}/*.{suffix}" for folder in folders for suffix in SMALL]
     try:
-        # Repositories often hold the same weights two or three times. The full-precision ones are requested first, and
-        # a half-precision copy only if there is nothing else.
-        ignored = ["*.fp16*", "*.bf16*", "*.non_ema*"]
-        root = Path(snapshot_download(repo, allow_patterns=allowed, ignore_patterns=ignored))
-        bare = [p for p in parts if (root / p / "config.json").is_file() and not [*(root / p).glob("*.safetensors")]]
-        if bare:
-            allowed = [f"{p}/*.safetensors" for p in bare] + [f"{p}/*.index*.json" for p in bare]
-            root = Path(snapshot_download(repo, allow_patterns=allowed))
+        root = Path(snapshot_download(repo, allow_patterns=allowed))
     except GatedRepoError as error:
         raise UserError(
             Message(

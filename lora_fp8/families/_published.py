@@ -6,7 +6,11 @@ defaults of diffusers or transformers are left out, except where the defaults ch
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base import ModelFamily
 
 Config = dict[str, Any]
 
@@ -126,6 +130,28 @@ def qwen_vae(statistics: Config) -> Config:
     return {"_class_name": "AutoencoderKLQwenImage", **_WAN, **statistics}
 
 
+_WAN22: Config = {"base_dim": 160, "decoder_base_dim": 256, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "z_dim": 48}
+_WAN22 |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+
+
+def released_vae(Family: type[ModelFamily]) -> Config:
+    """Return the sizes of a family's released VAE, for estimates; where it is published, its whole config.
+
+    diffusers' defaults of a class are the sizes of the first model that was released with it.
+    """
+    if "vae" in Family.published:
+        return Family.published["vae"]
+    marks = {name: mark for name, mark in Family.vae_marks.items() if mark is not None}
+    config = marks | {"_class_name": Family.vae_class}
+    if Family.vae_class == "AutoencoderKL":
+        import diffusers
+
+        default = inspect.signature(getattr(diffusers, Family.denoiser_class)).parameters["in_channels"].default
+        channels = Family.latent_channels({"in_channels": default, **Family.reference_config})
+        return config | (SDXL_VAE if channels == 4 else FLUX_VAE | {"latent_channels": channels})
+    return config | (_WAN22 if Family.name == "wan22_5b" else {})
+
+
 # -- schedulers --------------------------------------------------------------------------------------------------------
 _BETAS: Config = {
     "beta_start": 0.00085,
@@ -170,6 +196,12 @@ WAN_SCHEDULER: Config = {
     "prediction_type": "flow_prediction",
     "num_train_timesteps": 1000,
 }
+
+
+def usual_scheduler(objective: str) -> Config:
+    """Return a scheduler of this kind of noising process, for estimates, in which its numbers have no effect."""
+    return SDXL_SCHEDULER if objective == "Diffusion" else _FLOW
+
 
 # -- tokenizers --------------------------------------------------------------------------------------------------------
 SDXL_TOKENIZER = "stabilityai/stable-diffusion-xl-base-1.0/tokenizer"

@@ -95,7 +95,7 @@ class ModelFamily(Latents, Prompts):
         self.given_prediction = prediction
         parts = _components.find(type(self), model, base)
         self.folder, self.checkpoint, self.warnings = parts.folder, parts.checkpoint, parts.notes
-        self.absent, self.base = parts.absent, parts.base
+        self.absent, self.bases = parts.absent, parts.bases
         self.vae = None
         self._text_pipeline = None
         self._tokenizers = {}
@@ -125,11 +125,11 @@ class ModelFamily(Latents, Prompts):
             Stopped: it was cancelled.
         """
         from ._weights import WeightFile
-        from .sources.download import download
+        from .sources.download import download_all
 
-        if self.base is None or not self.missing_bytes():
+        if not self.missing_bytes():
             return
-        self.base = download(self.base, report, is_cancelled)
+        self.bases = download_all(self.bases, report, is_cancelled)
         if self.checkpoint:
             self._file = WeightFile(self.checkpoint)
         _checks.check_vae(self)

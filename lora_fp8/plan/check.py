@@ -95,6 +95,8 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
         result.warnings += [*report.warnings, *find_unused_settings(job)]
         return
     family, section = plan.family, job.model
+    for described in family.bases:
+        result.facts += described.lines if described.reference != base.reference else []  # those of model.components
     if not result.problems:
         try:
             result.warnings += disk_space.require(plan.writes())

@@ -121,11 +121,19 @@ class Problems(list[str]):
             return None
 
 
-def make(job: Job, device: torch.device | None = None, *, world: int = 1, resume: bool = False) -> Plan:
+def make(
+    job: Job,
+    device: torch.device | None = None,
+    *,
+    base: BaseDescription | None = None,
+    world: int = 1,
+    resume: bool = False,
+) -> Plan:
     """Make the Plan of a job.
 
     Args:
         device: device to train on; None checks nothing about the devices of this machine.
+        base: the description of the base model, if it was asked for already.
         world: number of processes that will train.
         resume: True if the run continues from a checkpoint, so that `adapter.init_from` is not read.
 
@@ -133,7 +141,7 @@ def make(job: Job, device: torch.device | None = None, *, world: int = 1, resume
         UserError: the job has one problem; UserErrors: it has several, all listed.
     """
     report = scan(job, families.get(job.model.family))
-    plan, problems = attempt(job, report, device, world=world, resume=resume)
+    plan, problems = attempt(job, report, device, base=base, world=world, resume=resume)
     if plan is not None and not problems:
         return plan
     if problems == report.problems:

@@ -1,6 +1,7 @@
 """Resolve a job against its family, for the Plan: the base model's files, "auto" sizes, and the layouts of the LoRA."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from .. import adapters, families
 from ..adapters import kinds
 from ..errors import Message, UserError, UserErrors
+from ..families import _released
 from ..families.base import ModelFamily
-from ..families.sources import BaseDescription
+from ..families.sources import BaseDescription, describe
 from ..lora_files import layouts
 from ..precision.dtypes import DTYPES
 from ..settings import Job
@@ -20,7 +22,8 @@ from ..training import optim, text_encoders
 def make_family(job: Job, device: torch.device | str = "cpu", base: BaseDescription | None = None) -> ModelFamily:
     """Find and check the files of the job's base model, without loading them.
 
-    Of a base on a hub, nothing but configs, tokenizers and headers is transferred.
+    Of a base on a hub, nothing but configs, tokenizers and headers is transferred. A base from `describe_for_estimate`
+    whose host could not be asked becomes the family's released model without its files.
 
     Args:
         job: with its base model.
@@ -31,7 +34,15 @@ def make_family(job: Job, device: torch.device | str = "cpu", base: BaseDescript
         UserError: see `ModelFamily`.
     """
     dtype, prediction = DTYPES[job.model.dtype], job.objective.prediction
+    if base is not None and base.unanswered and not base.problems:
+        return _released.make(families.get(job.model.family), job.model, base, device=device, dtype=dtype)
     return families.get(job.model.family)(job.model, device=device, dtype=dtype, prediction=prediction, base=base)
+
+
+def describe_for_estimate(job: Job) -> BaseDescription:
+    """Describe the job's base model; if its host cannot be asked, that is no problem, as published sizes replace it."""
+    base = describe(job.model.path, job.model.revision, job.model.family)
+    return replace(base, problems=()) if base.unanswered else base
 
 
 def get_run_folder(job: Job) -> Path:

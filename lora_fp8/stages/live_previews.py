@@ -106,7 +106,7 @@ class LivePreviews:
             return
         device = _choose_device(family)
         with torch.random.fork_rng([family.device] if family.device.type == "cuda" else []):
-            beside = make_family(session.job, device, family.base)
+            beside = make_family(session.job, device, next(iter(family.bases), None))
             report = Cache(store.root, beside, store.section, store.dtype).fill([], texts)
         for line in report.warnings():
             session.warn(line)

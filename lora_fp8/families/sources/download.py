@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +78,32 @@ def download(
         RunFailure: the connection failed again and again, or a file arrived damaged twice.
         Stopped: it was cancelled.
     """
+    return download_all([base], report, is_cancelled)[0]
+
+
+def download_all(
+    bases: Sequence[BaseDescription], report: Report | None = None, is_cancelled: Callable[[], bool] = lambda: False
+) -> tuple[BaseDescription, ...]:
+    """Download the missing files of several bases at once; see `download`."""
+    for base in bases:
+        _check(base)
+    # Small files first: should something be wrong, it shows at once.
+    pairs = sorted(((base, file) for base in bases for file in base.missing), key=lambda pair: pair[1].size)
+    transfers = [Transfer(hosts.of(base.reference, base.branch), base, file) for base, file in pairs]
+    if not transfers:
+        return tuple(bases)
+    _run_all(transfers, report or (lambda progress: None), is_cancelled)
+    for base in bases:
+        places.remember_branch(base)
+    return tuple(map(places.with_local_files, bases))
+
+
+def _check(base: BaseDescription) -> None:
+    """Raise the problem of a download that cannot succeed."""
     if base.problems:
         raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
     if not base.missing:
-        return base
+        return
     if hosts.is_offline():
         raise UserError(
             Message(
@@ -93,12 +115,6 @@ def download(
         )
     if problem := places.find_disk_problem(base):
         raise UserError(problem)
-    host = hosts.of(base.reference, base.branch)
-    # Small files first: should something be wrong, it shows at once.
-    transfers = [Transfer(host, base, file) for file in sorted(base.missing, key=lambda file: file.size)]
-    _run_all(transfers, report or (lambda progress: None), is_cancelled)
-    places.remember_branch(base)
-    return places.with_local_files(base)
 
 
 def _run_all(transfers: list[Transfer], report: Report, is_cancelled: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ...errors import Phrase
 
@@ -31,6 +32,7 @@ class KnownBase:
     gated: bool | None = None
     kind: str = ""
     unconfirmed: frozenset[str] = field(default_factory=frozenset)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
