@@ -42,7 +42,8 @@ class Handlers:
 
     def open(self, request: gr.Request) -> list[Any]:
         """Handle the opening of the page: show the folder that its address names."""
-        given = dict(request.query_params).get("folder", "")
+        trained = self.training.list_folders()  # of New training: most people come from there
+        given = dict(request.query_params).get("folder", "") or (str(trained[0]) if trained else "")
         offered = [str(path) for path in image_folders.find_folders(self.ui.place.roots)]
         choices = gr.update(choices=[*dict.fromkeys([*offered, *([given] if given else [])])], value=given or None)
         folder, mask, tags, problem = None, "", [], ""
