@@ -38,7 +38,7 @@ from webui import (
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import dataset, new
-from webui.pages.new import painting, questions, styles
+from webui.pages.new import layout, painting, questions, styles
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
 
@@ -257,19 +257,12 @@ def test_a_caption_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> 
     assert "no caption" not in cell and "UTF-8" in cell
 
 
-def test_a_search_finds_the_words_of_others_and_says_when_it_finds_nothing(tmp_path: Path) -> None:
-    page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
-    for text, key in (("network dim", "adapter.rank"), ("network_dim", "adapter.rank"), ("Rank", "adapter.rank")):
-        style, nothing = page.styles.search(text)
-        assert (
-            f"#{questions.make_id('set', key)}," not in style
-            and f"#{questions.make_id('set', 'seed')}" in style
-            and not nothing
-        )
-    style, nothing = page.styles.search("<b>no such thing")
-    assert all(f"#{questions.make_id('set', key)}" in style for key in form.settings())
-    assert "No settings match “&lt;b&gt;no such thing”" in nothing
-    assert page.styles.search("  ") == ("", "")
+def test_the_search_in_all_settings_knows_the_words_of_others() -> None:
+    """What static/search.js looks at; tests/ui/test_form_path.py types into the field."""
+    texts = {key: layout._get_search_text(setting) for key, setting in form.settings().items()}
+    for words, key in (("network dim", "adapter.rank"), ("lora rank", "adapter.rank"), ("秩", "adapter.rank")):
+        assert words in texts[key] and words not in texts["seed"]
+    assert all(text == text.lower() and "_" not in text for text in texts.values()), "as what is typed is normalized"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
@@ -44,6 +45,12 @@ def choose(page: new.Page, goal: str) -> dict[str, Any]:
     return {part.elem_id: value for part, value in painted.items()}
 
 
+def use(page: new.Page, folder: Path) -> dict[Any, Any]:
+    """Add a folder of images to the draft, as the images' part of the page does."""
+    event = SimpleNamespace(_data={"do": "use", "folder": str(folder)})
+    return page.handlers.use_folder(event, False)  # type: ignore[arg-type]
+
+
 def proposal(goal: str, folder: Path, trigger: str = "") -> dict[str, Any]:
     """What `lora-fp8 new` writes for these images."""
     pictures = dataset_recipe.look([(folder, 1)])
@@ -54,7 +61,7 @@ def test_steps_and_validation_follow_goal_and_images_until_they_are_set_by_hand(
     choose(page, "character")
     assert "train" not in settings_of(page), "no images, so nothing to count"
     few, many = add_images(tmp_path / "few", 20), add_images(tmp_path / "many", 60)
-    painted = page.handlers.add_folder(str(few), False)
+    painted = use(page, few)
     wanted = proposal("character", few)
     assert settings_of(page)["train"]["steps"] == wanted["train.steps"]
     assert settings_of(page)["validation"]["pictures"] == wanted["validation.pictures"] == 2
@@ -65,14 +72,14 @@ def test_steps_and_validation_follow_goal_and_images_until_they_are_set_by_hand(
     assert settings_of(page)["train"]["steps"] == proposal("style", few)["train.steps"] != wanted["train.steps"]
 
     page.handlers.change("simple", "train.steps", False, "1234", False)
-    page.handlers.add_folder(str(many), False)
+    use(page, many)
     assert settings_of(page)["train"]["steps"] == 1234, "set by hand"
     assert settings_of(page)["validation"]["pictures"] == 8, "still proposed"
 
 
 def test_prompts_follow_the_trigger_word_and_stay_when_they_were_typed(page: new.Page, tmp_path: Path) -> None:
     choose(page, "character")
-    page.handlers.add_folder(str(add_images(tmp_path / "set", 4)), False)
+    use(page, add_images(tmp_path / "set", 4))
     trigger = page.layout.parts["simple"]["dataset.trigger"]
     prompts = page.layout.parts["simple"]["preview.prompts"]
     painted = page.handlers.change("simple", "dataset.trigger", False, "zibo", False)
@@ -89,7 +96,7 @@ def test_prompts_follow_the_trigger_word_and_stay_when_they_were_typed(page: new
 
 def test_without_a_goal_and_on_a_demo_base_nothing_is_proposed(page: new.Page, tmp_path: Path) -> None:
     folder = add_images(tmp_path / "set", 20)
-    page.handlers.add_folder(str(folder), False)
+    use(page, folder)
     assert "train" not in settings_of(page)
     page.base.choose("demo", "sd15", False)
     choose(page, "character")
@@ -116,7 +123,7 @@ def test_captions_are_read_once_while_the_files_stay(
 ) -> None:
     """The side is painted every two seconds."""
     choose(page, "character")
-    page.handlers.add_folder(str(add_images(tmp_path / "set", 4)), False)
+    use(page, add_images(tmp_path / "set", 4))
     page.recipe.render()
     looked: list[object] = []
     monkeypatch.setattr(recipe_module.dataset_recipe, "look", looked.append)
