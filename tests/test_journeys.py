@@ -207,7 +207,5 @@ def test_the_figures_are_the_programs_own(path: Path) -> None:
         if family == "wan":  # of the smaller model, the text encoder is the largest part
             assert peaks[number] == round(recipes.read_sizes()["wan"].text["none"] / 1024, 1)
         else:
-            # 2511 is as large as the first Qwen-Image-Edit, which stands for it until memory.json has both.
-            measured = family if family in recipes.read_sizes() else family.removesuffix("_plus")
-            fit = recipes.fit_card(measured, int(cards[number]))
+            fit = recipes.fit_card(family, int(cards[number]))
             assert not fit.problem and fit.peak and peaks[number] == float(recipes.gib(fit.peak)), family

@@ -29,8 +29,8 @@ TEXT = {"textbox", "code", "dataframe"}
 """Kinds of components that hold what is typed; and a dropdown that takes more than its choices."""
 OTHER = {"accordion", "button", "checkbox", "column", "dropdown", "file", "form", "html", "markdown", "number", "radio"}
 OTHER |= {"row", "state", "tabitem", "tabs", "timer"}
-IN_THE_ADDRESS = {"dataset-folder", "dataset-address", "new-address"}
-"""Fields that no function of the page is given: a script puts them into the browser's address."""
+IN_THE_ADDRESS = {"dataset-folder", "dataset-address", "new-address", "new-search"}
+"""Fields that no function of the page is given: a script puts them into the browser's address, or searches by them."""
 FITTING = {"auto-model": "nobody/nothing", "new-set": "pictures"}
 """What the other fields of a form hold, so that it is not refused because of them; elsewhere "x"."""
 PAYLOADS = (

@@ -13,7 +13,9 @@ from lora_fp8.stages.session import Session
 
 
 class Told:
-    """A run that remembers its events and wants to stop, or not."""
+    """A run that remembers its events and wants to stop, or not. Its preview prompts were not changed."""
+
+    previews_file = Path("there is none")
 
     def __init__(self, stop: bool = False):
         self.events, self.stop = {}, stop

@@ -38,7 +38,7 @@ TOOLS = ("inspect", "verify", "convert", "resize", "merge")
 READING = {
     *("compare.paint", "compare.start", "dataset._bind_edits.<lambda>", "dataset.examine_again"),
     *("dataset.change_clip_settings", "dataset.filter_grid", "dataset.open", "dataset.paint", "dataset.preview"),
-    *("dataset.reload", "dataset.show_clip_settings", "new.paint_side", "new.repaint", "new.search", "new.tick"),
+    *("dataset.reload", "dataset.show_clip_settings", "new.paint_side", "new.repaint", "new.tick"),
     *("run._bind_buttons.<lambda>", "run.choose_preview"),
     *(
         "run.end_run",
@@ -82,6 +82,7 @@ WRITING: dict[str, Cases] = {
     "new.save_preset": [{"new-preset-name": name}
                         for name in ("config", "../../data/project/config", "{work}/project/x")],
     "new.start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
+    "new.set_default": [],
     "new.switch_view": [],
     "new.write_text": [{"new-toml": SETTINGS}],
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
