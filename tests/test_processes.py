@@ -385,7 +385,7 @@ loader.Loader.micro = micro
     assert {
         "an exception": "process 1 of 2: out of memory on cpu",
         "a picture": ": loss nan is not finite; files: ",
-        "a kill": "another process of this job has gone",
+        "a kill": "another process of this job exited",
     }[what] in last["text"]
     if what == "a picture":
         assert (".png" in last["text"] or ".jpg" in last["text"]) and done.stderr.count("is not finite; files") == 1

@@ -120,7 +120,7 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
 
 
 def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Callable[..., Page]) -> None:
-    page = visit("new", language="zh-CN")
+    page = visit("new", language="zh-CN", expect=["400 (Bad Request)"])  # their image folder is not here
     problems = page.locator("#new-summary .problems")
     page.locator("#new-files").get_by_role("button").first.click()
     page.click("#new-reset")
@@ -301,25 +301,25 @@ def test_start_and_the_state_are_in_view_at_every_scroll_position(site: Site, vi
 
 
 def test_a_problem_is_red_only_where_somebody_has_been_or_after_start(site: Site, visit: Callable[..., Page]) -> None:
-    Draft(site.home).write(form.START)
+    Draft(site.home).write(f"{form.START}[train]\nsteps = 0\n")
     page = visit("new")
     opened(page)
 
     def colour(key: str) -> str:
         return page.evaluate(f"getComputedStyle(document.querySelector('#new-{key}'), '::after').color")
 
-    folders, path = "dataset-folders", "model-path"
-    untouched = colour(folders)
-    assert colour(path) == untouched
-    field(page, f"new-{path}").click()
+    name, steps = "name", "train-steps"
+    untouched = colour(name)
+    assert colour(steps) == untouched
+    field(page, f"new-{steps}").click()
     page.keyboard.press("Tab")
     page.wait_for_function(
-        "was => getComputedStyle(document.querySelector('#new-model-path'), '::after').color !== was", arg=untouched
+        "was => getComputedStyle(document.querySelector('#new-train-steps'), '::after').color !== was", arg=untouched
     )
-    assert colour(folders) == untouched != colour(path)
+    assert colour("preview-prompts") == untouched != colour(steps)
     page.click("#new-start")
     page.wait_for_function(
-        "was => getComputedStyle(document.querySelector('#new-dataset-folders'), '::after').color !== was",
+        "was => getComputedStyle(document.querySelector('#new-preview-prompts'), '::after').color !== was",
         arg=untouched,
     )
 
