@@ -39,7 +39,20 @@ WINDOW, OTHER = "a" * 32, "b" * 32
 META = {"_type": "gradio.FileData"}
 TAKE_FILES = {"new-import", "dataset-drop"}
 PARTS = {
-    *("button", "checkbox", "code", "dataframe", "dropdown", "file", "html", "json", "markdown", "number", "radio"),
+    *(
+        "button",
+        "checkbox",
+        "checkboxgroup",
+        "code",
+        "dataframe",
+        "dropdown",
+        "file",
+        "html",
+        "json",
+        "markdown",
+        "number",
+        "radio",
+    ),
     *("slider", "state", "tab", "tabitem", "textbox", "timer", "api"),
 }
 """Kinds of components that may be inputs; of these `file` alone takes files, as `test_only_files_take_files` sees."""

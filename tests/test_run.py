@@ -357,7 +357,9 @@ def test_status_moves_on_when_the_clock_jumps_back(tmp_path, monkeypatch):
     run.close()
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.EIO, "I/O error")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.EIO, os.strerror(errno.EIO))]
+)
 def test_a_run_outlives_whoever_reads_what_it_prints(tmp_path, error):
     run = Run.create(tmp_path / "r", CONFIG)
 

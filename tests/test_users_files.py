@@ -124,6 +124,7 @@ CASES: dict[str, list[list[str]]] = {
     + [[f"{LORA}:1", "--into", "project", "--family", "sd15", "--output", "project"]],
     "extract": [["project", "project", "--family", "sd15", "--output", LORA]],
     "average": [[P], [R], [LORA, LORA, "--output", LORA]],
+    "draw": [[P, "--out", P], [LORA, "--out", P], [LORA, "--out", "project/photos"], [LORA, "--out", R]],
     "kit": [[P, "--out", P], [R, "--out", P], [LORA, "--out", P], [LORA, "--out", "project/photos"]],
     "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"]],
     "caption": [[P, "--model", "project"], ["project/photos", "--model", "project/photos", "--overwrite"]],

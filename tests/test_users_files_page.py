@@ -50,6 +50,8 @@ READING = {
         "runs.paint",
         "settings.<lambda>",
     ),
+    *("draw.bind.<lambda>", "draw.choose_source", "draw.list_sources", "draw.open_page", "draw.paint"),
+    "run.load_prompts",
     *("tools.<lambda>", "tools.choose", "api.events", "api.list_jobs", "api.status"),
 }
 """Functions that show something: module and name. They are called as all others are."""
@@ -85,6 +87,14 @@ WRITING: dict[str, Cases] = {
     "new.set_default": [],
     "new.switch_view": [],
     "new.write_text": [{"new-toml": SETTINGS}],
+    "draw.delete": [],
+    "draw.press": [],
+    "draw.start": [{"draw-source": source, "draw-base": base}
+                   for source in ("{work}/project", "{work}/received", f"{{work}}/{LORA}")
+                   for base in ("demo", "{work}/project")],
+    "run.change_prompts": [{"query": name, "new-prompts": "a ball"} for name in ("{work}/project", "{work}/received")],
+    "run.request_sample": [{"query": name, "sample-prompt": "a ball"}
+                           for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.press": [],
     "run.write_export": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],

@@ -84,8 +84,9 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     crop = page.locator("#dataset-view .crop")
     expect(crop).to_be_visible(timeout=LONG)
     # At the resolution of the newest job of this site, which another test may have submitted; else SDXL's.
-    places = [buckets.place((1800, 600), side, 64) for side in (1024, 512, 64)]
-    place = {"{}x{}".format(*one.bucket_wh): one for one in places}[crop.get_attribute("data-bucket")]
+    places = {side: buckets.place((1800, 600), side, 64) for side in (1024, 512, 64)}
+    drawn = crop.get_attribute("data-bucket")
+    side, place = next(entry for entry in places.items() if "{}x{}".format(*entry[1].bucket_wh) == drawn)
     picture, frame = page.locator("#dataset-view img").bounding_box(), crop.bounding_box()
     assert abs(frame["width"] / picture["width"] - place.bucket_wh[0] / place.resized_wh[0]) < 0.02
     assert abs((frame["x"] - picture["x"]) / picture["width"] - place.crop_xy[0] / place.resized_wh[0]) < 0.02
@@ -158,7 +159,7 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     expect(thumbs).to_have_count(5)
     tab("buckets")
     expect(page.locator("#dataset-buckets tbody tr")).to_have_count(
-        len({buckets.place(size, 1024, 64).bucket_wh for size in SIZES.values()})
+        len({buckets.place(size, side, 64).bucket_wh for size in SIZES.values()})
     )
 
     # Captioning is a job of the queue; a model outside of the roots is refused.

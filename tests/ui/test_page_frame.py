@@ -91,7 +91,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
     queries = {"dataset": f"?folder={quote(str(DEMO))}", "run": f"?run={run}", "compare": f"?runs={run}"}
     ready = {
         "runs": ".card .state", "dataset": ".thumb img", "run": "#loss path.line", "compare": "#grid img",
-        "settings": "#about table", "new": "#new-summary .problems", "tools": ".site-header",
+        "settings": "#about table", "draw": "#draw-start", "new": "#new-summary .problems", "tools": ".site-header",
     }  # fmt: skip
     page = visit("", language=language, dark=language != "en", phone=True, expect=LEAVING)
     for name in PAGES:
@@ -179,11 +179,11 @@ def test_the_header_is_reached_by_keyboard(visit: Callable[..., Page]) -> None:
     page = visit("settings")
     page.wait_for_selector("[data-theme=system][aria-pressed=true]")
     seen = []
-    for _ in range(12):
+    for _ in range(13):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.innerText || document.activeElement.dataset.theme || ''"))
-    assert [translations.say("en", f"page.{name}") for name in PAGES if name not in UNLISTED] == seen[1:7]
-    assert seen[7:11] == ["中文", "system", "light", "dark"]
+    assert [translations.say("en", f"page.{name}") for name in PAGES if name not in UNLISTED] == seen[1:8]
+    assert seen[8:12] == ["中文", "system", "light", "dark"]
     page.keyboard.press("Shift+Tab")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline == "solid"
