@@ -190,6 +190,8 @@ def test_folders_are_shown_whole_and_changed_where_they_stand(
     """Control pictures and masks have no room beside the other columns: then each folder is a block."""
     folder = site.root / "whole"  # without the files of other tests, some of which are no images
     folder.mkdir(exist_ok=True)
+    for path in PICTURES[:2]:
+        shutil.copy(path, folder)
     row = f'[[dataset.folders]]\npath = "{folder}"\ncontrol = "{site.root}/{"long " * 20}"\nmask = "m"\n'
     draft = Draft(site.home)
     draft.write(f'[model]\nfamily = "flux_kontext"\npath = "a/b"\n{row}{row}')
