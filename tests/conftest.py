@@ -77,7 +77,7 @@ LONGEST = (
     "test_clean_process.py",
     "test_processes.py",
     "ui/test_newcomer.py",
-    "ui/test_draw_page.py",
+    "ui/test_try_it.py",
     "test_exchange.py",
     "test_jobs_soak.py",
     "fuzz/test_fuzz.py",

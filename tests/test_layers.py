@@ -380,4 +380,7 @@ def test_every_test_file_belongs_to_one_room_and_every_room_has_some():
     rooms = tomllib.loads((folder / "rooms.toml").read_text(encoding="utf-8"))
     there = [path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("test_*.py")]
     assert sorted(name for names in rooms.values() for name in names) == sorted(there)
+    assert len({Path(name).name for name in there}) == len(there), (
+        "pytest takes two files of one name for the same module"
+    )
     assert {path.parent.name for path in (ROOT / "lora_fp8").glob("*/__init__.py")} <= rooms.keys()
