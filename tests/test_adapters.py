@@ -280,6 +280,15 @@ def test_warnings():
     assert any("'transformer_blocks.0.attn.to_q' adds nothing" in note for note in report.warnings)
 
 
+@pytest.mark.parametrize(("kind", "rank", "told"), [("lora", 4, "multiple of 8"), ("loha", 8, "only 'lora' adapts")])
+def test_convolutions_in_groups_that_peft_cannot_adapt(kind, rank, told):
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8))
+    with pytest.raises(UserError, match=told):
+        adapters.inject(model, settings.Adapter(type=kind, rank=rank), ["0"], seed=0)
+    adapters.inject(model, settings.Adapter(rank=8), ["0"], seed=0)
+    assert model(torch.randn(1, 8, 4, 4)).shape == (1, 8, 2, 2)
+
+
 def test_convolutions_where_named():
     model = UNet2DConditionModel(
         sample_size=8,

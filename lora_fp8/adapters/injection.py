@@ -229,6 +229,16 @@ def inject(
                     count=layer.groups,
                 )
             )
+        if isinstance(layer, nn.Conv2d) and rank_of[name] % layer.groups:  # peft's B has the groups as well
+            raise UserError(
+                Message(
+                    "adapter.rank = {rank}: {name} is a convolution in {count} groups, and needs a multiple of "
+                    "{count}; give it one in adapter.ranks, or leave it out of adapter.targets",
+                    rank=rank_of[name],
+                    name=name,
+                    count=layer.groups,
+                )
+            )
         if rank_of[name] > narrow and section.type != "lokr":
             notes.append(
                 Message(
