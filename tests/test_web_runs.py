@@ -20,7 +20,7 @@ from waiting import LONG_SECONDS, wait_until
 from lora_fp8 import config, errors
 from lora_fp8.common import messages
 from lora_fp8.errors import Joined, Message, Template, UserError, first_few
-from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence
+from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.verify.report import Report
 from webui import chart, form, run_cards, run_log, run_monitor, translations
 from webui.context import Place, Ui
@@ -281,6 +281,37 @@ def test_a_download_shows_bytes_speed_and_time_left(language: str, ui: Ui) -> No
         assert f"<b>{text}</b>" in shown
     sentence = {"en": "Downloading the base model", "zh-CN": "正在下载底模"}[language]
     assert sentence in run_cards.translate_sentence(speaker, view.sentence)
+
+
+@pytest.mark.parametrize("language", ["en", "zh-CN"])
+def test_a_stage_without_steps_shows_what_it_has_counted_and_how_long_it_takes(language: str, ui: Ui) -> None:
+    """From the events that the stages write to the card: never a minute without a sign of life."""
+    speaker, now = Ui(language, ui.place), time.time()
+    progress = run_events.Progress(0)
+    for event in (
+        {"t": now - 130, "event": "start"},
+        {"t": now - 120, "event": "stage", "stage": "cache"},
+        {"t": now - 100, "event": "progress", "stage": "cache", "done": 10, "total": 40},
+        {"t": now, "event": "progress", "stage": "cache", "done": 20, "total": 40},
+    ):
+        progress.update(event)
+    assert progress.compute_eta_s() == pytest.approx(200, abs=2), "ten images in 100 s"
+    about = {"id": 7, "name": "cat", "kind": "train", "state": "running", "sentence": Sentence("queued")}
+    view = JobView(**about, stage=progress.stage, work=progress.work, since=progress.since)
+    assert "width:50.0%" in run_cards.render_progress(view)
+    figures = run_cards.render_figures(speaker, view)
+    for text in ("20 / 40", run_cards.format_duration(speaker, 120)):
+        assert f"<b>{text}</b>" in figures
+    now_at = f'aria-current="step">{speaker.say("runs.part.cache")}<'
+    assert now_at in run_cards.render_parts(speaker, view)
+    progress.update({"t": now, "event": "stage", "stage": "verify"})
+    progress.update({"t": now, "event": "progress", "stage": "verify", "done": 1, "total": 2, "check": "delta"})
+    view = replace(view, stage=progress.stage, work=progress.work, since=progress.since)
+    assert speaker.say("verify.delta") in run_cards.render_figures(speaker, view)
+    progress.update({"t": now, "event": "stage", "stage": "train", "step": 5, "steps": 10})
+    view = replace(view, stage="train", work=progress.work, step=5, steps=10)
+    assert progress.work is None and speaker.say("runs.taken") not in run_cards.render_figures(speaker, view)
+    assert run_cards.render_parts(speaker, replace(view, state="done")) == ""
 
 
 def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:

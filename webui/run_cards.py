@@ -4,6 +4,7 @@ Text from files and people is escaped here, once, where it becomes HTML.
 """
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -80,6 +81,17 @@ def translate_stage(ui: Ui, name: str) -> str:
 
 
 STAGES = ("start", "download", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
+PARTS = {
+    "download": ("start", "download"),
+    "cache": ("cache",),
+    "load": ("load", "sensitivity", "preflight"),
+    "train": ("train",),
+    "verify": ("export", "verify"),
+}
+"""The parts of a training that a card shows, and the stages of each."""
+COUNTED = ("cache", "load", "preflight", "verify", "previews", "validation")
+"""What a run counts beside its steps, for which there is a word."""
+ALIVE = ("starting", "running", "stopping")
 
 
 def render_state(ui: Ui, view: JobView) -> str:
@@ -87,20 +99,41 @@ def render_state(ui: Ui, view: JobView) -> str:
     return f'<span class="state {escape(view.state)}">{ui.say(f"state.{view.state}")}</span>'
 
 
-def render_progress(view: JobView) -> str:
-    """Render a progress bar, of the training or of the download of its base model; "" before there is one."""
-    if view.download:
-        share = 100 * view.download["bytes"] / max(1, view.download["total"])
-        return f'<div class="bar"><i style="width:{min(100.0, share):.1f}%"></i></div>'
-    if view.step is None or not view.steps:
+def render_parts(ui: Ui, view: JobView) -> str:
+    """Render the parts of a training in their order, with the present one marked; "" if it is not running."""
+    at = [part for part, stages in PARTS.items() if view.stage in stages]
+    if view.kind != "train" or view.state not in ALIVE or not at:
         return ""
-    share = min(100.0, 100 * view.step / view.steps)
-    kind = {"running": "", "stopping": "", "done": " done"}.get(view.state, " idle")
-    return f'<div class="bar{kind}"><i style="width:{share:.1f}%"></i></div>'
+    made, kind = "", "past"
+    for part in PARTS:
+        is_now = part == at[0]
+        here = ' aria-current="step"' if is_now else ""
+        made += f'<li class="{"now" if is_now else kind}"{here}>{ui.say(f"runs.part.{part}")}</li>'
+        kind = "next" if is_now else kind
+    return f'<ol class="parts" aria-label="{escape(ui.say("runs.parts"))}">{made}</ol>'
+
+
+def render_progress(view: JobView) -> str:
+    """Render a progress bar, of the training or of its present stage; "" before there is one."""
+    share = _compute_share(view)
+    if share is None:
+        return ""
+    kind = "" if view.state in ALIVE else " done" if view.state == "done" else " idle"
+    return f'<div class="bar{kind}"><i style="width:{min(100.0, 100 * share):.1f}%"></i></div>'
+
+
+def _compute_share(view: JobView) -> float | None:
+    """Return how much of the download, of what a stage counts or of the steps is done; None if that is unknown."""
+    if view.download:
+        return float(view.download["bytes"] / max(1, view.download["total"]))
+    is_stage = view.kind == "train" and view.state in ALIVE and view.stage != "train"
+    if is_stage:
+        return float(view.work["done"] / max(1, view.work["total"])) if view.work else None
+    return view.step / view.steps if view.step is not None and view.steps else None
 
 
 def render_figures(ui: Ui, view: JobView) -> str:
-    """Render step or bytes, loss, time left, GPU, place in the queue and priority, as far as each is known."""
+    """Render step or bytes, loss, times, GPU, place in the queue and priority, as far as each is known."""
     figures = []
     if view.download:
         arrived, total, speed = (disk_space.amount(int(view.download[name])) for name in ("bytes", "total", "speed"))
@@ -109,6 +142,7 @@ def render_figures(ui: Ui, view: JobView) -> str:
     elif view.step is not None and view.steps:
         counted = "runs.step" if view.kind == "train" else "runs.pictures"
         figures.append((ui.say(counted), f"{view.step} / {view.steps}"))
+    figures += _list_work(ui, view)
     if view.loss is not None:
         figures.append((ui.say("runs.loss"), f"{view.loss:.4f}"))
     if view.eta_s is not None:
@@ -123,6 +157,19 @@ def render_figures(ui: Ui, view: JobView) -> str:
         figures.append((ui.say("runs.priority"), str(view.priority)))
     spans = "".join(f"<span><span>{name}</span> <b>{escape(value)}</b></span>" for name, value in figures)
     return f'<div class="figures">{spans}</div>' if figures else ""
+
+
+def _list_work(ui: Ui, view: JobView) -> list[tuple[str, str]]:
+    """List what a stage has counted, and how long it has taken: a sign of life where nothing is counted."""
+    figures = []
+    if view.work and view.work["stage"] in COUNTED:
+        figures.append((ui.say(f"runs.work.{view.work['stage']}"), f"{view.work['done']} / {view.work['total']}"))
+        check = view.work.get("check")
+        if check in CHECKS:
+            figures.append((ui.say("runs.work.check"), ui.say(f"verify.{check}")))
+    if view.state in ALIVE and view.since and view.stage != "train":
+        figures.append((ui.say("runs.taken"), format_duration(ui, max(0.0, time.time() - view.since))))
+    return figures
 
 
 def render_buttons(ui: Ui, view: JobView, without: Sequence[str] = (), links: str = "") -> str:
@@ -174,7 +221,7 @@ def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: st
         f'<div class="row"><h2>{name}</h2>'
         f"{render_state(ui, view)}"
         f'<span class="dim">{about}</span></div>{render_sentence(ui, view)}'
-        f"{render_progress(view)}{render_figures(ui, view)}{render_log_tail(view, tail)}"
+        f"{render_parts(ui, view)}{render_progress(view)}{render_figures(ui, view)}{render_log_tail(view, tail)}"
         f"{render_buttons(ui, view, links=links)}</section>"
     )
 

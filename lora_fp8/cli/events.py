@@ -8,6 +8,9 @@ from ..common.messages import get_language, translate
 from ..common.numbers import digits
 from ..errors import Joined, Message
 
+COUNTED = ("cache", "load")
+"""Stages whose progress is printed. Other progress is short, or would break into the bar of the steps."""
+
 
 def print_json_line(event: dict[str, Any]) -> None:
     """Print an event of the run as one line of JSON."""
@@ -19,6 +22,8 @@ def print_event(event: dict[str, Any]) -> None:
     from tqdm import tqdm
 
     kind = event["event"]
+    if kind == "progress" and event.get("stage") not in COUNTED:
+        return
     text = {
         "stage": lambda e: Message("== {stage}", stage=e["stage"]),
         "warning": lambda e: Message("warning: {line}", line=e["text"]),

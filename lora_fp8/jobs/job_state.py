@@ -115,6 +115,8 @@ def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
         loss=progress.loss,
         eta_s=progress.compute_eta_s(),
         download=progress.download,
+        work=progress.work,
+        since=progress.since or row.launched,
     )
     if row.wanted != "run":
         key = "stop_kill" if row.killed else "stop_term" if row.termed else "stop_asked"
@@ -192,6 +194,8 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
             loss=progress.loss,
             eta_s=progress.compute_eta_s(),
             download=progress.download,
+            work=progress.work,
+            since=progress.since,
             resumable=False,
         )
         if (run.control / "stop").exists():

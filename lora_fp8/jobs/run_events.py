@@ -21,31 +21,58 @@ class Progress:
     steps: int | None = None
     loss: float | None = None
     download: dict[str, Any] | None = None  # the newest event of a download; None outside of one
+    work: dict[str, Any] | None = None  # the newest event "progress", if no other event follows it
+    since: float = 0  # time at which the stage began
     last: dict[str, Any] | None = None  # the newest of done, stopped and error, if no event follows it
     first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
+    counted: tuple[float, int] | None = None  # time and number of the first event "progress" of its kind
 
     def compute_eta_s(self) -> float | None:
-        """Return the seconds left of the training or the download, at the pace of this process; None if unknown."""
+        """Return the seconds left of the training or of its stage, at the pace of this process; None if unknown."""
         if self.download:
             eta = self.download.get("eta")
             return float(eta) if isinstance(eta, int | float) else None
         if self.stage != "train":
-            return None
+            return self._compute_work_eta_s()
         if not (self.first and self.newest and self.steps and self.newest[1] > self.first[1]):
             return None
         seconds = (self.newest[0] - self.first[0]) / (self.newest[1] - self.first[1])
         return max(0.0, (self.steps - self.newest[1]) * seconds - max(0.0, time.time() - self.newest[0]))
 
+    def _compute_work_eta_s(self) -> float | None:
+        """Return the seconds left of what a stage counts; None where its parts are too unequal to tell."""
+        if self.work is None or self.counted is None or self.work["stage"] not in ("cache", "load"):
+            return None
+        began, first = self.counted
+        if self.work["done"] <= first:
+            return None
+        seconds = (self.work["t"] - began) / (self.work["done"] - first)
+        return max(0.0, (self.work["total"] - self.work["done"]) * seconds - max(0.0, time.time() - self.work["t"]))
+
+    def _update_work(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "warning":
+            return
+        if event.get("event") != "progress" or not _are_numbers(event, "done", "total", "t"):
+            self.work = self.counted = None
+            return
+        event = {**event, "stage": str(event.get("stage"))}
+        if self.work is None or self.work["stage"] != event["stage"]:
+            self.counted = (event["t"], event["done"])
+        self.work = event
+
     def update(self, event: dict[str, Any]) -> None:
         """Update the progress with one event."""
         kind = event.get("event")
+        self._update_work(event)
         if kind != "warning":
             self.download = event if kind == "download" and _are_numbers(event, "bytes", "total", "speed") else None
         if kind in ("done", "stopped", "error"):
             self.last = event
             return
         self.last = None
+        if kind in ("start", "stage"):
+            self.since = event["t"] if _are_numbers(event, "t") else 0
         if kind == "start":
             self.stage, self.first, self.newest = "start", None, None
         elif kind == "stage":

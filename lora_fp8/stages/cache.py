@@ -6,7 +6,6 @@ The encoders are loaded, used and freed before the denoiser is loaded, so that b
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from ..plan.disk_budget import count_pixels
 from ..plan.placement import make_preview_prompts
 from ..run import Run, preview_requests
 from ..run.signals import STOPPED_EARLY
+from .progress import StageProgress
 from .session import Session
 
 
@@ -163,16 +163,13 @@ def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewProm
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:
-    """Make a function that logs the progress of encoding every two seconds, and raises Stopped if that is requested."""
-    last = time.monotonic()
+    """Make a function that logs the progress of encoding, and raises Stopped if that is requested."""
+    progress = StageProgress(run, "cache")
 
     def log_progress(done: int, total: int) -> None:
-        nonlocal last
         if run.requested("stop"):
             raise Stopped(STOPPED_EARLY)
-        if time.monotonic() - last >= 2:
-            last = time.monotonic()
-            run.log_event("progress", stage="cache", done=done, total=total)
+        progress.update(done, total)
 
     return log_progress
 

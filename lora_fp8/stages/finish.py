@@ -33,6 +33,7 @@ from ..training.text_encoders import answers
 from . import previews
 from .cache import Data
 from .load import Loaded, encode_preview_prompts
+from .progress import StageProgress
 from .session import Session
 
 PLAIN_MEMORY_FACTOR = 1.25
@@ -146,8 +147,15 @@ def verify_files(
     if drawn and device == family.device:
         redrawn = verify.Previews(drawn, partial(_redraw, job, family, data))
     adapter = export.Adapter(state, _compute_scaling(job, state))
-    reference = verify.Reference(adapter, probe, redrawn, base_tensors)
-    reports = []
+    progress = StageProgress(run, "verify", seconds=0)
+    reports: list[verify.Report] = []
+    reference = verify.Reference(
+        adapter,
+        probe,
+        redrawn,
+        base_tensors,
+        on_check=lambda check: progress.update(len(reports), len(files), check=check.name),
+    )
     for path in files:
         # All files hold the same adapter, so the effect of merging is measured once.
         report = verify.check(path, family, reference, device=device, merged=path == files[0])

@@ -1,6 +1,6 @@
 """The second stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,6 +15,7 @@ from ..objectives import Objective
 from ..training import memory, optim
 from ..training.text_encoders import Adapted, TextEncoders
 from .cache import Data, PreviewPrompts
+from .progress import StageProgress
 from .session import Session
 
 
@@ -38,7 +39,10 @@ class Loaded:
 
 
 def load_base(
-    family: ModelFamily, section: settings.Quantize, offload: float = 0.0
+    family: ModelFamily,
+    section: settings.Quantize,
+    offload: float = 0.0,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[nn.Module, precision.Plan, int]:
     """Load the denoiser into the storage of the section, on the family's device.
 
@@ -46,17 +50,32 @@ def load_base(
         family: whose denoiser.
         section: the job's `[quantize]` table.
         offload: share of the frozen weights to keep in RAM, from 0 to 1.
+        report: called with the numbers of loaded and of all weights.
 
     Returns:
         The denoiser, storage and matmul of each layer, and the bytes that are offloaded to RAM.
     """
     denoiser = family.empty_denoiser()
+    total = len(denoiser.state_dict())
     keep, modulation = family.keep_precise, family.modulation
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
     waiting = precision.offload_(denoiser, offload)
-    precision.fill_(denoiser, family.denoiser_tensors(), dtype=family.dtype, device=family.device)
+    tensors = _count_tensors(family.denoiser_tensors(), lambda done: report(done, total))
+    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device)
     precision.set_compute_(denoiser, plan, section)  # again: its history needs the loaded weights
     return denoiser, plan, waiting
+
+
+def _count_tensors(
+    tensors: Iterator[tuple[str, precision.Weight]], report: Callable[[int], None]
+) -> Iterator[tuple[str, precision.Weight]]:
+    """Report the number of each tensor after it was consumed; only one is in memory, as in the stream."""
+    done = 0
+    for named in tensors:
+        yield named
+        del named  # otherwise it would stay in memory while the stream reads the next one
+        done += 1
+        report(done)
 
 
 def add_moved_layers(section: settings.Quantize, moved: Sequence[str]) -> settings.Quantize:
@@ -74,7 +93,9 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     """
     job, family, run = session.job, session.family, session.run
     run.log_event("stage", stage="load")
-    denoiser, layers, waiting = load_base(family, add_moved_layers(job.quantize, moved), job.memory.offload)
+    progress = StageProgress(run, "load")
+    section = add_moved_layers(job.quantize, moved)
+    denoiser, layers, waiting = load_base(family, section, job.memory.offload, progress.update)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     applied = memory.apply_(denoiser, job.memory)

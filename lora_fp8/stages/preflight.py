@@ -13,6 +13,7 @@ from ..errors import Joined, Message, RunFailure
 from ..training import memory
 from .cache import Data
 from .load import Loaded
+from .progress import StageProgress
 from .resume import State
 from .session import Session
 from .step import compute_weighted_losses, name_files_not_finite
@@ -78,7 +79,12 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
         return "upcast"
     processes, section = session.processes, session.job.quantize
     modes = precision.candidates(section, processes.device)
-    switch = lambda mode: switch_compute(session, loaded, mode)  # noqa: E731
+    progress = StageProgress(session.run, "preflight", seconds=0)
+
+    def switch(mode: str) -> None:
+        progress.update(modes.index(mode), len(modes))
+        switch_compute(session, loaded, mode)
+
     seconds, failed = precision.fastest(modes, switch, attempt, processes.device)
     answers = processes.gather([(seconds[mode], failed.get(mode, "")) for mode in modes])
     by_mode = dict(zip(modes, zip(*answers, strict=True), strict=True))

@@ -23,6 +23,7 @@ from ..families.base import ModelFamily
 from ..plan.resolve import get_resolution
 from ..run import Run
 from .cache import PreviewPrompts
+from .progress import StageProgress
 from .session import Session
 
 
@@ -121,8 +122,13 @@ def _draw_into(
     numbers = processes.share(range(len(prompts.conds)))
     problem, was_training, side = None, denoiser.training, get_resolution(session.job)
     denoiser.eval()  # no dropout
+    drawn: list[list[Image.Image]] = []
+    progress = StageProgress(session.run, "previews")
     try:
-        drawn = draw_clips(family, family.pipeline(denoiser), prompts, section, side, numbers) if numbers else []
+        pipeline = family.pipeline(denoiser) if numbers else None
+        for number in numbers:
+            drawn += draw_clips(family, pipeline, prompts, section, side, [number])
+            progress.update(len(drawn), len(numbers))
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:

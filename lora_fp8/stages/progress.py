@@ -1,4 +1,7 @@
-"""Show how far training or a download is: a bar on a terminal, a line every ten seconds in a log."""
+"""Show how far training or a download is: a bar on a terminal, a line every ten seconds in a log.
+
+`StageProgress` writes the progress of everything else into the run's events, for the page and other readers.
+"""
 
 import sys
 import time
@@ -9,6 +12,7 @@ from tqdm import tqdm
 from ..common.messages import get_language, translate
 from ..errors import Joined, Message
 from ..families.sources.download import Progress as TransferProgress
+from ..run import Run
 from ..run.disk_space import amount
 
 SECONDS = 10
@@ -59,6 +63,27 @@ class Progress:
                     seconds=f"{per_step:.3g}",
                 )
             )
+
+
+class StageProgress:
+    """Progress of a stage that has no steps, as events "progress" of the run: at most one every two seconds.
+
+    Args:
+        run: whose log it is.
+        stage: what is counted: a stage ("cache", "load", "preflight", "verify"), "previews" or "validation".
+        seconds: between two events; 0 logs each.
+    """
+
+    def __init__(self, run: Run, stage: str, *, seconds: float = 2.0) -> None:
+        self._run, self._stage, self._seconds = run, stage, seconds
+        self._last = time.monotonic()
+
+    def update(self, done: int, total: int, **more: object) -> None:
+        """Log that `done` of `total` are done, and what else is known."""
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            self._run.log_event("progress", stage=self._stage, done=done, total=total, **more)
 
 
 class DownloadProgress:

@@ -16,6 +16,7 @@ import torch
 from ..errors import Message
 from .cache import Data
 from .load import Loaded
+from .progress import StageProgress
 from .session import Session
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -39,8 +40,11 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str
     models = [loaded.denoiser, *(loaded.text.encoders.values() if loaded.text else [])]
     for model in models:
         model.eval()
+    progress, own_losses = StageProgress(run, "validation"), []
     try:
-        own_losses = [_measure_loss(session, data, loaded, picture, levels[level][0]) for picture, level in own_tasks]
+        for picture, level in own_tasks:
+            own_losses.append(_measure_loss(session, data, loaded, picture, levels[level][0]))
+            progress.update(len(own_losses), len(own_tasks))
     finally:
         for model in models:
             model.train()

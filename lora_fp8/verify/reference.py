@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .. import precision
 from ..lora_files import export, safetensors_file
 from ..training.text_encoders import answer
+from .report import Check
 
 Tensors = Iterable[tuple[str, precision.Weight]]
 Base = Mapping[str, Tensor] | Callable[[], Tensors]  # a whole state dict, or a function that streams one
@@ -117,12 +118,14 @@ class Reference:
         previews: previews of the training model, for `preview`.
         base: the weights that training used, dequantized (FP8 storage). None: training used the published weights in
             the family's dtype, so these are judged and there is no second measurement.
+        on_check: called with each result as soon as it is known.
     """
 
     adapter: export.Adapter | None = None
     probe: Probe | None = None
     previews: Previews | None = None
     base: Base | None = None
+    on_check: Callable[[Check], None] = lambda check: None
 
 
 def psnr(image: Any, other: Any) -> float:

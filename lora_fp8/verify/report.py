@@ -1,6 +1,7 @@
 """The report of a verification: one line for each check, and the measured numbers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +27,13 @@ class Report:
         checks: results, in the order of the checks.
         measured: numbers by name: prediction_error, delta_error, preview_psnr, plain_prediction_error,
             plain_preview_psnr, merged_unscaled, merged_row-scaled.
+        on_check: called with each result as it is added.
     """
 
     file: str
     checks: list[Check] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
+    on_check: Callable[[Check], None] = field(default=lambda check: None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -43,7 +46,9 @@ class Report:
 
     def add(self, name: str, ok: bool, detail: str, *, judged: bool = True) -> bool:
         """Add a check's result, and return `ok`."""
-        self.checks.append(Check(name, bool(ok), detail, judged))
+        check = Check(name, bool(ok), detail, judged)
+        self.checks.append(check)
+        self.on_check(check)
         return bool(ok)
 
     def measure(self, name: str, value: float) -> float:

@@ -110,7 +110,7 @@ def check(
     probe, previews, base = reference.probe, reference.previews, reference.base
     if previews is not None and device not in (None, family.device):
         raise ValueError(f"previews are drawn on {family.device}; they cannot be compared on {device}")
-    report = Report(file.name)
+    report = Report(file.name, on_check=reference.on_check)
     dtype = dtype or family.dtype
     tensors = check_bytes(file, family, report)
     if tensors is None:

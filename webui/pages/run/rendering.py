@@ -46,7 +46,8 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     return (
         f'<section class="card"><div class="row"><h2>{escape(view.name)}</h2>{run_cards.render_state(ui, view)}'
         f'<span class="dim">{" · ".join(filter(None, about))}</span></div>'
-        f"{run_cards.render_sentence(ui, view)}{run_cards.render_progress(view)}{run_cards.render_figures(ui, view)}"
+        f"{run_cards.render_sentence(ui, view)}{run_cards.render_parts(ui, view)}{run_cards.render_progress(view)}"
+        f"{run_cards.render_figures(ui, view)}"
         f"{log_}{buttons}</section>"
     )
 
