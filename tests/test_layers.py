@@ -365,7 +365,14 @@ def test_text_files_have_an_encoding() -> None:
             method = called.rsplit(".", 1)[-1]
             if method in ("read_text", "write_text"):
                 offenders.append(f"{path}:{node.lineno}: {called} without encoding")
-            if method != "open" or called in ("Image.open", "av.open", "os.open", "Run.open", "run.Run.open"):
+            if method != "open" or called in (
+                "Image.open",
+                "av.open",
+                "os.open",
+                "Run.open",
+                "run.Run.open",
+                "opener.open",
+            ):
                 continue
             modes = [*(node.args[1:2] if called == "open" else node.args[:1])]
             modes += [k.value for k in node.keywords if k.arg == "mode"]

@@ -70,6 +70,9 @@ WRITING: dict[str, Cases] = {
     "dataset.undo_or_redo": [],
     "dataset.add_uploads": [{"dataset-new-set": name}
                             for name in ("", "photos", "../../data/project", "{work}/project")],
+    "notifications.save_address": [{"webhook": "{work}/project"}],
+    "notifications.send_test": [],
+    "notifications.remove_address": [],
     "new.use_folder": [],
     "new.remove_folder": [],
     "new.press": [],

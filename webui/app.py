@@ -22,7 +22,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import api, file_routes, gradio_sessions, startup, translations
+from . import api, file_routes, gradio_sessions, notifications, startup, translations
 from .context import Place, Ui
 from .error_boundary import Boundary, Pages
 from .guard import Guard
@@ -127,6 +127,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
 
     file_routes.add_routes(app, place)
     image_routes.add_routes(app, place)
+    notifications.add_routes(app, place)
     for language in translations.LANGUAGES:
         with startup.skip_servers():
             pages = build_blocks(Ui(language, place))
@@ -205,7 +206,9 @@ class _HeadInserter:
 
 
 def _render_head(language: str) -> str:
-    script = "".join((STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js", "search.js"))
+    script = "".join(
+        (STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js", "notify.js", "search.js")
+    )
     theirs = [texts for key, texts in translations.load_catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,

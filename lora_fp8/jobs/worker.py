@@ -37,7 +37,7 @@ from ..config import read_toml
 from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write, reason
 from ..run import Run, ownership
 from ..settings import Section
-from . import job_endings, job_view, procs, run_events
+from . import job_endings, job_view, procs, run_events, webhook
 from .store import BESIDE, CONFIG, Row, Store, StoreError, now, parse_command
 
 TICK_SECONDS = 0.25
@@ -54,6 +54,7 @@ class Settings(Section):
     patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM.")
     kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL.")
     logs: int = Field(default=5, ge=0, description="Logs of earlier attempts that are kept.")
+    webhook: str = Field(default="", description="Address that is told how each job ended; empty: none.")
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def read_settings(home: Path) -> Settings:
     except ValueError as error:
         raise UserError(Message("{where}: not valid TOML: {why}", where=path, why=error)) from None
     parse_groups(settings.gpus)
+    webhook.check_address(settings.webhook)
     return settings
 
 
@@ -255,6 +257,7 @@ class Worker:
         self.settings = read_settings(home)
         self.groups = parse_groups(gpus or self.settings.gpus)
         self.follower = run_events.Follower()
+        self.sender = webhook.Sender(home, report)
         self.since = now()
         self._lock: Any = None
         self._children: dict[int, subprocess.Popen[bytes]] = {}
@@ -304,6 +307,7 @@ class Worker:
             time.sleep(TICK_SECONDS)
         self.report(Message("worker: leaving; jobs that are running go on, and the next worker takes them over"))
         self._release_lock()
+        self.sender.finish()
 
     def tick(self) -> bool:
         """Check each job once and act. Return True if any is queued or running."""
@@ -539,6 +543,25 @@ class Worker:
                     "job {id} ({name}): {state}: {line}", id=row.id, name=row.name, state=end.state, line=sentence.text
                 )
             )
+            if values["phase"] == "ended":
+                self._tell_webhook(row, end)
+
+    def _tell_webhook(self, row: Row, end: job_view.Ending) -> None:
+        """Send how a job ended to the address in worker.toml, which may have changed since the worker started."""
+        kind = row.kind
+        with contextlib.suppress(ValueError):  # its row is damaged, and says so in its end
+            kind = parse_command(row)[0] if kind == "command" else kind
+        if kind in webhook.QUIET:
+            return
+        try:
+            address = read_settings(self.home).webhook
+        except UserError as error:
+            self.report(webhook.describe_failure(row.id, row.name, str(error)))
+            return
+        if address:
+            about = {"job": row.id, "name": row.name, "kind": kind, "state": end.state}
+            times = {"launched": row.launched, "ended": now()}
+            self.sender.send(address, webhook.make_body(about, end.sentence.text, **times))
 
     # -- the worker itself
 

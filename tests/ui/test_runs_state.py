@@ -64,6 +64,16 @@ def trainer(site: Site, request: pytest.FixtureRequest) -> Iterator[Callable[[st
         one.die()
 
 
+RECORDER = """window.noticed = [];
+const Real = window.Notification;
+window.Notification = class extends EventTarget {
+  constructor(title, options) { super(); window.noticed.push([title, options.body]); }
+  static get permission() { return localStorage.getItem("asked") ? "granted" : "default"; }
+  static async requestPermission() { localStorage.setItem("asked", "yes"); return "granted"; }
+};"""
+"""Notifications as a browser has them whose user allows them; what is shown is kept."""
+
+
 def card(page: Page, folder: Path):
     return page.locator(f'[data-job="{folder}"]')
 
@@ -197,3 +207,26 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     queue.cancel(ids[1])
     assert [job.id for job in queue.view(shell=False) if job.id in ids] == [ids[1]]
     queue.delete(ids[1])
+
+
+def test_the_end_of_a_run_is_announced_once_after_the_button_asked_for_it(
+    visit: Callable[..., Page], trainer: Callable[[str], Trainer]
+) -> None:
+    first = visit()
+    first.context.add_init_script(RECORDER)
+    first.reload()
+    other = first.context.new_page()
+    other.goto(first.url.replace("/en/", "/zh-CN/settings"))
+    button = first.locator("#notify")
+    expect(button).to_have_text(translations.say("en", "notify.off"))
+    assert first.evaluate("localStorage.asked === undefined"), "nothing asks before the button"
+    button.click()
+    expect(button).to_have_attribute("aria-pressed", "true")
+    one = trainer("noticed")
+    one.say(event="error", text="out of memory")
+    one.die()
+    wait_until(lambda: first.evaluate("noticed") + other.evaluate("noticed"))
+    (told,) = first.evaluate("noticed") + other.evaluate("noticed")
+    assert told[0].startswith("noticed · ") and "out of memory" in told[1]
+    button.click()
+    expect(button).to_have_text(translations.say("en", "notify.off"))

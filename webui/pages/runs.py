@@ -11,7 +11,7 @@ from gradio.blocks import Block
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
 
-from .. import dataset_folder, live_panel, run_cards, run_monitor
+from .. import dataset_folder, live_panel, notifications, run_cards, run_monitor
 from ..context import Ui
 from ..sanitize import escape
 
@@ -34,6 +34,7 @@ class _Layout:
 
     def __init__(self, ui: Ui):
         self.machine = live_panel.panel(elem_id="machine")
+        gr.HTML(notifications.render_button(ui), padding=False)
         self.which = gr.Radio(
             [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
             value="all",

@@ -14,7 +14,7 @@ import psutil
 
 from lora_fp8.errors import UserError
 
-from .. import base_models, live_panel, run_monitor, sanitize
+from .. import base_models, live_panel, notifications, run_monitor, sanitize
 from ..context import Ui
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
@@ -33,6 +33,9 @@ def build(ui: Ui) -> None:
     models = _Folders(
         ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _render_models(ui)
     )
+    gr.Markdown(f"## {say('notify.title')}\n\n{say('notify.about')}")
+    gr.HTML(notifications.render_button(ui), padding=False)
+    hook = notifications.WebhookSection(ui)
     gr.Markdown(f"## {say('place.language')}\n\n{say('place.language.about')}")
     gr.Markdown(f"## {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
@@ -40,10 +43,11 @@ def build(ui: Ui) -> None:
     about = gr.HTML(elem_id="about", padding=False)
     for folders in (roots, models):
         folders.bind_events([roots, models])
+    hook.bind_events()
     live_panel.get_load_event()(
-        lambda: [*roots.render(), *models.render(), _render_secrets(ui), _render_about(ui)],
+        lambda: [*roots.render(), *models.render(), *hook.paint(), _render_secrets(ui), _render_about(ui)],
         None,
-        [*roots.components, *models.components, secrets, about],
+        [*roots.components, *models.components, *hook.components, secrets, about],
         **QUIET,
     )
 
