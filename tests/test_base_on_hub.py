@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hub_server
 import pytest
 import single_files
 import torch
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from lora_fp8 import cli, config, families, train
 from lora_fp8.common import messages
 from lora_fp8.errors import UserError
-from lora_fp8.families import _released, sources
+from lora_fp8.families import _components, _released, sources
 from lora_fp8.families.sources import BaseDescription, headers, hosts, known_bases, remembered
 from lora_fp8.plan import plan as planning
 from lora_fp8.plan import resolve
@@ -604,17 +605,24 @@ def test_a_single_file_on_the_hub(hub: HubServer, offered: Repository, tmp_path:
     assert hub.downloads() == []
 
 
+@pytest.mark.parametrize("place", ["org/tiny", "modelscope:org/tiny"])
 def test_components_on_the_hub_are_downloaded_when_the_rest_is_right(
-    hub: HubServer, use: Callable[..., None], tmp_path: Path, job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    place: str,
+    hub: HubServer,
+    use: Callable[..., None],
+    tmp_path: Path,
+    job: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file with the denoiser alone: its VAE and text encoder come from a repository, like a base on the hub."""
     use()
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", hub.endpoint)
     folder = single_files.FOLDERS["sd15"](tmp_path / "folder")
     tensors = single_files.one_file("sd15", folder)
     denoiser = {name: tensor for name, tensor in tensors.items() if name.startswith("model.diffusion_model.")}
     file = single_files.write(tmp_path, {"unet/mix.safetensors": denoiser})
     hub.add("org/tiny", folder)
-    given = (f"model.path='{file}'", "model.components=org/tiny", "train.steps=1", "dataset.resolution=32")
+    given = (f"model.path='{file}'", f"model.components={place}", "train.steps=1", "dataset.resolution=32")
     needed = ["text_encoder/model.safetensors", f"vae/{STEM}.safetensors"]
     result = check(job(*given))
     assert result.problems == [] and any(line.startswith("download: ") for line in result.facts), result
@@ -629,3 +637,50 @@ def test_components_on_the_hub_are_downloaded_when_the_rest_is_right(
     go_offline(monkeypatch)
     again = train.run(job(*given, "name=again"), progress=False)
     assert hub.seen() == [] and load_file(again.files[0]).keys() == load_file(trained.files[0]).keys()
+
+
+def test_what_a_file_lacks_comes_from_modelscope_where_the_hub_cannot_be_reached(
+    hub: HubServer, use: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer of a whole single file: from ModelScope's mirror of the released model, asked for once."""
+    use()
+    folder = single_files.FOLDERS["sd15"](tmp_path / "folder")
+    file = single_files.write(tmp_path, {"whole.safetensors": single_files.one_file("sd15", folder)})
+    family = families.get("sd15")
+    model = Job.model_validate({"model": {"family": "sd15", "path": str(file)}, "dataset": {"folders": []}}).model
+    hub_server.use_endpoint(monkeypatch, "http://127.0.0.1:1", tmp_path / "home")
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match="could not be downloaded") as error:
+        _components.find(family, model)
+    assert "stable-diffusion-xl-base-1.0" in str(error.value) and "ModelScope cannot be asked" in str(error.value)
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", hub.endpoint)
+    with pytest.raises(UserError, match="ModelScope has no copy of it under stabilityai/stable-diffusion-xl-base-1.0"):
+        _components.find(family, model)
+    hub.add("AI-ModelScope/stable-diffusion-xl-base-1.0", folder)
+    hub.forget()
+    parts = _components.find(family, model)
+    assert (parts.folder / "tokenizer" / "tokenizer.json").read_bytes() == (
+        folder / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+    fetched = {request.file for request in hub.seen("AI-ModelScope/stable-diffusion-xl-base-1.0") if request.file}
+    assert fetched and all(name.startswith(("tokenizer/", "model_index.json")) for name in fetched), "and no weight"
+    hub.forget()
+    assert _components.find(family, model).folder == parts.folder and hub.seen() == []
+
+
+def test_a_file_from_modelscope_is_completed_from_there(
+    hub: HubServer, use: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both hubs have the tokenizer; the one that the file came from is asked."""
+    use()
+    monkeypatch.setenv("MODELSCOPE_DOMAIN", hub.endpoint)
+    folder = single_files.FOLDERS["sd15"](tmp_path / "folder")
+    single_files.write(tmp_path / "one", {"whole.safetensors": single_files.one_file("sd15", folder)})
+    hub.add("org/one", tmp_path / "one")
+    hub.add("stabilityai/stable-diffusion-xl-base-1.0", folder)
+    path = "modelscope:org/one@master/whole.safetensors"
+    model = Job.model_validate({"model": {"family": "sd15", "path": path}, "dataset": {"folders": []}}).model
+    parts = _components.find(families.get("sd15"), model)
+    assert (parts.folder / "tokenizer" / "tokenizer.json").is_file() and hub.downloads() == []
+    asked = [request.path for request in hub.seen("stabilityai/stable-diffusion-xl-base-1.0")]
+    assert asked and all(path.startswith(("/api/v1/", "/models/")) for path in asked), "ModelScope's addresses"

@@ -1,11 +1,11 @@
 """Completes a base model that comes as a single file: where its VAE, text encoders, configs and tokenizers are.
 
 Each part is taken from the first of these that has it: the file that `model.files` names; the single file itself;
-`model.components`, if that is a folder or a Hugging Face id. With `components = "auto"`, parts that are still missing
-are searched in the folders of ComfyUI around the single file, by their headers, and a folder of configs and tokenizers
-is put together in the user's cache. Its configs are those that were published (`_published`), with the sizes that the
-headers state; families without published configs get them from the Hugging Face repository of the released model,
-together with the tokenizers. That takes a few MB once, and no weights.
+`model.components`, if that is a folder or a repository on Hugging Face or ModelScope. With `components = "auto"`, parts
+that are still missing are searched in the folders of ComfyUI around the single file, by their headers, and a folder of
+configs and tokenizers is put together in the user's cache. Its configs are those that were published (`_published`),
+with the sizes that the headers state; families without published configs get them from the repository of the released
+model (`_hub_parts`), together with the tokenizers. That takes a few MB once, and no weights.
 
 The folder's name is the hash of its content, so that a folder, once written, never changes.
 """
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +27,7 @@ from .. import settings
 from ..errors import Message, UserError, UserErrors, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
-from .sources import BaseDescription, describe
+from .sources import BaseDescription, describe, parse
 from .sources.selection import STEMS
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
     if beside:
         taken = ", ".join(f"{part} = {path}" for part, path in sorted(beside.items()))
         notes.append(Message("beside {file} these parts were found: {parts}", file=place.checkpoint.name, parts=taken))
-    return Parts(_assembled(family, header, sources), place.checkpoint, named | beside, notes, *on_hub)
+    is_from_modelscope = bool(place.base and place.base.reference.kind == "modelscope")
+    folder = _assembled(family, header, sources, is_from_modelscope)
+    return Parts(folder, place.checkpoint, named | beside, notes, *on_hub)
 
 
 def weighed(family: type[ModelFamily]) -> list[str]:
@@ -170,13 +172,13 @@ def _given_folder(
 ) -> tuple[Path, BaseDescription | None]:
     """Return the folder that `model.components` names, and the weights that are still to be downloaded into it.
 
-    Of a Hugging Face id, configs and tokenizers are fetched, and the weights of the missing parts described.
+    Of a repository, configs and tokenizers are fetched, and the weights of the missing parts described.
     """
     folder = Path(os.path.expanduser(components))
     if folder.is_dir():
         return folder, None
-    if _files.is_hub_id(components):
-        folder = _hub_parts.fetch(components, _folders(family))
+    if _names_repository(components):
+        folder = _hub_parts.fetch_given(components, _folders(family))
         bare = tuple(f"{part}/" for part in missing if not _has_weights(folder / part))
         if not bare:
             return folder, None
@@ -188,11 +190,20 @@ def _given_folder(
     raise UserError(
         Message(
             "model.components = {path} is not a folder; give a diffusers folder, a Hugging Face id such as "
-            "{example}, or 'auto'",
+            "{example}, modelscope:owner/name, or 'auto'",
             path=repr(components),
             example=repr(family.example_base),
         )
     )
+
+
+def _names_repository(components: str) -> bool:
+    """Return True if this names a whole repository, and no file or page of one model."""
+    try:
+        reference = parse(components)
+    except UserError:
+        return False
+    return reference.kind in ("hub", "modelscope") and not reference.is_single_file
 
 
 def _has_weights(folder: Path) -> bool:
@@ -283,13 +294,25 @@ def _can_be(family: type[ModelFamily], part: str, path: Path, denoiser: Mapping[
 
 
 # -- configs and tokenizers --------------------------------------------------------------------------------------------
-def _assembled(family: type[ModelFamily], header: Header, sources: Mapping[str, Header]) -> Path:
-    """Return a folder with the configs and tokenizers of a model without weights; written if it is not there."""
+def _assembled(
+    family: type[ModelFamily], header: Header, sources: Mapping[str, Header], is_from_modelscope: bool
+) -> Path:
+    """Return a folder with the configs and tokenizers of a model without weights; written if it is not there.
+
+    Args:
+        family: of the model.
+        header: of the single file.
+        sources: part -> header of its weights.
+        is_from_modelscope: the single file comes from ModelScope, so that what it lacks is looked for there first.
+    """
     published = family.published_parts(_files.native_header(header))
     configs: dict[str, dict[str, Any]] = {}
     copied: dict[str, Path] = {}
     wanted = ["scheduler", *weighed(family)]
-    fetched = None if all(part in published for part in wanted) else _fetch(family, _folders(family))
+    fetched = None
+    if not all(part in published for part in wanted):
+        folders = _folders(family)
+        fetched = _hub_parts.fetch_released(family.example_base, folders, prefers_modelscope=is_from_modelscope)
     if fetched:
         configs[family.index_name] = _files.read_json(fetched / family.index_name)
         denoiser = fetched / family.denoiser_name / "config.json"
@@ -306,7 +329,7 @@ def _assembled(family: type[ModelFamily], header: Header, sources: Mapping[str, 
         configs[name] = config
     for part in family.text_parts:
         if is_tokenizer(part):
-            folder = fetched / part if fetched else _tokenizer(family, part)
+            folder = fetched / part if fetched else _tokenizer(family, part, is_from_modelscope)
             copied |= {f"{part}/{path.name}": path for path in sorted(folder.iterdir()) if path.suffix in _SMALL}
     return write_configs(family.name, configs, copied)
 
@@ -344,13 +367,8 @@ def write_configs(family: str, configs: Mapping[str, Any], copied: Mapping[str, 
     return folder
 
 
-def _fetch(family: type[ModelFamily], parts: Iterable[str]) -> Path:
-    """Return the released model's configs and tokenizers: from the hub's cache, or downloaded into it."""
-    return _hub_parts.fetch(family.example_base, parts)
-
-
-def _tokenizer(family: type[ModelFamily], part: str) -> Path:
-    """Return the folder of a tokenizer: from the hub's cache, or downloaded into it.
+def _tokenizer(family: type[ModelFamily], part: str, is_from_modelscope: bool) -> Path:
+    """Return the folder of a tokenizer: from this machine, or downloaded.
 
     Raises:
         UserError: none of the repositories that have it is in the cache or can be reached.
@@ -362,7 +380,7 @@ def _tokenizer(family: type[ModelFamily], part: str) -> Path:
     problems = []
     for repo, folder in places[1:] + places[:1]:  # the released model itself may be gated
         try:
-            root = _hub_parts.fetch(repo, [folder])
+            root = _hub_parts.fetch_released(repo, [folder], prefers_modelscope=is_from_modelscope)
         except UserError as error:
             problems.append(str(error))
             continue

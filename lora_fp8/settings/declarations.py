@@ -110,7 +110,7 @@ class Model(Section):
     components: str = setting(
         "auto",
         "Source of what a single-file base model lacks. auto: files in ComfyUI's folders around it, and the released "
-        "model's configs and tokenizers (a few MB). Or a diffusers folder or Hugging Face id.",
+        "model's configs and tokenizers (a few MB). Or a diffusers folder, Hugging Face id or modelscope:owner/name.",
         when={"base.single_file": (True,)},
     )
     files: dict[str, str] = setting(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -191,6 +191,44 @@ def count_files(path: str, family: str) -> tuple[int, int] | None:
         if cached := _select_cached(host.folder(commit), family, path):
             return sum(file.size for file in (*cached.small, *cached.weights)), 0
     return None
+
+
+def fetch_configs(reference: Reference, folders: Iterable[str]) -> Path:
+    """Fetch the configs and tokenizers in these folders of a repository, and no weights. Returns the local folder.
+
+    Without a connection, what was fetched before is used.
+
+    Raises:
+        UserError: there is no such model, or it is not accessible.
+        NoAnswer: its host cannot be asked now, and not all of these files are here.
+    """
+    host = hosts.of(reference)
+    answer, origin, _ = _ask(host)
+    host.fetch_small(answer.revision, _select_configs(answer, folders))
+    if origin == "asked":
+        remembered.write(_memory(host), answer)
+    return host.folder(answer.revision)
+
+
+def find_configs(reference: Reference, folders: Iterable[str]) -> Path | None:
+    """Return the local folder of configs and tokenizers that were fetched before; None unless all are here."""
+    host = hosts.of(reference)
+    answer = remembered.read(_memory(host))
+    files = _select_configs(answer, folders) if answer else []
+    if answer is None or not files or any(host.find(answer.revision, file) is None for file in files):
+        return None
+    return host.folder(answer.revision)
+
+
+def _select_configs(answer: Answer, folders: Iterable[str]) -> list[RemoteFile]:
+    """Select the index of a repository, and the small files in these folders of it."""
+    wanted = set(folders)
+    return [
+        file
+        for file in answer.files
+        if file.path in selection.INDEXES
+        or (os.path.dirname(file.path) in wanted and file.path.endswith(selection.SMALL))
+    ]
 
 
 def _lines(error: UserError) -> tuple[str, ...]:
