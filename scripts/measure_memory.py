@@ -40,6 +40,8 @@ RANK = 32
 OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FRACTIONS = (1.0, 0.75, 0.5)
 """Training resolutions, as fractions of the family's own."""
+CLIPS = (17, 49, 81)
+"""Numbers of frames of clips; what lies between them lies on a line (`recipes.Sizes.of_clips`)."""
 LARGEST_CARD = 80 * 2**30
 PLAIN = {"memory.gradient_checkpointing": False, "preview.prompts": [], "preview.controls": []}
 TIGHT = 6 * 2**30
@@ -110,7 +112,7 @@ class Released:
         state = optim.state_bytes(parameters, self.plan.job.optimizer)
         return sum(parameter.nbytes for parameter in parameters) + 4 * values + state
 
-    def measure_step(self, side: int, batch: int) -> int | None:
+    def measure_step(self, side: int, batch: int, frames: int = 1) -> int | None:
         """Return the bytes of a training step beside the weights; None if only trying tells."""
         plan = self.plan
         if side != self.sides[0]:
@@ -118,6 +120,8 @@ class Released:
         bucket, controls = estimate._find_heaviest_bucket(plan)
         latents = estimate._measure_vae(plan.family, bucket, "encode", [])[1]
         assert latents is not None
+        if frames > 1:
+            latents = (latents[0], plan.family.latent_frames(frames), *latents[1:])
         per_side = bucket[0] // latents[-1]
         conds = plan.family.longest_cond(dict(self.denoiser.config))  # type: ignore[arg-type]
         for number, (width, height) in enumerate(controls):
@@ -127,26 +131,47 @@ class Released:
         except dry_run.Undecided:
             return None
 
-    def measure_steps(self, held: int) -> dict[str, int]:
-        """Return the steps that a card could choose from, in MiB; switches gradient checkpointing on.
+    def measure_steps(self, held: int, frames: int = 1) -> dict[str, int]:
+        """Return the steps that a card could choose from, in MiB.
 
         Args:
             held: bytes of adapters and optimizer.
+            frames: length of the clips; 1 for images.
         """
         native, found = self.sides[0], {}
-        single = self.measure_step(native, 1)
+        self.denoiser.disable_gradient_checkpointing()  # type: ignore[operator]
+        single = self.measure_step(native, 1, frames)
         if single is None:
             return {}
         found[f"{native} x1"] = single
         if single < LARGEST_CARD / 3:
-            found[f"{native} x2"] = self.measure_step(native, 2)
+            found[f"{native} x2"] = self.measure_step(native, 2, frames)
         self.denoiser.enable_gradient_checkpointing()  # type: ignore[operator]
         for batch in (1, 2):
-            found[f"{native} x{batch} checkpointed"] = self.measure_step(native, batch)
-        if held + (found[f"{native} x1 checkpointed"] or 0) > TIGHT * 2 / 3:
+            found[f"{native} x{batch} checkpointed"] = self.measure_step(native, batch, frames)
+        is_tight = held + (found[f"{native} x1 checkpointed"] or 0) > TIGHT * 2 / 3
+        if is_tight or any(self.plan.family.clips):  # clips may need a smaller side where images do not
             for side in self.sides[1:]:
-                found[f"{side} x1 checkpointed"] = self.measure_step(side, 1)
+                found[f"{side} x1 checkpointed"] = self.measure_step(side, 1, frames)
         return {key: mib(size) for key, size in found.items() if size is not None}
+
+    def measure_encoding(self, frames: int = 1) -> dict[str, int]:
+        """Return the VAE's work on an image or clip by its side, in MiB."""
+        found = {}
+        for side in self.sides:
+            bucket = (side, side) if frames == 1 else (side, side, frames)
+            if (size := estimate._measure_vae(self.plan.family, bucket, "encode", [])[0]) is not None:
+                found[str(side)] = mib(size)
+        return found
+
+    def measure_clips(self, held: int) -> dict[str, dict[str, dict[str, int]]]:
+        """Return the steps and the encoding of clips by their frames; {} for families of images."""
+        if not any(self.plan.family.clips):
+            return {}
+        return {
+            str(frames): {"steps": self.measure_steps(held, frames), "encode": self.measure_encoding(frames)}
+            for frames in CLIPS
+        }
 
 
 def mib(size: int) -> int:
@@ -159,13 +184,8 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     model = Released(name, folder)
     sides, family = model.sides, model.plan.family
     trained = model.count_trained()
-    vae: dict[str, dict[str, int]] = {"encode": {}, "decode": {}}
-    for side in sides:
-        for way, sizes in vae.items():
-            size = estimate._measure_vae(family, (side, side), way, [])[0]
-            if size is not None:
-                sizes[str(side)] = mib(size)
-    steps = model.measure_steps(trained)
+    decode = {side: estimate._measure_vae(family, (side, side), "decode", [])[0] for side in sides}
+    steps, clips = model.measure_steps(trained), model.measure_clips(trained)
     return {
         "base": families.get(name).example_base,
         "sides": sides,
@@ -173,11 +193,12 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "trained": mib(trained),
         "steps": steps,
         "vae": mib(family.vae_bytes()),
-        **vae,
+        "encode": model.measure_encoding(),
+        "decode": {str(side): mib(size) for side, size in decode.items() if size is not None},
         "text": {
             storage: mib(_released.count_text_bytes(families.get(name), storage)) for storage in ("none", "fp8", "nf4")
         },
-    }
+    } | ({"clips": clips} if clips else {})
 
 
 def main() -> None:

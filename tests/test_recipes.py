@@ -155,6 +155,9 @@ def test_the_stored_sizes_are_those_of_the_released_model(family: str, tmp_path:
     model.denoiser.enable_gradient_checkpointing()
     step = model.measure_step(side, 1)
     assert step is not None and step / 2**20 == pytest.approx(sizes.steps[f"{side} x1 checkpointed"], rel=0.01)
+    if sizes.clips:  # a length between two that are stored
+        step, stored = model.measure_step(side, 1, 65), sizes.of_clips(65)
+        assert step is not None and step / 2**20 == pytest.approx(stored.steps[f"{side} x1 checkpointed"], rel=0.03)
 
 
 def test_presets_of_recipes_know_the_family_and_the_config_wins() -> None:
@@ -168,6 +171,47 @@ def test_presets_of_recipes_know_the_family_and_the_config_wins() -> None:
         ["model.family=flux"],
     )
     assert job.memory.offload == small.offload, "the family of --set counts"
+
+
+CLIPS = [family for family in FAMILIES if any(families.get(family).clips)]
+
+
+@pytest.mark.parametrize("family", CLIPS)
+def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Longer clips need more memory, and the settings for them fit: nothing gets faster, and 17 frames fit any card."""
+    caplog.set_level(logging.WARNING)
+    for card in recipes.CARDS:
+        slower: list[tuple[object, ...]] = []
+        peaks: list[int] = []
+        for frames in (1, 17, 25, 81, 161):
+            job = load(family, [recipes.card_name(card)], dataset={"frames": [1, frames][frames == 1 :]})
+            fit = recipes.fit_card(family, card, frames)
+            assert find_unused_settings(job) == []
+            assert {value.key: value.value for value in fit.values} == {
+                value.key: value_of(job, value.key) for value in fit.values
+            }
+            area = job.dataset.resolution
+            side = families.get(family).native_resolution if area == "auto" else area
+            memory = job.memory
+            slower.append((bool(fit.problem), -side, memory.offload, memory.gradient_checkpointing))
+            peaks += [fit.peak] if fit.peak else []
+            assert fit.problem or (fit.peak and fit.peak <= fit.usable)
+            assert frames > 17 or not fit.problem
+            assert not fit.problem or f"clips of {frames} frames" in fit.problem
+        assert slower == sorted(slower), card
+    assert not caplog.records
+    # The frames of `--set` count, and what is no list of lengths is left to the check.
+    name = recipes.card_name(24)
+    text = (
+        f'preset = ["{name}"]\nmodel = {{family = "{family}", path = "a/b"}}\ndataset = {{folders = [{{path = "p"}}]}}'
+    )
+    job, fit = config.loads(text, ["dataset.frames=[81]"]), recipes.fit_card(family, 24, 81)
+    assert {value.key: value_of(job, value.key) for value in fit.values if not value.drawn} == {
+        value.key: value.value for value in fit.values if not value.drawn
+    }
+    for wrong in ('"many"', '["a"]', "[true]", "[-3]", "81"):
+        with pytest.raises(UserError, match="dataset.frames"):
+            config.loads(text, [f"dataset.frames={wrong}"])
 
 
 # --------------------------------------------------------------------------------------------------------- the images
@@ -242,6 +286,13 @@ def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -
     assert "dataset.missing_caption" not in values_of("object", "sdxl", pictures)
     assert "dataset.frames" not in values_of("object", "sdxl", pictures)
     assert values_of("object", "wan", pictures)["dataset.frames"] == [17]
+    wishes = short_config.Wishes("x", "wan", "a/b", "object", 24, [(str(path), 1) for path, _ in folders])
+    job, fit = config.loads(short_config.write(wishes, pictures)), recipes.fit_card("wan", 24, 17)
+    assert {value.key: value_of(job, value.key) for value in fit.values if not value.drawn} == {
+        value.key: value.value for value in fit.values if not value.drawn
+    }
+    described = "\n".join(short_config.describe(wishes, pictures))
+    assert f"on 24 GB, with clips of 17 frames: {recipes.gib(fit.peak or 0)} GiB at most" in described
     for wrong in (tmp_path / "none", tmp_path / "img" / "2_other" / "0.PNG"):
         with pytest.raises(UserError):
             dataset_recipe.expand(wrong)
@@ -318,6 +369,19 @@ def test_new_without_images_has_a_placeholder_and_says_what_it_assumed(ask: Call
     code, out, _ = ask("new", path, "--force", "--base", "demo", "--trigger", "zibo")
     job = config.load(path)
     assert code == 0 and job.preset == ["character", "demo_sd15"] and job.train.batch_size == 6
+
+
+def test_new_adds_toml_and_names_the_file_that_it_wrote(
+    ask: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for given, written in {"character": "character.toml", "sub": "sub.toml", "角色 v1.5": "角色 v1.5.toml"}.items():
+        code, out, err = ask("new", given, "--base", "demo")
+        assert (code, err) == (0, "") and f"{written} written; " in out and not Path(given).is_file()
+        assert config.load(written).name == given
+    assert ask("new", "character", "--base", "demo")[0] == 2, "it exists"
+    assert ask("new", "..", "--base", "demo")[0] == 2 and not (tmp_path / "...toml").exists()
 
 
 def test_new_refuses_what_cannot_be(ask: Callable, tmp_path: Path) -> None:

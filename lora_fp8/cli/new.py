@@ -31,7 +31,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def new(
-    path: Path | None = typer.Argument(None, help="Config file to write. In a terminal, without it: questions."),
+    path: Path | None = typer.Argument(
+        None, help="Config file to write (.toml is added if missing). In a terminal, without it: questions."
+    ),
     family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: that of --base."),
     base: str = typer.Option("", help="Base model: Hugging Face id, folder or file. Default: the usual one."),
     images: list[Path] = typer.Option([], help="Folder of images with captions. It is counted. Repeatable."),
@@ -53,6 +55,7 @@ def new(
             raise UserError(Message("new: give the config file to write, such as `lora-fp8 new my.toml`"))
         _ask_everything()
         return
+    path = _with_suffix(path)
     _refuse_existing(path, force)
     if from_lora:
         text = _copy_settings(path, from_lora, any((preset, family, base, images, goal, card)))
@@ -90,11 +93,13 @@ def recipes(
         _list_recipes(as_json)
         return
     wishes = _make_wishes("my-lora", family, "", goal, card, [])
-    recipe = rules.make(wishes.goal, family, wishes.card)
-    values = {value.key: value for value in recipe.values}
+    chosen = []
     if images:
         _, pictures = _look_at(wishes, images, None, "")
-        values |= {value.key: value for value in dataset_recipe.values(wishes.goal, family, pictures)}
+        chosen = dataset_recipe.values(wishes.goal, family, pictures)
+    frames = rules.longest_clip(next((value.value for value in chosen if value.key == "dataset.frames"), []))
+    recipe = rules.make(wishes.goal, family, wishes.card, frames=frames)
+    values = {value.key: value for value in (*recipe.values, *chosen)}
     if as_json:
         print_json(recipe.to_json() | {"settings": [value.to_json() for value in values.values()]})
         return
@@ -263,6 +268,12 @@ def _copy_settings(path: Path, file: Path, more: bool) -> str:
     return commented(loads(config_of(file), [toml_line("name", path.stem)], where=str(file)))
 
 
+def _with_suffix(path: Path) -> Path:
+    """Return a config's path with .toml at its end; what can only be a folder stays, and is refused as existing."""
+    is_complete = path.suffix.lower() == ".toml" or path.name in ("", "..")
+    return path if is_complete else path.with_name(f"{path.name}.toml")
+
+
 def _refuse_existing(path: Path, force: bool) -> None:
     if os.path.lexists(path) and not force:
         raise UserError(Message("{path}: exists already; choose another name, or --force to replace it", path=path))
@@ -371,6 +382,6 @@ def _existing(text: str) -> Path:
 
 
 def _new_file(text: str) -> Path:
-    path = Path(text if text.endswith(".toml") else f"{text}.toml")
+    path = _with_suffix(Path(text))
     _refuse_existing(path, force=False)
     return path

@@ -88,7 +88,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     layers = [*presets.values(), given]
     family = _family_of(layers, assignments)
     for name, preset in presets.items():
-        _fill_recipe(preset, name, family, draws=_draws_previews(layers, assignments))
+        _fill_recipe(preset, name, family, layers, assignments)
         _lay_kinds(preset, family, name, problems)
         _read_tables(preset, f"preset {name}")
         _merge(data, preset)
@@ -142,9 +142,9 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
         (name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, [])[:MOST_PRESETS])
     ]
     tables = [*(preset for _, preset in presets), given]
-    family, draws = _family_of(tables, []), _draws_previews(tables, [])
+    family = _family_of(tables, [])
     for name, preset in presets:
-        _fill_recipe(preset, name, family, draws=draws)
+        _fill_recipe(preset, name, family, tables, [])
         _lay_kinds(preset, family, name, unread)
         _read_tables(preset)
     _read_tables(given)
@@ -319,25 +319,32 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
     return data
 
 
+def _find_value(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]], key: str) -> Any:
+    """Return the value of a setting (section.name) that results from these layers and overrides; None without one."""
+    section, _, name = key.partition(".")
+    tables = [layer.get(section) for layer in layers]
+    given = [table[name] for table in tables if isinstance(table, dict) and name in table]
+    given += [value for keys, value in assignments if keys == [section, name]]
+    return given[-1] if given else None
+
+
 def _family_of(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> str:
     """Return the `model.family` that results from these layers and overrides; "" if none names one."""
-    models = [layer.get("model") for layer in layers]
-    named = [model.get("family") for model in models if isinstance(model, dict)]
-    named += [value for keys, value in assignments if keys == ["model", "family"]]
-    return next((name for name in reversed(named) if isinstance(name, str)), "")
+    named = _find_value(layers, assignments, "model.family")
+    return named if isinstance(named, str) else ""
 
 
-def _draws_previews(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> bool:
-    """Return True if the `preview.prompts` that result from these layers and overrides are not empty."""
-    tables = [layer.get("preview") for layer in layers]
-    given = [table["prompts"] for table in tables if isinstance(table, dict) and "prompts" in table]
-    given += [value for keys, value in assignments if keys == ["preview", "prompts"]]
-    return bool(given and given[-1])
-
-
-def _fill_recipe(preset: dict[str, Any], name: str, family: str, *, draws: bool) -> None:
+def _fill_recipe(
+    preset: dict[str, Any],
+    name: str,
+    family: str,
+    layers: list[dict[str, Any]],
+    assignments: list[tuple[list[str], Any]],
+) -> None:
     """Write the values of a goal or a card into its empty preset, in place; other presets stay as they are."""
-    for value in recipes.preset(name, family, draws=draws) or []:
+    draws = bool(_find_value(layers, assignments, "preview.prompts"))
+    frames = recipes.longest_clip(_find_value(layers, assignments, "dataset.frames"))
+    for value in recipes.preset(name, family, draws=draws, frames=frames) or []:
         section, _, key = value.key.partition(".")
         preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
 

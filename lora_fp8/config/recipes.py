@@ -7,19 +7,23 @@ order does not matter, and the config wins over both.
 * `GOAL_RULES` holds the rules of the goals. A rule may need a kind of family (`relations.KINDS`).
 * The rules of the cards choose the fastest settings whose estimated peak fits. The estimates are in memory.json, which
   scripts/measure_memory.py writes with the program's own estimate of each family's released model.
-* What depends on the images (length, validation, shuffling) is in dataset_recipe.py, as a config has to state it.
+* What depends on the images (length, validation, shuffling) is in dataset_recipe.py, as a config has to state it. The
+  number of frames is one of these; the cards read it, since clips take more memory than images.
 """
 
+import bisect
 import json
+import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .. import families
 from ..common.numbers import digits
+from ..data.clips import MOST_FRAMES
 from ..errors import Message
 from .relations import kinds_of
 
@@ -247,7 +251,7 @@ def names() -> list[str]:
     return [*GOALS, *map(card_name, CARDS)]
 
 
-def make(goal: str, family: str, card: int, *, draws: bool = True) -> Recipe:
+def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int = 1) -> Recipe:
     """Make a recipe.
 
     Args:
@@ -255,19 +259,33 @@ def make(goal: str, family: str, card: int, *, draws: bool = True) -> Recipe:
         family: a known family.
         card: GB of GPU memory, one of `CARDS`.
         draws: True if the job draws previews.
+        frames: length of the longest clip; 1 for images.
     """
-    fit = fit_card(family, card)
+    fit = fit_card(family, card, frames)
     values = [*goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
     return Recipe(goal, family, card, values, fit)
 
 
-def preset(name: str, family: str, *, draws: bool) -> list[Value] | None:
-    """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names."""
+def preset(name: str, family: str, *, draws: bool, frames: int = 1) -> list[Value] | None:
+    """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names.
+
+    Args:
+        name: of a preset.
+        family: its name.
+        draws: True if the job draws previews.
+        frames: length of the longest clip; 1 for images.
+    """
     if name in GOALS:
         return goal_values(name, family)
     if gb := card_of(name):
-        return [value for value in fit_card(family, gb).values if draws or not value.drawn]
+        return [value for value in fit_card(family, gb, frames).values if draws or not value.drawn]
     return None
+
+
+def longest_clip(frames: Any) -> int:
+    """Return the longest length of `dataset.frames`, which may not have been validated yet; 1 without any."""
+    lengths = frames if isinstance(frames, list) else []
+    return min(max((num for num in lengths if type(num) is int and num > 0), default=1), MOST_FRAMES)
 
 
 def goal_values(goal: str, family: str) -> list[Value]:
@@ -294,6 +312,7 @@ class Sizes:
         vae: the VAE.
         encode, decode: side -> the VAE's work on one image.
         text: storage -> the largest text encoder.
+        clips: number of frames -> {"steps", "encode"} of clips with that many; empty for families of images.
     """
 
     base: str
@@ -305,6 +324,29 @@ class Sizes:
     encode: dict[str, int]
     decode: dict[str, int]
     text: dict[str, int]
+    clips: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+
+    def of_clips(self, frames: int) -> "Sizes":
+        """Return the estimates for clips of this length.
+
+        Memory grows in proportion to the frames, so what lies between two estimates, or behind the last, lies on the
+        line through them.
+        """
+        estimates = {1: {"steps": self.steps, "encode": self.encode}}
+        estimates |= {int(number): estimate for number, estimate in self.clips.items()}
+        lengths = sorted(estimates)
+        if frames <= 1 or len(lengths) == 1:
+            return self
+        position = min(max(1, bisect.bisect_left(lengths, frames)), len(lengths) - 1)
+        below, above = lengths[position - 1], lengths[position]
+        share = (frames - below) / (above - below)
+        steps, encode = (_mix(estimates[below][part], estimates[above][part], share) for part in ("steps", "encode"))
+        return replace(self, steps=steps, encode=encode)
+
+
+def _mix(below: dict[str, int], above: dict[str, int], share: float) -> dict[str, int]:
+    """Return the sizes at a share of the way between two estimates; beyond the second for a share above 1."""
+    return {key: math.ceil(below[key] + (above[key] - below[key]) * share) for key in above if key in below}
 
 
 @dataclass(frozen=True)
@@ -353,21 +395,27 @@ def _least_text(sizes: Sizes) -> str:
 
 
 @cache
-def fit_card(family: str, gb: int) -> Fit:
+def fit_card(family: str, gb: int, frames: int = 1) -> Fit:
     """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
 
     Gradient checkpointing costs 1.4 times the time, offloading costs more, and a lower resolution costs detail, so
     they come in this order. An unknown family gets what saves most without offloading.
+
+    Args:
+        family: its name.
+        gb: one of `CARDS`.
+        frames: length of the longest clip; 1 for images.
     """
     usable = usable_mib(gb)
     sizes = read_sizes().get(family)
     if sizes is None:
         return Fit(_unknown_values(), None, usable)
+    sizes = sizes.of_clips(frames)
     choices = list(_choices(sizes))
     text = next((storage for storage, size in sizes.text.items() if size <= usable), None)
     fitting = (choice for choice in choices if _peak(sizes, choice, text or "nf4") <= usable)
     choice = next(fitting, None) if text else None
-    problem = "" if choice else _refuse(family, gb, text)
+    problem = "" if choice else _refuse(family, gb, frames, text)
     choice = choice or choices[-1]
     peak = _peak(sizes, choice, text or "nf4")
     held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
@@ -419,14 +467,18 @@ def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
     return max(held + choice.step, encode, preview)
 
 
-def _refuse(family: str, gb: int, text: str | None) -> Message:
-    title, sizes = families.get(family).title, read_sizes()[family]
-    larger = next((other for other in CARDS if other > gb and not fit_card(family, other).problem), None)
+def _refuse(family: str, gb: int, frames: int, text: str | None) -> Message:
+    title, sizes = families.get(family).title, read_sizes()[family].of_clips(frames)
+    larger = next((other for other in CARDS if other > gb and not fit_card(family, other, frames).problem), None)
     if text is None:
         why = Message("its largest text encoder takes {size} GiB even in nf4", size=gib(sizes.text["nf4"]))
     else:
-        least = min(_peak(sizes, choice, text) for choice in _choices(sizes))
-        why = Message("even with everything offloaded it takes {size} GiB", size=gib(least))
+        least = gib(min(_peak(sizes, choice, text) for choice in _choices(sizes)))
+        why = Message("even with everything offloaded it takes {size} GiB", size=least)
+        if sizes.clips and frames > 1:
+            why = Message(
+                "even with everything offloaded, clips of {frames} frames take {size} GiB", frames=frames, size=least
+            )
     usable = gib(usable_mib(gb))
     if larger is None:
         return Message(

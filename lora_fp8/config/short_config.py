@@ -198,18 +198,20 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
         )
     if not wishes.card:
         return
-    fit = recipes.fit_card(wishes.family, wishes.card)
+    frames = recipes.longest_clip(values["dataset.frames"].value) if "dataset.frames" in values else 1
+    fit = recipes.fit_card(wishes.family, wishes.card, frames)
     if fit.problem:
         yield fit.problem
     elif fit.peak:
-        yield Message(
-            "{title} on {gb} GB: {peak} GiB at most, by the estimate for {base}",
-            title=title,
-            gb=wishes.card,
-            peak=recipes.gib(fit.peak),
-            base=families.get(wishes.family).example_base,
-        )
+        numbers = {"title": title, "gb": wishes.card, "peak": recipes.gib(fit.peak)}
+        numbers["base"] = families.get(wishes.family).example_base
+        if frames > 1:
+            yield Message(
+                "{title} on {gb} GB, with clips of {frames} frames: {peak} GiB at most, by the estimate for {base}",
+                **numbers,
+                frames=frames,
+            )
+        else:
+            yield Message("{title} on {gb} GB: {peak} GiB at most, by the estimate for {base}", **numbers)
     if fit.note:
         yield fit.note
-    if "dataset.frames" in values and not fit.problem:
-        yield Message("That is for images. Clips take more memory, which `lora-fp8 estimate` counts.")

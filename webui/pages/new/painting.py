@@ -84,7 +84,10 @@ class Painter:
         """Return why a recipe's preset gives a setting its value, as HTML; "" for other presets."""
         family = str(values["model.family"])
         settings = recipes.preset(
-            origin, family if family in self.reader.families else "", draws=bool(values["preview.prompts"])
+            origin,
+            family if family in self.reader.families else "",
+            draws=bool(values["preview.prompts"]),
+            frames=recipes.longest_clip(values["dataset.frames"]),
         )
         why = next((value.why for value in settings or [] if value.key == key), "")
         return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""
