@@ -1,15 +1,19 @@
 """Where base models come from: what a person may give as `model.path`, and what is known of released models."""
 
+import functools
 import json
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lora_fp8 import config, families
 from lora_fp8.common import messages
 from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.families import _published
 from lora_fp8.families.sources import Reference, known_bases, parse, reference
 from lora_fp8.settings import Job
 
@@ -168,19 +172,55 @@ def test_every_family_has_known_bases_and_they_are_whole() -> None:
             assert known_bases.of_family(name)[0].id == usual or name in ("sd3",)
 
 
-def test_the_denoisers_sizes_follow_from_the_released_configs() -> None:
+@functools.cache
+def count_weights(cls: str, config: str) -> int:
+    """Count the weights of a class of diffusers or transformers with this config (JSON), on the meta device."""
     import diffusers
     import torch
+    import transformers
 
-    counted: dict[str, int] = {}
+    entries = json.loads(config)
+    with torch.device("meta"):
+        if hasattr(diffusers, cls):
+            model = getattr(diffusers, cls).from_config(entries)
+        else:
+            model = getattr(transformers, cls)(getattr(transformers, cls).config_class(**entries))
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}  # a tied one once
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def count_denoiser(family: type, sizes: Mapping[str, Any]) -> int:
+    config = family.reference_config | {key: None if value == "" else value for key, value in sizes.items()}
+    return count_weights(family.denoiser_class, json.dumps(config))
+
+
+def test_the_denoisers_sizes_follow_from_the_released_configs() -> None:
     for base in known_bases.read():
         family = families.get(base.family)
-        config = family.reference_config | {k: None if v == "" else v for k, v in base.sizes.items()}
-        key = f"{base.family} {base.sizes}"
-        if key not in counted:
-            with torch.device("meta"):
-                denoiser = getattr(diffusers, family.denoiser_class).from_config(config)
-            counted[key] = sum(tensor.numel() for tensor in denoiser.state_dict().values())
-        bytes_each = base.gigabytes[family.denoiser_name] * known_bases.GIGABYTE / counted[key]
+        counted = count_denoiser(family, base.sizes)
+        bytes_each = base.gigabytes[family.denoiser_name] * known_bases.GIGABYTE / counted
         # 0.02 of SD 3's are its position embeddings, which it keeps in float32
         assert min(abs(bytes_each - size) for size in (2, 4)) < 0.025, (base.id, bytes_each)
+
+
+FACTS = tomllib.loads((ROOT / "tests" / "data" / "facts.toml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", [name for name, facts in FACTS.items() if "weights" in facts])
+def test_estimates_without_files_count_the_weights_of_the_released_files(name: str) -> None:
+    """The sizes of denoiser, VAE and text encoders, against the files on the hub; a header takes up to 0.1 %."""
+    family, usual = families.get(name), next(iter(known_bases.of_family(name)), None)
+    published = {part: size / each for part, (size, each) in FACTS[name]["weights"].items()}
+    counted: dict[str, float] = {}
+    for part in published:
+        if part == family.denoiser_name:
+            counted[part] = count_denoiser(family, usual.sizes if usual else {})
+        elif part == "vae":
+            counted[part] = count_weights(family.vae_class, json.dumps(_published.released_vae(family)))
+        elif part in family.published:
+            cls = family.text_parts[part].rpartition(".")[2]
+            counted[part] = count_weights(cls, json.dumps(family.published[part]))
+    assert counted == {part: pytest.approx(published[part], rel=1e-3) for part in counted}
+    text = [size for part, size in published.items() if part.startswith("text_encoder")]
+    if text:  # the largest, in whole millions
+        assert family.text_millions[0] * 1e6 == pytest.approx(max(text), rel=1e-3, abs=6e5)

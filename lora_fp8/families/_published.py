@@ -134,10 +134,19 @@ _WAN22: Config = {"base_dim": 160, "decoder_base_dim": 256, "dim_mult": [1, 2, 4
 _WAN22 |= {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
 
 
+# diffusers scripts/convert_dcae_to_diffusers.py: dc-ae-f32c32-sana-1.0
+_SANA_BLOCKS = ["ResBlock"] * 3 + ["EfficientViTBlock"] * 3
+_SANA_SCALES: list[list[int]] = [[], [], [], [5], [5], [5]]
+_SANA: Config = {"latent_channels": 32, "downsample_block_type": "conv", "upsample_block_type": "interpolate"}
+_SANA |= {"encoder_block_types": _SANA_BLOCKS, "decoder_block_types": _SANA_BLOCKS}
+_SANA |= {"encoder_qkv_multiscales": _SANA_SCALES, "decoder_qkv_multiscales": _SANA_SCALES}
+_SANA |= {"encoder_layers_per_block": [2, 2, 2, 3, 3, 3], "decoder_layers_per_block": [3] * 6}
+
+
 def released_vae(Family: type[ModelFamily]) -> Config:
     """Return the sizes of a family's released VAE, for estimates; where it is published, its whole config.
 
-    diffusers' defaults of a class are the sizes of the first model that was released with it.
+    diffusers' defaults of a class are the sizes of the first model that was released with it, except for Sana's VAE.
     """
     if "vae" in Family.published:
         return Family.published["vae"]
@@ -149,7 +158,7 @@ def released_vae(Family: type[ModelFamily]) -> Config:
         default = inspect.signature(getattr(diffusers, Family.denoiser_class)).parameters["in_channels"].default
         channels = Family.latent_channels({"in_channels": default, **Family.reference_config})
         return config | (SDXL_VAE if channels == 4 else FLUX_VAE | {"latent_channels": channels})
-    return config | (_WAN22 if Family.name == "wan22_5b" else {})
+    return config | {"wan22_5b": _WAN22, "sana": _SANA}.get(Family.name, {})
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
