@@ -381,6 +381,8 @@ def test_new_adds_toml_and_names_the_file_that_it_wrote(
         assert (code, err) == (0, "") and f"{written} written; " in out and not Path(given).is_file()
         assert config.load(written).name == given
     assert ask("new", "character", "--base", "demo")[0] == 2, "it exists"
+    (tmp_path / "notes.txt").touch()
+    assert ask("new", "notes.txt", "--base", "demo")[0] == 2, "of another kind, perhaps by mistake"
     assert ask("new", "..", "--base", "demo")[0] == 2 and not (tmp_path / "...toml").exists()
 
 

@@ -269,9 +269,9 @@ def _copy_settings(path: Path, file: Path, more: bool) -> str:
 
 
 def _with_suffix(path: Path) -> Path:
-    """Return a config's path with .toml at its end; what can only be a folder stays, and is refused as existing."""
-    is_complete = path.suffix.lower() == ".toml" or path.name in ("", "..")
-    return path if is_complete else path.with_name(f"{path.name}.toml")
+    """Return a config's path with .toml at its end. The name of an existing file stays, to be refused or replaced."""
+    names_something = path.name in ("", "..") or (os.path.lexists(path) and not path.is_dir())
+    return path if names_something or path.suffix.lower() == ".toml" else path.with_name(f"{path.name}.toml")
 
 
 def _refuse_existing(path: Path, force: bool) -> None:
