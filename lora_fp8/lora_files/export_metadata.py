@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -323,4 +324,4 @@ def without_paths(toml: str) -> str:
             return basename(value) if leads_out else value
         return value
 
-    return tomlkit.dumps(clean(tomlkit.parse(toml).unwrap())) if toml else ""
+    return tomlkit.dumps(clean(tomllib.loads(toml))) if toml else ""
