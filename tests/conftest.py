@@ -132,9 +132,16 @@ def _freeze() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+_frozen_modules = 0
+
+
+@pytest.fixture(autouse=True)
 def _imported() -> None:
-    _freeze()
+    """Freeze again where a test has imported more: a family's classes, another library."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 20:
+        _freeze()
+        _frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
