@@ -15,8 +15,9 @@ from lora_fp8 import config, settings
 from lora_fp8.data import caption_operations, captions, clips, images
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView, Sentence
-from webui import dataset_folder, decoder, estimate_panel, image_folders, run_monitor, translations
+from webui import decoder, estimate_panel, image_folders, run_monitor, translations
 from webui.context import Place, Ui
+from webui.images.listing import Filter
 from webui.pages import compare, dataset, new
 from webui.pages.run import rendering as run
 
@@ -64,6 +65,17 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
+def add_files(files: list[Path], folder: Path) -> tuple[int, list[str]]:
+    """Add files to a folder as an upload does. Returns how many were taken in, and what is said of the others."""
+    count, refused = 0, []
+    for file in files:
+        try:
+            count += image_folders.add_file(file, folder, file.name)
+        except UserError as error:
+            refused.append(str(error))
+    return count, refused
+
+
 def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, kept = tmp_path / "sent", tmp_path / "kept"
     sent.mkdir()
@@ -76,8 +88,8 @@ def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monke
     (sent / "list.mp4").write_text(LIST)
     (sent / "walk.txt").write_text("a ball")
     video(sent / "old.avi")
-    given = [str(sent / name) for name in ("walk.mp4", "walk.txt", "torn.mp4", "list.mp4", "old.avi")]
-    count, refused = image_folders.add_uploads(given, kept)
+    names = ("walk.mp4", "walk.txt", "torn.mp4", "list.mp4", "old.avi")
+    count, refused = add_files([sent / name for name in names], kept)
     assert count == 1 and sorted(path.name for path in kept.iterdir()) == ["walk.mp4", "walk.txt"]
     assert (kept / "walk.mp4").read_bytes() == good.read_bytes()
     assert [line.partition(": ")[0] for line in refused] == ["torn.mp4", "list.mp4", "old.avi"]
@@ -92,7 +104,7 @@ def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monke
     assert (found.pictures, found.videos, found.without_caption) == (0, 1, 0)
     assert image_folders.find_folders([tmp_path]) == [kept, sent]
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    count, (line,) = image_folders.add_uploads([str(good)], tmp_path / "other")
+    count, (line,) = add_files([good], tmp_path / "other")
     assert count == 0 and "pip install 'lora-fp8[video]'" in line
 
 
@@ -135,21 +147,20 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
 ) -> None:
     page = dataset.Page(ui)
     cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
-    at = {"folder": str(folder), "query": "", "showing": "all", "page": 0, "picked": "walk.mp4", "chosen": [],
-          "loaded": "", "cut": cut, "mask": "", "tags": []}  # fmt: skip
-    one = dataset_folder.open_folder(folder, fresh=True)
+    at = {"folder": str(folder), "cut": cut}
+    view = page.handlers.view(at, "wan", fresh=True)
+    one = view.dataset
     assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
-    found = page.opened.examine(at, one, "wan", 0)
+    found = view.examine()
     wait_until(lambda: not found.running)
     assert not found.problem, found.problem
-    grid, view = page.renderer.render_grid(at, one, "wan", 0), page.renderer.render_view(at, one, "wan", 0)
-    tiles = {name: grid.split('<div class="thumb')[2 + i] for i, name in enumerate(one.files)}
+    rows = {row["name"]: row for row in view.list_rows(Filter(), 0, 48)["rows"]}
     # 3 s are 48 frames at the model's 16 a second, 1 s is 16.
-    assert "▶ 3 s" in tiles["walk.mp4"] and "48 × 32 · 8 fps · 5 × 9 frames" in tiles["walk.mp4"]
-    assert "▶ 1 s" in tiles["brief.mkv"] and "1 × 9 frames" in tiles["brief.mkv"]
-    assert "cannot be decoded" in tiles["torn.mp4"] and "<img" not in tiles["torn.mp4"]
-    assert "▶" not in tiles["still.png"] and "<img src=x" not in grid
-    assert "3 s · 8 fps · 5 × 9 frames" in view and 'class="crop"' in view
+    size, _, *figures = rows["walk.mp4"]["figures"]
+    assert [size, *figures] == ["48 × 32", "3 s", "8 fps", "5 × 9 frames"] and "crop" in rows["walk.mp4"]
+    assert rows["brief.mkv"]["figures"][2:] == ["1 s", "8 fps", "1 × 9 frames"]
+    assert "cannot be decoded" in rows["torn.mp4"]["badges"][0]["detail"] and not rows["torn.mp4"]["thumbnail"]
+    assert rows["walk.mp4"]["video"] and not rows["still.png"]["video"]
     assert "768\u00a0×\u00a0512 · 9 frames" in page.renderer.render_buckets(found, "wan")
     told = page.renderer.render_findings(found)
     assert (
@@ -188,8 +199,10 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
         assert not scanned.problems and len(scanned.examples) == estimate_panel.count_examples(found.report, skipping)
 
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    grid = page.renderer.render_grid(at, one, "wan", 0)
-    assert grid.count("pip install &#x27;lora-fp8[video]&#x27;") == 4 and grid.count("<img") == 1
+    rows = page.handlers.view(at, "wan").list_rows(Filter(), 0, 48)["rows"]
+    videos = [row for row in rows if row["video"]]
+    assert len(videos) == 4 and not any(row["thumbnail"] for row in videos)
+    assert all("pip install 'lora-fp8[video]'" in row["badges"][0]["title"] for row in videos)
 
 
 def test_settings_of_clips_are_asked_where_clips_are_drawn(ui: Ui) -> None:

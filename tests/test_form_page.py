@@ -21,7 +21,6 @@ from PIL import Image
 from waiting import wait_until
 
 from lora_fp8 import config, families, importing, jobs, settings
-from lora_fp8.data import captions
 from lora_fp8.data.caption_style import warn_of_sentences
 from lora_fp8.errors import UserError
 from webui import (
@@ -37,6 +36,9 @@ from webui import (
 )
 from webui.context import Place, Ui
 from webui.draft import Draft
+from webui.images import routes
+from webui.images.listing import FolderView
+from webui.images.training_settings import TrainingSettings
 from webui.pages import dataset, new
 from webui.pages.new import layout, painting, questions, styles
 
@@ -209,6 +211,17 @@ def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
 # ------------------------------------------------------------------------------------------------------------ pictures
 
 
+def add_files(files: list[Path], folder: Path) -> tuple[int, list[str]]:
+    """Add files to a folder as an upload does. Returns how many were taken in, and what is said of the others."""
+    count, refused = 0, []
+    for file in files:
+        try:
+            count += image_folders.add_file(file, folder, file.name)
+        except UserError as error:
+            refused.append(str(error))
+    return count, refused
+
+
 def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_path: Path) -> None:
     sent, kept = tmp_path / "sent", tmp_path / "kept"
     sent.mkdir()
@@ -222,14 +235,14 @@ def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_pa
     }
     for name, data in files.items():
         (sent / name).write_bytes(data)
-    count, refused = image_folders.add_uploads([str(sent / name) for name in files], kept)
+    count, refused = add_files([sent / name for name in files], kept)
     assert count == 1 and {path.name for path in kept.iterdir()} == {"a.png", "a.txt"}
     assert all((kept / name).read_bytes() == files[name] for name in ("a.png", "a.txt"))
     assert [line.partition(":")[0] for line in refused] == ["broken.png", "page.html", "bomb.png", "text.png"]
     # Once more is no harm; another picture of the same name is not put over the first.
-    assert image_folders.add_uploads([str(sent / "a.png")], kept) == (0, [])
+    assert add_files([sent / "a.png"], kept) == (0, [])
     (sent / "a.png").write_bytes(png(9, 9))
-    count, refused = image_folders.add_uploads([str(sent / "a.png")], kept)
+    count, refused = add_files([sent / "a.png"], kept)
     assert count == 0 and len(refused) == 1 and (kept / "a.png").read_bytes() == files["a.png"]
 
 
@@ -247,14 +260,6 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     assert len(scanned.examples) == found.pictures - found.without_caption
     (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
     assert image_folders.count_files(tmp_path, "*_mask") == found, "a mask beside its picture is none"
-
-
-def test_a_caption_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    (tmp_path / "a.txt").write_bytes("中文标注".encode("gb18030"))
-    page = dataset.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
-    cell = page.renderer._render_cell(dataset_folder.open_folder(tmp_path, fresh=True), "a.png", False, False, {})
-    assert "no caption" not in cell and "UTF-8" in cell
 
 
 def test_the_search_in_all_settings_knows_the_words_of_others() -> None:
@@ -305,6 +310,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
     )
     assert image_folders.count_files(folder, name) == image_folders.Count(3, 2)
     page, theirs = dataset.Page(ui), {"a.png", "deep/b.png", "c-mask.png"}
+    monkeypatch.setattr(dataset_folder.jobs, "ensure_worker", lambda home: None)
     one, told = (
         dataset_folder.open_folder(folder, fresh=True),
         f"enter {name} in the “Masks” column of this folder",
@@ -313,19 +319,18 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
     assert ("they are trained as ordinary images" in page.renderer.render_head(one)) == trained
 
     # They get no captions: not by an edit of all, nor by a model; and the check-up takes them for what they are.
-    at = {"folder": str(folder), "mask": "", "cut": {"frames": "", "fps": "auto", "clip": "chunks"}, "tags": []}
+    at = {"folder": str(folder), "cut": {}, "chosen": []}
     edit = page.handlers.preview(at, "add_first", "zibo", "", "all")[1]
     assert {change.file for change in edit.changes} == {"a.txt", "deep/b.txt", "c-mask.txt"}
-    monkeypatch.setattr(dataset_folder.jobs, "ensure_worker", lambda home: None)
-    page.handlers.start_captioning(at, "some/model", "text", "", "", False)
+    routes.ACTIONS["caption"](ui, routes.Given({"folder": str(folder), "model": "some/model"}))
     assert f"--mask={name}" in jobs.Queue(ui.place.home).view(shell=False)[0].command
-    report = page.opened.examine(at, one, "sd15", 0)
+    report = page.handlers.view(at, "sd15").examine()
     wait_until(lambda: not report.running)
     assert report.report["counts"]["masked"] == 2 and set(report.list_files("caption_missing")) == theirs - {"a.png"}
 
     # Where New training says it, there is nothing to do; and what has a caption of its own is no mask.
     Draft(ui.place.home).write(f'[[dataset.folders]]\npath = "{folder}"\nmask = "{name}"\n')
-    assert page.training.find_mask(folder) == name
+    assert TrainingSettings(ui).find_mask(folder) == name
     one = dataset_folder.open_folder(folder, mask=name)
     assert (
         set(one.files) == theirs
@@ -658,15 +663,20 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
 
     def examination(place: Place, at: Path, purpose: dataset_folder.Purpose, again: bool = False) -> SimpleNamespace:
         asked.append((purpose.family, purpose.resolution))
-        return SimpleNamespace(report=None, list_files=lambda *kinds: {})
+        return SimpleNamespace(files=None)
 
     monkeypatch.setattr(dataset_folder, "examine", examination)
 
     def opened() -> tuple[str, int]:
-        _, shown, family, resolution, *rest = page.handlers.open(SimpleNamespace(query_params={"folder": str(folder)}))
-        at = next(part for part in rest if isinstance(part, dict) and "folder" in part)
-        page.opened.examine(at, page.opened.get_dataset(at), family, resolution)
+        request = SimpleNamespace(query_params={"folder": str(folder)})
+        _, shown, _, _, _, family, resolution, *_, at, purpose, _ = page.handlers.open(request)
+        page.handlers.view(at, family, resolution).examine()
         assert shown["visible"] and asked[-1] == (family, resolution or 512)
+        # The image workbench is told the same, and finds the same if it is not told.
+        told = json.loads(purpose)
+        assert (told["folder"], told["family"], told["resolution"]) == (str(folder), *asked[-1])
+        FolderView(ui, str(folder)).examine()
+        assert asked[-1] == asked[-2]
         return family, resolution
 
     assert opened() == ("sd15", 0), "as New training begins"
@@ -685,45 +695,3 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     for odd in ("[model", '[model]\nfamily = "absent"\n', "[model]\nfamily = [1]\n"):
         draft.write(odd)
         page.handlers.open(SimpleNamespace(query_params={}))
-
-
-def test_a_caption_that_could_not_be_written_waits_for_who_opens_the_folder_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, page = tmp_path / "set", dataset.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
-    with gr.Blocks():
-        page.lay_out()
-    folder.mkdir()
-    (folder / "a.png").write_bytes(png())
-    (folder / "a.txt").write_text("a ball")
-    monkeypatch.setattr(
-        dataset_folder, "examine", lambda *_: SimpleNamespace(report=None, list_files=lambda *kinds: {})
-    )
-
-    def opened() -> dict[str, Any]:
-        return next(
-            part
-            for part in page.handlers.open(SimpleNamespace(query_params={"folder": str(folder)}))
-            if isinstance(part, dict) and "unsaved" in part
-        )
-
-    def pick(at: dict[str, Any]) -> list[Any]:
-        event = gr.EventData(None, {"do": "pick", "name": "a.png"})
-        _, at, _, _, _, _, editor, editing, *_ = page.handlers.press(event, at, "sd15", 0, "", "")
-        return [at, editor["value"], editing]
-
-    at, text, editing = pick(opened())
-    assert text == "a ball"
-    with monkeypatch.context() as full:
-
-        def no_room(*_: Any, **__: Any) -> None:
-            raise UserError("set: cannot be written (No space left on device); no caption was changed")
-
-        full.setattr(captions, "apply", no_room)
-        said, *rest = page.handlers.save(0, at, "sd15", 0, "a red ball", editing)
-        assert "No space left" in said["value"]
-    assert (folder / "a.txt").read_text() == "a ball"
-    at, text, editing = pick(opened())  # the page was closed and opened
-    assert text == "a red ball"
-    page.handlers.save(0, at, "sd15", 0, text, editing)
-    assert (folder / "a.txt").read_text() == "a red ball" and opened()["unsaved"] == {}

@@ -146,6 +146,20 @@ def test_what_matches_is_listed(site: Site, given: dict[str, Any], names: list[s
     assert [row["name"] for row in site.ask("list", **given)["rows"]] == names
 
 
+def test_a_folder_without_images_is_empty_and_says_why(site: Site) -> None:
+    for path in site.set.iterdir():
+        path.unlink()
+    told = site.ask("list", fresh=True)
+    assert (told["total"], told["rows"]) == (0, []) and "no image files" in told["problem"]
+    (site.set / "photo.heic").write_bytes(b"x")
+    assert "HEIC" in site.ask("list", language="zh-CN", fresh=True)["problem"]
+    wait_until(lambda: not site.ask("state")["examining"], lambda: "does not end")
+    Image.new("RGB", (60, 200)).save(site.set / "a.png")
+    told = site.ask("list", fresh=True)
+    assert (told["total"], told["problem"]) == (1, "")
+    wait_until(lambda: "size" in site.ask("list")["rows"][0], lambda: "the new image is not examined")
+
+
 def test_a_caption_is_written_as_it_was_and_only_over_what_was_seen(site: Site) -> None:
     loaded = site.ask("list")["rows"][0]["caption"]
     answer = site.ask("save", name="a.png", loaded=loaded, caption="a dog\non a sofa")

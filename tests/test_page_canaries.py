@@ -23,15 +23,17 @@ from starlette.testclient import TestClient
 from lora_fp8 import jobs
 from webui import app, form
 from webui.context import Place
+from webui.images import routes
 
 PAGES = ("new", "dataset")
 TEXT = {"textbox", "code", "dataframe"}
 """Kinds of components that hold what is typed; and a dropdown that takes more than its choices."""
 OTHER = {"accordion", "button", "checkbox", "column", "dropdown", "file", "form", "html", "markdown", "number", "radio"}
 OTHER |= {"row", "state", "tabitem", "tabs", "timer"}
-IN_THE_ADDRESS = {"dataset-folder", "dataset-address", "new-address", "new-search"}
-"""Fields that no function of the page is given: a script puts them into the browser's address, or searches by them."""
-FITTING = {"auto-model": "nobody/nothing", "new-set": "pictures"}
+IN_THE_ADDRESS = {"dataset-folder", "dataset-purpose", "new-address", "new-search"}
+"""Fields that no function of the page is given: a script puts them into the browser's address, searches by them, or
+tells the image workbench."""
+FITTING = {"new-set": "pictures"}
 """What the other fields of a form hold, so that it is not refused because of them; elsewhere "x"."""
 PAYLOADS = (
     '"></style></textarea><script>window.canary=1</script><img src=x onerror=window.canary=1>{{{{7*7}}}}${{7*7}}',
@@ -41,6 +43,9 @@ PAYLOADS = (
     "/etc/passwd\0.png\x1b[2J\u202egnp.exe\u2066",
     "A" * 5000,
 )
+WORKBENCH = ("folder", "family", "query", "showing", "finding", "name", "loaded", "caption", "what", "model", "kind")
+WORKBENCH += ("prompt", "trigger")
+"""What the requests of the image workbench hold as text."""
 START = '[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "{}"\n'
 
 
@@ -100,11 +105,17 @@ class Site:
             return [text] if text else []
         if self.name(id) == "new-touched":  # a script's list of what was changed last
             return json.dumps([text] if text else [])
-        if self.name(id) == "dataset-editing" and text is None:  # a script's, too: whose caption is in the editor
-            return json.dumps(["a.png", (self.pictures / "a.txt").read_text(encoding="utf-8").strip()])
         if part["type"] in ("textbox", "code"):
             return fitting if text is None else text
         return part["props"].get("value") if text is None else text
+
+    def ask(self, action: str, **values: Any) -> None:
+        """Ask the image workbench's routes. What they refuse is a sentence."""
+        given = {"folder": str(self.pictures), "model": "nobody/nothing", "name": "a.png"}
+        given |= {"loaded": "a cat", "caption": "a cat"}
+        answer = self.client.post(f"/images/en/{action}", json=given | values)
+        assert answer.status_code in (200, 400), (action, values, answer.text[:500])
+        assert "root:x:0" not in answer.text and "Traceback" not in answer.text
 
     def find(self, target: str, event: str) -> dict[str, Any]:
         """The function behind an event of a component."""
@@ -188,13 +199,11 @@ def test_every_field_is_known_and_reaches_a_function(site: Site) -> None:
 
 def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
     site.opened(str(site.pictures))
-    site.call(site.find("dataset-grid", "click"), {}, {"do": "pick", "name": "a.png"})
     site.place.home.joinpath("drafts").mkdir(exist_ok=True)
     draft = site.place.home / "drafts/new.toml"
     draft.write_text(START.format(site.pictures), encoding="utf-8")
-    begin = site.find("auto-begin", "click")
-    asked = set(begin["inputs"]) & set(site.fields())
-    site.call(begin, {id: "plain" for id in asked if site.name(id) != "auto-model"})
+    site.ask("list")
+    site.ask("caption", model="nobody/nothing", prompt="plain", trigger="plain")
     site.call(site.find("new-start", "click"), {})
     before, known = files(site.folder), options(site.lines())
     assert {"--model", "--prompt", "--trigger"} <= known and len(jobs.Queue(site.place.home).view()) == 2
@@ -214,8 +223,12 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
             site.call(call, {id: text})
     for text in payloads:
         site.opened(text)
-        for event in ({"do": text, "name": text}, {"do": "tag", "name": text}, {"do": "remove", "name": text}):
+        for event in ({"do": text, "name": text}, {"do": "rename", "name": text}, {"do": "remove", "name": text}):
             site.call(site.find("dataset-tags", "click"), {}, event)
+        shown = {"query": text, "showing": text, "finding": text, "chosen": text}
+        site.call(site.find("dataset-images", "select"), {}, shown)
+    for number, (action, field) in enumerate(itertools.product(sorted(routes.ACTIONS), WORKBENCH)):
+        site.ask(action, **{field: payloads[number % len(payloads)]})
 
     # In all: shown in every view, and started with those that take it.
     for text in payloads:

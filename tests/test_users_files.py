@@ -240,7 +240,9 @@ def test_a_project_survives_the_page(work: Path, tmp_path: Path, monkeypatch: py
     inside = queue.home / "uploads"
     inside.mkdir(parents=True, exist_ok=True)
     (inside / "a.png").write_bytes((work / "project/control/a.png").read_bytes())
-    image_folders.add_uploads([str(inside / "a.png")], work / "project/photos")
+    with pytest.raises(UserError, match="another file of this name"):
+        image_folders.add_file(inside / "a.png", work / "project/photos", "a.png")
+    image_folders.add_file(inside / "a.png", work / "project/photos", "a-new.png")
     compare(before, work, r"project/photos/a[^/]+\.png")
     before = snapshot(work)
     for way in (str(work / P), "1"):

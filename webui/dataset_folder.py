@@ -25,7 +25,7 @@ from typing import Any
 from lora_fp8 import families, jobs
 from lora_fp8.common.messages import read_message, restore
 from lora_fp8.data import caption_operations, captions, clips, image_files
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Joined, Message, UserError, UserErrors
 
 from . import engine, image_folders
 from .context import Place
@@ -51,6 +51,7 @@ class DatasetFolder:
         mask: `given`, or the name pattern of files that look like masks, which are then not listed as images.
         masks: number of masks.
         inside: a folder in it that looks like a folder of masks.
+        problem: why no image is listed, for example because there is none; "" if there are images.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class DatasetFolder:
     mask: str = ""
     masks: int = 0
     inside: str = ""
+    problem: str = ""
     files: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -85,9 +87,14 @@ class DatasetFolder:
         return text
 
     def refresh(self) -> None:
-        """Read everything that has changed on disk. Raises UserError."""
-        listed = captions.listed(self.folder)
+        """Read everything that has changed on disk. Raises UserError if the folder does not exist."""
         root = Path(os.path.expanduser(self.folder))
+        try:
+            listed, self.problem = captions.listed(self.folder), ""
+        except UserErrors as error:
+            if not root.is_dir():
+                raise
+            listed, self.problem = {}, Joined("; ", error.problems)
         self.masks = sum(os.path.exists(root / f"{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
         self.mask = self.given or (image_folders.LABEL if self.masks else "")
         self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
@@ -141,7 +148,7 @@ def open_folder(folder: Path, fresh: bool = False, mask: str = "") -> DatasetFol
     """Return a folder as it was at most `FRESH_SECONDS` ago; `fresh` reads it now. `mask`: as `DatasetFolder.given`.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: it does not exist.
     """
     key = (folder, mask)
     with _lock:
@@ -181,12 +188,20 @@ class Purpose:
 
 
 class Examination:
-    """A running or finished `lora-fp8 dataset look`: `report` is its JSON, `problem` its error."""
+    """A running or finished `lora-fp8 dataset look`.
+
+    Attributes:
+        report: its JSON; None before it has ended.
+        problem: its error; "" if there is none.
+        done, total: progress.
+        files: names of the folder's files when it was started, if they are known.
+    """
 
     def __init__(self, place: Place, folder: Path, purpose: Purpose):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
+        self.files: tuple[str, ...] | None = None
         self.begun = time.monotonic()
         key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]

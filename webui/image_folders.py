@@ -18,7 +18,7 @@ from lora_fp8.data import clips
 from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS
 from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
-from lora_fp8.errors import Message, UserError, cannot_write
+from lora_fp8.errors import Message, UserError
 
 from . import sanitize
 from .decoder import Decoders
@@ -127,32 +127,6 @@ def find_folders(roots: Iterable[Path]) -> list[Path]:
                 inner = [entry for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
                 waiting += [(Path(entry.path), depth + 1) for entry in inner]
     return list(dict.fromkeys(folders))
-
-
-def add_uploads(files: list[str], folder: Path) -> tuple[int, list[str]]:
-    """Copy uploaded images, videos and captions into a folder, after checking each.
-
-    Returns:
-        The number of new images and videos, and a message for each refused file.
-
-    Raises:
-        UserError: there are too many, or the folder cannot be written.
-    """
-    if len(files) > MOST_UPLOADED:
-        raise UserError(
-            Message(
-                "{count} files at once; upload at most {most}, or name a folder", count=len(files), most=MOST_UPLOADED
-            )
-        )
-    taken, refused = 0, []
-    for file in map(Path, files):
-        try:
-            taken += add_file(file, folder, file.name)
-        except UserError as error:
-            refused.append(str(error))
-        except OSError as error:
-            raise cannot_write(folder, error) from None
-    return taken, refused
 
 
 def add_file(file: Path, folder: Path, name: str) -> bool:

@@ -126,9 +126,7 @@ class Page(Scene):
             return place / "home"
 
         def upload(name: str) -> Callable[[Path], Any]:
-            return lambda place: image_folders.add_uploads(
-                [str(place / "sent" / name)], home(place) / "datasets" / "new"
-            )
+            return lambda place: image_folders.add_file(place / "sent" / name, home(place) / "datasets" / "new", name)
 
         return [
             ("root", lambda place: Place(home(place)).add_root(str(place / "work"))),

@@ -1,4 +1,6 @@
-"""The Dataset page as a person uses it: look, edit one caption, edit many, undo, follow a finding, queue captioning.
+"""The Dataset page as a person uses it: look, edit many captions, undo, follow a finding, add images.
+
+What it shares with New training, the image workbench, is tested in test_image_workbench.
 
 What the page shows is compared with the files' bytes, and the crop that it draws with the training's own.
 """
@@ -13,13 +15,12 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
-from lora_fp8 import jobs
-from lora_fp8.data import buckets, captions, diagnosis
+from lora_fp8 import families
+from lora_fp8.data import buckets, diagnosis
 from tests.ui.conftest import Site
-from webui import translations
+from webui import form, translations
+from webui.draft import Draft
 
-LONG = 120_000
-"""Milliseconds; machines that test are busy."""
 HOSTILE = "<img src=x onerror=document.title='owned'>, \u202egirl"
 SIZES = {"a": (1200, 600), "b": (640, 640), "d": (500, 640), "e": (1800, 600)}
 
@@ -63,140 +64,131 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     picture_of: Callable[[Page, str], None],
 ) -> None:
     def say(key: str, **values: object) -> str:
-        return translations.say(language, f"dataset.{key}", **values)
+        return translations.say(language, key, **values)
 
     def tab(name: str) -> None:
-        page.get_by_role("tab", name=say(f"tab.{name}"), exact=True).click()
+        page.get_by_role("tab", name=say(f"dataset.tab.{name}"), exact=True).click()
+
+    def shown(text: str) -> None:
+        """Wait until the first caption box of the grid has this text: the grid has read what was written."""
+        expect(boxes.first).to_have_value(text)
 
     before = raws(folder)
-    page = visit(f"dataset?folder={quote(str(folder))}", language=language, dark=language != "en")
-    thumbs = page.locator("#dataset-grid .thumb")
-    expect(thumbs).to_have_count(5, timeout=LONG)
-    expect(page.locator("#dataset-head")).to_contain_text(say("without", count=1))
-    image = thumbs.first.locator("img")
-    page.wait_for_function(
-        "image => image.complete && image.naturalWidth > 0", arg=image.element_handle(), timeout=LONG
-    )
+    # New training names this folder: it is opened without an address.
+    Draft(site.home).write(f'{form.START}\n[[dataset.folders]]\npath = "{folder}"\n')
+    refused = ["status of 400"]  # an upload that is no image
+    page = visit("dataset", language=language, dark=language != "en", expect=refused)
+    cells, boxes = page.locator(".wb-cell"), page.locator(".wb-cell textarea")
+    expect(cells).to_have_count(5)
+    expect(page.locator(".wb-counts")).to_have_text(say("images.counts", count=5, without=1))
+    expect(page.locator(".wb-chip")).to_have_text(folder.name)
+    expect(boxes.nth(4)).to_have_value(HOSTILE)
 
     # The crop that is drawn is the training's.
-    said = page.locator("#dataset-said")
-    thumbs.nth(4).locator("button").first.click()
-    crop = page.locator("#dataset-view .crop")
-    expect(crop).to_be_visible(timeout=LONG)
-    # At the resolution of the newest job of this site, which another test may have submitted; else SDXL's.
-    places = {side: buckets.place((1800, 600), side, 64) for side in (1024, 512, 64)}
-    drawn = crop.get_attribute("data-bucket")
-    side, place = next(entry for entry in places.items() if "{}x{}".format(*entry[1].bucket_wh) == drawn)
-    picture, frame = page.locator("#dataset-view img").bounding_box(), crop.bounding_box()
+    cells.nth(4).locator(".wb-open").click()
+    crop = page.locator("dialog .wb-crop")
+    expect(crop).to_be_visible()
+    expect(page.locator("dialog")).to_contain_text("1800 × 600")
+    place = buckets.place((1800, 600), families.get("sd15").native_resolution, 64)
+    picture, frame = page.locator("dialog img").bounding_box(), crop.bounding_box()
     assert abs(frame["width"] / picture["width"] - place.bucket_wh[0] / place.resized_wh[0]) < 0.02
     assert abs((frame["x"] - picture["x"]) / picture["width"] - place.crop_xy[0] / place.resized_wh[0]) < 0.02
-    expect(page.locator("#dataset-caption textarea")).to_have_value(HOSTILE)
+    page.keyboard.press("Escape")
 
-    # One caption: saved with its own line ends, on to the next; one that changed elsewhere is not overwritten.
-    thumbs.nth(1).locator("button").first.click()
-    editor = page.locator("#dataset-caption textarea")
-    expect(editor).to_have_value("girl, red hair")
-    editor.fill("woman, 红发")
-    page.click("#dataset-next")
-    expect(editor).to_have_value("boy")
-    assert raws(folder)["b.txt"] == "woman, 红发\r\n".encode()
-    (folder / "c.txt").write_bytes(b"man, of somebody else")
-    editor.fill("mine")
-    page.click("#dataset-save")
-    expect(said).to_contain_text(say("changed_meanwhile", file="c.png"))
-    expect(editor).to_have_value("man, of somebody else")
-    (folder / "c.txt").write_bytes(before["c.txt"])
-
-    # Many captions: previewed without writing, applied, undone and redone to the byte.
-    middle = raws(folder)
+    # Many captions: previewed without writing, with what was just typed; applied, undone and redone to the byte.
+    said, changes = page.locator("#dataset-said"), page.locator("#dataset-changes")
+    boxes.nth(1).fill("woman, 红发")
+    page.locator("#dataset-many button").first.click()
     fill(page, "dataset-first", "zibo")
     page.click("#dataset-preview")
-    changes = page.locator("#dataset-changes")
-    expect(changes).to_contain_text(say("would", count=5))
-    assert raws(folder) == middle
+    expect(changes).to_contain_text(say("dataset.would", count=5))
+    middle = raws(folder)
+    assert middle == before | {"b.txt": "woman, 红发\r\n".encode()}
     page.click("#dataset-apply")
-    expect(said).to_contain_text(say("applied", count=5))
+    expect(said).to_contain_text(say("dataset.applied", count=5))
     after = raws(folder)
     assert after["b.txt"] == "zibo, woman, 红发\r\n".encode() and after["d.txt"] == b"zibo"
-    page.click("#dataset-undo")
-    expect(said).to_contain_text(say("undone", count=5))
-    assert raws(folder) == middle
-    page.click("#dataset-redo")
-    expect(said).to_contain_text(say("redone", count=5))
-    assert raws(folder) == after
-    for count, state in ((5, middle), (1, before)):
-        page.click("#dataset-undo")
-        expect(said).to_contain_text(say("undone", count=count))
+    shown("zibo, girl, snow")
+    for button, state, text in (
+        ("undo", middle, "girl, snow"),
+        ("redo", after, "zibo, girl, snow"),
+        ("undo", middle, "girl, snow"),
+    ):
+        page.get_by_role("button", name=say(f"images.{button}"), exact=True).click()
+        shown(text)
         assert raws(folder) == state
+    page.get_by_role("button", name=say("images.undo"), exact=True).click()
+    expect(boxes.nth(1)).to_have_value("girl, red hair")
+    assert raws(folder) == before
     picture_of(page, f"dataset_{language}")
 
-    # Tags: one is taken out by two clicks, and the pattern that never ends is stopped.
+    # Tags: one is taken out by two clicks, of all images; and of those that are selected.
     tab("tags")
     page.locator("#dataset-tags tr", has_text=re.compile("^girl2")).locator("[data-do=remove]").click()
-    tab("pictures")
-    expect(changes).to_contain_text(say("would", count=2))
+    expect(changes).to_contain_text(say("dataset.would", count=2))
+    cells.nth(1).locator(".wb-tick").check()
+    choose(page, "dataset-scope", say("dataset.scope.chosen"))
+    page.click("#dataset-preview")
+    expect(changes).to_contain_text(say("dataset.would", count=1))
     page.click("#dataset-apply")
-    expect(said).to_contain_text(say("applied", count=2))
-    assert raws(folder)["a.txt"] == b"snow" and raws(folder)["b.txt"] == b"red hair\r\n"
-    page.click("#dataset-undo")
-    expect(said).to_contain_text(say("undone", count=2))
-    assert raws(folder) == before
+    expect(boxes.nth(1)).to_have_value("red hair")
+    assert raws(folder) == before | {"b.txt": b"red hair\r\n"}
 
     # The doctor: every planted thing is told, and a click leads to its picture.
     tab("findings")
     findings = page.locator("#dataset-findings")
     copies = findings.locator("[data-kind=duplicate]")
-    expect(copies).to_be_visible(timeout=LONG)
+    expect(copies).to_be_visible()
     kinds = {one.get_attribute("data-kind") for one in findings.locator("details").all()}
     assert {"duplicate", "caption_missing", "cut"} <= kinds
     copies.locator("summary").click()
     picture_of(page, f"dataset_findings_{language}")
-    copies.locator("[data-do=finding]").click()
-    tab("pictures")
-    expect(thumbs).to_have_count(1)
-    expect(thumbs.first).to_contain_text("boy")
-    page.locator("#dataset-grid [data-do=clear]").click()
-    expect(thumbs).to_have_count(5)
+    copies.locator("[data-show=finding]").click()
+    expect(cells).to_have_count(1)
+    shown("boy")
+    page.get_by_title(say("images.clear")).click()
+    expect(cells).to_have_count(5)
+    tab("findings")
+    missing = findings.locator("[data-kind=caption_missing]")
+    missing.locator("summary").click()
+    missing.locator("[data-show=image]").click()
+    expect(page.locator("dialog h2")).to_have_text("d.png")
+    page.keyboard.press("Escape")
     tab("buckets")
+    side = families.get("sd15").native_resolution
     expect(page.locator("#dataset-buckets tbody tr")).to_have_count(
         len({buckets.place(size, side, 64).bucket_wh for size in SIZES.values()})
     )
-
-    # Captioning is a job of the queue; a model outside of the roots is refused.
-    tab("caption")
-    fill(page, "auto-model", "/etc")
-    page.click("#auto-begin")
-    expect(said.locator(".wrong")).to_be_visible()
-    fill(page, "auto-model", "nobody/nothing-of-the-kind")
-    page.click("#auto-begin")
-    expect(page.locator("#dataset-job .card")).to_have_count(1, timeout=LONG)
-    [job] = [job for job in jobs.Queue(site.home).view() if job.command[:2] == ("caption", str(folder))]
-    assert "--model=nobody/nothing-of-the-kind" in job.command
+    # At another resolution, the grid shows another crop, too.
+    tab("findings")
+    fill(page, "dataset-resolution", "128")
+    tab("pictures")
+    small = "{} × {}".format(*buckets.place(SIZES["a"], 128, 64).bucket_wh)
+    expect(cells.first.locator(".wb-open")).to_have_attribute("title", re.compile(re.escape(small)))
 
     # Pictures are dropped into the open folder; what is no picture stays out, and nothing is written over.
-    page.locator("#dataset-upload button").first.click()
     sent = site.root / f"sent {language}"
     sent.mkdir()
     for name, content in {"new.png": (folder / "a.png").read_bytes(), "new.txt": b"snow", "a.png": b"not one"}.items():
         (sent / name).write_bytes(content)
-    page.set_input_files("#dataset-drop input[type=file]", sorted(sent.iterdir()))
-    expect(said.locator(".wrong")).to_contain_text("a.png")
+    page.set_input_files("#dataset-drop input[type=file]:not(.wb-folder)", sorted(sent.iterdir()))
+    expect(page.locator("#dataset-taken .wrong")).to_contain_text("a.png")
+    expect(cells).to_have_count(6)
     assert (folder / "new.png").read_bytes() == (folder / "a.png").read_bytes() and raws(folder)["new.txt"] == b"snow"
-    tab("pictures")
-    expect(thumbs).to_have_count(6, timeout=LONG)
+    tab("findings")
+    expect(copies.locator("summary")).to_contain_text("2")
 
-    # A reload shows the same folder; nothing that stands in a caption was executed.
-    page.reload()
-    expect(thumbs).to_have_count(6, timeout=LONG)
+    # Nothing that stands in a caption was executed.
     assert page.title() != "owned"
-    assert [entry.done for entry in captions.history(folder)][0] is False
+    Draft(site.home).write(form.START)
 
 
 @pytest.mark.parametrize("where", ["/etc", "/tmp/../etc", "relative", "/nowhere/at/all"])
 def test_folders_outside_of_the_roots_are_refused(where: str, visit: Callable[..., Page]) -> None:
     page = visit(f"dataset?folder={quote(where)}")
-    expect(page.locator("#dataset-head .wrong")).to_be_visible(timeout=LONG)
-    expect(page.locator("#dataset-tabs")).to_have_count(0)
+    expect(page.locator("#dataset-head .wrong")).to_be_visible()
+    expect(page.locator("#dataset-drop")).to_be_visible()
+    expect(page.locator(".wb-cell")).to_have_count(0)
 
 
 def test_every_kind_of_finding_has_its_sentences() -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
-import pytest
 from PIL import Image
 from playwright.sync_api import Page, Route, expect
 
@@ -15,7 +14,6 @@ from tests.ui.test_runs_state import Trainer
 from webui import form, translations
 from webui.draft import Draft
 
-CAPTIONS = {"a": "a ball", "b": "a box", "c": "a star"}
 ASKED = """() => {
   const real = window.fetch;
   window.asked = [];
@@ -78,87 +76,6 @@ class Held:
         """Let it come."""
         [(route, answer)] = self.held
         route.fulfill(response=answer)
-
-
-@pytest.fixture
-def pictures(site: Site, request: pytest.FixtureRequest) -> Path:
-    folder = site.root / request.node.name
-    folder.mkdir()
-    for name, text in CAPTIONS.items():
-        Image.new("RGB", (64, 64), "red").save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(text)
-    return folder
-
-
-def captions_in(folder: Path) -> dict[str, str]:
-    return {path.stem: path.read_text() for path in folder.glob("*.txt")}
-
-
-def picked(page: Page, name: str) -> None:
-    page.locator(f'#dataset-grid [data-do=pick][data-name="{name}.png"]').click()
-
-
-def test_the_editor_shows_the_picture_that_was_picked_last(visit: Callable[..., Page], pictures: Path) -> None:
-    page = visit(f"dataset?folder={quote(str(pictures))}")
-    editor = page.locator("#dataset-caption textarea")
-    expect(page.locator("#dataset-grid .thumb")).to_have_count(3)
-    held = Held(page, '"b.png"')
-    picked(page, "b")
-    held.wait()
-    picked(page, "c")
-    held.asked('"c.png"')
-    assert page.locator("#dataset-caption").evaluate("one => one.inert"), "nothing can be typed that would be lost"
-    held.release()
-    expect(page.locator("#dataset-view img")).to_have_attribute("alt", "c.png")
-    expect(editor).to_have_value(CAPTIONS["c"])
-    expect(page.locator("#dataset-grid .picked button").first).to_have_attribute("data-name", "c.png")
-    editor.fill("mine")
-    page.click("#dataset-save")
-    expect(page.locator("#dataset-said")).to_contain_text("c.png")
-    assert captions_in(pictures) == CAPTIONS | {"c": "mine"}
-
-
-def test_save_writes_the_caption_of_the_picture_that_is_shown(visit: Callable[..., Page], pictures: Path) -> None:
-    page = visit(f"dataset?folder={quote(str(pictures))}")
-    editor = page.locator("#dataset-caption textarea")
-    picked(page, "a")
-    expect(editor).to_have_value(CAPTIONS["a"])
-    editor.fill("mine")
-    held = Held(page, '"b.png"')
-    picked(page, "b")
-    held.wait()  # the server is at b, the page is not
-    page.click("#dataset-save")
-    held.asked('"mine"')
-    held.release()
-    expect(page.locator("#dataset-said")).to_contain_text("Saved: a.png")
-    assert captions_in(pictures) == CAPTIONS | {"a": "mine"}
-
-
-def test_a_caption_that_was_typed_is_not_lost(visit: Callable[..., Page], pictures: Path) -> None:
-    page = visit(f"dataset?folder={quote(str(pictures))}")
-    editor, said = page.locator("#dataset-caption textarea"), page.locator("#dataset-said")
-    picked(page, "a")
-    expect(editor).to_have_value(CAPTIONS["a"])
-    editor.fill("typed")
-    page.locator("#dataset-grid .tick").nth(1).click()
-    expect(page.locator("#dataset-grid .chosen")).to_have_count(1)
-    expect(editor).to_have_value("typed")
-    page.locator("#dataset-first textarea, #dataset-first input").first.fill("zibo")
-    page.click("#dataset-preview")
-    expect(page.locator("#dataset-changes")).to_contain_text("zibo")
-    page.click("#dataset-apply")
-    expect(page.locator("#dataset-grid .thumb").first).to_contain_text("zibo, a ball")
-    expect(editor).to_have_value("typed")
-    page.click("#dataset-undo")
-    expect(page.locator("#dataset-grid .thumb").first).not_to_contain_text("zibo")
-    picked(page, "b")
-    expect(editor).to_have_value(CAPTIONS["b"])
-    expect(said).to_contain_text("The caption of a.png was not saved")
-    picked(page, "a")
-    expect(editor).to_have_value("typed")
-    page.click("#dataset-next")
-    expect(editor).to_have_value(CAPTIONS["b"])
-    assert captions_in(pictures) == CAPTIONS | {"a": "typed"}
 
 
 def test_an_answer_of_the_queue_comes_though_its_stream_was_just_closed(visit: Callable[..., Page]) -> None:

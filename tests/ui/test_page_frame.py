@@ -90,7 +90,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
     Draft(site.home).write(f'[[dataset.folders]]\npath = "{DEMO}"\ntrigger = "zibo"\nregularization = true\n')
     queries = {"dataset": f"?folder={quote(str(DEMO))}", "run": f"?run={run}", "compare": f"?runs={run}"}
     ready = {
-        "runs": ".card .state", "dataset": ".thumb img", "run": "#loss path.line", "compare": "#grid img",
+        "runs": ".card .state", "dataset": ".wb-cell img", "run": "#loss path.line", "compare": "#grid img",
         "settings": "#about table", "draw": "#draw-start", "new": "#new-summary .problems", "tools": ".site-header",
     }  # fmt: skip
     page = visit("", language=language, dark=language != "en", phone=True, expect=LEAVING)

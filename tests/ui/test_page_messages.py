@@ -69,7 +69,7 @@ def test_a_message_leaves_and_comes_again(site: Site, visit: Callable[..., Page]
     page = visit(f"dataset?folder={folder}")
     page.clock.install()
     page.reload()
-    expect(page.locator("#dataset-grid img").first).to_be_visible()
+    page.locator("#dataset-many button").first.click()
     said = page.locator("#dataset-said .toast")
     for _ in range(2):  # the same words
         page.click("#dataset-apply")

@@ -49,7 +49,8 @@ class FolderView:
     Args:
         ui: language and place.
         folder: its path, as the window sends it.
-        family, resolution: what to examine it for; "" and 0 take those of New training.
+        family, resolution, cut: what to examine it for, `cut` as the fields of `dataset_folder.CUT` hold it; "", 0 and
+            None take those of New training.
         fresh: read it from disk now. Otherwise it is as it was read last, since listing 10,000 images takes a second;
             captions that are shown or saved are read again in any case.
 
@@ -57,27 +58,45 @@ class FolderView:
         UserError: the page may not use the folder, or it cannot be read.
     """
 
-    def __init__(self, ui: Ui, folder: str, family: str = "", resolution: int = 0, fresh: bool = False):
-        self.ui, self.say = ui, ui.say
+    def __init__(
+        self,
+        ui: Ui,
+        folder: str,
+        family: str = "",
+        resolution: int = 0,
+        cut: dict[str, Any] | None = None,
+        fresh: bool = False,
+    ):
+        self.ui, self.say, self.fresh = ui, ui.say, fresh
         self.folder = ui.path(folder)
         self.training = TrainingSettings(ui)
         mask = self.training.find_mask(self.folder)
         read = dataset_folder.open_folder(self.folder, fresh=True, mask=mask) if fresh else None
         self.dataset = read or dataset_folder.open_cached(self.folder, mask)
-        usual, side, self.cut = self.training.choose_examination(self.folder)
+        usual, side, usual_cut = self.training.choose_examination(self.folder)
+        self.cut = usual_cut | {name: value for name, value in (cut or {}).items() if name in usual_cut}
         self.family = family if family in families.available() else usual
         native = families.get(self.family).native_resolution
         self.resolution = resolution or (side if self.family == usual else 0) or native
 
-    def examine(self) -> dataset_folder.Examination:
-        """Return the examination of the folder for this training; starts it if there is none."""
+    def examine(self, again: bool = False) -> dataset_folder.Examination:
+        """Return the examination of the folder for this training.
+
+        One is started if there is none, if `again`, and if a folder that was just read has other files since.
+        """
         held = {
             name: form.from_component(form.settings()[f"dataset.{name}"], value) for name, value in self.cut.items()
         }
         settings = dataset_folder.list_clip_settings(self.family, **held)
         settings = (*settings, *self.training.list_tag_settings(self.folder))
         purpose = dataset_folder.Purpose(self.family, self.resolution, settings, self.dataset.mask)
-        return dataset_folder.examine(self.ui.place, self.folder, purpose)
+        examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again)
+        names = tuple(self.dataset.files)
+        if self.fresh and examination.files not in (None, names) and not examination.running:
+            examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again=True)
+        if examination.files is None:
+            examination.files = names
+        return examination
 
     def filter_names(self, wanted: Filter) -> list[str]:
         """List the images that match."""
@@ -115,6 +134,7 @@ class FolderView:
             "matching": len(names),
             "total": len(texts),
             "without": sum(not text.strip() for text in texts.values()),
+            "problem": self.ui.translate(self.dataset.problem),
             "rows": [self._describe(name, facts.get(name), findings.get(name, [])) for name in page_names],
             "history": captions.describe_history(self.ui, self.folder),
             "stamp": self.stamp(examination),
@@ -196,7 +216,7 @@ class FolderView:
         return {
             "stamp": self.stamp(examination),
             "examining": {"done": examination.done, "total": examination.total} if examination.running else None,
-            "problem": self.ui.translate(examination.problem) if examination.problem else "",
+            "problem": "" if self.dataset.problem else self.ui.translate(examination.problem),
             "job": captioning.describe_job(self.ui, self.folder),
         }
 

@@ -51,6 +51,11 @@ class Given:
         """Return True if the value is true."""
         return self.values.get(name) is True
 
+    def table(self, name: str) -> dict[str, str]:
+        """Return texts by name."""
+        value = self.values.get(name)
+        return {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
+
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts."""
         value = self.values.get(name)
@@ -58,9 +63,8 @@ class Given:
 
 
 def _open(ui: Ui, given: Given) -> FolderView:
-    return FolderView(
-        ui, given.text("folder"), given.text("family"), given.number("resolution"), fresh=given.flag("fresh")
-    )
+    purpose = given.text("family"), given.number("resolution"), given.table("cut")
+    return FolderView(ui, given.text("folder"), *purpose, fresh=given.flag("fresh"))
 
 
 def list_images(ui: Ui, given: Given) -> Answer:

@@ -152,10 +152,10 @@ window.leftSettings = () => {
   return late;
 };
 
-// While a view or the caption editor waits for its content, nothing can be typed into it: the answer would overwrite it.
+// While a view waits for its content, nothing can be typed into it: the answer would overwrite it.
 // The tabs stay usable and keep the focus. Several answers can be on their way: the page's, and that of the tab that
 // Gradio selects while it draws. The last one unlocks.
-const LOCKED = "#new-views [role=tabpanel], #dataset-caption";
+const LOCKED = "#new-views [role=tabpanel]";
 let waiting = 0;
 let openedAt;
 let left;  // the focused element when its panel was locked, which removes the focus
@@ -196,29 +196,6 @@ document.addEventListener("click", (event) => {
   lock(true);
   clearTimeout(openedAt);
   openedAt = setTimeout(unlock, SLOWEST);
-}, true);
-// The caption editor of the Dataset page: Ctrl+Enter saves and goes on, and a chosen image is scrolled to, on a phone to
-// its top, so that the caption box is in view.
-document.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.isComposing || !(event.ctrlKey || event.metaKey)) return;
-  if (!event.target.matches?.("#dataset-caption textarea")) return;
-  event.preventDefault();
-  document.querySelector("#dataset-next")?.click();
-}, true);
-let pickedAt = 0;
-const showEditor = () => {
-  if (Date.now() - pickedAt > 5000) return;
-  const phone = askSystem("(max-width: 640px)").matches;
-  const wanted = document.querySelector(phone ? "#dataset-view" : "#dataset-next");
-  wanted?.scrollIntoView({ block: phone ? "start" : "nearest" });
-};
-document.addEventListener("click", (event) => {
-  if (!event.target.closest?.("#dataset-grid [data-do=pick]")) return;
-  pickedAt = Date.now();
-  setTimeout(showEditor, 300);
-});
-document.addEventListener("load", (event) => {  // its image decides where the editor is
-  if (event.target.closest?.("#dataset-view")) setTimeout(showEditor);
 }, true);
 // Other fields that a choice changes (a preset's steps) are painted when its answer comes. Text that was typed into them in
 // the meantime is newer: it is restored, and sent to the server.

@@ -10,6 +10,7 @@ const NEAR = 6; // images before the end of a page from which the next page is f
 const FRESH = 10_000; // ms from which a folder that has changed is listed again
 const PHONE = "(max-width: 640px)";
 const KEPT_MODEL = "lora_fp8_captioner";
+const NAME = "pictures"; // of a new dataset
 
 export function mount(element, trigger, given) {
   const host = element.querySelector(".workbench");
@@ -19,6 +20,7 @@ export function mount(element, trigger, given) {
 }
 
 let ids = 0;
+const ALL = { query: "", showing: "all", finding: "", label: "" }; // a filter that all images pass
 const nextId = (prefix) => `wb-${prefix}-${(ids += 1)}`;
 
 // Make an element. `given` has its class, text, listeners (functions), and attributes; undefined and false leave one out.
@@ -223,7 +225,7 @@ class Cell {
     this.box = new Box(workbench);
     this.box.area.addEventListener("keydown", (event) => workbench.grid.handleKey(event, this));
     this.name = make("span", { class: "wb-name" });
-    const tick = workbench.given.page === "dataset" ? this.tick : null;
+    const tick = workbench.isDataset ? this.tick : null;
     this.element = make("li", { class: "wb-cell" },
       make("div", { class: "wb-top" }, this.open, this.badges, tick),
       this.box.label, this.box.area, this.box.note,
@@ -553,7 +555,7 @@ class Uploads {
       change: () => this.chosen(this.folder),
     });
     this.name = make("input", {
-      type: "text", id: nextId("name"), value: isNew ? "pictures" : "", input: () => { this.named = true; },
+      type: "text", id: nextId("name"), value: NAME, input: () => { this.named = true; },
     });
     this.drop = make("div", { class: "wb-drop", id: isNew ? "new-drop" : "dataset-drop" },
       make("p", { text: say("drop") }),
@@ -570,7 +572,10 @@ class Uploads {
       make("div", { class: "wb-row" }, this.line, button(say("cancel"), () => this.cancel())),
       make("div", { class: "wb-bar" }, this.bar));
     const beside = make("div", { class: "wb-beside" }, this.set, isNew ? this.offerFolders() : null);
-    this.element = make("div", { class: "wb-add" }, this.drop, beside, this.progress);
+    this.add = make("div", { class: "wb-add" }, this.drop, beside);
+    this.summary = make("summary", { text: say("add") });
+    this.element = make("details", { class: "wb-adding", open: true }, this.summary, this.add);
+    show(this.summary, !isNew);
     for (const kind of ["dragenter", "dragover"])
       this.drop.addEventListener(kind, (event) => { event.preventDefault(); this.drop.classList.add("over"); });
     for (const kind of ["dragleave", "drop"]) this.drop.addEventListener(kind, () => this.drop.classList.remove("over"));
@@ -581,6 +586,12 @@ class Uploads {
       const files = [...event.dataTransfer.files];
       this.dropped(entries, files);
     });
+  }
+
+  // A folder is open on the Dataset page: what is sent is added to it, unless a name is typed.
+  fold() {
+    this.element.open = false;
+    if (!this.named) this.name.value = "";
   }
 
   // A folder that the server has already.
@@ -638,7 +649,8 @@ class Uploads {
       return this.workbench.note(say("upload.many", { count: meant.length, most: MOST_FILES }), true);
     const tops = new Set(meant.map(({ path }) => path.split("/")[0]));
     const top = tops.size === 1 && meant.every(({ path }) => path.includes("/")) ? [...tops][0] : "";
-    if (top && !this.named) this.name.value = top;
+    const isAdded = given.page === "dataset" && this.workbench.folder; // to the open folder, unless a name is typed
+    if (top && !this.named && !isAdded) this.name.value = top;
     const named = meant.map(({ file, path }) => ({ file, path: top ? path.slice(top.length + 1) : path }));
     const isTaken = ({ path }) => given.taken.some((suffix) => path.toLowerCase().endsWith(suffix));
     const queue = named.filter(isTaken);
@@ -702,7 +714,7 @@ class Uploads {
       lines.push(say("upload.refused", { lines: total.refused.slice(0, MOST_REFUSED).join("; ") + more }));
     }
     this.workbench.note(lines.join(" "), total.refused.length > 0);
-    if (total.folder) this.workbench.filled(total.folder);
+    if (total.folder) this.workbench.filled(total.folder, total.refused.length > 0);
   }
 }
 
@@ -714,8 +726,9 @@ class Workbench {
     this.folders = [];
     this.captions = new Map();
     this.chosen = new Set();
-    this.filter = { query: "", showing: "all", finding: "" };
-    this.extra = {}; // family and resolution that the Dataset page examines the folder for
+    this.isDataset = given.page === "dataset";
+    this.filter = { ...ALL };
+    this.extra = {}; // family, resolution and clips that the Dataset page examines the folder for
     this.offset = this.matching = this.total = this.without = 0;
     this.stamp = "";
     this.shownTask = 0;
@@ -752,8 +765,8 @@ class Workbench {
     this.auto = new Auto(this);
     this.grid = new Grid(this);
     this.large = new Large(this);
-    this.message = make("div", { class: "wb-message", id: given.page === "new" ? "new-taken" : "dataset-said", role: "status" });
-    this.tabs = make("div", { class: "wb-folders", role: "group", "aria-label": say("folders") });
+    this.message = make("div", { class: "wb-message", id: `${given.page}-taken`, role: "status" });
+    this.tabs = make("div", { class: "wb-folders", role: "group", "aria-label": say("folders"), hidden: true });
     this.counts = make("span", { class: "wb-counts" });
     this.undo = button(say("undo"), () => this.step("undo"), { disabled: true });
     this.redo = button(say("redo"), () => this.step("redo"), { disabled: true });
@@ -761,30 +774,71 @@ class Workbench {
       type: "search", placeholder: say("search"), "aria-label": say("search"), input: () => this.searched(),
     });
     this.showing = make("select", { "aria-label": say("showing"), change: () => this.filterBy({ showing: this.showing.value }) },
-      ...["all", "uncaptioned", ...(given.page === "dataset" ? ["chosen"] : [])].map((kind) => make("option", {
+      ...["all", "uncaptioned", ...(this.isDataset ? ["chosen"] : [])].map((kind) => make("option", {
         value: kind, text: say(`showing.${kind}`),
       })));
-    this.cleared = button(say("clear"), () => this.filterBy({ query: "", showing: "all", finding: "" }), { hidden: true });
+    this.cleared = button(say("clear"), () => this.filterBy(ALL), { hidden: true });
     this.pager = make("nav", { class: "wb-row wb-pager", "aria-label": say("pages"), hidden: true });
     this.empty = make("p", { class: "wb-empty", hidden: true });
     this.examining = make("span", { class: "wb-dim" });
-    this.picking = make("span", { class: "wb-row", hidden: given.page !== "dataset" },
-      button(say("choose_all"), () => this.chooseAll()), button(say("choose_none"), () => this.chooseNone()));
+    this.picking = make("span", { class: "wb-row", hidden: !this.isDataset },
+      button(say("choose_all"), () => this.chooseAll()), button(say("choose_none"), () => this.chooseNone()),
+      this.picked = make("span", { class: "wb-dim", role: "status" }));
+    this.tools = make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
+      make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared));
+    this.keys = make("p", { class: "wb-dim wb-keys", text: say("keys") });
     this.body = make("div", { hidden: true },
-      this.tabs,
-      make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
-        make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared)),
+      this.isDataset ? null : this.tabs, this.tools,
       this.picking, this.auto.panel, this.auto.job, this.grid.element, this.empty,
-      make("div", { class: "wb-row wb-foot" }, this.pager, this.examining),
-      make("p", { class: "wb-dim wb-keys", text: say("keys") }));
+      make("div", { class: "wb-row wb-foot" }, this.pager, this.examining), this.keys);
     this.table = button(say("table"), () => this.showTable(this.table.ariaExpanded !== "true"), {
       "aria-expanded": "false", "aria-controls": "new-folders", id: "new-folders-open", hidden: given.page !== "new",
     });
-    this.host.append(this.uploads.element, this.message, this.body, this.table, this.large.element);
+    this.host.append(...(this.isDataset ? [this.tabs] : []), this.uploads.element, this.uploads.progress, this.message,
+      this.body, this.table, this.large.element);
     window.addEventListener("beforeunload", (event) => this.leave(event));
     window.addEventListener("pagehide", () => this.sendRest());
-    if (given.page === "dataset") this.open(new URLSearchParams(location.search).get("folder") ?? "");
+    if (this.isDataset) this.listen();
     this.watch();
+  }
+
+  // What the rest of the Dataset page asks for: a folder and what it is examined for, captions that it has changed, and
+  // images that its tags and findings name.
+  listen() {
+    window.saveCaptions = () => this.saveAll();
+    document.addEventListener("dataset-purpose", () => this.takePurpose());
+    document.addEventListener("captions-changed", () => this.folder && this.load({ fresh: true }));
+    document.addEventListener("click", ({ target }) => {
+      const pressed = target.closest?.("#dataset-tabs [data-show]");
+      if (!pressed) return;
+      document.querySelector("#dataset-tabs button[role=tab]").click(); // the first has the images
+      const { show: what, name, label } = pressed.dataset;
+      if (what === "image") this.reveal(name);
+      else this.filterBy({ ...ALL, ...(what === "tag" ? { query: `[${name}]` } : { finding: name, label }) });
+    });
+    this.takePurpose();
+  }
+
+  takePurpose() {
+    if (!window.datasetPurpose) return;
+    const { folder, ...extra } = JSON.parse(window.datasetPurpose);
+    this.extra = extra;
+    if (folder === this.folder) this.load();
+    else {
+      this.uploads.fold();
+      this.open(folder);
+    }
+  }
+
+  // Enlarge an image that may be on another page of the grid.
+  async reveal(name) {
+    await this.filterBy(ALL);
+    const { names } = await this.ask("names", { ...this.purpose(), ...this.filter });
+    const { perPage } = this.given;
+    this.offset = Math.floor(Math.max(0, names.indexOf(name)) / perPage) * perPage;
+    await this.load();
+    const cell = this.grid.cells.get(name);
+    if (cell) this.large.open(cell.row);
   }
 
   // The table of folders belongs to the form. It stays in the page while it is closed, as Gradio sends its value.
@@ -845,8 +899,13 @@ class Workbench {
       make("span", { text: say("page", { page: page + 1, pages }) }),
       button(say("page.on"), () => this.turn(1), { disabled: page + 1 >= pages }));
     show(this.empty, !answer.rows.length);
-    this.empty.textContent = say(this.total ? "nothing" : "no_images");
+    this.empty.textContent = this.total ? say("nothing") : [say("no_images"), answer.problem].join(" ");
+    for (const part of [this.tools, this.keys]) show(part, this.total > 0);
+    show(this.picking, this.isDataset && this.total > 0);
+    if (this.isDataset && !this.total) this.uploads.element.open = true;
     show(this.cleared, Boolean(this.filter.query || this.filter.finding || this.filter.showing !== "all"));
+    this.cleared.textContent = this.filter.label ? `${this.filter.label} ×` : say("clear");
+    this.cleared.title = say("clear");
   }
 
   saved({ without, history }) {
@@ -887,6 +946,7 @@ class Workbench {
   }
 
   filterBy(change) {
+    clearTimeout(this.searching);
     Object.assign(this.filter, change);
     this.search.value = this.filter.query;
     this.showing.value = this.filter.showing;
@@ -921,7 +981,8 @@ class Workbench {
   }
 
   selected() {
-    if (this.given.page === "dataset") this.trigger("select", { ...this.filter, chosen: JSON.stringify([...this.chosen]) });
+    this.picked.textContent = this.chosen.size ? this.say("chosen", { count: this.chosen.size }) : "";
+    if (this.isDataset) this.trigger("select", { ...this.filter, chosen: JSON.stringify([...this.chosen]) });
   }
 
   // -- edits and tasks
@@ -956,13 +1017,18 @@ class Workbench {
     }
   }
 
-  filled(folder) {
-    this.trigger("upload", { folder });
+  // Files have come into a folder; `partly`: some were refused, which the message says.
+  filled(folder, partly = false) {
     this.knownFolders = "";
     this.filledAt = Date.now();
-    if (folder && (this.given.page === "new" || folder === this.folder)) this.open(folder);
+    if (!this.isDataset) this.trigger("upload", { folder });
+    if (folder && (!this.isDataset || folder === this.folder)) this.open(folder);
+    else if (folder && !partly) this.goTo(folder);
+    else if (folder) this.message.append(button(this.say("open"), () => this.goTo(folder)));
     this.soon();
   }
+
+  goTo(folder) { location.search = `?${new URLSearchParams({ folder })}`; }
 
   // -- the watch
 
@@ -976,10 +1042,11 @@ class Workbench {
     if (!document.hidden && this.host.checkVisibility()) {
       try {
         const { folder } = this;
-        const answer = await this.ask("state", { ...this.purpose(), draft: this.given.page === "new" });
+        const answer = await this.ask("state", { ...this.purpose(), draft: true });
+        this.offerFolders(answer.folders);
         if (folder === this.folder) busy = await this.takeState(answer);
       } catch (error) {
-        if (this.given.page === "new" && this.folder) this.open("");
+        if (!this.isDataset && this.folder) this.open("");
       }
     }
     clearTimeout(this.timer);
@@ -987,7 +1054,6 @@ class Workbench {
   }
 
   async takeState(answer) {
-    if (answer.folders) this.offerFolders(answer.folders);
     if (!answer.stamp) return false;
     const ran = this.auto.running;
     this.auto.show(answer.job);
@@ -1010,21 +1076,26 @@ class Workbench {
     this.folders = folders;
     // A folder that was just added comes with one of the next answers.
     const expected = this.folder && Date.now() - (this.filledAt ?? 0) < 4 * REST;
-    if (!folders.some((one) => one.path === this.folder) && !expected) this.open(folders[0]?.path ?? "");
-    this.tabs.replaceChildren(...folders.map((one) => make("span", { class: "wb-chip" },
-      button(one.name, () => this.switchTo(one.path), {
-        "aria-pressed": String(one.path === this.folder), title: one.path, class: "wb-button plain",
-      }),
-      button("×", () => this.trigger("delete", { folder: one.path }), {
-        class: "wb-button plain", "aria-label": this.say("folder.remove", { folder: one.name }),
-        title: this.say("folder.remove", { folder: one.name }),
-      }))));
+    const isOpen = folders.some((one) => one.path === this.folder);
+    if (!this.isDataset && !isOpen && !expected) this.open(folders[0]?.path ?? "");
+    const remove = (one) => button("×", () => this.trigger("delete", { folder: one.path }), {
+      class: "wb-button plain", "aria-label": this.say("folder.remove", { folder: one.name }),
+      title: this.say("folder.remove", { folder: one.name }),
+    });
+    this.tabs.replaceChildren(
+      ...(this.isDataset ? [make("span", { class: "wb-dim", text: this.say("folders.draft") })] : []),
+      ...folders.map((one) => make("span", { class: "wb-chip" },
+        button(one.name, () => this.switchTo(one.path), {
+          "aria-pressed": String(one.path === this.folder), title: one.path, class: "wb-button plain",
+        }),
+        this.isDataset ? null : remove(one))));
     show(this.tabs, folders.length > 0);
   }
 
   async switchTo(path) {
     await this.saveAll();
-    this.filter = { query: "", showing: "all", finding: "" };
+    if (this.isDataset) return this.goTo(path);
+    this.filter = { ...ALL };
     this.knownFolders = "";
     await this.open(path);
     this.offerFolders(this.folders);
