@@ -891,6 +891,21 @@ def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch)
     wait_until(lambda: not jobs.find_worker(home))  # it has nothing to do
 
 
+def test_a_process_that_has_an_earlier_workers_id_is_not_the_worker(home: Path) -> None:
+    """Ids are given again, within minutes on a busy machine; whoever ends the worker would end a stranger."""
+    own = procs.identify(os.getpid())
+    assert own is not None
+    home.mkdir()
+    with open(home / "worker.lock", "wb") as lock:  # a worker that is just starting
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for start, pid in ((own.start - 1, 0), (own.start, own.pid)):
+            left = {"pid": own.pid, "start": start, "groups": ["cpu"], "since": 1.0, "heartbeat": 1.0}
+            (home / "worker.json").write_text(json.dumps(left), encoding="utf-8")
+            found = jobs.find_worker(home)
+            assert found is not None and found.pid == pid
+    (home / "worker.json").unlink()
+
+
 def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
     Queue(home)
     (home / "worker.toml").write_text("nonsense = 1", encoding="utf-8")

@@ -153,7 +153,9 @@ def find_worker(home: Path) -> Info | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError):  # the worker is just starting, or its disk is full
         content = json.loads((home / "worker.json").read_bytes())
-        if procs.identify(content["pid"]):  # else the file is an earlier worker's
+        process = procs.identify(content["pid"])
+        # Otherwise the file is an earlier worker's, whose id another process may have by now.
+        if process and process.start == content["start"]:
             return Info(content["pid"], tuple(content["groups"]), content["since"], content["heartbeat"])
     return Info(0, (), 0, 0)
 
@@ -600,7 +602,9 @@ class Worker:
             return
         self._last_beat = time.monotonic()
         self._check_home()
-        content = {"pid": os.getpid(), "groups": self.groups, "since": self.since, "heartbeat": now()}
+        own = procs.identify(os.getpid())  # anew each time: the process may have been forked since
+        content = {"pid": os.getpid(), "start": own.start if own else 0, "groups": self.groups}
+        content |= {"since": self.since, "heartbeat": now()}
         temporary = self.home / f".worker.{os.getpid()}.tmp"
         try:
             temporary.write_text(json.dumps(content), encoding="utf-8")
