@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import LONG_SECONDS, wait_until
+from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import cli, config, jobs, settings
 from lora_fp8.errors import UserError, UserErrors
@@ -866,8 +866,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     yield tmp_path / "home"
-    if found := jobs.find_worker(tmp_path / "home"):
-        os.kill(found.pid, signal.SIGTERM)
+    end_worker(tmp_path / "home")
 
 
 def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,13 @@
 """Whole lives of queued jobs: a round of what scripts/soak_jobs.py does many times, and a real training."""
 
 import importlib.util
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from waiting import wait_until
+from waiting import end_worker, wait_until
 
 from lora_fp8 import config, jobs, settings
 from lora_fp8.jobs import Queue, procs
@@ -63,7 +62,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
 
     try:
         until(lambda: (queue.job(id).step or 0) >= 2)
-        os.kill(worker.pid, signal.SIGKILL)
+        procs.send([worker.pid], signal.SIGKILL)
         assert queue.job(id).state == "running" and Run(queue.job(id).folder).alive()
         queue.stop(id)
         worker = jobs.ensure_worker(queue.home, idle_s=1)
@@ -90,8 +89,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
     finally:
         for row in queue.store.rows("token <> ''"):
             procs.send(procs.find_members(row.token), signal.SIGKILL)
-        if found := jobs.find_worker(queue.home):
-            os.kill(found.pid, signal.SIGTERM)
+        end_worker(queue.home)
     done = queue.job(id)
     assert done.state == "done" and done.step == steps and done.attempts == 2, queue.log_tail(id)
     assert (run.path / "log.1.txt").exists() and "resuming from" in (run.path / "log.txt").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from waiting import LONG_SECONDS, wait_until
+from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import jobs
 
@@ -62,8 +62,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[psutil.Proc
     yield psutil.Process(process.pid), found[0], home
     if process.poll() is None:
         process.kill()
-    if (worker := jobs.find_worker(home)) and worker.pid:
-        os.kill(worker.pid, signal.SIGTERM)
+    end_worker(home)
 
 
 def wait_for_worker(home: Path) -> psutil.Process:

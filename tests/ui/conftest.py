@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from waiting import LONG_SECONDS, wait_until
+from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import jobs
 
@@ -88,8 +88,7 @@ def stop(site: Site) -> None:
             return not left
 
         wait_until(ended, lambda: f"does not end: {queue.view(shell=False)}")
-        if (worker := jobs.find_worker(site.home)) and worker.pid:
-            os.kill(worker.pid, signal.SIGTERM)
+        end_worker(site.home)
 
 
 @pytest.fixture(scope="session")
