@@ -18,6 +18,11 @@ Hugging Face. Read from huggingface_hub 2.4.0, which is the client of the tests:
     Errors carry X-Error-Code (RepoNotFound, RevisionNotFound, EntryNotFound, GatedRepo) and X-Error-Message. A missing
     or private repository is 401 without a token and 404 with one; a gate is 401 without a token and 403 with one that
     was not granted access (both seen in users' reports). Information about a gated repository is public.
+    POST /api/repos/create                    409 where there is one, 403 without the right
+    POST /api/validate-yaml                   the card of an upload; anything is accepted
+    POST /api/models/ID/preupload/REV         which files go to the large storage
+    POST /ID.git/info/lfs/objects/batch       where to; PUT there, without the token
+    POST /api/models/ID/commit/REV            one commit of all files, as JSON lines; 400 if a large file is missing
     Not here: Xet transfer, which needs its own storage service (`environment` and `use` switch it off in the client).
 
 ModelScope. Confirmed from the sources of the modelscope package and of other clients:
@@ -38,6 +43,7 @@ Civitai. Confirmed from developer.civitai.com and users' reports:
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import hashlib
@@ -45,6 +51,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -61,6 +68,20 @@ TOKEN = "hf_accepted"
 """The token of a person who was granted access to every gated and private repository."""
 STRANGER = "hf_stranger"
 """A valid token of a person who was granted nothing."""
+WRITER = "hf_writer"
+"""A token of the person of TOKEN that may write; TOKEN itself may only read."""
+NARROW = "hf_narrow"
+"""A fine-grained token of this person that may write to one organization."""
+ORGANIZATIONS = [{"name": "club", "roleInOrg": "write"}, {"name": "press", "roleInOrg": "read"}]
+"""Those of this person."""
+SCOPES = {"global": [], "scoped": [{"entity": {"type": "org", "name": "club"}, "permissions": ["repo.write"]}]}
+ACCOUNTS: dict[str, tuple[str, dict[str, Any]]] = {
+    TOKEN: ("ada", {"role": "read"}),
+    WRITER: ("ada", {"role": "write"}),
+    NARROW: ("ada", {"role": "fineGrained", "fineGrained": SCOPES}),
+    STRANGER: ("bob", {"role": "write"}),
+}
+OF_ADA = (TOKEN, WRITER, NARROW)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +218,20 @@ class HubServer:
         requests: all requests so far, in the order in which they came.
         repositories: by id. Civitai's are also found by their version's number.
         tree_page: number of entries on a page of a tree.
+        received: large files that were uploaded, by hash.
+        uploads: the folder of repositories that were created.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.repositories: dict[str, Repository] = {}
         self.tree_page = 1000
+        self.received: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._servers: list[ThreadingHTTPServer] = []
 
     def __enter__(self) -> HubServer:
+        self.uploads = tempfile.TemporaryDirectory()
         for site in ("hub", "cdn"):
             handler = type(f"{site}Handler", (_Handler,), {"hub": self, "site": site})
             server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -222,6 +247,7 @@ class HubServer:
         for server in self._servers:
             server.shutdown()
             server.server_close()
+        self.uploads.cleanup()
 
     def add(self, repo: str, folder: Path, card: dict[str, Any] | None = None, **attributes: Any) -> Repository:
         """Offer a folder's files under an id such as "org/tiny". See `Repository` for its attributes."""
@@ -317,6 +343,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self.do_GET()
 
+    def do_PUT(self) -> None:
+        self.do_POST()
+
     def do_POST(self) -> None:
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.do_GET()
@@ -340,6 +369,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _route(self, path: str) -> None:
         routes = (
             ("hub", r"/api/whoami-v2", self._whoami),
+            ("hub", r"/api/repos/create", self._create),
+            ("hub", r"/api/validate-yaml", self._validate_yaml),
+            ("hub", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", self._preupload),
+            ("hub", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
+            ("hub", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", self._commit),
+            ("cdn", r"/upload/([^/]+/[^/]+)/([0-9a-f]{64})", self._receive),
             ("hub", r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self._info),
             ("hub", r"/api/models/([^/]+/[^/]+)/auth-check()", self._auth_check),
             ("hub", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)/?(.*)", self._tree),
@@ -457,24 +492,115 @@ class _Handler(BaseHTTPRequestHandler):
     # -- Hugging Face ------------------------------------------------------------------------------------------------
 
     def _whoami(self) -> None:
-        names = {TOKEN: "ada", STRANGER: "bob"}
-        if (token := self.request_log.token) not in names:
+        if (token := self.request_log.token) not in ACCOUNTS:
             return self._error(401, "", "Invalid credentials in Authorization header")
-        access = {"displayName": "a token", "role": "read"}
-        return self._json({"type": "user", "name": names[token], "orgs": [], "auth": {"accessToken": access}})
+        name, access = ACCOUNTS[token]
+        organizations = ORGANIZATIONS if token in OF_ADA else []
+        auth = {"accessToken": {"displayName": "a token", **access}}
+        return self._json({"type": "user", "name": name, "orgs": organizations, "auth": auth})
+
+    # -- uploads to Hugging Face
+
+    def _may_write(self, owner: str) -> bool:
+        token = self.request_log.token
+        return owner in {WRITER: ("ada", "club"), NARROW: ("club",), STRANGER: ("bob",)}.get(token, ())
+
+    def _create(self) -> None:
+        wanted = json.loads(self.body)
+        owner = wanted.get("organization") or ACCOUNTS.get(self.request_log.token, ("", {}))[0]
+        repo = f"{owner}/{wanted['name']}"
+        self.request_log.repo = repo
+        if not self._may_write(owner):
+            return self._error(403, "", f"You don't have the rights to create a model under the namespace {owner!r}")
+        if repo in self.hub.repositories:
+            return self._error(409, "", "You already created this model repo")
+        folder = Path(self.hub.uploads.name, repo)
+        folder.mkdir(parents=True)
+        self.hub.add(repo, folder, private=wanted.get("visibility", "public") == "private")
+        return self._json({"url": f"{self.hub.endpoint}/{repo}", "id": repo})
+
+    def _validate_yaml(self) -> None:
+        self._json({"errors": [], "warnings": []})
+
+    def _writable(self, repo: str) -> Repository | None:
+        """Find a repository that may be written to, or answer what is wrong."""
+        self.request_log.repo = repo
+        repository = self.hub.repositories.get(repo)
+        if repository is None:
+            self._error(404, "RepoNotFound", "Repository not found")
+        elif not self._may_write(repo.split("/")[0]):
+            self._error(403, "", "Forbidden: you must use a write token to upload to a repository.")
+        elif not self._fails(repository):
+            return repository
+        return None
+
+    def _preupload(self, repo: str, _: str) -> None:
+        if repository := self._writable(repo):
+            files = json.loads(self.body)["files"]
+            known = {path: file.etag for path, file in repository.files.items()}
+            modes = [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular",
+                    "shouldIgnore": False,
+                    "oid": known.get(file["path"]),
+                }
+                for file in files
+            ]
+            self._json({"files": modes})
+
+    def _lfs_batch(self, repo: str) -> None:
+        if self._writable(repo):
+            objects = []
+            for asked in json.loads(self.body)["objects"]:
+                href = f"{self.hub.cdn}/upload/{repo}/{asked['oid']}?Signature=abc"
+                is_new = asked["oid"] not in self.hub.received
+                objects.append({**asked, **({"actions": {"upload": {"href": href}}} if is_new else {})})
+            self._json({"transfer": "basic", "objects": objects})
+
+    def _receive(self, repo: str, oid: str) -> None:
+        repository = self.hub.repositories[repo]
+        if self._fails(repository):
+            return
+        if self.request_log.token or hashlib.sha256(self.body).hexdigest() != oid:
+            self._answer(400, b"<Error><Code>BadDigest</Code></Error>", {"Content-Type": "application/xml"})
+            return
+        self.hub.received[oid] = self.body
+        self._answer(200, b"")
+
+    def _commit(self, repo: str, _: str) -> None:
+        if not (repository := self._writable(repo)):
+            return None
+        files = {}
+        for line in self.body.splitlines():
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                if value["oid"] not in self.hub.received:
+                    return self._error(400, "", f"{value['path']}: the large file was not uploaded")
+                files[value["path"]] = self.hub.received[value["oid"]]
+        for path, content in files.items():
+            target = repository.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        repository.reread()
+        page = f"{self.hub.endpoint}/{repo}/commit/{repository.sha}"
+        return self._json({"success": True, "commitOid": repository.sha, "commitUrl": page, "hookOutput": ""})
 
     @contextlib.contextmanager
     def _repository(self, repo: str, revision: str, *, gate: bool = True) -> Iterator[Repository | None]:
         """Find what is asked for, or answer what is wrong and yield None."""
         repository, token = self.hub.repositories.get(repo), self.request_log.token
-        if token and token not in (TOKEN, STRANGER):
+        if token and token not in ACCOUNTS:
             self._error(401, "", "Invalid credentials in Authorization header")
-        elif repository is None or (repository.private and token != TOKEN):
+        elif repository is None or (repository.private and token not in OF_ADA):
             self.request_log.repo = repo
             self._error(404 if token else 401, "RepoNotFound", "Repository not found")
         elif self._fails(repository):
             pass
-        elif gate and repository.gated and token != TOKEN:
+        elif gate and repository.gated and token not in OF_ADA:
             restricted = f"Access to model {repo} is restricted"
             if token:
                 why = f"{restricted} and you are not in the authorized list. Visit https://huggingface.co/{repo} to ask"

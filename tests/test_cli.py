@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
     *("dataset", "caption"),
     *("new", "check", "import-config", "train", "resume", "stop", "export", "verify", "cache", "demo"),
-    *("estimate", "inspect", "convert", "resize", "merge", "extract", "average", "kit"),
+    *("estimate", "inspect", "convert", "resize", "merge", "extract", "average", "kit", "push"),
     *("submit", "jobs", "worker", "ui", "mcp"),
 )
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes")

@@ -6,9 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -16,7 +14,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from lora_fp8 import cli, config, errors, families
+from lora_fp8 import cli, config, families
 from lora_fp8.errors import UserError
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
@@ -272,32 +270,3 @@ def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Pa
     with pytest.raises(UserError, match="cannot be written"):
         kit.make(file, tmp_path / "a", kit.facts_of(file, {}), [picture])
     assert not (tmp_path / "a").exists() and [path.name for path in full.iterdir()] == ["mine.txt"]
-
-
-def test_pushed_to_the_hub(ask: Callable, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub that notes what it is asked; the token is nowhere in what is written or said."""
-    asked: list[tuple[str, dict]] = []
-    hub = SimpleNamespace(
-        create_repo=lambda repo, **how: asked.append((repo, how)) or f"https://hub/{repo}",
-        upload_folder=lambda **how: asked.append(("upload", how)),
-    )
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
-    out = tmp_path / "kit"
-    code, said, _ = ask("kit", file, "--out", out, "--push", "me/zibo")
-    assert code == 0 and "https://hub/me/zibo" in said
-    assert asked[0] == ("me/zibo", {"private": True, "exist_ok": True})
-    assert asked[1][1]["repo_id"] == "me/zibo" and asked[1][1]["folder_path"] == out
-    assert set(asked[1][1]["ignore_patterns"]) == {"publish.en.md", "publish.zh-CN.md"}
-
-    def refuse(**how: object) -> None:
-        raise ConnectionError("401 for hf_secret\nmore")
-
-    hub.upload_folder = refuse
-    code, said, wrong = ask("kit", file, "--out", tmp_path / "again", "--push", "me/zibo")
-    assert code == 2 and "ConnectionError: 401 for ***" in wrong and wrong.count("\n") == 1
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert b"hf_secret" not in written and "hf_secret" not in said + wrong
-    monkeypatch.undo()
-    with pytest.raises(errors.UserError, match="OfflineModeIsEnabled"):  # the real one: the tests have no network
-        kit.push(out, "me/zibo")

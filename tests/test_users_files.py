@@ -126,6 +126,12 @@ CASES: dict[str, list[list[str]]] = {
     "average": [[P], [R], [LORA, LORA, "--output", LORA]],
     "draw": [[P, "--out", P], [LORA, "--out", P], [LORA, "--out", "project/photos"], [LORA, "--out", R]],
     "kit": [[P, "--out", P], [R, "--out", P], [LORA, "--out", P], [LORA, "--out", "project/photos"]],
+    "push": [
+        [P, "owner/name"],
+        [R, "owner/name", "--check"],
+        [LORA, "owner/name"],
+        ["project/photos", "x", "--update"],
+    ],
     "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"]],
     "caption": [[P, "--model", "project"], ["project/photos", "--model", "project/photos", "--overwrite"]],
     "demo": [["--out", P]],

@@ -92,6 +92,7 @@ WRITING: dict[str, Cases] = {
     "run.request_sample": [{"query": name, "sample-prompt": "a ball"}
                            for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
+    "run.start_push": [{"query": name, "push-repo": "owner/name"} for name in ("{work}/project", "{work}/received")],
     "run.press": [],
     "run.write_export": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "runs.delete": [{"typed-name": name, "Also delete its folder: LoRA files, checkpoints, previews": True}

@@ -33,6 +33,7 @@ Dataset
 Runs
     run_monitor.py       jobs, run folders and GPUs, read once a second for everyone; what the buttons do
     run_cards.py         a run's state, figures and buttons as HTML
+    hub_uploads.py       uploads to the Hugging Face Hub, as jobs of the queue
     run_log.py           a run's events, read incrementally and thinned for charts
     chart.py             line charts as SVG and HTML
 pages/                   one file per page; `build(ui)` lays it out

@@ -137,7 +137,8 @@ def render_figures(ui: Ui, view: JobView) -> str:
     figures = []
     if view.download:
         arrived, total, speed = (disk_space.amount(int(view.download[name])) for name in ("bytes", "total", "speed"))
-        figures.append((ui.say("runs.downloaded"), f"{arrived} / {total}"))
+        moved = "runs.uploaded" if view.command[:1] == ("push",) else "runs.downloaded"
+        figures.append((ui.say(moved), f"{arrived} / {total}"))
         figures.append((ui.say("runs.speed"), f"{speed}/s"))
     elif view.step is not None and view.steps:
         counted = "runs.step" if view.kind == "train" else "runs.pictures"

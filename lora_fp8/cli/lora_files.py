@@ -1,18 +1,35 @@
 """The commands for LoRA files: `lora-fp8 export | verify | inspect | convert | ...`; commands.py adds them."""
 
+import contextlib
 import json
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import Message
+from ..errors import Message, UserError
+from .events import print_json_line
 from .options import DTYPE, JSON, RUN, SET, print_json, print_lines
+
+if TYPE_CHECKING:
+    from ..tools.kit import Facts, Picture
+
+TITLE = typer.Option("", help="Display name. Default: the file's.")
+TRIGGER = typer.Option("", help="Trigger words. Default: the file's.")
+DESCRIPTION = typer.Option("", help="Description. Default: the file's.")
+LICENSE = typer.Option("", help="Licence as the Hub names it, such as apache-2.0. Default: the file's.")
+BASE_MODEL = typer.Option("", help="Base model's id on the Hub. Default: the run's.")
+STRENGTH = typer.Option(1.0, help="Recommended strength.")
+FAMILY = typer.Option("", help="Architecture, if the file does not name it.")
+LAYOUT = typer.Option("", help="Layout of the run's file to take. Default: the one that most programs read.")
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `lora-fp8`."""
-    for command in (export, verify, inspect, convert, resize, merge, extract, average, kit):
+    for command in (export, verify, inspect, convert, resize, merge, extract, average, kit, push):
         app.command()(command)
 
 
@@ -256,48 +273,119 @@ def average(
 def kit(
     source: Path = typer.Argument(..., metavar="RUN | FILE", help="Run folder, or a LoRA .safetensors file."),
     out: Path = typer.Option(..., help="Folder to write, new or empty."),
-    title: str = typer.Option("", help="Display name. Default: the file's."),
-    trigger: str = typer.Option("", help="Trigger words. Default: the file's."),
-    description: str = typer.Option("", help="Description. Default: the file's."),
-    license: str = typer.Option("", help="Licence as the Hub names it, such as apache-2.0. Default: the file's."),
-    base_model: str = typer.Option("", help="Base model's id on the Hub. Default: the run's."),
-    strength: float = typer.Option(1.0, help="Recommended strength."),
-    family: str = typer.Option("", help="Architecture, if the file does not name it."),
-    layout: str = typer.Option("", help="Layout of the run's file to take. Default: the one that most programs read."),
+    title: str = TITLE,
+    trigger: str = TRIGGER,
+    description: str = DESCRIPTION,
+    license: str = LICENSE,
+    base_model: str = BASE_MODEL,
+    strength: float = STRENGTH,
+    family: str = FAMILY,
+    layout: str = LAYOUT,
     with_captions: bool = typer.Option(
         False, help="Keep caption tags, folder names and the config in the file's header."
-    ),
-    push: str = typer.Option(
-        "", metavar="OWNER/NAME", help="Hugging Face repository to upload to; a new one is private."
     ),
     as_json: bool = JSON,
 ) -> None:
     """Make a folder for publishing a LoRA. It has sidecars, model card, samples, and texts for each host's form."""
-    from .. import errors
+    from ..tools import kit as tool
+
+    texts = {"title": title, "trigger": trigger, "description": description, "license": license}
+    file, facts, pictures = _choose_file(source, layout, texts | {"base_model": base_model, "family": family}, strength)
+    publishing_kit = tool.make(file, out, facts, pictures, captions=with_captions)
+    if as_json:
+        print_json({"files": [str(path) for path in publishing_kit.files], "notes": publishing_kit.notes})
+        return
+    print_lines(*map(str, publishing_kit.files), *_name_notes(publishing_kit.notes))
+
+
+def push(
+    source: Path = typer.Argument(
+        ..., metavar="RUN | FILE | KIT", help="Run folder, a LoRA .safetensors file, or a folder that kit made."
+    ),
+    repo: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository. NAME alone is in your own account."),
+    title: str = TITLE,
+    trigger: str = TRIGGER,
+    description: str = DESCRIPTION,
+    license: str = LICENSE,
+    base_model: str = BASE_MODEL,
+    strength: float = STRENGTH,
+    family: str = FAMILY,
+    layout: str = LAYOUT,
+    public: bool = typer.Option(False, help="Make a new repository public. Default: private."),
+    update: bool = typer.Option(False, help="Update a repository that exists."),
+    check: bool = typer.Option(False, help="Only check token, rights and name; upload nothing."),
+    as_json: bool = JSON,
+) -> None:
+    """Upload a LoRA, its model card and samples to Hugging Face. Token and name are checked first."""
+    from tempfile import TemporaryDirectory
+
+    from ..tools import hub
+    from ..tools import kit as tool
+
+    texts = {"title": title, "trigger": trigger, "description": description, "license": license}
+    texts |= {"base_model": base_model, "family": family}
+    is_kit = (source / tool.CARD).is_file()
+    if is_kit and (given := [name for name, text in {**texts, "layout": layout}.items() if text]):
+        raise UserError(
+            Message("{path} has its model card already; leave out {names}", path=source, names=", ".join(given))
+        )
+    chosen = None if is_kit else _choose_file(source, layout, texts, strength)
+    target = hub.check(repo, update=update)
+    if check:
+        _print_result(as_json, "checked", target.page, [])
+        return
+    with TemporaryDirectory() as temporary:
+        folder, notes = source, list[str]()
+        if chosen is not None:
+            file, facts, pictures = chosen
+            folder = Path(temporary, "kit")
+            notes = tool.make(file, folder, facts, pictures, repo=target.repo).notes
+        ignored = set(tool.LANGUAGES.values())
+        with _show_upload(target.repo, as_json) as report:
+            address = hub.upload(folder, target, public=public, ignore=ignored, report=report)
+    _print_result(as_json, "done", address, notes)
+
+
+def _choose_file(
+    source: Path, layout: str, texts: dict[str, str], strength: float
+) -> tuple[Path, "Facts", list["Picture"]]:
+    """Return the file to publish of a run, or the file itself, with the facts about it and its samples."""
     from ..tools import kit as tool
 
     if source.is_dir():
-        if family:
-            raise errors.UserError(Message("--family is of a file; a run knows its own"))
+        if texts["family"]:
+            raise UserError(Message("--family is of a file; a run knows its own"))
         file, job, pictures = tool.from_run(source, layout)
     else:
         if layout:
-            raise errors.UserError(Message("`--layout` applies to runs only; a file keeps the layout that it has"))
+            raise UserError(Message("`--layout` applies to runs only; a file keeps the layout that it has"))
         file, job, pictures = source, None, []
-    texts = {"title": title, "trigger": trigger, "description": description, "license": license}
-    texts |= {"base_model": base_model, "family": family}
-    facts = tool.facts_of(file, texts, job, strength)
-    publishing_kit = tool.make(file, out, facts, pictures, captions=with_captions)
-    address = tool.push(out, push) if push else ""
+    return file, tool.facts_of(file, texts, job, strength), pictures
+
+
+@contextlib.contextmanager
+def _show_upload(repo: str, as_json: bool) -> Iterator[Callable[[Any], None]]:
+    """Yield what shows the progress of an upload: a bar, or events as JSON lines."""
+    from ..stages.progress import DownloadProgress
+
+    last = 0.0
+
+    def report(progress: Any) -> None:
+        nonlocal last
+        bar.update(progress)
+        if as_json and (time.monotonic() - last >= 1 or progress.done == progress.total):
+            last = time.monotonic()
+            print_json_line({"event": "upload", **progress.to_json()})
+
+    with DownloadProgress(repo, is_shown=not as_json) as bar:
+        yield report
+
+
+def _print_result(as_json: bool, event: str, address: str, notes: list[str]) -> None:
     if as_json:
-        content = {
-            "files": [str(path) for path in publishing_kit.files],
-            "notes": publishing_kit.notes,
-            "address": address,
-        }
-        print_json(content)
-        return
-    print_lines(*map(str, publishing_kit.files), *_name_notes(publishing_kit.notes), *filter(None, [address]))
+        print_json_line({"event": event, "address": address, "notes": notes})
+    else:
+        print_lines(*_name_notes(notes), address)
 
 
 def _name_notes(notes: list[str]) -> list[Message]:

@@ -9,8 +9,7 @@
 Hosts are data: a TOML file in hosts/ has what a host asks for, its names of base models, its limits, and what is
 unknown about it. Nothing is made up: if a host's name for an architecture is unknown, the page says so.
 
-`push` uploads the folder to the Hugging Face Hub. huggingface_hub handles the token (its store or HF_TOKEN): it is
-never an argument, and is removed from every error message.
+`hub` uploads such a folder to the Hugging Face Hub.
 """
 
 import contextlib
@@ -45,6 +44,7 @@ keys, so this lists what stays and not what is removed."""
 
 SD_VERSION = {"sd_v1": "SD1", "sd_v2": "SD2", "sdxl_base_v1-0": "SDXL"}
 """kohya's name of a base (`ss_base_model_version`) -> A1111's, which knows no others."""
+CARD = "README.md"
 LANGUAGES = {"en": "publish.en.md", "zh": "publish.zh-CN.md"}
 
 
@@ -206,7 +206,15 @@ def check_free(folder: Path) -> None:
         )
 
 
-def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (), *, captions: bool = False) -> Kit:
+def make(
+    file: Path,
+    folder: Path,
+    facts: Facts,
+    pictures: Sequence[Picture] = (),
+    *,
+    captions: bool = False,
+    repo: str = "OWNER/NAME",
+) -> Kit:
     """Write the kit.
 
     Args:
@@ -215,6 +223,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
         facts: facts to publish.
         pictures: sample images.
         captions: keep the header's entries about captions, folders and settings.
+        repo: repository on the Hub, for the model card.
 
     Raises:
         UserError: the file is no usable adapter, or the folder is not empty or cannot be written.
@@ -230,7 +239,7 @@ def make(file: Path, folder: Path, facts: Facts, pictures: Sequence[Picture] = (
         _draw_all(pictures, folder, facts, slug)
         sidecar = json.dumps(_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
         atomic_write(folder / f"{slug}.json", sidecar.encode())
-        atomic_write(folder / "README.md", card(facts, lora.name, pictures, slug).encode())
+        atomic_write(folder / CARD, card(facts, lora.name, pictures, slug, repo).encode())
         for language, name in LANGUAGES.items():
             atomic_write(folder / name, page(facts, lora, language).encode())
     except BaseException as error:  # an incomplete kit would look like a complete one
@@ -357,7 +366,7 @@ def _sidecar(facts: Facts) -> dict[str, Any]:
     }
 
 
-def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str:
+def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: str = "OWNER/NAME") -> str:
     """Return the model card: YAML for the Hub, and a page. Texts are quoted as JSON, which is valid YAML."""
     family = families.get(facts.family)
     task = "image-to-image" if family.controls[1] else "text-to-image"
@@ -388,7 +397,7 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str) -> str
             "import diffusers",
             "",
             f"pipe = diffusers.{family.pipeline_class}.from_pretrained({facts.base_model!r})",
-            f"pipe.load_lora_weights('OWNER/NAME', weight_name={file!r})  # this repository, or a folder",
+            f"pipe.load_lora_weights({repo!r}, weight_name={file!r})  # this repository, or a folder",
             "```",
             "",
         ]
@@ -456,46 +465,3 @@ def page(facts: Facts, file: Path, language: str) -> str:
         lines += ["", *(f"! {translate(tag, line)}" for line in problems(host, facts, file))]
         lines += [host["unknown"][language], ""]
     return "\n".join(lines)
-
-
-# -- uploading to the Hub
-
-
-def push(folder: Path, repo: str, hub: Any = None) -> str:
-    """Upload a kit to a repository of the Hugging Face Hub; a new repository is private.
-
-    Args:
-        folder: the kit.
-        repo: OWNER/NAME.
-        hub: replaces `huggingface_hub.HfApi()`.
-
-    Returns:
-        The repository's address.
-
-    Raises:
-        UserError: not logged in, not allowed, not reachable, or no valid name; the message never contains the token.
-    """
-    import huggingface_hub
-
-    if hub is None:
-        hub = huggingface_hub.HfApi()
-    try:
-        address = str(hub.create_repo(repo, private=True, exist_ok=True))
-        hub.upload_folder(
-            repo_id=repo, folder_path=folder, ignore_patterns=list(LANGUAGES.values()), commit_message="Upload LoRA"
-        )
-    except Exception as error:  # huggingface_hub raises many types
-        why = next(iter(str(error).splitlines()), "")[:200]
-        for secret in filter(None, (huggingface_hub.get_token(), os.environ.get("HF_TOKEN"))):
-            why = why.replace(secret, "***")
-        raise UserError(
-            Message(
-                "--push {repo}: {name}: {why}; the kit in {folder} is whole. Log in with `hf auth login`, give "
-                "OWNER/NAME as on the Hub, or upload the folder by hand",
-                repo=repo,
-                name=type(error).__name__,
-                why=why,
-                folder=folder,
-            )
-        ) from None
-    return address

@@ -11,7 +11,7 @@ from gradio.blocks import Block
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
 
-from .. import dataset_folder, live_panel, notifications, run_cards, run_monitor
+from .. import dataset_folder, hub_uploads, live_panel, notifications, run_cards, run_monitor
 from ..context import Ui
 from ..sanitize import escape
 
@@ -236,10 +236,14 @@ def render_job(ui: Ui, view: JobView) -> str:
         done, total = dataset_folder.parse_progress(tail)
         view = replace(view, step=done, steps=total)
         tail = [line for line in tail if not line.startswith("{")]  # JSON events, for programs
+    links = render_downloads(ui, view)
+    if view.command[:1] == (hub_uploads.COMMAND,):
+        view, tail, address = hub_uploads.read_progress(view, tail)
+        links += hub_uploads.render_link(ui, address)
     preview = run_monitor.find_newest_preview(ui, view)
     image = f'<img class="preview" src="{escape(ui.picture(preview, THUMB))}" alt="" loading="lazy">' if preview else ""
     title = run_monitor.get_base_title(view.folder)
-    return run_cards.render_card(ui, view, title, tail, render_downloads(ui, view), image)
+    return run_cards.render_card(ui, view, title, tail, links, image)
 
 
 def render_downloads(ui: Ui, view: JobView) -> str:

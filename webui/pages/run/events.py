@@ -47,6 +47,7 @@ class Events:
             layout.warned,
             layout.config,
             layout.samples,
+            layout.publishing.pushed,
         ]
         menus = [layout.left, layout.right, layout.prompt, layout.step, layout.moving]
         outputs = [*panels, layout.seen, *menus, layout.steps, layout.newest]
@@ -104,14 +105,4 @@ class Events:
             outputs=[layout.exported],
             **working,
         )
-        layout.make.click(
-            self.handlers.write_kit,
-            inputs_kwargs={
-                "title": layout.title,
-                "trigger": layout.trigger,
-                "licence": layout.licence,
-                "description": layout.description,
-            },
-            outputs=[layout.made],
-            **working,
-        )
+        layout.publishing.bind(find_run, self.handlers.write_kit)

@@ -10,7 +10,7 @@ import gradio as gr
 from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView
 
-from ... import engine, live_panel, run_cards, run_monitor
+from ... import engine, hub_uploads, live_panel, run_cards, run_monitor
 from ...context import Ui
 from ...run_log import RunLog
 from ...sanitize import escape
@@ -38,7 +38,7 @@ class Handlers:
         try:
             view, events = find_run(self.ui, request)
         except UserError as error:
-            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 8]
+            nothing = [rendering.render_missing(self.ui, str(error)), *[""] * 9]
             sent, seen = live_panel.skip_unchanged(nothing, seen)
             return [*sent, seen, *[gr.skip()] * 7]
         painted = [
@@ -51,6 +51,7 @@ class Handlers:
             rendering.render_warnings(self.ui, events),
             rendering.render_config(self.ui, view),
             render_samples(self.ui, view, events),
+            hub_uploads.render_newest(self.ui, run_monitor.get_run_folder(self.ui, view)),
         ]
         sent, seen = live_panel.skip_unchanged(painted, seen)
         return [*sent, seen, *self._update_menus(events, steps)]

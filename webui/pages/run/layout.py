@@ -5,6 +5,7 @@ import gradio as gr
 from ... import live_panel
 from ...context import Ui
 from .preview_requests import PreviewRequests
+from .publishing import Publishing
 
 FORMATS = ("auto", "kohya", "comfy", "diffusers")
 DTYPES = ("", "bf16", "fp16", "fp32")
@@ -72,12 +73,4 @@ class Layout:
             )
         self.export = gr.Button(say("run.export"), elem_id="export")
         self.exported = live_panel.panel(elem_id="exported", visible=False)
-        with gr.Accordion(say("run.kit"), open=False):
-            gr.Markdown(say("run.kit_about"))
-            with gr.Row():
-                self.title = gr.Textbox(label=say("run.kit_title"), max_lines=1)
-                self.trigger = gr.Textbox(label=say("run.kit_trigger"), max_lines=1)
-                self.licence = gr.Textbox(label=say("run.kit_licence"), max_lines=1, placeholder="apache-2.0")
-            self.description = gr.Textbox(label=say("run.kit_description"), lines=2)
-            self.make = gr.Button(say("run.kit_make"), elem_id="kit")
-            self.made = live_panel.panel(elem_id="made", visible=False)
+        self.publishing = Publishing(self.ui)
