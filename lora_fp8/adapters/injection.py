@@ -186,11 +186,7 @@ class _HadamardModel(LoHaModel):
 
 
 def inject(
-    denoiser: nn.Module,
-    section: Adapter,
-    targets: Sequence[str],
-    seed: int,
-    called: Callable[[str], str] = str,
+    denoiser: nn.Module, section: Adapter, targets: Sequence[str], seed: int, called: Callable[[str], str] = str
 ) -> InjectReport:
     """Add an adapter beside every targeted layer, in place; afterwards only the adapters require gradients.
 
