@@ -1,5 +1,7 @@
 """The whole way of a newcomer on the bundled base: from an empty page to a verified LoRA, looked at in both languages.
 
+And the shortest way from photos to a running job, whose clicks and typed fields are counted.
+
 Nothing is pretended: the page, its queue and its worker are those of `lora-fp8 ui`, the trainer trains, the browser
 downloads. Screenshots of the way stay in test-artefacts/.
 """
@@ -8,12 +10,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pytest
 import safetensors.torch
+import torch
+from PIL import Image
 from playwright.sync_api import Page, expect
+from test_captioner import tagger
 
 from lora_fp8 import jobs
 from tests.ui.conftest import Site
-from webui import translations
+from webui import form, translations
+from webui.draft import Draft
 
 PICTURES = sorted((Path(__file__).resolve().parent.parent.parent / "lora_fp8/demo/dataset").glob("*"))[:24]
 """12 pictures, each with its caption."""
@@ -21,6 +29,113 @@ PROMPTS = ("a zibo on a green background", "a zibo on a blue background", "a red
 STEPS, EVERY = 40, 8
 LONG = 240_000
 """Milliseconds; machines that test are busy."""
+
+
+FORMATS = ("jpg", "jpeg", "png", "webp", "bmp", "tif", "gif", "avif")
+COUNT = 17
+MOST_CLICKS = 8
+MOST_TABS = 600
+
+
+class Person:
+    """Uses New training by the mouse or by the keyboard alone, and counts the buttons pressed and the fields typed."""
+
+    def __init__(self, page: Page, keyboard: bool):
+        self.page, self.keyboard = page, keyboard
+        self.clicks = self.typed = 0
+
+    def press(self, selector: str) -> None:
+        self.clicks += 1
+        self._go_to(selector)
+        if self.keyboard:
+            self.page.keyboard.press("Enter")
+        else:
+            self.page.click(selector)
+
+    def type(self, selector: str, text: str) -> None:
+        self._go_to(selector)
+        if not self.keyboard:
+            self.page.locator(selector).first.focus()
+        self.write(text)
+
+    def write(self, text: str) -> None:
+        """Type into the field that has the focus."""
+        self.typed += 1
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.type(text)
+
+    def _go_to(self, selector: str) -> None:
+        target = self.page.locator(selector).first
+        expect(target).to_be_visible()
+        for _ in range(MOST_TABS if self.keyboard else 0):
+            if target.evaluate("one => one === document.activeElement"):
+                return
+            self.page.keyboard.press("Tab")
+        assert not self.keyboard, f"{selector} cannot be reached by Tab"
+
+
+def make_photos(folder: Path) -> list[Path]:
+    """Images as cameras, phones and programs save them: formats, orientation, transparency, print colours."""
+    rng, paths = np.random.default_rng(5), []
+    for number in range(COUNT):
+        kind = FORMATS[number % len(FORMATS)]
+        pixels = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((160 + 8 * number, 120))
+        given: dict[str, object] = {}
+        if kind == "jpeg":
+            pixels = pixels.convert("CMYK")
+        elif kind == "png":
+            pixels.putalpha(Image.linear_gradient("L").resize(pixels.size))
+        elif kind == "jpg":
+            given["exif"] = Image.Exif()
+            given["exif"][274] = 6  # turned by 90 degrees
+        paths.append(folder / f"IMG {number}.{kind}")
+        pixels.save(paths[-1], **given)
+    return paths
+
+
+@pytest.mark.parametrize(("language", "by_hand", "most_typed"), [("en", False, 2), ("zh-CN", True, COUNT + 2)])
+def test_a_few_clicks_lead_from_photos_to_a_running_job(
+    language: str, by_hand: bool, most_typed: int, site: Site, visit: Callable[..., Page], tmp_path: Path
+) -> None:
+    """With captions by a model, and the mouse; and with captions by hand, and the keyboard alone."""
+    if not by_hand:
+        torch.manual_seed(3)
+        tagger(site.root / "captioners" / "tiny")
+    Draft(site.home).write(form.START)
+    page = visit("new", language=language)
+    person = Person(page, keyboard=by_hand)
+    boxes, name = page.locator(".wb-cell textarea"), f"clicks {language}"
+    person.press("#new-demo-sd15")
+    person.type("#new-set input", name)
+    with page.expect_file_chooser() as chooser:
+        person.press("#new-drop .wb-button.main")
+    chooser.value.set_files(make_photos(tmp_path))
+    expect(boxes).to_have_count(COUNT)
+    if by_hand:
+        person.type(".wb-cell textarea", "1")
+        for number in range(2, COUNT + 1):
+            page.keyboard.press("Control+Enter")
+            expect(boxes.nth(number - 1)).to_be_focused()
+            person.write(str(number))
+        page.keyboard.press("Tab")
+    else:
+        person.press("#auto-open")
+        expect(page.locator(".wb-model input:checked")).to_have_value(str(site.root / "captioners" / "tiny"))
+        person.press("#auto-begin")
+    counts = translations.say(language, "images.counts.all", count=COUNT)
+    expect(page.locator(".wb-counts")).to_have_text(counts)
+    person.type("#new-name input, #new-name textarea", name)
+    expect(page.locator("#new-state .ready")).to_be_visible()
+    person.press("#new-start")
+    page.wait_for_url(re.compile(r"/run\?run=\d+"))
+    expect(page.locator("#head .state")).to_have_text(translations.say(language, "state.running"))
+    captions = {path.stem: path.read_text("utf-8") for path in (site.home / "datasets" / name).glob("*.txt")}
+    assert len(captions) == COUNT and all(captions.values())
+    assert person.clicks <= MOST_CLICKS and person.typed <= most_typed, (person.clicks, person.typed)
+    queue, number = jobs.Queue(site.home), int(page.url.rpartition("=")[2])
+    queue.cancel(number)
+    while queue.job(number).state not in jobs.ENDED:  # the next test's training waits for its place
+        page.wait_for_timeout(100)
 
 
 def tab(page: Page, language: str, name: str) -> None:
