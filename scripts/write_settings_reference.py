@@ -32,8 +32,8 @@ HEAD = _both(
 
 English · [简体中文](settings.zh-CN.md) · [home](../README.md)
 
-Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml` writes all settings with their
-defaults and help, but a config needs only the settings that it changes. A changed setting that has no effect causes a
+Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml --all` writes all that have an effect,
+with their defaults and help, but a config needs only the settings that it changes. A changed setting that has no effect causes a
 warning. An unknown name or a value out of range is an error. The column *elsewhere* lists the names in other trainers,
 with the conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and
 musubi-tuner.
@@ -44,7 +44,7 @@ musubi-tuner.
 
 [English](settings.md) · 简体中文 · [首页](../README.zh-CN.md)
 
-任务 TOML 文件的全部设置，每个小节一张表。`lora-fp8 new my.toml` 会写出所有设置及其默认值和说明；
+任务 TOML 文件的全部设置，每个小节一张表。`lora-fp8 new my.toml --all` 会写出所有起作用的设置及其默认值和说明；
 配置文件只需写要改的项。在当前设置下不起作用的改动会给出警告；名称不存在或数值超出范围则报错。“其他训练器”一栏是它在别处的名称，需要换算时一并写出；
 kohya 指 sd-scripts、kohya_ss、lora-scripts 和 musubi-tuner。
 
