@@ -33,9 +33,9 @@ HEAD = _both(
 English · [简体中文](settings.zh-CN.md) · [home](../README.md)
 
 Every setting of a job's TOML file, one table per section. `lora-fp8 new my.toml --all` writes all that have an effect,
-with their defaults and help, but a config needs only the settings that it changes. A changed setting that has no effect causes a
-warning. An unknown name or a value out of range is an error. The column *elsewhere* lists the names in other trainers,
-with the conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and
+with their defaults and help, but a config needs only the settings that it changes. A changed setting that has no effect
+causes a warning. An unknown name or a value out of range is an error. The column *elsewhere* lists the names in other
+trainers, with the conversion of the value where one is needed. kohya stands for sd-scripts, kohya_ss, lora-scripts and
 musubi-tuner.
 
 <!-- Written by scripts/write_settings_reference.py; do not edit by hand. -->
