@@ -127,7 +127,7 @@ class Faults:
         rate_limited: number of requests that are answered with 429.
         retry_after: its Retry-After and RateLimit headers, in seconds; None: it has neither.
         broken: number of requests that are answered with a plain 500.
-        delay: seconds before each answer.
+        delay: seconds before each answer; requests that wait heed a change.
         bytes_per_second: the most that one file is sent with; 0: no limit.
         cut_after: the connection closes after so many bytes of a weight file's download; None: never.
         cuts: number of bodies that are cut; -1: each.
@@ -421,8 +421,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _fails(self, repository: Repository) -> bool:
         """Answer with what the faults of the repository say, if anything."""
         self.request_log.repo, faults = repository.id, repository.faults
-        if faults.delay:
-            time.sleep(faults.delay)
+        asked = time.monotonic()
+        while time.monotonic() < asked + faults.delay:
+            time.sleep(0.02)
         if self._count_down(faults, "broken"):
             self._answer(500, b"Internal Server Error", {"Content-Type": "text/plain"})
             return True

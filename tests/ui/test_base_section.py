@@ -130,7 +130,8 @@ def test_a_base_is_found_chosen_downloaded_and_unlocked(
 
 
 def test_a_slow_hub_leaves_the_form_free(hub_site: Site, hub: HubServer, visit: Callable[..., Page]) -> None:
-    hub.repositories["org/tiny"].faults.delay = 5
+    faults = hub.repositories["org/tiny"].faults
+    faults.delay = 5  # of each answer; a client that waits longer gives up
     page = visit("new", language="zh-CN", phone=True, site=hub_site)
     page.locator("#new-base-search").fill("org/tiny")
     page.locator("#new-base-search").press("Enter")
@@ -138,6 +139,7 @@ def test_a_slow_hub_leaves_the_form_free(hub_site: Site, hub: HubServer, visit: 
     page.locator("#new-name input, #new-name textarea").first.fill("while waiting")
     expect(page.locator("#new-base-state .busy")).to_be_visible()
     page.wait_for_function("document.querySelector('#new-summary')")
+    faults.delay = 0
     expect(page.locator("#new-base-state [data-do=download]")).to_be_visible()
     assert values(hub_site)["name"] == "while waiting"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
