@@ -309,8 +309,12 @@ def test_a_stage_without_steps_shows_what_it_has_counted_and_how_long_it_takes(l
     view = replace(view, stage=progress.stage, work=progress.work, since=progress.since)
     assert speaker.say("verify.delta") in run_cards.render_figures(speaker, view)
     progress.update({"t": now, "event": "stage", "stage": "train", "step": 5, "steps": 10})
-    view = replace(view, stage="train", work=progress.work, step=5, steps=10)
-    assert progress.work is None and speaker.say("runs.taken") not in run_cards.render_figures(speaker, view)
+    progress.update({"t": now - 50, "event": "step", "step": 6, "loss": 0.5})
+    view = replace(view, stage="train", work=progress.work, step=6, steps=10, loss=0.5, since=progress.alive_at)
+    figures = run_cards.render_figures(speaker, view)
+    assert progress.work is None and speaker.say("runs.taken") not in figures
+    assert f"{speaker.say('runs.since_step')}</span> <b>{run_cards.format_duration(speaker, 50)}" in figures
+    assert speaker.say("runs.since_step") not in run_cards.render_figures(speaker, replace(view, since=now - 5))
     assert run_cards.render_parts(speaker, replace(view, state="done")) == ""
 
 

@@ -10,6 +10,7 @@ Site
     uploads.py           which uploaded files a call may name
     gradio_sessions.py   what Gradio keeps in memory for each open page
     file_routes.py       /picture and /download, below the allowed folders
+    tour.py              the tour of the pages, offered on the first visit
     notifications.py     the end of a job, in the browser and at a webhook
     decoder.py           child processes that decode images and videos
     api.py, mcp.py       six functions for programs: as HTTP endpoints and as MCP tools

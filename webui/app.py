@@ -22,7 +22,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import api, file_routes, gradio_sessions, notifications, startup, translations
+from . import api, file_routes, gradio_sessions, notifications, startup, tour, translations
 from .context import Place, Ui
 from .error_boundary import Boundary, Pages
 from .guard import Guard
@@ -207,13 +207,15 @@ class _HeadInserter:
 
 def _render_head(language: str) -> str:
     script = "".join(
-        (STATIC / name).read_text(encoding="utf-8") for name in ("ask.js", "head.js", "notify.js", "search.js")
+        (STATIC / name).read_text(encoding="utf-8")
+        for name in ("ask.js", "head.js", "notify.js", "tour.js", "search.js")
     )
     theirs = [texts for key, texts in translations.load_catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,
         "LOST": translations.say(language, "site.lost", time="{time}"),
         "DISMISS": translations.say(language, "site.dismiss"),
+        "TOUR": tour.list_texts(language),
         "GRADIO": {} if language == "en" else {texts["en"]: texts[language] for texts in theirs},
     }
     constants = ", ".join(f"{name} = {json.dumps(value)}" for name, value in given.items())

@@ -91,6 +91,8 @@ PARTS = {
 """The parts of a training that a card shows, and the stages of each."""
 COUNTED = ("cache", "load", "preflight", "verify", "previews", "validation")
 """What a run counts beside its steps, for which there is a word."""
+SLOW_STEP_S = 20
+"""Seconds after which the time since the last step is shown."""
 ALIVE = ("starting", "running", "stopping")
 
 
@@ -168,8 +170,12 @@ def _list_work(ui: Ui, view: JobView) -> list[tuple[str, str]]:
         check = view.work.get("check")
         if check in CHECKS:
             figures.append((ui.say("runs.work.check"), ui.say(f"verify.{check}")))
-    if view.state in ALIVE and view.since and view.stage != "train":
-        figures.append((ui.say("runs.taken"), format_duration(ui, max(0.0, time.time() - view.since))))
+    if view.state in ALIVE and view.since:
+        taken = max(0.0, time.time() - view.since)
+        is_between = view.stage == "train" and view.loss is not None
+        if not is_between or (taken > SLOW_STEP_S and not view.work):
+            label = ui.say("runs.since_step" if is_between else "runs.taken")
+            figures.append((label, format_duration(ui, taken)))
     return figures
 
 
@@ -232,6 +238,13 @@ def translate_title(ui: Ui, view: JobView) -> str:
     command, _, rest = view.name.partition(" ")
     known = rest and view.command[:1] == (command,)
     return ui.say(f"runs.command.{command}", rest=rest) if known else view.name
+
+
+def render_empty(ui: Ui, text: str, about: str = "") -> str:
+    """Render what to do where there are no runs yet, with a button to New training."""
+    more = f"<p>{escape(about)}</p>" if about else ""
+    button = f'<a class="button main" href="{escape(ui.link("new"))}">{ui.say("runs.begin")}</a>'
+    return f'<div class="empty"><p class="title">{escape(text)}</p>{more}<div class="buttons">{button}</div></div>'
 
 
 def render_table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

@@ -100,6 +100,14 @@ def find_job(ui: Ui, text: str) -> JobView:
     raise UserError(Message("{name}: there is no run of that name", name=text))
 
 
+def has_trainings(place: Place) -> bool:
+    """Return True if a training is in the queue or in a folder of the page; also where the queue cannot be read."""
+    try:
+        return any(view.kind == "train" for view in get_monitor(place).views())
+    except UserError:
+        return True
+
+
 def require_run_folder(view: JobView) -> Path:
     """Return the run folder of a job. Raises UserError if the job is a command, which has none."""
     if view.folder is None:

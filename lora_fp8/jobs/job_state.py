@@ -116,7 +116,7 @@ def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
         eta_s=progress.compute_eta_s(),
         download=progress.download,
         work=progress.work,
-        since=progress.since or row.launched,
+        since=progress.alive_at or row.launched,
     )
     if row.wanted != "run":
         key = "stop_kill" if row.killed else "stop_term" if row.termed else "stop_asked"
@@ -195,7 +195,7 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
             eta_s=progress.compute_eta_s(),
             download=progress.download,
             work=progress.work,
-            since=progress.since,
+            since=progress.alive_at,
             resumable=False,
         )
         if (run.control / "stop").exists():

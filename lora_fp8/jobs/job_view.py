@@ -110,7 +110,7 @@ class JobView:
         step, steps, loss, eta_s: newest step, number of steps, the step's loss, and seconds left at the pace of this
             process; None if unknown.
         work: {"stage": "cache", "done": 5, "total": 9, ...} while a stage counts what it does; None at other times.
-        since: unix seconds at which the stage began; 0 if nothing is running.
+        since: unix seconds of the newest step while training, else of the begin of the stage; 0 if nothing is running.
         download: {"bytes": 5, "total": 9, "speed": 1, ...} while the base model is downloaded; None at other times.
         folder, log: the run folder, and the file with the job's output; None if there is none.
         command: a command's name and arguments.

@@ -28,6 +28,11 @@ class Progress:
     newest: tuple[float, int] | None = None
     counted: tuple[float, int] | None = None  # time and number of the first event "progress" of its kind
 
+    @property
+    def alive_at(self) -> float:
+        """Time of the newest step while training, else that at which the stage began; 0 if unknown."""
+        return self.newest[0] if self.stage == "train" and self.newest else self.since
+
     def compute_eta_s(self) -> float | None:
         """Return the seconds left of the training or of its stage, at the pace of this process; None if unknown."""
         if self.download:

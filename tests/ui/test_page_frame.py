@@ -14,7 +14,7 @@ from lora_fp8 import jobs
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened
 from tests.ui.test_runs_state import Trainer
-from webui import form, guard, translations
+from webui import form, guard, tour, translations
 from webui.app import PAGES, UNLISTED
 from webui.draft import Draft
 
@@ -263,3 +263,31 @@ def test_a_training_is_started_and_stopped_by_keyboard(site: Site, visit: Callab
     page.keyboard.type("by-keyboard")
     page.keyboard.press("Enter")
     expect(page.locator("#grid img")).to_have_count(1)
+
+
+@pytest.mark.parametrize("language", translations.LANGUAGES)
+def test_the_tour_is_offered_once_goes_by_keyboard_and_is_left_at_any_time(
+    visit: Callable[..., Page], language: str
+) -> None:
+    page = visit(language=language, dark=language == "en")
+    offer = page.locator(".tour-offer")
+    expect(offer).to_be_visible()
+    accessible(page, language, ".tour-offer")
+    offer.locator("[data-tour=show]").press("Enter")
+    dialog = page.get_by_role("dialog", name=translations.say(language, "tour.name"))
+    for number, name in enumerate(tour.STEPS, start=1):
+        expect(dialog.locator("h2")).to_have_text(translations.say(language, f"page.{name}"))
+        expect(dialog).to_contain_text(translations.say(language, "tour.place", step=number, steps=len(tour.STEPS)))
+        expect(page.locator(".tour-here")).to_have_text(translations.say(language, f"page.{name}"))
+        accessible(page, language, "#tour")
+        page.keyboard.press("ArrowRight")
+    expect(dialog.get_by_role("link")).to_have_attribute("href", f"/{language}/new")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+    expect(page.locator(".tour-here")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#machine")).to_contain_text("CPU")
+    expect(offer).to_be_hidden()
+    page.goto(page.url.rstrip("/") + "/settings")
+    page.locator("[data-tour=show]").click()
+    expect(dialog).to_be_visible()

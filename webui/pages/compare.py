@@ -116,6 +116,8 @@ def find_runs(ui: Ui, names: list[str]) -> list[tuple[JobView, RunLog]]:
 def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, logarithmic: bool) -> str:
     """Render one chart per measure, with a line for each run."""
     if not chosen:
+        if len(list_runs(ui)) < 2:
+            return run_cards.render_empty(ui, ui.say("compare.none"))
         return f'<p class="empty">{ui.say("compare.choose")}</p>'
     step, none = ui.say("runs.step"), ui.say("run.no_steps")
     loss, held_out, rate = [], [], []

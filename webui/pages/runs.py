@@ -11,7 +11,7 @@ from gradio.blocks import Block
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
 
-from .. import dataset_folder, hub_uploads, live_panel, notifications, run_cards, run_monitor
+from .. import dataset_folder, hub_uploads, live_panel, notifications, run_cards, run_monitor, tour
 from ..context import Ui
 from ..sanitize import escape
 
@@ -33,15 +33,17 @@ class _Layout:
     """
 
     def __init__(self, ui: Ui):
+        gr.HTML(tour.render_offer(ui), elem_classes="notify-box tour-box")
         self.machine = live_panel.panel(elem_id="machine")
-        gr.HTML(notifications.render_button(ui), padding=False)
-        self.which = gr.Radio(
-            [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
-            value="all",
-            label=ui.say("runs.kind"),
-            show_label=False,
-            container=False,
-        )
+        with gr.Row(elem_id="board-options"):
+            self.which = gr.Radio(
+                [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
+                value="all",
+                label=ui.say("runs.kind"),
+                show_label=False,
+                container=False,
+            )
+            gr.HTML(notifications.render_button(ui), elem_classes="notify-box")
         self.note = live_panel.panel(elem_id="said", visible=False)
         self.doomed = gr.State({})
         with gr.Group(visible=False, elem_classes="ask") as self.confirm:
@@ -211,8 +213,9 @@ def render_board(ui: Ui, which: str, page: int) -> str:
         return f'<p class="wrong">{escape(ui.translate(str(error)))}</p>'
     views = sort_jobs([view for view in views if which == "all" or (view.state in ENDED) == (which == "ended")])
     if not views:
-        link = f'<a href="{escape(ui.link("new"))}">{ui.say("runs.begin")}</a>'
-        return f'<p class="empty">{ui.say("runs.none" if which == "all" else "runs.none_such")} {link}</p>'
+        if which == "all":
+            return run_cards.render_empty(ui, ui.say("runs.none"), ui.say("runs.none_about"))
+        return run_cards.render_empty(ui, ui.say("runs.none_such"))
     pages = (len(views) - 1) // PER_PAGE + 1
     page = min(page, pages - 1)
     waiting = any(view.state == "queued" for view in views)

@@ -14,7 +14,7 @@ import psutil
 
 from lora_fp8.errors import UserError
 
-from .. import base_models, live_panel, notifications, run_monitor, sanitize
+from .. import base_models, live_panel, notifications, run_monitor, sanitize, tour
 from ..context import Ui
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KEY")
@@ -34,9 +34,10 @@ def build(ui: Ui) -> None:
         ui, "models", lambda: place.models, place.add_models, place.remove_models, lambda: _render_models(ui)
     )
     gr.Markdown(f"## {say('notify.title')}\n\n{say('notify.about')}")
-    gr.HTML(notifications.render_button(ui), padding=False)
+    gr.HTML(notifications.render_button(ui), elem_classes="notify-box")
     hook = notifications.WebhookSection(ui)
     gr.Markdown(f"## {say('place.language')}\n\n{say('place.language.about')}")
+    gr.HTML(tour.render_again(ui), elem_classes="notify-box")
     gr.Markdown(f"## {say('place.secrets')}\n\n{say('place.secrets.about')}")
     secrets = gr.HTML(padding=False)
     gr.Markdown(f"## {say('place.about')}")

@@ -20,6 +20,8 @@ STAGES = ("download", "encode", "load", "draw")
 def render_drawing(ui: Ui, drawing: Drawing | None) -> str:
     """Render a drawing, or what to do where there is none yet."""
     if drawing is None:
+        if not run_monitor.has_trainings(ui.place):
+            return run_cards.render_empty(ui, ui.say("draw.none"), ui.say("draw.none_about"))
         return f'<p class="empty">{ui.say("draw.empty")}</p>'
     parts = [_render_state(ui, drawing)]
     if drawing.images:
