@@ -21,6 +21,7 @@ from PIL import Image
 from waiting import wait_until
 
 from lora_fp8 import config, families, importing, jobs, settings
+from lora_fp8.data import image_edits
 from lora_fp8.data.caption_style import warn_of_sentences
 from lora_fp8.errors import UserError
 from webui import (
@@ -258,6 +259,10 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     found = image_folders.count_files(tmp_path)
     assert (found.pictures, found.without_caption) == (3, 1)
     assert len(scanned.examples) == found.pictures - found.without_caption
+    (tmp_path / image_edits.FILE).write_text('["x.png"]\nexclude = true\n["sub/c.png"]\nexclude = true\n')
+    image_folders._counted.clear()
+    assert image_folders.count_files(tmp_path).pictures == 2
+    (tmp_path / image_edits.FILE).unlink()
     (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
     assert image_folders.count_files(tmp_path, "*_mask") == found, "a mask beside its picture is none"
 

@@ -4,6 +4,7 @@ Uploads go into the page's own folder, or into the folder that is open on the Da
 process with limits has decoded each. An existing file is never overwritten.
 """
 
+import contextlib
 import filecmp
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from lora_fp8.common import system
 from lora_fp8.common.writing import make_folder, sync_folder, write_synced
-from lora_fp8.data import clips
+from lora_fp8.data import clips, image_edits
 from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS
 from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
@@ -62,7 +63,9 @@ class Count:
 
 
 def count_files(folder: Path, mask: str = "") -> Count:
-    """Count the files of a folder and its subfolders, without hidden ones. The result is a few seconds old at most.
+    """Count the files of a folder and its subfolders, without hidden and excluded ones.
+
+    The result is a few seconds old at most.
 
     Args:
         mask: the folder's mask setting: masks beside the images are not counted.
@@ -71,7 +74,11 @@ def count_files(folder: Path, mask: str = "") -> Count:
     known = _counted.get((folder, mask))
     if known is None or now - known[0] > FRESH_SECONDS:
         pictures = videos = labelled_masks = 0
+        excluded: set[str] = set()
         seen: dict[str, bool] = {}  # whether each has a caption
+        with contextlib.suppress(UserError):  # the check of the folder reports it
+            edits = image_edits.read(folder)
+            excluded = {os.path.join(folder, name) for name, edit in edits.items() if edit.exclude}
         for inner, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
@@ -80,6 +87,8 @@ def count_files(folder: Path, mask: str = "") -> Count:
             for name in names:
                 suffix = Path(name).suffix.lower()
                 if name.startswith(".") or name in labels or masked_stem(mask, name):
+                    continue
+                if os.path.join(inner, name) in excluded:
                     continue
                 if suffix in (*EXTENSIONS, *clips.VIDEOS):
                     pictures += suffix in EXTENSIONS

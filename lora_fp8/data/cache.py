@@ -60,6 +60,7 @@ from . import clips
 from .buckets import Placed, control_box, fit, fit_mask
 from .decoding import ImageError, open_image, open_mask, read_clip
 from .examples import Control, Example
+from .image_edits import ImageEdit
 
 if TYPE_CHECKING:
     from ..families._prompts import Overlong
@@ -382,7 +383,7 @@ class Cache:
         if example.frames:
             pictures = self._clip_in_place(placed)
         else:
-            pictures = [fit(self._opened(example.path, example.image_sha256), placed.placement.bucket_wh)]
+            pictures = [fit(self._opened(example.path, example.image_sha256, example.edit), placed.placement.bucket_wh)]
         if flipped:
             pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
         values = pixels(pictures[0]) if len(pictures) == 1 else clip_pixels(pictures)
@@ -390,7 +391,7 @@ class Cache:
 
     @torch.no_grad()
     def _encode_control(self, control: ControlCrop, flipped: bool) -> dict[str, Tensor]:
-        image = self._opened(control.control.path, control.control.sha256).crop(control.box)
+        image = self._opened_control(control)
         image = image.resize(control.size, Image.Resampling.LANCZOS)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -398,25 +399,29 @@ class Cache:
 
     def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         mask = placed.example.mask
-        with self._unchanged(mask.path, mask.sha256) as raw:
-            greys = fit_mask(open_mask(raw, mask.alpha), placed.placement)
+        with self._unchanged(mask.path, mask.sha256, mask.edit) as raw:
+            greys = fit_mask(open_mask(raw, mask.alpha, mask.edit), placed.placement)
         if flipped:
             greys = greys.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         mask_HW = torch.from_numpy(np.array(greys, dtype=np.float32)) / 255
         size = self.latents(placed, flipped).shape[-2:]
         return {"mask": functional.interpolate(mask_HW[None, None], size=tuple(size), mode="area")[0, 0]}
 
-    def _opened(self, path: Path, sha256: str) -> Image.Image:
-        with self._unchanged(path, sha256) as raw:
-            return open_image(raw, self.section.background)
+    def _opened(self, path: Path, sha256: str, edit: ImageEdit) -> Image.Image:
+        with self._unchanged(path, sha256, edit) as raw:
+            return open_image(raw, self.section.background, edit)
+
+    def _opened_control(self, control: ControlCrop) -> Image.Image:
+        file = control.control
+        return self._opened(file.path, file.sha256, file.edit).crop(control.box)
 
     @contextlib.contextmanager
-    def _unchanged(self, path: Path, sha256: str) -> Iterator[io.BytesIO]:
+    def _unchanged(self, path: Path, sha256: str, edit: ImageEdit) -> Iterator[io.BytesIO]:
         """Yield the bytes that the scan saw; an error inside the block becomes a RunFailure that names the file."""
         try:
             raw = read_bytes(path)
             # The scan's hash is part of the key; other bytes must not be stored under it.
-            if hashlib.sha256(raw).hexdigest() != sha256:
+            if edit.identify(hashlib.sha256(raw).hexdigest()) != sha256:
                 raise _changed(path)
             yield io.BytesIO(raw)
         except (OSError, ImageError) as error:
@@ -428,7 +433,8 @@ class Cache:
         if self._clip is None or self._clip[0] != about:
             self._clip = None  # free them before the next ones are read
             frames = self._opened_clip(placed.example)
-            self._clip = about, [fit(frame, placed.placement.bucket_wh) for frame in frames]
+            edit = placed.example.edit
+            self._clip = about, [fit(edit.apply(frame), placed.placement.bucket_wh) for frame in frames]
         return self._clip[1]
 
     def _opened_clip(self, example: Example) -> list[Image.Image]:
@@ -438,7 +444,8 @@ class Cache:
             if self._video is None or self._video[0] != about:
                 self._leave_video()
                 with open_regular(example.path) as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != example.image_sha256:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                    if example.edit.identify(sha256) != example.image_sha256:
                         raise _changed(example.path)
                 self._video = about, clips.Reader(example.path)
             if example.path.suffix.lower() in clips.VIDEOS:
@@ -470,9 +477,7 @@ class Cache:
         if isinstance(caption, str):
             (cond,) = self.family.encode_prompts([caption])
         else:
-            pictures = [
-                self._opened(control.control.path, control.control.sha256).crop(control.box) for control in caption.seen
-            ]
+            pictures = [self._opened_control(control) for control in caption.seen]
             if caption.flipped:
                 pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
             (cond,) = self.family.encode_prompts([caption.text], [pictures])

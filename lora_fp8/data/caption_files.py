@@ -19,7 +19,7 @@ from pathlib import Path
 from ..common import system
 from ..common.writing import sync_files, sync_folder
 from ..errors import Message, UserError
-from . import caption_text
+from . import caption_text, image_edits
 
 PROGRESS_EVERY = 50
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,10})(\.old)?\.tmp", re.DOTALL)
@@ -35,10 +35,12 @@ def find_target(folder: Path, name: str) -> Path:
     The name is not trusted, as a journal may come with a dataset.
 
     Raises:
-        UserError: the name is not that of a caption inside the folder.
+        UserError: the name is not that of a caption inside the folder, nor of the folder's image edits.
     """
     root = os.path.realpath(os.path.expanduser(folder))
     real = Path(os.path.realpath(os.path.join(root, name)))
+    if name == image_edits.FILE and real == Path(root, name):
+        return real
     if (
         os.path.splitext(name)[1].lower() not in caption_text.CAPTIONS
         or real.suffix.lower() not in caption_text.CAPTIONS

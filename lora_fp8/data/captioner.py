@@ -40,7 +40,7 @@ from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
-from . import caption_text, captions, decoding
+from . import caption_text, captions, decoding, image_edits
 
 PROMPTS = {
     "text": "Describe this image in one paragraph. Say what is seen, not what it may mean.",
@@ -128,7 +128,7 @@ def run(
         result = Result()
         with captions.open_journal(folder) as journal:
             waiting = _waiting(folder, settings, pictures, result)
-            session = _Session(journal, settings, result, echo)
+            session = _Session(journal, settings, result, echo, image_edits.read(Path(os.path.expanduser(folder))))
             session.log_event("stage", stage="load", total=len(waiting), kept=result.kept)
             if waiting:
                 model = load(settings)
@@ -149,6 +149,7 @@ class _Session:
     settings: Settings
     result: Result
     echo: Callable[[dict[str, Any]], None] | None
+    edits: dict[str, image_edits.ImageEdit]
 
     def log_event(self, event: str, **fields: Any) -> None:
         if self.echo is not None:
@@ -192,7 +193,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
         readable = []
         for name, file in batch:
             try:
-                pixels.append(_pixels(root / name))
+                pixels.append(_pixels(root / name, session.edits.get(name, image_edits.NOTHING)))
                 readable.append((name, file))
             except decoding.ImageError as error:
                 session.add_problem(about(name, error))
@@ -224,8 +225,9 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
             )
 
 
-def _pixels(path: Path) -> Image.Image:
-    looked = next(decoding.look_all([path], Dataset(), lambda _, rgb: rgb))
+def _pixels(path: Path, edit: image_edits.ImageEdit) -> Image.Image:
+    """Decode an image as it is trained: turned and cropped."""
+    looked = next(decoding.look_all([path], Dataset(), lambda _, rgb: rgb, {path: edit}))
     if looked.error:
         raise decoding.ImageError(looked.error)
     return looked.measured

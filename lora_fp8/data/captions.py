@@ -7,7 +7,8 @@
     repair(folder)                                            reverts an edit that a crash interrupted
 
 A caption keeps its encoding, byte-order mark, line ends and final newline. Only `.txt` and `.caption` files beside
-images are ever written, each completely or not at all, and never outside the folder, wherever links lead. Tags are the
+images, and the list of the folder's image edits (`data.image_edits`), are ever written, each completely or not at all,
+and never outside the folder, wherever links lead. Tags are the
 parts of one line between separators; a line that an operation does not change keeps its exact bytes, spaces included.
 
 An edit, an undo and a redo take the same steps: the bytes before and after are logged in the journal
@@ -35,7 +36,7 @@ from ..common import system
 from ..common.locks import try_lock
 from ..common.shell import quote_path
 from ..errors import Joined, Message, UserError, UserErrors, about, reason
-from . import caption_files, caption_text, image_files
+from . import caption_files, caption_text, image_edits, image_files
 from .caption_files import find_target, read_bytes
 from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
 from .caption_operations import MAX_CAPTION, Operation, Recode, ReplacePattern, SetText, check, split_tags
@@ -172,6 +173,29 @@ def assign(folder: Path, wanted: Mapping[str, str], title: str) -> Edit:
         except (OSError, ValueError, UserError) as error:
             edit.problems.append(about(name, error))
     _add_changes(edit, texts)
+    return edit
+
+
+def assign_images(folder: Path, wanted: Mapping[str, image_edits.ImageEdit], title: str) -> Edit:
+    """Return an edit that excludes, turns or crops images: it changes the folder's list, and no image file.
+
+    Args:
+        folder: the dataset folder.
+        wanted: what is done to each image, by its relative name; those that are not named stay as they are.
+        title: of the edit.
+
+    Raises:
+        UserError: the list cannot be read.
+    """
+    path = find_target(folder, image_edits.FILE)
+    try:
+        before = read_bytes(path)
+    except OSError as error:
+        raise UserError(about(path, error)) from None
+    after = image_edits.write(image_edits.read(path.parent) | dict(wanted)).encode()
+    edit = Edit(title)
+    if after != (before or image_edits.HEAD.encode()):
+        edit.changes.append(Change(image_edits.FILE, before, after))
     return edit
 
 
@@ -644,7 +668,7 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    return caption_files.find_leftovers(folder, (JOURNAL,))
+    return caption_files.find_leftovers(folder, (JOURNAL, image_edits.FILE))
 
 
 def _restore(journal: Journal, files: dict[Path, _Sides]) -> None:

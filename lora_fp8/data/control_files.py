@@ -10,7 +10,7 @@ from .. import settings
 from ..errors import Message, about
 from .decoding import EXTENSIONS, look_all
 from .examples import Control, ScanReport
-from .image_files import CONTROLS, list_beside
+from .image_files import CONTROLS, edits_along, list_beside
 from .scan_notes import as_text, list_names
 
 
@@ -52,8 +52,10 @@ def _controls_in(
     files = list_beside(CONTROLS, Path(os.path.expanduser(control)), section, report)
     stems = set(pictures.values())
     named = {stem: _controls_of(stem, stems, files) for stem in stems}
-    used = sorted({path for members in named.values() for candidates in members for path in candidates})
-    looks = dict(zip(used, look_all(used, section), strict=True))
+    beside = {path: [member for candidates in named[stem] for member in candidates] for path, stem in pictures.items()}
+    edits = edits_along(beside, report)
+    used = sorted(edits)
+    looks = dict(zip(used, look_all(used, section, edits=edits), strict=True))
     for path, look in looks.items():
         if look.error:
             report.problems.append(Message("control picture {line}", line=about(path, look.error)))
@@ -68,7 +70,7 @@ def _controls_in(
             answers.append(None)
         else:
             paths = [member[0] for member in members]
-            answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256) for p in paths))
+            answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256, edits[p]) for p in paths))
     if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
         report.warnings.append(
             Message(

@@ -24,7 +24,7 @@ import io
 import os
 import threading
 import warnings as python_warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -39,6 +39,7 @@ from ..common.reading import open_regular, rest_of
 from ..errors import Message, reason
 from . import clips
 from .colour import ProfileError, to_srgb
+from .image_edits import NOTHING, Box, ImageEdit
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 EXTENSIONS = {
@@ -56,9 +57,6 @@ EXTENSIONS = {
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats in which several frames are a clip, not pages."""
 
-Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, as fractions of the image's width and height."""
-
 Measure = Callable[[Image.Image, Image.Image], Any]
 
 BLACK = 2
@@ -75,11 +73,18 @@ class NoImage(ImageError):
 
 @dataclass(frozen=True)
 class Looked:
-    """What decoding one image file found. `error` is empty if the file can be used; the rest is valid only then."""
+    """What decoding one image file found. `error` is empty if the file can be used; the rest is valid only then.
+
+    Attributes:
+        width, height: pixels of the upright image, turned and cropped by its edit.
+        whole: width and height before the edit.
+        sha256: identity of the image: the SHA-256 of the file's bytes; of an edited image, of its edit too.
+    """
 
     error: str = ""
     width: int = 0
     height: int = 0
+    whole: tuple[int, int] = (0, 0)
     sha256: str = ""
     format: str = ""
     frames: int = 1
@@ -129,26 +134,34 @@ MOST_IMAGE = 1 << 29
 _in_flight = _InFlight(PIXELS_IN_FLIGHT)
 
 
-def look_all(paths: Sequence[Path], section: settings.Dataset, measure: Measure | None = None) -> Iterator[Looked]:
+def look_all(
+    paths: Sequence[Path],
+    section: settings.Dataset,
+    measure: Measure | None = None,
+    edits: Mapping[Path, ImageEdit] | None = None,
+) -> Iterator[Looked]:
     """Decode files, several at a time, and yield what each is, in order. The arguments are those of `_look`."""
+    of_path = edits or {}
     with _no_bomb_check(), python_warnings.catch_warnings():
         # Pillow warns about odd metadata; what matters is reported here.
         python_warnings.simplefilter("ignore")
         # Decoding releases the GIL, and map keeps the order. Few at a time: each holds a whole image in memory.
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            yield from pool.map(lambda path: _look(path, section, measure), paths)
+            yield from pool.map(lambda path: _look(path, section, measure, of_path.get(path, NOTHING)), paths)
 
 
-def _look(path: Path, section: settings.Dataset, measure: Measure | None = None) -> Looked:
+def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
     """Decode one file completely (a truncated file is noticed only then) and hash its bytes.
 
     Args:
         path: the file.
         section: max_pixels, background and frames are read.
-        measure: called with the image as stored and as upright RGB; the result becomes `measured`.
+        measure: called with the image as stored (upright if it is edited) and as upright RGB, both edited; the result
+            becomes `measured`.
+        edit: how the image is turned and cropped.
     """
     if path.suffix.lower() in clips.VIDEOS:
-        return _look_at_video(path, section, measure)
+        return _look_at_video(path, section, measure, edit)
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -166,25 +179,29 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None = None)
             # A file of few pixels may still be large, and its bytes are in memory too.
             with _in_flight.hold(width * height + size // 16):
                 file.seek(0)
-                return _look_at_image(rest_of(file, MOST_IMAGE), section, measure)
+                return _look_at_image(rest_of(file, MOST_IMAGE), section, measure, edit)
     except OSError as error:
         return Looked(Message("cannot be read: {why}", why=reason(error)))
 
 
-def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None) -> Looked:
+def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
     """Decode an image, as `_look` does, from the bytes of a file whose size in pixels was accepted."""
     try:
         with _opened(io.BytesIO(raw)) as image:
             # Phones write JPEGs with a second image inside (MPO): a preview or depth map, not an animation.
             frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
             format = "JPEG" if image.format == "MPO" else image.format or ""
-            rgb, converted, problem = _upright_rgb(image, section.background)
-            measured = measure(image, rgb) if measure else None
+            image.load()
+            upright = ImageOps.exif_transpose(image) if edit else image
+            edited = edit.apply(upright)
+            rgb, converted, problem = _upright_rgb(edited, section.background)
+            whole = upright.size if edit else rgb.size
+            measured = measure(edited, rgb) if measure else None
             timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
         return Looked(str(error))
-    sha256 = hashlib.sha256(raw).hexdigest()
-    return Looked("", *rgb.size, sha256, format, frames, converted, problem, measured, timeline)
+    sha256 = edit.identify(hashlib.sha256(raw).hexdigest())
+    return Looked("", *rgb.size, whole, sha256, format, frames, converted, problem, measured, timeline)
 
 
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
@@ -201,7 +218,7 @@ def _beginning(raw: bytes) -> str:
     return Message("is not a readable image (its first bytes are {bytes})", bytes=raw[:8].hex(" "))
 
 
-def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None) -> Looked:
+def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
     try:
         with open_regular(path) as file:
             timeline, first = clips.look(path, section.max_pixels)
@@ -212,37 +229,42 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
         return Looked(clips.too_large(*error.size, section.max_pixels))
     except clips.ClipError as error:
         return Looked(str(error))
-    measured = measure(first, first) if measure else None
-    return Looked("", *first.size, sha256, "", len(timeline.starts), measured=measured, timeline=timeline)
+    edited = edit.apply(first)
+    measured = measure(edited, edited) if measure else None
+    identity, frames = edit.identify(sha256), len(timeline.starts)
+    return Looked("", *edited.size, first.size, identity, frames=frames, measured=measured, timeline=timeline)
 
 
-def open_image(source: str | Path | BinaryIO, background: str = "#ffffff") -> Image.Image:
+def open_image(source: str | Path | BinaryIO, background: str = "#ffffff", edit: ImageEdit = NOTHING) -> Image.Image:
     """Decode an image file into upright RGB (the first frame if it has several).
 
     Args:
         source: a path or a binary file object.
         background: colour under transparent pixels, "#rrggbb".
+        edit: how the upright image is turned and cropped.
 
     Raises:
         ImageError: not an image of a supported format, damaged, or with values that have no agreed meaning.
     """
     with _no_bomb_check(), _opened(source) as image:
-        return _upright_rgb(image, background).rgb
+        image.load()
+        return _upright_rgb(edit.apply(ImageOps.exif_transpose(image)) if edit else image, background).rgb
 
 
-def open_mask(source: str | Path | BinaryIO, alpha: bool = False) -> Image.Image:
+def open_mask(source: str | Path | BinaryIO, alpha: bool = False, edit: ImageEdit = NOTHING) -> Image.Image:
     """Decode a mask into upright greys (mode L): 255 is trained in full, 0 is outside the mask.
 
     Args:
         source: as in `open_image`.
         alpha: take the transparency as the mask instead of the visible pixels.
+        edit: of the image that it is the mask of.
 
     Raises:
         ImageError: as in `open_image`.
     """
     with _no_bomb_check(), _opened(source) as image:
         image.load()
-        return _mask_in(ImageOps.exif_transpose(image), alpha)
+        return _mask_in(edit.apply(ImageOps.exif_transpose(image)), alpha)
 
 
 def opacity_of(image: Image.Image, rgb: Image.Image) -> Light | None:

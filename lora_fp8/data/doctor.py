@@ -34,6 +34,7 @@ from . import buckets, caption_operations, caption_text, captions, clips, decodi
 from .caption_style import find_sentences_used_as_tags, shorten
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
+from .image_edits import ImageEdit
 from .measurements import Facts, Memory, measure_pixels
 
 SAME_BITS = 10
@@ -108,8 +109,8 @@ def examine(
         UserError: the bucket numbers contradict each other, or `remember` cannot be written.
     """
     findings = Findings()
-    images, names = _list_images(section, findings)
-    memory = Memory(remember, section)
+    images, names, edits = _list_images(section, findings)
+    memory = Memory(remember, section, edits)
     facts = memory.facts("pictures", [path for _, _, path, _ in images], measure_pixels, progress)
     masks = _look_at_masks(section, target.unmasked_weight, images, facts, memory, findings)
     own = _own_names(images, names)
@@ -146,8 +147,8 @@ def examine(
     )
 
 
-def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[Any], list[str]]:
-    """Return the entries of `images.list_folder` for all folders, and the name of each in the dataset."""
+def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[Any], list[str], dict[Path, ImageEdit]]:
+    """Return the entries of `images.list_folder` for all folders, the name of each in the dataset, and all edits."""
     report = ScanReport()
     image_files.warn_of_nested(section, report)
     images = [
@@ -159,7 +160,7 @@ def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[An
     names = [path.relative_to(root).as_posix() for _, root, path, _ in images]
     if len(section.folders) > 1:
         names = [f"{index}/{name}" for (index, *_), name in zip(images, names, strict=True)]
-    return images, names
+    return images, names, report.edits
 
 
 def _own_names(images: list[Any], names: list[str]) -> set[str]:
@@ -239,11 +240,9 @@ def _look_at_masks(
     findings: Findings,
 ) -> list[Mask | None]:
     """Find the mask of each image, and report problems with masks exactly as training does."""
-    report = ScanReport()
+    report = ScanReport(edits=memory.edits)
     seen = [
-        None
-        if fact.error
-        else mask_files.Seen((fact.width, fact.height), fact.sha256, _is_clip(fact, section), fact.opacity)
+        None if fact.error else mask_files.Seen(fact.whole, fact.sha256, _is_clip(fact, section), fact.opacity)
         for fact in facts
     ]
     masks = mask_files.find_masks(section, unmasked_weight, images, seen, report, memory.masks)

@@ -8,17 +8,21 @@ from fractions import Fraction
 from pathlib import Path
 
 from ..errors import Message, UserErrors
-from .decoding import Box
+from .image_edits import NOTHING, Box, ImageEdit
 
 
 @dataclass(frozen=True)
 class Control:
-    """One control image: pixels of the upright image, and the SHA-256 of the file's bytes."""
+    """One control image: pixels of the upright image, edited as the image that it belongs to; its identity.
+
+    `width`, `height` and `sha256` are as in `decoding.Looked`.
+    """
 
     path: Path
     width: int
     height: int
     sha256: str
+    edit: ImageEdit = NOTHING
 
 
 @dataclass(frozen=True)
@@ -27,15 +31,17 @@ class Mask:
 
     Attributes:
         path: the mask file, or the image itself if `alpha`.
-        sha256: of that file's bytes.
+        sha256: identity of the mask, as in `decoding.Looked`.
         alpha: the mask is the image's own transparency, not the grey values of a file.
         white: box around everything that is not black, as in `Light`.
+        edit: of its image; the mask is turned and cropped along.
     """
 
     path: Path
     sha256: str
     alpha: bool = False
     white: Box | None = None
+    edit: ImageEdit = NOTHING
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,14 @@ class Example:
         folder_index: which of `[[dataset.folders]]`, from 0.
         relative: path inside that folder, with forward slashes.
         repeats: how often it is trained in an epoch.
-        width, height: pixels of the upright image.
-        image_sha256: of the file's bytes.
+        width, height: pixels of the upright image, turned and cropped by its edit.
+        image_sha256: identity of the image, as in `decoding.Looked`.
         controls: its control images, in order.
         frames: for a clip, the numbers of the file's frames that it consists of, in order; () for an image.
         begins: second of the file at which the first of these frames is shown; None if unknown, or if another frame
             has the same time.
         mask: which part of it is trained; None means all of it.
+        edit: how the image is turned and cropped.
     """
 
     path: Path
@@ -69,6 +76,7 @@ class Example:
     frames: tuple[int, ...] = ()
     begins: Fraction | None = None
     mask: Mask | None = None
+    edit: ImageEdit = NOTHING
 
     @property
     def file_uid(self) -> str:
@@ -86,7 +94,7 @@ class ScanReport:
     """The result of a scan.
 
     `counts` has images, triggered, no_caption, skipped, upscaled, copies, controls, converted (to sRGB), clips (files),
-    clip_frames (at the frame rate of training) and masked (images).
+    clip_frames (at the frame rate of training), masked (images), excluded and edited (images, by the folder's edits).
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -95,6 +103,8 @@ class ScanReport:
     uncaptioned: list[tuple[Path, Message]] = field(default_factory=list)
     """images without a caption, each with its message, which `images.scan` sums up in one problem"""
     counts: Counter[str] = field(default_factory=Counter)
+    edits: dict[Path, ImageEdit] = field(default_factory=dict)
+    """edit of each listed image"""
 
     def require(self) -> list[Example]:
         """Return the examples; raise `errors.UserErrors` with all problems if there are any."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import settings
 from ..common.text import is_utf8
-from ..errors import Joined, Message, Template, about, missing_folder, reason
-from . import clips
+from ..errors import Joined, Message, Template, UserError, UserErrors, about, missing_folder, reason
+from . import clips, image_edits
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS
 from .examples import ScanReport
@@ -181,7 +181,56 @@ def list_folder(
             )
         )
     _report_others(listing, section, clip_rate, report)
+    _take_edits(listing, report)
     return [(index, root, path, caption) for path, caption in listing.images]
+
+
+def _take_edits(listing: _Listing, report: ScanReport) -> None:
+    """Leave out the images that the folder's edits exclude, and note how the others are turned and cropped."""
+    root = listing.root
+    edits: dict[str, image_edits.ImageEdit] = {}
+    try:
+        edits = image_edits.read(root)
+    except UserErrors as error:
+        report.problems += [Message("{path}: {line}", path=error.where, line=line) for line in error.problems]
+    except UserError as error:
+        report.problems.append(str(error))
+    names = {path: path.relative_to(root).as_posix() for path, _ in listing.images}
+    if strange := sorted(set(edits) - set(names.values())):
+        report.warnings.append(
+            Message(
+                "{path} names {count} image(s) that are not in the folder: {names}",
+                path=root / image_edits.FILE,
+                count=len(strange),
+                names=list_names(strange),
+            )
+        )
+    kept = [(path, caption) for path, caption in listing.images if not _edit_of(edits, names[path]).exclude]
+    report.counts["excluded"] += len(names) - len(kept)
+    for path, _ in kept:
+        edit = _edit_of(edits, names[path])
+        if report.edits.setdefault(path, edit) != edit:
+            report.problems.append(
+                Message(
+                    "{path} is turned or cropped in two ways, by the edits of two folders in each other; keep one",
+                    path=path,
+                )
+            )
+        report.counts["edited"] += bool(edit)
+    if listing.images and not kept:
+        report.problems.append(
+            Message(
+                "folder {path} has no images left: {count} are excluded by {file}; include some again",
+                path=root,
+                count=len(listing.images),
+                file=image_edits.FILE,
+            )
+        )
+    listing.images = kept
+
+
+def _edit_of(edits: dict[str, image_edits.ImageEdit], name: str) -> image_edits.ImageEdit:
+    return edits.get(name, image_edits.NOTHING)
 
 
 def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int | None, report: ScanReport) -> None:
@@ -312,6 +361,27 @@ def list_beside(
         )
         return None
     return files
+
+
+def edits_along(beside: Mapping[Path, Iterable[Path]], report: ScanReport) -> dict[Path, image_edits.ImageEdit]:
+    """Return the edit of each mask or control image: that of the image that it belongs to.
+
+    Args:
+        beside: the masks or control images of each image.
+        report: has the images' edits, and takes the problem of one that belongs to images with different edits.
+    """
+    edits: dict[Path, image_edits.ImageEdit] = {}
+    for image, paths in beside.items():
+        for path in paths:
+            if edits.setdefault(path, report.edits[image]) != report.edits[image]:
+                report.problems.append(
+                    Message(
+                        "{path} belongs to several images, which are turned or cropped in different ways; give each "
+                        "one of its own",
+                        path=path,
+                    )
+                )
+    return edits
 
 
 def masked_stem(mask: str, name: str) -> str:

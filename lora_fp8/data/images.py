@@ -75,7 +75,8 @@ def scan(
     for index in range(len(section.folders)):
         entries += list_folder(index, section, report, clip_rate)
     transparent = any(folder.mask == "alpha" for folder in section.folders)
-    looks = list(look_all([path for _, _, path, _ in entries], section, opacity_of if transparent else None))
+    paths = [path for _, _, path, _ in entries]
+    looks = list(look_all(paths, section, opacity_of if transparent else None, report.edits))
     controls = find_controls(section, entries, num_controls, report)
     masks = find_masks(section, unmasked_weight, entries, [from_look(look) for look in looks], report)
     notes: dict[str, list[str]] = defaultdict(list)
@@ -106,6 +107,7 @@ def scan(
                 frames=frames,
                 begins=look.timeline.only_at(frames[0]) if frames and look.timeline else None,
                 mask=mask,
+                edit=report.edits[path],
             )
             for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
@@ -114,6 +116,12 @@ def scan(
     _sum_up(report, notes, section)
     if previews is not None:
         report.problems += preview_controls(previews, section, num_controls)[1]
+    _sum_up_skipped(report)
+    return report
+
+
+def _sum_up_skipped(report: ScanReport) -> None:
+    """Warn of the images that are skipped for having no caption."""
     if skipped := report.counts["skipped"]:
         report.warnings.append(
             Message("{count} image(s) left out for having no caption (missing_caption = 'skip')", count=skipped)
@@ -122,7 +130,6 @@ def scan(
             report.problems.append(
                 Message("dataset: every image was left out for having no caption (missing_caption = 'skip')")
             )
-    return report
 
 
 def _sum_up(report: ScanReport, notes: dict[str, list[str]], section: settings.Dataset) -> None:
@@ -327,6 +334,8 @@ COUNTED = {
     "converted": Template("{count} images converted from their colour profile to sRGB"),
     "controls": Template("{count} control pictures"),
     "masked": Template("{count} images with a mask"),
+    "excluded": Template("{count} images excluded from training"),
+    "edited": Template("{count} images turned or cropped"),
     "clips": Template("{count} clips: {lines}, {used} of {frames} frames at dataset.fps"),
     "triggered": Template("{count} captions had the trigger word put in front"),
     "no_caption": Template("{count} images without a caption have the trigger word as theirs"),

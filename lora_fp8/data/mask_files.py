@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from ..errors import Message
 from .buckets import Placed, same_shape
 from .decoding import BLACK, Light, Looked, light_of, look_all
 from .examples import Mask, ScanReport
-from .image_files import MASKS, list_beside, masked_stem, walk
+from .image_edits import ImageEdit
+from .image_files import MASKS, edits_along, list_beside, masked_stem, walk
 from .scan_notes import list_names, to_warnings
 
 
@@ -36,8 +37,8 @@ class Seen:
     """The properties of an image that its mask is checked against.
 
     Attributes:
-        size: width and height of the upright image.
-        sha256: of the file's bytes.
+        size: width and height of the upright image, before it is edited.
+        sha256: its identity, as in `decoding.Looked`.
         clip: the file is a clip.
         opacity: range of its opacity; None if it has no transparency, or if transparency was not asked for.
     """
@@ -52,12 +53,15 @@ def from_look(look: Looked) -> Seen | None:
     """Return what is known of an image that was decoded; None if it could not be."""
     if look.error:
         return None
-    return Seen((look.width, look.height), look.sha256, look.timeline is not None, look.measured)
+    return Seen(look.whole, look.sha256, look.timeline is not None, look.measured)
 
 
-def look_at_masks(paths: Sequence[Path], section: settings.Dataset) -> list[Looked]:
-    """Decode the masks; `measured` of each is a `Light`."""
-    return list(look_all(paths, section, light_of))
+LookAtMasks = Callable[[Sequence[Path], settings.Dataset, Mapping[Path, ImageEdit]], Sequence[Looked]]
+
+
+def look_at_masks(paths: Sequence[Path], section: settings.Dataset, edits: Mapping[Path, ImageEdit]) -> list[Looked]:
+    """Decode the masks, each with the edit of its image; `measured` of each is a `Light`."""
+    return list(look_all(paths, section, light_of, edits))
 
 
 def find_masks(
@@ -66,7 +70,7 @@ def find_masks(
     entries: Sequence[tuple[int, Path, Path, Path | None]],
     seen: Sequence[Seen | None],
     report: ScanReport,
-    look: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]] = look_at_masks,
+    look: LookAtMasks = look_at_masks,
 ) -> list[Mask | None]:
     """Find the mask of each image; problems and warnings are added to the report.
 
@@ -75,7 +79,7 @@ def find_masks(
         unmasked_weight: as in `scan`.
         entries: from `list_folder`, folder by folder.
         seen: properties of each found image; None for one that cannot be used.
-        report: takes the problems and warnings.
+        report: takes the problems and warnings; has the images' edits.
         look: decodes the mask files.
 
     Returns:
@@ -134,7 +138,7 @@ def _masks_by_opacity(
         if seen.opacity is None or seen.opacity.least == 255:
             notes["unmasked"].append(str(path))
             continue
-        answers[-1] = Mask(path, seen.sha256, alpha=True, white=seen.opacity.white)
+        answers[-1] = Mask(path, seen.sha256, alpha=True, white=seen.opacity.white, edit=report.edits[path])
         if seen.opacity.most <= BLACK:
             notes["black"].append(str(path))
     return answers
@@ -146,7 +150,7 @@ def _masks_by_file(
     index: int,
     notes: dict[str, list[str]],
     report: ScanReport,
-    look_at: Callable[[Sequence[Path], settings.Dataset], Sequence[Looked]],
+    look_at: LookAtMasks,
 ) -> list[Mask | None]:
     folder = section.folders[index]
     if folder.mask_folder:
@@ -156,8 +160,9 @@ def _masks_by_file(
     if files is None:
         return [None] * len(images)
     stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
-    used = sorted({path for stem in stems for path in files.get(stem, [])})
-    looks = dict(zip(used, look_at(used, section), strict=True))
+    edits = edits_along({path: files.get(stem, []) for stem, (_, path, _) in zip(stems, images, strict=True)}, report)
+    used = sorted(edits)
+    looks = dict(zip(used, look_at(used, section, edits), strict=True))
     report.problems += [
         Message("mask {path} cannot be used: {line}", path=path, line=look.error)
         for path, look in looks.items()
@@ -175,18 +180,18 @@ def _masks_by_file(
                 Message("{path} has several candidates for its mask, {names}; keep one of them", path=path, names=names)
             )
         elif seen is not None and not (look := looks[candidates[0]]).error:
-            if not same_shape(seen.size, (look.width, look.height)):
+            if not same_shape(seen.size, look.whole):
                 report.problems.append(
                     Message(
                         "mask {path} has {size} pixels, another shape than its image's {other}; draw it on the image",
                         path=candidates[0],
-                        size=f"{look.width} x {look.height}",
+                        size=f"{look.whole[0]} x {look.whole[1]}",
                         other=f"{seen.size[0]} x {seen.size[1]}",
                     )
                 )
             if look.measured.most <= BLACK:
                 notes["black"].append(str(path))
-            answers[-1] = Mask(candidates[0], look.sha256, white=look.measured.white)
+            answers[-1] = Mask(candidates[0], look.sha256, white=look.measured.white, edit=edits[candidates[0]])
     notes["strange"] += sorted(str(path) for members in files.values() for path in members if path not in looks)
     return answers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from ..common.messages import add_translations, restore
 from ..common.writing import atomic_write
 from ..errors import cannot_write
 from . import decoding
+from .image_edits import NOTHING, ImageEdit
 
-FACTS_VERSION = 5
+FACTS_VERSION = 6
 """Increase it when `measure_pixels` or `decoding.light_of` changes: facts of other versions are measured again."""
 
 
@@ -41,6 +42,7 @@ class Facts:
     error: str = ""
     width: int = 0
     height: int = 0
+    whole: tuple[int, int] = (0, 0)
     sha256: str = ""
     format: str = ""
     frames: int = 1
@@ -81,7 +83,7 @@ def measure_pixels(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
 def _facts(looked: decoding.Looked) -> Facts:
     if looked.error:
         return Facts(error=looked.error)
-    known = {name: getattr(looked, name) for name in ("width", "height", "sha256", "format", "frames")}
+    known = {name: getattr(looked, name) for name in ("width", "height", "whole", "sha256", "format", "frames")}
     timeline = looked.timeline
     seconds = "" if timeline is None else str(timeline.end - timeline.starts[0])
     return Facts(**known, profile_problem=looked.profile_problem, seconds=seconds, **looked.measured)
@@ -105,10 +107,11 @@ class Memory:
     Args:
         file: where the facts are kept between runs; None keeps nothing.
         section: max_pixels, background and frames are read.
+        edits: how the images are turned and cropped.
     """
 
-    def __init__(self, file: Path | None, section: settings.Dataset) -> None:
-        self.file, self.section = file, section
+    def __init__(self, file: Path | None, section: settings.Dataset, edits: dict[Path, ImageEdit]) -> None:
+        self.file, self.section, self.edits = file, section, edits
         self.kept: dict[str, Any] = {"version": FACTS_VERSION, "limits": [section.max_pixels, bool(section.frames)]}
         if file is not None:
             # A file that is missing, damaged or something else remembers nothing: all is measured again.
@@ -122,6 +125,7 @@ class Memory:
         paths: Sequence[Path],
         measure: Callable[[Image.Image, Image.Image], Any],
         progress: Callable[[int, int], None] | None = None,
+        edits: Mapping[Path, ImageEdit] | None = None,
     ) -> list[Facts]:
         """Return the facts of all files of one kind, in order; measure those that are not remembered.
 
@@ -130,13 +134,15 @@ class Memory:
             paths: all files of this kind.
             measure: see `decoding.look_all`; returns the fields of `Facts` that need pixels.
             progress: called with (files done, files in all).
+            edits: of the files, if they are not the images.
         """
+        edits = self.edits if edits is None else edits
         known = self.kept.get(kind, {})
         stamps = []
         for path in paths:
             try:
                 status = path.stat()
-                stamps.append([status.st_size, status.st_mtime_ns])
+                stamps.append([status.st_size, status.st_mtime_ns, edits.get(path, NOTHING).identify("")])
             except OSError:
                 stamps.append([])
         facts: dict[int, Facts] = {}
@@ -147,7 +153,7 @@ class Memory:
                     facts[index] = _recalled(restore(entry[1]))
         missing = [index for index in range(len(paths)) if index not in facts]
         done = len(facts)
-        looks = decoding.look_all([paths[i] for i in missing], self.section, measure)
+        looks = decoding.look_all([paths[i] for i in missing], self.section, measure, edits)
         for index, looked in zip(missing, looks, strict=True):
             facts[index] = _facts(looked)
             done += 1
@@ -169,15 +175,20 @@ class Memory:
         except OSError as error:
             raise cannot_write(self.file, error) from None
 
-    def masks(self, paths: Sequence[Path], section: settings.Dataset) -> list[decoding.Looked]:
+    def masks(
+        self, paths: Sequence[Path], section: settings.Dataset, edits: Mapping[Path, ImageEdit]
+    ) -> list[decoding.Looked]:
         """Decode masks as `mask_files.look_at_masks` does, with what is remembered of them."""
-        facts = self.facts("masks", paths, lambda image, rgb: {"opacity": decoding.light_of(image, rgb)})
+        facts = self.facts("masks", paths, lambda image, rgb: {"opacity": decoding.light_of(image, rgb)}, edits=edits)
         return [
-            decoding.Looked(fact.error, fact.width, fact.height, fact.sha256, measured=fact.opacity) for fact in facts
+            decoding.Looked(fact.error, fact.width, fact.height, fact.whole, fact.sha256, measured=fact.opacity)
+            for fact in facts
         ]
 
 
 def _recalled(kept: dict[str, Any]) -> Facts:
+    width, height = kept["whole"]
+    kept = kept | {"whole": (width, height)}
     if kept["opacity"] is None:
         return Facts(**kept)
     least, most, white = kept["opacity"]

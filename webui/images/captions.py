@@ -66,7 +66,8 @@ def start_undo(ui: Ui, folder: Path, what: str) -> tasks.Task:
 
     def work(task: tasks.Task, progress: tasks.Progress) -> None:
         entry = step(folder, progress=progress)
-        task.lines.append(ui.say("dataset.redone" if entry.done else "dataset.undone", count=entry.files))
+        title = ui.translate(entry.title)
+        task.lines.append(ui.say("dataset.redone" if entry.done else "dataset.undone", title=title))
 
     return tasks.start(folder, work, ui.language)
 
