@@ -128,8 +128,7 @@ class Problems:
 
     def label(self, key: str, line: str) -> str:
         """Put the setting's name before a problem, for a list of several."""
-        label = self.title(key)
-        return f"{label} ({key}): {line}" if self.ui.language == "en" else f"{label}（{key}）：{line}"
+        return f"{self.title(key)}{': ' if self.ui.language == 'en' else '：'}{line}"
 
     def title(self, key: str) -> str:
         """Return a setting's name in the page's language."""
