@@ -40,7 +40,7 @@ RANK = 32
 OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FRACTIONS = (1.0, 0.75, 0.5)
 """Training resolutions, as fractions of the family's own."""
-CLIPS = (17, 49, 81)
+CLIPS = (9, 17, 49, 81)
 """Numbers of frames of clips; what lies between them lies on a line (`recipes.Sizes.of_clips`)."""
 LARGEST_CARD = 80 * 2**30
 PLAIN = {"memory.gradient_checkpointing": False, "preview.prompts": [], "preview.controls": []}

@@ -13,7 +13,7 @@ from editing import encode, load_encoders
 
 from lora_fp8 import adapters, config, demo, families, precision, train
 from lora_fp8.families.base import ModelFamily
-from lora_fp8.plan import estimate
+from lora_fp8.plan import dry_run, estimate
 from lora_fp8.plan import plan as planning
 from lora_fp8.precision import dtypes
 from lora_fp8.run import Run
@@ -231,3 +231,13 @@ def test_text_encoders_that_are_trained_stay(tiny: Callable[[str], Path], pictur
     held = sum(p.nbytes for name in ("text_encoder", "text_encoder_2") for p in
                getattr(family.text_pipeline, name).parameters())  # fmt: skip
     assert trained.base_bytes - without.base_bytes == pytest.approx(held, rel=0.02)
+
+
+def test_a_mask_of_each_pair_of_positions_is_counted_and_not_made() -> None:
+    """As HunyuanVideo's VAE makes it: for a clip at full resolution it would fill the memory of the machine."""
+    length = 2**14
+    with dry_run.on_meta(), dry_run.Tally() as tally:
+        earlier, later = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
+        mask = torch.where(earlier <= later, 0.0, float("-inf"))
+    assert mask.is_meta and mask.shape == (length, length)
+    assert tally.most == pytest.approx(length**2 * (1 + 4), rel=0.01), "a bool and a float for each pair"

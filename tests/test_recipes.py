@@ -196,7 +196,8 @@ def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptur
             slower.append((bool(fit.problem), -side, memory.offload, memory.gradient_checkpointing))
             peaks += [fit.peak] if fit.peak else []
             assert fit.problem or (fit.peak and fit.peak <= fit.usable)
-            assert frames > 17 or not fit.problem
+            # HunyuanVideo's VAE masks each pair of positions: `new` proposes 9 frames for small cards.
+            assert frames > 17 or not fit.problem or (family == "hunyuan_video" and card <= 12)
             assert not fit.problem or f"clips of {frames} frames" in fit.problem
         assert slower == sorted(slower), card
     assert not caplog.records
@@ -291,6 +292,10 @@ def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -
     assert {value.key: value_of(job, value.key) for value in fit.values if not value.drawn} == {
         value.key: value.value for value in fit.values if not value.drawn
     }
+    for card, frames in {8: [5], 12: [9], 16: [17]}.items():
+        small = {value.key: value for value in dataset_recipe.values("object", "hunyuan_video", pictures, card=card)}
+        assert small["dataset.frames"].value == frames, card
+        assert (f"as 17 do not fit a GPU of {card} GB" in small["dataset.frames"].why) == (frames != [17])
     described = "\n".join(short_config.describe(wishes, pictures))
     assert f"on 24 GB, with clips of 17 frames: {recipes.gib(fit.peak or 0)} GiB at most" in described
     for wrong in (tmp_path / "none", tmp_path / "img" / "2_other" / "0.PNG"):

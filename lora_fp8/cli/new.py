@@ -96,7 +96,7 @@ def recipes(
     chosen = []
     if images:
         _, pictures = _look_at(wishes, images, None, "")
-        chosen = dataset_recipe.values(wishes.goal, family, pictures)
+        chosen = dataset_recipe.values(wishes.goal, family, pictures, card=wishes.card)
     frames = rules.longest_clip(next((value.value for value in chosen if value.key == "dataset.frames"), []))
     recipe = rules.make(wishes.goal, family, wishes.card, frames=frames)
     values = {value.key: value for value in (*recipe.values, *chosen)}

@@ -18,7 +18,7 @@ from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import walk
 from ..errors import Message, UserError, missing_folder, reason
-from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value
+from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card
 
 TIMES = {"character": 80, "style": 40, "concept": 50, "object": 80, "edit": 60}
 """How often each image is trained."""
@@ -30,6 +30,8 @@ HELD_OUT_FROM, HELD_OUT, MOST_HELD_OUT = 15, 0.1, 8
 """From so many images on, this share is held out, and at most so many: five noise levels each take time."""
 PREVIEWS, MEASUREMENTS = 5, 10
 """How often previews are drawn and the held-out loss is measured, beside the start."""
+CLIP_STEPS = (16, 8, 4)
+"""Frames of a clip after its first: the usual number, and fewer for cards that are too small for it."""
 MOST_READ = 500
 """Captions that are read to tell tags from sentences."""
 REPEATS = re.compile(r"([1-9]\d{0,2})_")
@@ -118,8 +120,16 @@ def _read(file: Path) -> str:
         return ""
 
 
-def values(goal: str, family: str, pictures: Pictures, trigger: str = "") -> list[Value]:
-    """Return what the images ask for: steps, validation, shuffling, and what to do without captions."""
+def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: int = 0) -> list[Value]:
+    """Return what the images ask for: steps, validation, shuffling, frames, and what to do without captions.
+
+    Args:
+        goal: one of `recipes.GOALS`.
+        family: a known family.
+        pictures: what is in the image folders.
+        trigger: the trigger word, or "".
+        card: GB of GPU memory, one of `recipes.CARDS`, for the number of frames; 0 is any.
+    """
     held_out = count_held_out(pictures.files)
     length = _steps_value(goal, pictures, held_out)
     chosen = [length]
@@ -133,14 +143,30 @@ def values(goal: str, family: str, pictures: Pictures, trigger: str = "") -> lis
         chosen += [Value("validation.pictures", held_out, why)]
         chosen += [Value("validation.every", every, Message("About ten measurements."))]
     chosen += _caption_values(family, pictures, trigger)
-    step, _ = families.get(family).clips
-    if pictures.videos and step:
-        why = Message(
-            "{count} videos are trained as clips of this many frames. More frames take more memory.",
-            count=pictures.videos,
-        )
-        chosen.append(Value("dataset.frames", [1 + 16 // step * step], why))
+    if pictures.videos and any(families.get(family).clips):
+        chosen.append(_frames_value(family, pictures.videos, card))
     return chosen
+
+
+def _frames_value(family: str, videos: int, card: int) -> Value:
+    """Choose the usual length of clips, or a shorter one if only that fits the card."""
+    step, _ = families.get(family).clips
+    lengths = [1 + most // step * step for most in CLIP_STEPS if most >= step]
+    usual = lengths[0]
+    fitting = (frames for frames in lengths if not card or not fit_card(family, card, frames).problem)
+    frames = next(fitting, usual)
+    if frames == usual:
+        why = Message(
+            "{count} videos are trained as clips of this many frames. More frames take more memory.", count=videos
+        )
+    else:
+        why = Message(
+            "{count} videos are trained as clips of this many frames, as {frames} do not fit a GPU of {gb} GB.",
+            count=videos,
+            frames=usual,
+            gb=card,
+        )
+    return Value("dataset.frames", [frames], why)
 
 
 def count_held_out(files: int) -> int:

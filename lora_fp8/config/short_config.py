@@ -112,7 +112,7 @@ def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
         ),
         Value("dataset.trigger", wishes.trigger, _explain_trigger(wishes)),
     ]
-    chosen = dataset_recipe.values(wishes.goal, wishes.family, pictures, wishes.trigger)
+    chosen = dataset_recipe.values(wishes.goal, wishes.family, pictures, wishes.trigger, wishes.card)
     if wishes.base == "demo":
         why = Message("As `lora-fp8 demo` trains it, in minutes on a CPU.")
         chosen = [Value("train.steps", 1000, why), *(value for value in chosen if value.key != "train.steps")]

@@ -6,7 +6,7 @@
     tally.most      largest number of bytes alive at one time, of those allocated inside
     tally.flops
 
-Values that decide shapes (masks, lengths, positions) stay on the CPU as small real tensors, so that a model can read
+Values that decide shapes (lengths, positions, short masks) stay on the CPU as real tensors, so that a model can read
 them. Everything else is on the meta device. If activations decide what is computed (a router of experts), the step
 cannot be estimated: `Undecided`.
 """
@@ -29,6 +29,8 @@ from ..errors import Message
 META = torch.device("meta")
 SMALL = 2**16
 """Most elements of a new floating tensor that stays real: frequencies, timesteps, lengths."""
+MOST_REAL = 2**26
+"""Most elements of a tensor that stays real. A mask of each pair of a clip's tokens has billions."""
 E4M3 = torch.float8_e4m3fn
 
 
@@ -83,7 +85,7 @@ def _run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         Undecided: the result depends on values that are not computed.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    meta = any(tensor.is_meta for tensor in tensors)
+    meta = any(tensor.is_meta or tensor.numel() > MOST_REAL for tensor in tensors)
     device = kwargs.get("device")
     to_meta = device is not None and torch.device(device).type == "meta"
     if not meta:
