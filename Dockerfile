@@ -37,5 +37,5 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 7860
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s \
-    CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7860/login', timeout=8)"
+    CMD python -c "import urllib.request; urllib.request.urlopen('http://127.0.0.1:7860/en/login', timeout=8)"
 ENTRYPOINT ["tini", "--", "/opt/lora_fp8/scripts/container.sh"]

@@ -352,6 +352,12 @@ def test_without_the_password_only_the_login_page_answers(locked: Served) -> Non
             assert b"lora" not in answer.body.lower()
 
 
+def test_the_health_check_of_a_container_is_answered_without_the_password(locked: Served) -> None:
+    dockerfile = (Path(__file__).resolve().parent.parent / "Dockerfile").read_text(encoding="utf-8")
+    (path,) = re.findall(r"http://127\.0\.0\.1:7860(/[^']*)", dockerfile)
+    assert locked.ask("GET", path).status == 200
+
+
 def test_a_browser_without_the_password_is_led_to_the_form_and_back(locked: Served) -> None:
     html = {"accept": "text/html,*/*"}
     answer = locked.ask("GET", "/zh-CN/run?run=a%20b", **html)
