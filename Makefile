@@ -34,7 +34,7 @@ fuzz: .venv/installed
 
 torture: .venv/installed fuzz
 	@echo "== torture: a fault at every file-changing call, 2,000 disks after a power loss of each kind, 2,000 kills"
-	TORTURE=1 KILLS=2000 $(BIN)/python -m pytest -n 2 --timeout 14400 tests/crash
+	TORTURE=1 KILLS=2000 $(BIN)/python -m pytest -n 2 --timeout 14400 tests/crash tests/test_captions_crash.py
 
 container:
 	$(PYTHON) scripts/try_container.py build/container
