@@ -18,7 +18,7 @@ from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import walk
 from ..errors import Message, UserError, missing_folder, reason
-from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card
+from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card, has_dropout
 
 TIMES = {"character": 80, "style": 40, "concept": 50, "object": 80, "edit": 60}
 """How often each image is trained."""
@@ -144,16 +144,17 @@ def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: 
         chosen += [Value("validation.every", every, Message("About ten measurements."))]
     chosen += _caption_values(family, pictures, trigger)
     if pictures.videos and any(families.get(family).clips):
-        chosen.append(_frames_value(family, pictures.videos, card))
+        chosen.append(_frames_value(goal, family, pictures.videos, card))
     return chosen
 
 
-def _frames_value(family: str, videos: int, card: int) -> Value:
+def _frames_value(goal: str, family: str, videos: int, card: int) -> Value:
     """Choose the usual length of clips, or a shorter one if only that fits the card."""
     step, _ = families.get(family).clips
     lengths = [1 + most // step * step for most in CLIP_STEPS if most >= step]
     usual = lengths[0]
-    fitting = (frames for frames in lengths if not card or not fit_card(family, card, frames).problem)
+    dropout = has_dropout(goal)
+    fitting = (frames for frames in lengths if not card or not fit_card(family, card, frames, dropout).problem)
     frames = next(fitting, usual)
     if frames == usual:
         why = Message(

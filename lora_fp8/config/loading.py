@@ -15,6 +15,7 @@ import copy
 import logging
 import re
 import tomllib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
     layers = [*presets.values(), given]
     family = _family_of(layers, assignments)
+    _fill_recipes(presets.items(), family, layers, assignments)
     for name, preset in presets.items():
-        _fill_recipe(preset, name, family, layers, assignments)
         _lay_kinds(preset, family, name, problems)
         _read_tables(preset, f"preset {name}")
         _merge(data, preset)
@@ -143,8 +144,8 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
     ]
     tables = [*(preset for _, preset in presets), given]
     family = _family_of(tables, [])
+    _fill_recipes(presets, family, tables, [])
     for name, preset in presets:
-        _fill_recipe(preset, name, family, tables, [])
         _lay_kinds(preset, family, name, unread)
         _read_tables(preset)
     _read_tables(given)
@@ -334,19 +335,23 @@ def _family_of(layers: list[dict[str, Any]], assignments: list[tuple[list[str], 
     return named if isinstance(named, str) else ""
 
 
-def _fill_recipe(
-    preset: dict[str, Any],
-    name: str,
+def _fill_recipes(
+    presets: Iterable[tuple[str, dict[str, Any]]],
     family: str,
     layers: list[dict[str, Any]],
     assignments: list[tuple[list[str], Any]],
 ) -> None:
-    """Write the values of a goal or a card into its empty preset, in place; other presets stay as they are."""
-    draws = bool(_find_value(layers, assignments, "preview.prompts"))
-    frames = recipes.longest_clip(_find_value(layers, assignments, "dataset.frames"))
-    for value in recipes.preset(name, family, draws=draws, frames=frames) or []:
-        section, _, key = value.key.partition(".")
-        preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
+    """Write the values of goals and cards into their empty presets, in place; other presets stay as they are.
+
+    A card depends on what the goal sets, wherever it is named.
+    """
+    for name, preset in sorted(presets, key=lambda pair: pair[0] not in recipes.GOALS):
+        draws = bool(_find_value(layers, assignments, "preview.prompts"))
+        frames = recipes.longest_clip(_find_value(layers, assignments, "dataset.frames"))
+        dropout = recipes.is_dropout(_find_value(layers, assignments, "adapter.dropout"))
+        for value in recipes.preset(name, family, draws=draws, frames=frames, dropout=dropout) or []:
+            section, _, key = value.key.partition(".")
+            preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
 
 
 def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[str]) -> None:

@@ -8,7 +8,8 @@ order does not matter, and the config wins over both.
 * The rules of the cards choose the fastest settings whose estimated peak fits. The estimates are in memory.json, which
   scripts/measure_memory.py writes with the program's own estimate of each family's released model.
 * What depends on the images (length, validation, shuffling) is in dataset_recipe.py, as a config has to state it. The
-  number of frames is one of these; the cards read it, since clips take more memory than images.
+  number of frames is one of these; the cards read it, since clips take more memory than images. They also read whether
+  the adapters have dropout, which a goal may set.
 """
 
 import bisect
@@ -261,12 +262,12 @@ def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int =
         draws: True if the job draws previews.
         frames: length of the longest clip; 1 for images.
     """
-    fit = fit_card(family, card, frames)
+    fit = fit_card(family, card, frames, has_dropout(goal))
     values = [*goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
     return Recipe(goal, family, card, values, fit)
 
 
-def preset(name: str, family: str, *, draws: bool, frames: int = 1) -> list[Value] | None:
+def preset(name: str, family: str, *, draws: bool, frames: int = 1, dropout: bool = False) -> list[Value] | None:
     """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names.
 
     Args:
@@ -274,12 +275,23 @@ def preset(name: str, family: str, *, draws: bool, frames: int = 1) -> list[Valu
         family: its name.
         draws: True if the job draws previews.
         frames: length of the longest clip; 1 for images.
+        dropout: True if the adapters have dropout.
     """
     if name in GOALS:
         return goal_values(name, family)
     if gb := card_of(name):
-        return [value for value in fit_card(family, gb, frames).values if draws or not value.drawn]
+        return [value for value in fit_card(family, gb, frames, dropout).values if draws or not value.drawn]
     return None
+
+
+def has_dropout(goal: str) -> bool:
+    """Return True if a goal sets dropout of the adapters."""
+    return any(rule.key == "adapter.dropout" and is_dropout(rule.value) for rule in GOAL_RULES[goal])
+
+
+def is_dropout(value: Any) -> bool:
+    """Return True if an `adapter.dropout`, which may not have been validated yet, is not 0."""
+    return isinstance(value, int | float) and value > 0
 
 
 def longest_clip(frames: Any) -> int:
@@ -297,6 +309,11 @@ def goal_values(goal: str, family: str) -> list[Value]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Cards
+
+
+PLAIN_DROPOUT, CHECKPOINTED_DROPOUT = 1.5, 1.25
+"""Memory of a step with dropout of the adapters, at most, relative to one without: without and with gradient
+checkpointing. Estimated: 1.42 to 1.48 and 1.10 to 1.23 for SDXL, Sana and LTX-Video, 1.20 for clips of Wan 14B."""
 
 
 @dataclass(frozen=True)
@@ -342,6 +359,11 @@ class Sizes:
         share = (frames - below) / (above - below)
         steps, encode = (_mix(estimates[below][part], estimates[above][part], share) for part in ("steps", "encode"))
         return replace(self, steps=steps, encode=encode)
+
+    def with_dropout(self) -> "Sizes":
+        """Return the estimates for adapters with dropout, which keep their inputs a second time."""
+        factors = {key: CHECKPOINTED_DROPOUT if key.endswith("checkpointed") else PLAIN_DROPOUT for key in self.steps}
+        return replace(self, steps={key: math.ceil(size * factors[key]) for key, size in self.steps.items()})
 
 
 def _mix(below: dict[str, int], above: dict[str, int], share: float) -> dict[str, int]:
@@ -395,7 +417,7 @@ def _least_text(sizes: Sizes) -> str:
 
 
 @cache
-def fit_card(family: str, gb: int, frames: int = 1) -> Fit:
+def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fit:
     """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
 
     Gradient checkpointing costs 1.4 times the time, offloading costs more, and a lower resolution costs detail, so
@@ -405,17 +427,19 @@ def fit_card(family: str, gb: int, frames: int = 1) -> Fit:
         family: its name.
         gb: one of `CARDS`.
         frames: length of the longest clip; 1 for images.
+        dropout: True if the adapters have dropout.
     """
     usable = usable_mib(gb)
-    sizes = read_sizes().get(family)
-    if sizes is None:
+    known = read_sizes().get(family)
+    if known is None:
         return Fit(_unknown_values(), None, usable)
-    sizes = sizes.of_clips(frames)
+    sizes = known.of_clips(frames)
+    sizes = sizes.with_dropout() if dropout else sizes
     choices = list(_choices(sizes))
     text = next((storage for storage, size in sizes.text.items() if size <= usable), None)
     fitting = (choice for choice in choices if _peak(sizes, choice, text or "nf4") <= usable)
     choice = next(fitting, None) if text else None
-    problem = "" if choice else _refuse(family, gb, frames, text)
+    problem = "" if choice else _refuse(sizes, family, gb, (frames, dropout), text)
     choice = choice or choices[-1]
     peak = _peak(sizes, choice, text or "nf4")
     held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
@@ -467,9 +491,10 @@ def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
     return max(held + choice.step, encode, preview)
 
 
-def _refuse(family: str, gb: int, frames: int, text: str | None) -> Message:
-    title, sizes = families.get(family).title, read_sizes()[family].of_clips(frames)
-    larger = next((other for other in CARDS if other > gb and not fit_card(family, other, frames).problem), None)
+def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool], text: str | None) -> Message:
+    """Return why a family does not fit a card; `more` are the last arguments of `fit_card`."""
+    title, frames = families.get(family).title, more[0]
+    larger = next((other for other in CARDS if other > gb and not fit_card(family, other, *more).problem), None)
     if text is None:
         why = Message("its largest text encoder takes {size} GiB even in nf4", size=gib(sizes.text["nf4"]))
     else:

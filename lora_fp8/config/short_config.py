@@ -199,7 +199,7 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
     if not wishes.card:
         return
     frames = recipes.longest_clip(values["dataset.frames"].value) if "dataset.frames" in values else 1
-    fit = recipes.fit_card(wishes.family, wishes.card, frames)
+    fit = recipes.fit_card(wishes.family, wishes.card, frames, recipes.has_dropout(wishes.goal))
     if fit.problem:
         yield fit.problem
     elif fit.peak:

@@ -88,6 +88,7 @@ class Painter:
             family if family in self.reader.families else "",
             draws=bool(values["preview.prompts"]),
             frames=recipes.longest_clip(values["dataset.frames"]),
+            dropout=recipes.is_dropout(values["adapter.dropout"]),
         )
         why = next((value.why for value in settings or [] if value.key == key), "")
         return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""

@@ -103,7 +103,11 @@ class Recipe:
         card = next((gb for name in values["preset"] if (gb := recipes.card_of(name))), 0)
         chosen = {value.key: value for value in recipes.goal_values(goal, family)}
         if card:
-            fit = recipes.fit_card(family, card, recipes.longest_clip(values["dataset.frames"]))
+            frames, dropout = (
+                recipes.longest_clip(values["dataset.frames"]),
+                recipes.is_dropout(values["adapter.dropout"]),
+            )
+            fit = recipes.fit_card(family, card, frames, dropout)
             chosen |= {value.key: value for value in fit.values if values["preview.prompts"] or not value.drawn}
             notes = [line for line in (fit.problem, fit.note) if line]
             parts += [f"<p>{escape(self.ui.translate(line))}</p>" for line in notes]
