@@ -1,7 +1,11 @@
 """The frame of every page, in a browser: languages, light and dark, a phone, the keyboard."""
 
+import json
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -11,6 +15,8 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from lora_fp8 import jobs
+from lora_fp8.jobs import procs
+from lora_fp8.run import drawings
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened
 from tests.ui.test_runs_state import Trainer
@@ -291,3 +297,55 @@ def test_the_tour_is_offered_once_goes_by_keyboard_and_is_left_at_any_time(
     page.goto(page.url.rstrip("/") + "/settings")
     page.locator("[data-tour=show]").click()
     expect(dialog).to_be_visible()
+
+
+@pytest.fixture
+def drawings_in_all_states(site: Site) -> Iterator[dict[str, str]]:
+    """State -> id of a drawing: finished without a job, and of jobs that wait, run, failed and were stopped."""
+    queue, made, ids = jobs.Queue(site.home), {}, []
+    running = subprocess.Popen(["sleep", "3600"], env={**os.environ, procs.TOKEN: "axe"})
+    for number, state in enumerate(("done", "queued", "running", "failed", "stopped"), start=700_001):
+        folder = site.home / "drawings" / str(number)
+        drawings.create(folder)
+        made[state] = folder.name
+        loras = [{"name": "cat.safetensors", "place": "/models/cat.safetensors", "step": step} for step in (10, 20)]
+        images = [(None, 0.0), (0, 0.5), (0, 1.0), (1, 0.5), (1, 1.0)] if state in ("done", "stopped") else []
+        for index, _ in enumerate(images):
+            Image.new("RGB", (64, 64), "red").save(folder / f"{index:03d}.png")
+        files = [{"file": f"{i:03d}.png", "lora": lora, "strength": at} for i, (lora, at) in enumerate(images)]
+        about = {"prompt": f"a {state} cat", "seed": 7, "width": 64, "height": 64, "steps": 4, "loras": loras}
+        progress = {"stage": "draw" if state == "running" else "", "done": 1, "total": 4, "step": 2}
+        record = {**about, **progress, "images": files, "state": "done" if state == "done" else ""}
+        (folder / drawings.RECORD).write_text(json.dumps(record), encoding="utf-8")
+        if state == "done":
+            continue
+        scheduling = jobs.Scheduling(gpus="7", max_attempts=1)  # no worker has it
+        ids.append(queue.submit_command("draw", [f"--out={folder}"], name=f"a {state} cat", scheduling=scheduling))
+        if state == "running":
+            about = procs.identify(running.pid)
+            values = {"token": "axe", "pid": about.pid, "start": about.start, "boot": procs.read_boot_id()}
+            queue.store.update(ids[-1], phase="launched", launched=time.time(), attempts=1, **values)
+        elif state != "queued":
+            said = jobs.Sentence("failure", {"message": "out of memory"})
+            said = said if state == "failed" else jobs.Sentence("command_stopped")
+            ended = {"state": state, "sentence": json.dumps(said.to_json()), "ended": time.time()}
+            queue.store.update(ids[-1], phase="ended", launched=time.time(), **ended)
+    yield made
+    running.kill()
+    running.wait()
+    for id in ids:
+        queue.store.update(id, phase="ended", state="stopped", ended=time.time())
+        queue.store.delete(id)
+    for folder in map((site.home / "drawings").joinpath, made.values()):
+        drawings.remove(folder)
+
+
+def test_try_it_is_accessible_in_all_its_states(
+    visit: Callable[..., Page], drawings_in_all_states: dict[str, str]
+) -> None:
+    page = visit("draw", language="zh-CN", dark=True)
+    for state, id in drawings_in_all_states.items():
+        page.locator(f'#drawings [data-do="open"][data-id="{id}"]').click()
+        opened = page.locator(f'#drawing [data-drawing="{id}"]')
+        expect(opened.locator(".state")).to_have_text(translations.say("zh-CN", f"state.{state}"))
+        accessible_in_both_themes(page, "zh-CN")
