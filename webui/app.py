@@ -208,13 +208,18 @@ class _HeadInserter:
 def _render_head(language: str) -> str:
     script = "".join(
         (STATIC / name).read_text(encoding="utf-8")
-        for name in ("ask.js", "head.js", "notify.js", "tour.js", "search.js")
+        for name in ("ask.js", "loading.js", "head.js", "notify.js", "tour.js", "search.js")
     )
     theirs = [texts for key, texts in translations.load_catalogue().items() if key.startswith("gradio.")]
     given = {
         "LANGUAGE": language,
         "LOST": translations.say(language, "site.lost", time="{time}"),
         "DISMISS": translations.say(language, "site.dismiss"),
+        "LOADING": {
+            "now": translations.say(language, "site.loading"),
+            "slow": translations.say(language, "site.slow"),
+            "failed": translations.say(language, "site.script", what="{what}"),
+        },
         "TOUR": tour.list_texts(language),
         "GRADIO": {} if language == "en" else {texts["en"]: texts[language] for texts in theirs},
     }

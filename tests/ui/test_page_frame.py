@@ -6,13 +6,14 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from lora_fp8 import jobs
 from lora_fp8.jobs import procs
@@ -349,3 +350,27 @@ def test_try_it_is_accessible_in_all_its_states(
         opened = page.locator(f'#drawing [data-drawing="{id}"]')
         expect(opened.locator(".state")).to_have_text(translations.say("zh-CN", f"state.{state}"))
         accessible_in_both_themes(page, "zh-CN")
+
+
+@pytest.mark.parametrize("language", translations.LANGUAGES)
+def test_a_page_that_loads_slowly_or_not_at_all_says_so_and_one_that_breaks_goes_on(
+    visit: Callable[..., Page], language: str
+) -> None:
+    say = partial(translations.say, language)
+    page = visit("tools", language=language, expect=[*LEAVING, "ERR_FAILED", "it broke"])
+    held: list[Route] = []
+    page.route("**/assets/index-*.js", lambda route: held.append(route), times=1)
+    page.reload(wait_until="commit")
+    expect(page.locator("#loading")).to_have_text(say("site.loading"))
+    for route in held:
+        route.continue_()
+    expect(page.locator(".site-header")).to_be_visible()
+    expect(page.locator("#loading")).to_have_count(0)
+    page.evaluate("document.querySelector('h1').setAttribute('onclick', 'throw new Error(`it broke`)')")
+    page.evaluate("document.querySelector('h1').click()")
+    expect(page.locator("#problem")).to_contain_text("it broke")
+    page.get_by_role("radio").nth(1).check()
+    expect(page.get_by_role("radio").nth(1)).to_be_checked()
+    page.route("**/assets/index-*.js", lambda route: route.abort())
+    page.reload(wait_until="commit")
+    expect(page.locator("#loading")).to_have_text(say("site.slow"))

@@ -1,5 +1,5 @@
 // Requests of the page to its server. Runs before Gradio's own scripts: app.py puts it at the beginning of the page, with
-// LANGUAGE, LOST and DISMISS.
+// LANGUAGE, LOST, DISMISS and the texts of the scripts that follow.
 
 // If the page's server has exited, say so in the page's language (Gradio does in English), and reload the page as soon as
 // the server answers, whatever it answers: it may ask for the password again.
