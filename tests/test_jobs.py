@@ -905,6 +905,16 @@ def test_a_process_that_has_an_earlier_workers_id_is_not_the_worker(home: Path) 
     (home / "worker.json").unlink()
 
 
+def test_a_worker_has_no_id_before_it_hears_signals(queue: Queue) -> None:
+    """Whoever told it to end would kill it, or the process that it is forked from."""
+    one = jobs.Worker(queue.home, report=lambda line: None)
+    one.take_lock()
+    assert jobs.find_worker(queue.home).pid == 0
+    one.tick()
+    assert jobs.find_worker(queue.home).pid == os.getpid()
+    one._lock.close()
+
+
 def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
     Queue(home)
     (home / "worker.toml").write_text("nonsense = 1", encoding="utf-8")

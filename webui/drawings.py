@@ -164,7 +164,7 @@ def find_source(ui: Ui, text: str) -> Path | None:
     path = ui.path(text)
     if path.is_dir() or (path.suffix.lower() == ".safetensors" and path.is_file()):
         return path
-    raise UserError(Message("{text}: no run folder and no .safetensors file", text=sanitize.shorten(text)))
+    raise UserError(Message("{text}: neither a run folder nor a .safetensors file", text=sanitize.shorten(text)))
 
 
 # -- starting a drawing

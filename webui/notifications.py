@@ -110,15 +110,12 @@ class WebhookSection:
             status = f'<p class="wrong">{escape(self.ui.translate(str(error)))}</p>'
             return [status, *[gr.update(visible=False)] * 2]
         result = webhook.read_result(self.ui.place.home)
-        lines = [self.ui.say("notify.set", host=webhook.get_host(address)) if address else self.ui.say("notify.unset")]
+        line = self.ui.say("notify.set", host=webhook.get_host(address)) if address else self.ui.say("notify.unset")
+        status = f"<p>{escape(line)}</p>"
         if address and result and result["host"] == webhook.get_host(address):
-            when, problem = run_cards.format_time(result["t"]), result["problem"]
-            lines.append(
-                self.ui.say("notify.failed", when=when, problem=self.ui.translate(problem))
-                if problem
-                else self.ui.say("notify.delivered", when=when)
-            )
-        status = "".join(f"<p>{escape(line)}</p>" for line in lines)
+            when, problem = run_cards.format_time(result["t"]), self.ui.translate(result["problem"])
+            line = self.ui.say("notify.failed" if problem else "notify.delivered", when=when, problem=problem)
+            status += f'<p class="{"wrong" if problem else "note"}">{escape(line)}</p>'
         return [status, *[gr.update(visible=bool(address))] * 2]
 
     def save_address(self, address: str) -> list[Any]:

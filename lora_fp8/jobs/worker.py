@@ -153,7 +153,7 @@ def find_worker(home: Path) -> Info | None:
         return None
     with contextlib.suppress(OSError, ValueError, KeyError):  # the worker is just starting, or its disk is full
         content = json.loads((home / "worker.json").read_bytes())
-        process = procs.identify(content["pid"])
+        process = procs.identify(content["pid"]) if content["pid"] else None
         # Otherwise the file is an earlier worker's, whose id another process may have by now.
         if process and process.start == content["start"]:
             return Info(content["pid"], tuple(content["groups"]), content["since"], content["heartbeat"])
@@ -313,7 +313,7 @@ class Worker:
 
     def tick(self) -> bool:
         """Check each job once and act. Return True if any is queued or running."""
-        self._heartbeat()
+        self._heartbeat(os.getpid())
         for pid, child in list(self._children.items()):
             if child.poll() is not None:
                 del self._children[pid]
@@ -551,7 +551,7 @@ class Worker:
     def _tell_webhook(self, row: Row, end: job_view.Ending) -> None:
         """Send how a job ended to the address in worker.toml, which may have changed since the worker started."""
         kind = row.kind
-        with contextlib.suppress(ValueError):  # its row is damaged, and says so in its end
+        with contextlib.suppress(ValueError, IndexError):  # its row is damaged, and says so in its end
             kind = parse_command(row)[0] if kind == "command" else kind
         if kind in webhook.QUIET:
             return
@@ -577,7 +577,8 @@ class Worker:
         for _ in range(20):  # a call to `find_worker` holds a shared lock for an instant
             if try_lock(self._lock):
                 self._last_beat = -1.0
-                self._heartbeat()
+                self._heartbeat(0)  # its id follows when it hears signals, and may be another after a fork
+                self._last_beat = -1.0
                 return
             time.sleep(0.02)
         self._lock.close()
@@ -597,13 +598,13 @@ class Worker:
                 (self.home / "worker.json").unlink()
             self._lock.close()
 
-    def _heartbeat(self) -> None:
+    def _heartbeat(self, pid: int) -> None:
         if time.monotonic() - self._last_beat < 1:
             return
         self._last_beat = time.monotonic()
         self._check_home()
-        own = procs.identify(os.getpid())  # anew each time: the process may have been forked since
-        content = {"pid": os.getpid(), "start": own.start if own else 0, "groups": self.groups}
+        own = procs.identify(pid) if pid else None
+        content = {"pid": pid, "start": own.start if own else 0, "groups": self.groups}
         content |= {"since": self.since, "heartbeat": now()}
         temporary = self.home / f".worker.{os.getpid()}.tmp"
         try:

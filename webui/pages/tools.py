@@ -185,7 +185,7 @@ def _check_lora(ui: Ui, text: str) -> Path:
         raise UserError(Message("choose a LoRA file first"))
     path = ui.path(text)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
-        raise UserError(Message("{text}: no .safetensors file", text=sanitize.shorten(text)))
+        raise UserError(Message("{text}: there is no such .safetensors file", text=sanitize.shorten(text)))
     return path
 
 

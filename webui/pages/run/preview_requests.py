@@ -26,7 +26,7 @@ class PreviewRequests:
     def __init__(self, ui: Ui):
         self.ui = ui
         say = ui.say
-        with gr.Row():
+        with gr.Row(elem_id="preview-requests"):
             with gr.Accordion(say("previews.now"), open=False, elem_id="sample-now"):
                 self.prompt = gr.Textbox(label=say("draw.prompt"), lines=2, elem_id="sample-prompt")
                 self.negative = gr.Textbox(label=say("draw.negative"), max_lines=1)
