@@ -51,7 +51,7 @@ class Layout:
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
                 self.pair = live_panel.panel(elem_id="pair")
-                with gr.Row(elem_id="preview-menus"):
+                with gr.Row():
                     self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
                     self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
                     self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt", scale=2)
