@@ -504,6 +504,12 @@ def test_a_folder_that_is_no_run(ask: Callable[..., Answer], tmp_path: Path, com
 def test_a_config_that_is_not_there(ask: Callable[..., Answer], tmp_path: Path, command: str) -> None:
     answer = ask(command, tmp_path / "absent.toml")
     assert answer.code == 2 and "no such config file" in answer.err and answer.err.count("\n") == 1
+    (tmp_path / "character.toml").touch()
+    (tmp_path / "zibo.toml").touch()
+    for given in ("character", "charcter.toml"):
+        answer = ask(command, tmp_path / given)
+        assert answer.code == 2 and f"did you mean {tmp_path / 'character.toml'}?" in answer.err
+        assert answer.err.count("\n") == 1
 
 
 def test_a_base_that_cannot_be_had_is_one_line(

@@ -55,14 +55,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     try:
         text = load_text(path)
     except FileNotFoundError:
-        raise UserError(
-            Message(
-                "{path}: no such config file (looked in {where}); `{command}` writes one",
-                path=path,
-                where=Path.cwd(),
-                command=f"lora-fp8 new {quote_path(path)}",
-            )
-        ) from None
+        raise _no_such_file(path) from None
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the TOML file in it", path=path)) from None
     except UnicodeDecodeError as error:
@@ -106,6 +99,26 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
         raise UserErrors(problems, where)
     assert job is not None
     return job
+
+
+def _no_such_file(path: Path) -> UserError:
+    """Return the error for a config file that does not exist, with the file beside it that was probably meant."""
+    present = [file.name for file in path.parent.glob("*.toml")]
+    meant = f"{path.name}.toml" if f"{path.name}.toml" in present else similar(path.name, present)
+    if meant is not None:
+        return UserError(
+            Message(
+                "{path}: no such config file, did you mean {meant}?", path=path, meant=quote_path(path.parent / meant)
+            )
+        )
+    return UserError(
+        Message(
+            "{path}: no such config file (looked in {where}); `{command}` writes one",
+            path=path,
+            where=Path.cwd(),
+            command=f"lora-fp8 new {quote_path(path)}",
+        )
+    )
 
 
 def toml_line(key: str, value: Any) -> str:
