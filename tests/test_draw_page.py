@@ -10,7 +10,7 @@ from lora_fp8.errors import UserError
 from lora_fp8.run import drawings as folders
 from webui import drawings
 from webui.context import Place, Ui
-from webui.pages.draw import rendering
+from webui.pages.draw import handlers, rendering
 
 FORM = {"source": "", "steps": [], "base": "demo", "prompt": "a cat", "negative": "", "seed": "", "width": ""}
 FORM |= {"height": "", "sampling_steps": "", "guidance": "", "strengths": ["1"], "with_base": True, "where": "beside"}
@@ -43,6 +43,16 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     assert [drawing.id for drawing in drawings.list_drawings(ui)] == ["000002", "000001"]
     with pytest.raises(UserError, match="not finished"):
         drawings.delete(ui, "000001")
+
+
+def test_checkpoints_that_somebody_has_chosen_stay_when_the_pages_own_choice_is_answered(ui: Ui) -> None:
+    run = ui.place.roots[0] / "run"
+    for step in (250, 500):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    choose = handlers.Handlers(ui).choose_source
+    assert choose(str(run))[0]["value"] == [0], "the newest, where nobody has chosen"
+    assert "value" not in choose(str(run), [0, 250])[0]
+    assert choose(str(run), [0, 300])[0]["value"] == [0], "another run's"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Events:
         layout.source.focus(handlers.list_sources, outputs=[layout.source], **self.now)
         layout.source.change(
             handlers.choose_source,
-            inputs_kwargs={"source": layout.source},
+            inputs_kwargs={"source": layout.source, "chosen": layout.steps},
             outputs=[layout.steps, layout.base],
             **self.now,
         )

@@ -40,8 +40,12 @@ class Handlers:
         """Handle the opening of the menu: offer what is there now."""
         return gr.update(choices=drawings.list_sources(self.ui))
 
-    def choose_source(self, source: str | None) -> list[Any]:
-        """Handle a chosen run or file: a run has checkpoints, and knows its base model."""
+    def choose_source(self, source: str | None, chosen: list[int] | None = None) -> list[Any]:
+        """Handle a chosen run or file: a run has checkpoints, and knows its base model.
+
+        The page itself chooses when it opens, so the answer may come after a person has chosen checkpoints: those that
+        the run has stay as they are.
+        """
         try:
             path = drawings.find_source(self.ui, str(source or ""))
         except UserError:
@@ -52,7 +56,9 @@ class Handlers:
             return [gr.update(choices=[], value=[], visible=False), gr.update(visible=not is_run)]
         newest = self.ui.say("draw.newest", step=steps[0])
         choices = [(newest, 0), *((self.ui.say("run.at", step=step), step) for step in steps[1:])]
-        return [gr.update(choices=choices, value=[0], visible=True), gr.update(visible=False)]
+        stays = bool(chosen) and set(chosen or ()) <= {0, *steps[1:]}
+        value: dict[str, Any] = {} if stays else {"value": [0]}
+        return [gr.update(choices=choices, visible=True, **value), gr.update(visible=False)]
 
     def _propose_prompt(self, source: str) -> Any:
         """Return the first preview prompt of a run as a proposal."""
