@@ -219,10 +219,65 @@ def test_captions_in_another_encoding_are_not_written_over(site: Site) -> None:
     assert (site.set / "b.txt").read_bytes() == raw
 
 
+def test_images_are_turned_cropped_and_excluded_without_touching_them(site: Site) -> None:
+    before = {path.name: path.read_bytes() for path in site.set.iterdir()}
+    pixels = np.random.default_rng(1).integers(0, 256, (40, 100, 3), dtype=np.uint8)
+    Image.fromarray(pixels).resize((1000, 400), Image.Resampling.NEAREST).save(site.set / "d.png")
+    title = site.ask("edit", language="zh-CN", names=["d.png"], turn=90)["message"]
+    assert title == "已旋转 d.png"
+    site.ask("edit", names=["d.png"], crop=[0.5, 0.0, 1.0, 0.5])
+    row = site.ask("list", fresh=True)["rows"][3]
+    shown = Image.open(io.BytesIO(site.client.get(row["large"]).content)).convert("RGB")
+    with Image.open(site.set / "d.png") as image:
+        wanted = image.rotate(-90, expand=True).crop((200, 0, 400, 500))
+        whole = image.rotate(-90, expand=True)
+    assert shown.size == (200, 500)
+    assert np.abs(np.asarray(shown, float) - np.asarray(wanted, float)).mean() < 12, "but for what WebP loses"
+    assert Image.open(io.BytesIO(site.client.get(row["uncropped"]).content)).size == whole.size
+    # Turned once more, the same part is kept.
+    site.ask("edit", names=["d.png"], turn=90)
+    assert site.ask("list", fresh=True)["rows"][3]["cut"] == [0.5, 0.5, 1.0, 1.0]
+    wait_until(lambda: "size" in site.ask("list")["rows"][3], lambda: site.ask("state"))
+    assert site.ask("list")["rows"][3]["size"] == [500, 200], "it is examined again"
+    site.ask("edit", names=["a.png", "b.png"], exclude=True)
+    told = site.ask("list", fresh=True)
+    assert [row["name"] for row in told["rows"]] == ["c.png", "d.png"] and told["excluded"] == 2
+    left_out = site.ask("list", showing="excluded")["rows"]
+    assert [(row["name"], row["excluded"]) for row in left_out] == [("a.png", True), ("b.png", True)]
+    site.ask("edit", names=["b.png"], exclude=False)
+    assert site.ask("list", fresh=True)["total"] == 3
+    for count in (4, 2):  # undone one by one
+        site.ask("undo", what="undo")
+        wait_until(lambda: not site.ask("task")["task"]["running"], lambda: "does not end")
+        assert not site.ask("task")["task"]["error"] and site.ask("list", fresh=True)["total"] == (
+            2 if count == 4 else 4
+        )
+    assert {name: (site.set / name).read_bytes() for name in before} == before
+
+
+def test_edits_of_strange_images_and_strange_lists_are_refused(site: Site) -> None:
+    for names in (["x.png"], ["../set/a.png"], ["a.txt"], ["/etc/passwd"]):
+        assert "no longer" in site.ask("edit", names=names, turn=90, status=400)["error"]
+    for given in ({"crop": [0, 0, 2, 1]}, {"crop": "all"}, {"crop": [0.5, 0, 0.5, 1]}):
+        assert "crop" in site.ask("edit", names=["a.png"], status=400, **given)["error"]
+    secret = site.folder / "data" / "secret.png"
+    Image.new("RGB", (8, 8)).save(secret)
+    path = site.set / ".lora_fp8_images.toml"
+    path.write_text('["../secret.png"]\nexclude = true\n["a.txt"]\nexclude = true\n', encoding="utf-8")
+    told = site.ask("list", fresh=True)
+    assert told["excluded"] == 0 and site.ask("list", showing="excluded")["rows"] == []
+    path.write_text("[a", encoding="utf-8")
+    assert site.ask("list", fresh=True)["total"] == 3 and "lora_fp8_images" in site.ask("state")["problem"]
+    assert site.ask("edit", names=["a.png"], turn=90, status=400)["error"]
+    assert path.read_text(encoding="utf-8") == "[a"
+    for query in ("rotate=45", "crop=0,0,2,1", "crop=a", "crop=0,0,nan,1"):
+        assert site.client.get(f"/picture?path={site.set / 'a.png'}&{query}").status_code == 404
+
+
 FOLDERS = ("/etc", "/tmp/../etc", "relative", "", "{0}/home", "{0}/outside", "{0}/data/link", "\0")
 
 
-@pytest.mark.parametrize("action", ["list", "names", "save", "undo", "caption", "stop", "state", "task"])
+@pytest.mark.parametrize("action", ["list", "names", "save", "edit", "undo", "caption", "stop", "state", "task"])
 def test_folders_outside_of_the_roots_are_refused(site: Site, action: str) -> None:
     outside, link = site.folder / "outside", site.folder / "data/link"
     outside.mkdir(exist_ok=True)

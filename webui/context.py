@@ -12,6 +12,7 @@ import tomlkit
 from lora_fp8.common import reading
 from lora_fp8.common.writing import atomic_write, make_folder
 from lora_fp8.config import read_toml
+from lora_fp8.data.image_edits import NOTHING, WHOLE, ImageEdit
 from lora_fp8.errors import Message, UserError, needs_repair
 
 from . import sanitize, translations
@@ -169,12 +170,15 @@ class Ui:
         """Return the address of a page in this language: link("run", run="cat")."""
         return f"/{self.language}/{page}" + (f"?{_encoded(query)}" if query else "")
 
-    def picture(self, path: Path, width: int = 0, moving: bool = False) -> str:
+    def picture(self, path: Path, width: int = 0, moving: bool = False, edit: ImageEdit = NOTHING) -> str:
         """Return the address of an image as WebP, at most `width` pixels wide and high; 0 is its size, within limits.
 
-        A video gives its first frame. An animation with `moving` gives all frames.
+        A video gives its first frame. An animation with `moving` gives all frames. A still image is turned and cropped
+        as `edit` says.
         """
         query = {"path": str(path), **({"width": str(width)} if width else {}), **({"moving": "1"} if moving else {})}
+        query |= {"rotate": str(edit.rotate)} if edit.rotate else {}
+        query |= {"crop": ",".join(map(repr, edit.crop))} if edit.crop != WHOLE else {}
         return f"/picture?{_encoded(query)}"
 
     def download(self, path: Path) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from lora_fp8 import families, jobs
 from lora_fp8.common.messages import read_message, restore
-from lora_fp8.data import caption_operations, captions, clips, image_files
+from lora_fp8.data import caption_operations, captions, clips, image_edits, image_files
 from lora_fp8.errors import Joined, Message, UserError, UserErrors
 
 from . import engine, image_folders
@@ -52,6 +52,8 @@ class DatasetFolder:
         masks: number of masks.
         inside: a folder in it that looks like a folder of masks.
         problem: why no image is listed, for example because there is none; "" if there are images.
+        edits: how images are turned and cropped, and which are excluded and therefore not in `files`.
+        unusable: why the folder's list of edits cannot be used; "" if it can.
     """
 
     folder: Path
@@ -60,6 +62,8 @@ class DatasetFolder:
     masks: int = 0
     inside: str = ""
     problem: str = ""
+    edits: dict[str, image_edits.ImageEdit] = field(default_factory=dict)
+    unusable: str = ""
     files: dict[str, str] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
@@ -95,6 +99,10 @@ class DatasetFolder:
             if not root.is_dir():
                 raise
             listed, self.problem = {}, Joined("; ", error.problems)
+        try:
+            self.edits, self.unusable = image_edits.read(root), ""
+        except UserError as error:
+            self.edits, self.unusable = {}, str(error)
         self.masks = sum(os.path.exists(root / f"{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
         self.mask = self.given or (image_folders.LABEL if self.masks else "")
         self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
@@ -194,14 +202,14 @@ class Examination:
         report: its JSON; None before it has ended.
         problem: its error; "" if there is none.
         done, total: progress.
-        files: names of the folder's files when it was started, if they are known.
+        files: names of the folder's files, and their edits, when it was started, if they are known.
     """
 
     def __init__(self, place: Place, folder: Path, purpose: Purpose):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
-        self.files: tuple[str, ...] | None = None
+        self.files: tuple[Any, ...] | None = None
         self.begun = time.monotonic()
         key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]

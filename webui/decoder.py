@@ -13,12 +13,13 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lora_fp8.common import reading, system
 from lora_fp8.common.messages import add_translations, restore
+from lora_fp8.data import image_edits
 from lora_fp8.data.clips import VIDEOS
 from lora_fp8.errors import Message, Template, UserError
 
@@ -40,18 +41,24 @@ class Decoders:
         for _ in range(count):
             self._free.put(None)
 
-    def encode_webp(self, path: Path, width: int = 0, moving: bool = False) -> bytes:
+    def encode_webp(
+        self, path: Path, width: int = 0, moving: bool = False, edit: image_edits.ImageEdit = image_edits.NOTHING
+    ) -> bytes:
         """Return an image, or the first frame of a video, as WebP, upright and in sRGB as training sees it.
 
         Args:
             width: maximum of the longer side; 0 is `LONGEST_SIDE`.
             moving: return an animation; a still image is an error then.
+            edit: how a still image is turned and cropped.
 
         Raises:
             UserError: it is not an image or video, it is too large, or decoding it crashed or took too long.
         """
         width = min(width or LONGEST_SIDE, LONGEST_SIDE)
-        return self._request(path, {"do": "move" if moving else "show", "width": width}, MOST_SECONDS)
+        request: dict[str, Any] = {"do": "move" if moving else "show", "width": width}
+        if not moving:
+            request |= {"rotate": edit.rotate, "crop": edit.crop}
+        return self._request(path, request, MOST_SECONDS)
 
     def decode_whole(self, path: Path) -> None:
         """Decode a whole image or video as training does. Raises UserError as `encode_webp`."""
@@ -135,12 +142,12 @@ def _python_path() -> str:
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
 
 
-def encode_still(path: str, width: int) -> bytes:
+def encode_still(path: str, width: int, rotate: int = 0, crop: Sequence[float] = image_edits.WHOLE) -> bytes:
     """Return an image, or the first frame of a video, as WebP. Raises ValueError or OSError with the reason.
 
     This and everything below runs in the child.
     """
-    picture = _open_picture(path)
+    picture = image_edits.read_edit({"rotate": rotate, "crop": list(crop)}).apply(_open_picture(path))
     picture.thumbnail((width, width))
     out = io.BytesIO()
     picture.save(out, "WEBP", quality=82, method=2)

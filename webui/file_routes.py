@@ -7,13 +7,16 @@
 
 import hashlib
 import threading
+from dataclasses import dataclass
 
 import anyio
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 
 from lora_fp8.common import system
-from lora_fp8.errors import Message, UserError
+from lora_fp8.data import image_edits
+from lora_fp8.data.image_edits import ImageEdit
+from lora_fp8.errors import Message, UserError, reason
 
 from . import sanitize
 from .context import Place
@@ -31,9 +34,12 @@ def add_routes(app: FastAPI, place: Place) -> None:
     few = anyio.CapacityLimiter(decoders.count)  # waiting images must not occupy the threads of ticks
 
     @app.get("/picture")
-    async def picture(request: Request, path: str = "", width: int = 0, moving: bool = False) -> Response:
+    async def picture(
+        request: Request, path: str = "", width: int = 0, moving: bool = False, rotate: int = 0, crop: str = ""
+    ) -> Response:
         try:
-            data, tag = await anyio.to_thread.run_sync(_load_picture, place, decoders, path, width, moving, limiter=few)
+            wanted = _Wanted(path, width, moving, _read_edit(rotate, crop))
+            data, tag = await anyio.to_thread.run_sync(_load_picture, place, decoders, wanted, limiter=few)
         except UserError as error:
             return PlainTextResponse(str(error), 404, INERT)
         headers = {**INERT, "ETag": tag, "Cache-Control": "private, no-cache"}
@@ -61,8 +67,28 @@ def add_routes(app: FastAPI, place: Place) -> None:
         return FileResponse(file, media_type="application/octet-stream", filename=file.name, headers=headers)
 
 
-def _load_picture(place: Place, decoders: Decoders, text: str, width: int, moving: bool) -> tuple[bytes, str]:
+@dataclass(frozen=True)
+class _Wanted:
+    """What a request asks for: see `Ui.picture`."""
+
+    path: str
+    width: int
+    moving: bool
+    edit: ImageEdit
+
+
+def _read_edit(rotate: int, crop: str) -> ImageEdit:
+    """Read how an image is to be turned and cropped. Raises UserError."""
+    try:
+        sides = {"crop": [float(side) for side in crop.split(",")]} if crop else {}
+        return image_edits.read_edit({"rotate": rotate, **sides})
+    except ValueError as error:
+        raise UserError(Message("{path}: {line}", path="/picture", line=reason(error))) from None
+
+
+def _load_picture(place: Place, decoders: Decoders, wanted: _Wanted) -> tuple[bytes, str]:
     """Return an image as WebP, from home/thumbnails if it was made before, and its ETag. Raises UserError."""
+    text, moving, edit = wanted.path, wanted.moving, wanted.edit
     path = place.resolve(text)
     try:
         status = path.stat()
@@ -70,14 +96,15 @@ def _load_picture(place: Place, decoders: Decoders, text: str, width: int, movin
         raise sanitize.missing_file(text) from None
     if not path.is_file():
         raise UserError(Message("{path}: not a file", path=sanitize.shorten(text)))
-    width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < width <= size), 0)
+    width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < wanted.width <= size), 0)
     what = f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_ino}\0{width}{' moving' * moving}"
+    what += f"\0{edit.identify('')}" if edit else ""
     key = hashlib.blake2b(what.encode(errors="surrogateescape"), digest_size=16).hexdigest()
     kept = place.home / "thumbnails" / key[:2] / f"{key}.webp"
     try:
         data = kept.read_bytes()
     except FileNotFoundError:
-        data = decoders.encode_webp(path, width, moving)
+        data = decoders.encode_webp(path, width, moving, edit)
         part = kept.with_suffix(f".{threading.get_ident()}")
         try:
             kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -21,7 +21,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,16 @@ class ImageEdit:
         left, top = (min(round(self.crop[i] * size[i]), size[i] - 1) for i in (0, 1))
         return left, top, max(left + 1, round(self.crop[2] * width)), max(top + 1, round(self.crop[3] * height))
 
+    def turn(self, degrees: int) -> ImageEdit:
+        """Return this edit with the edited image turned clockwise by 90, 180 or 270 degrees more."""
+        left, top, right, bottom = self.crop
+        crop = {
+            90: (1 - bottom, left, 1 - top, right),
+            180: (1 - right, 1 - bottom, 1 - left, 1 - top),
+            270: (top, 1 - right, bottom, 1 - left),
+        }[degrees]
+        return replace(self, rotate=(self.rotate + degrees) % 360, crop=crop)
+
     def identify(self, sha256: str) -> str:
         """Return the identity of an edited image, from the SHA-256 of its file: the same, if no pixel is edited."""
         if not self:
@@ -114,7 +124,7 @@ def parse(text: str) -> dict[str, ImageEdit]:
     edits = {}
     for name, table in tomllib.loads(text).items():
         try:
-            edits[name] = _read_edit(table)
+            edits[name] = read_edit(table)
         except ValueError as error:
             problems.append(about(repr(name), error))
     if problems:
@@ -122,7 +132,8 @@ def parse(text: str) -> dict[str, ImageEdit]:
     return edits
 
 
-def _read_edit(table: Any) -> ImageEdit:
+def read_edit(table: Any) -> ImageEdit:
+    """Read the edit of one image from its table in the list. Raises ValueError if something else is in it."""
     if not isinstance(table, dict) or (unknown := sorted(set(table) - {"exclude", "rotate", "crop"})):
         given = ", ".join(unknown) if isinstance(table, dict) else table
         raise ValueError(Message("'{given}' is none of exclude, rotate and crop", given=given))

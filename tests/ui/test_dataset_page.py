@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from lora_fp8 import families
-from lora_fp8.data import buckets, diagnosis
+from lora_fp8.data import buckets, diagnosis, image_edits
 from tests.ui.conftest import Site
 from webui import form, translations
 from webui.draft import Draft
@@ -165,6 +165,45 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     tab("pictures")
     small = "{} × {}".format(*buckets.place(SIZES["a"], 128, 64).bucket_wh)
     expect(cells.first.locator(".wb-open")).to_have_attribute("title", re.compile(re.escape(small)))
+
+    # An image is turned, cropped by the mouse and by the keyboard, and excluded; all of it is undone.
+    def edits() -> dict[str, image_edits.ImageEdit]:
+        return image_edits.read(folder)
+
+    images = {path.name: path.read_bytes() for path in folder.glob("*.png")}
+    cells.first.locator(".wb-open").click()
+    dialog, line = page.locator("dialog"), page.locator("dialog [role=status]").first
+    dialog.get_by_role("button", name=say("images.turn.right")).click()
+    expect(line).to_contain_text("a.png")
+    dialog.get_by_role("button", name=say("images.crop"), exact=True).click()
+    page.wait_for_function(
+        "document.querySelector('dialog img').naturalHeight > document.querySelector('dialog img').naturalWidth"
+    )
+    box = page.locator("dialog .wb-frame").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + box["height"] * 0.5)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.9, steps=3)
+    page.mouse.up()
+    right = dialog.get_by_label(say("images.crop.right"), exact=True)
+    right.fill("100")
+    dialog.get_by_role("button", name=say("images.crop.apply")).click()
+    expect(dialog.get_by_role("button", name=say("images.crop.apply"))).to_be_hidden()
+    assert edits()["a.png"].rotate == 90
+    assert np.abs(np.array(edits()["a.png"].crop) - (0.25, 0.5, 1.0, 0.9)).max() < 0.02
+    page.keyboard.press("Delete")
+    expect(page.locator("dialog h2")).to_have_text("b.png")
+    page.keyboard.press("Escape")
+    expect(cells).to_have_count(4)
+    page.locator(".wb-filters select").select_option("excluded")
+    expect(cells).to_have_count(1)
+    picture_of(page, f"dataset_excluded_{language}")
+    page.get_by_title(say("images.clear")).click()
+    for title, left in (("已排除 1 张图片：a.png", {"a.png"}), ("已裁剪 a.png", {"a.png"}), ("已旋转 a.png", set())):
+        page.get_by_role("button", name=say("images.undo"), exact=True).click()
+        expect(page.locator("#dataset-taken")).to_have_text(say("dataset.undone", title=title))
+        expect(cells).to_have_count(5)
+        assert set(edits()) == left
+    assert {path.name: path.read_bytes() for path in folder.glob("*.png")} == images
 
     # Pictures are dropped into the open folder; what is no picture stays out, and nothing is written over.
     sent = site.root / f"sent {language}"

@@ -2,20 +2,21 @@
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_fp8 import families
 from lora_fp8.common.numbers import digits
 from lora_fp8.data import buckets, caption_journal, caption_operations, clips
+from lora_fp8.data.image_edits import NOTHING, WHOLE
 from lora_fp8.errors import UserError
 
 from .. import dataset_folder, form, sanitize
 from ..context import Ui
-from . import captioning, captions
+from . import captioning, captions, edits
 from .training_settings import TrainingSettings
 
-SHOWING = ("all", "uncaptioned", "chosen")
+SHOWING = ("all", "uncaptioned", "chosen", "excluded")
 MOST_ROWS = 120
 """Images of one answer."""
 BUCKET_STEP = 64
@@ -67,7 +68,7 @@ class FolderView:
         cut: dict[str, Any] | None = None,
         fresh: bool = False,
     ):
-        self.ui, self.say, self.fresh = ui, ui.say, fresh
+        self.ui, self.say = ui, ui.say
         self.folder = ui.path(folder)
         self.training = TrainingSettings(ui)
         mask = self.training.find_mask(self.folder)
@@ -82,7 +83,7 @@ class FolderView:
     def examine(self, again: bool = False) -> dataset_folder.Examination:
         """Return the examination of the folder for this training.
 
-        One is started if there is none, if `again`, and if a folder that was just read has other files since.
+        One is started if there is none, if `again`, and if the folder has other files or edits since the last one.
         """
         held = {
             name: form.from_component(form.settings()[f"dataset.{name}"], value) for name, value in self.cut.items()
@@ -91,8 +92,8 @@ class FolderView:
         settings = (*settings, *self.training.list_tag_settings(self.folder))
         purpose = dataset_folder.Purpose(self.family, self.resolution, settings, self.dataset.mask)
         examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again)
-        names = tuple(self.dataset.files)
-        if self.fresh and examination.files not in (None, names) and not examination.running:
+        names = (*self.dataset.files, *sorted((name, repr(edit)) for name, edit in self.dataset.edits.items() if edit))
+        if examination.files not in (None, names) and not examination.running:
             examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again=True)
         if examination.files is None:
             examination.files = names
@@ -100,6 +101,8 @@ class FolderView:
 
     def filter_names(self, wanted: Filter) -> list[str]:
         """List the images that match."""
+        if wanted.showing == "excluded":
+            return self.list_excluded()
         names = list(self.dataset.files)
         if wanted.finding:
             only = self.examine().list_files(wanted.finding)
@@ -114,6 +117,10 @@ class FolderView:
         words = wanted.query.casefold().split()
         texts = self.dataset.texts
         return [name for name in names if all(word in f"{name} {texts[name]}".casefold() for word in words)]
+
+    def list_excluded(self) -> list[str]:
+        """List the images that are excluded from training."""
+        return edits.list_excluded(self.folder, self.dataset.edits)
 
     def _split_tags(self, name: str) -> list[str]:
         return caption_operations.split_tags(" ".join(self.dataset.texts[name].splitlines()))
@@ -135,7 +142,13 @@ class FolderView:
             "total": len(texts),
             "without": sum(not text.strip() for text in texts.values()),
             "problem": self.ui.translate(self.dataset.problem),
-            "rows": [self._describe(name, facts.get(name), findings.get(name, [])) for name in page_names],
+            "excluded": len(self.list_excluded()),
+            "rows": [
+                self._describe(name, facts.get(name), findings.get(name, []))
+                if name in self.dataset.files
+                else self._describe_excluded(name)
+                for name in page_names
+            ],
             "history": captions.describe_history(self.ui, self.folder),
             "stamp": self.stamp(examination),
         }
@@ -152,25 +165,40 @@ class FolderView:
                     collected.setdefault(file["file"], []).append(badge)
         return collected
 
+    def _describe_excluded(self, name: str) -> dict[str, Any]:
+        """Describe an image that is excluded: it is shown as it would be trained, and its caption cannot be edited."""
+        return self._start_row(name) | {
+            "excluded": True,
+            "badges": [{"level": "quiet", "title": self.say("images.excluded"), "detail": ""}],
+        }
+
+    def _start_row(self, name: str) -> dict[str, Any]:
+        """Return what is known of an image without its caption and its examination."""
+        path, edit = self.folder / name, self.dataset.edits.get(name, NOTHING)
+        return {
+            "name": name,
+            "label": sanitize.strip_unseen(name),
+            "caption": "",
+            "typed": None,
+            "unreadable": "",
+            "thumbnail": self.ui.picture(path, THUMBNAIL, edit=edit),
+            "large": self.ui.picture(path, LARGE, edit=edit),
+            "uncropped": self.ui.picture(path, LARGE, edit=replace(edit, crop=WHOLE)),
+            "cut": list(edit.crop),
+            "video": dataset_folder.is_video(name),
+            "excluded": False,
+            "badges": [],
+            "figures": [],
+        }
+
     def _describe(self, name: str, fact: dict[str, Any] | None, badges: list[dict[str, str]]) -> dict[str, Any]:
-        path, dataset = self.folder / name, self.dataset
+        dataset = self.dataset
         with contextlib.suppress(UserError):  # `wrong` has it
             dataset.reread_caption(name)
         loaded, typed = captions.unwritten.get(self.folder, {}).get(name, (dataset.texts[name], None))
-        video = dataset_folder.is_video(name)
-        row: dict[str, Any] = {
-            "name": name,
-            "label": sanitize.strip_unseen(name),
-            "caption": loaded,
-            "typed": typed,
-            "unreadable": self.ui.translate(dataset.wrong[name]) if name in dataset.wrong else "",
-            "thumbnail": self.ui.picture(path, THUMBNAIL),
-            "large": self.ui.picture(path, LARGE),
-            "video": video,
-            "badges": badges,
-            "figures": [],
-        }
-        if video and not clips.can_read_videos():
+        row = self._start_row(name) | {"caption": loaded, "typed": typed, "badges": badges}
+        row["unreadable"] = self.ui.translate(dataset.wrong[name]) if name in dataset.wrong else ""
+        if row["video"] and not clips.can_read_videos():
             problem = {"level": "problem", "title": self.ui.translate(clips.NEEDED), "detail": ""}
             row |= {"thumbnail": "", "large": "", "badges": [problem, *badges]}
         if fact is None:
@@ -216,7 +244,9 @@ class FolderView:
         return {
             "stamp": self.stamp(examination),
             "examining": {"done": examination.done, "total": examination.total} if examination.running else None,
-            "problem": "" if self.dataset.problem else self.ui.translate(examination.problem),
+            "problem": self.ui.translate(
+                self.dataset.unusable or ("" if self.dataset.problem else examination.problem)
+            ),
             "job": captioning.describe_job(self.ui, self.folder),
         }
 

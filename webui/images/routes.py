@@ -22,7 +22,7 @@ from lora_fp8.errors import UserError
 from .. import dataset_folder, image_folders, translations
 from ..context import Place, Ui
 from ..error_boundary import describe_error
-from . import captioning, captions, tasks, uploading
+from . import captioning, captions, edits, tasks, uploading
 from .listing import SHOWING, Filter, FolderView, list_draft_folders
 
 STATIC = Path(__file__).resolve().parent.parent / "static"
@@ -102,6 +102,14 @@ def save_caption(ui: Ui, given: Given) -> Answer:
     return saved | {"without": without, "history": history, "stamp": view.stamp()}
 
 
+def edit_images(ui: Ui, given: Given) -> Answer:
+    """Exclude, include, turn or crop images."""
+    view = _open(ui, given)
+    change = {name: given.values[name] for name in ("exclude", "turn", "crop") if name in given.values}
+    known = {*view.dataset.files, *view.list_excluded()}
+    return {"message": edits.change(ui, view.folder, known, given.texts("names"), change)}
+
+
 def describe_task(ui: Ui, given: Given) -> Answer:
     """Describe the newest task of a folder, which need not have images yet."""
     task = tasks.find(ui.path(given.text("folder")))
@@ -151,6 +159,7 @@ ACTIONS: dict[str, Callable[[Ui, Given], Answer]] = {
     "names": list_names,
     "state": describe_state,
     "save": save_caption,
+    "edit": edit_images,
     "task": describe_task,
     "undo": undo_edit,
     "folders": list_folders,

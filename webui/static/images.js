@@ -11,6 +11,9 @@ const FRESH = 10_000; // ms from which a folder that has changed is listed again
 const PHONE = "(max-width: 640px)";
 const KEPT_MODEL = "lora_fp8_captioner";
 const NAME = "pictures"; // of a new dataset
+const SIDES = ["left", "top", "right", "bottom"]; // of a crop
+const ALL_OF_IT = [0, 0, 1, 1];
+const LEAST_CUT = 0.01; // a crop that is dragged is at least as wide and high, as a share
 
 export function mount(element, trigger, given) {
   const host = element.querySelector(".workbench");
@@ -145,8 +148,8 @@ class Box {
     this.label.textContent = say("caption.of", { file: row.label });
     // A caption in an unknown encoding would be lost if another were written over it.
     this.unreadable = row.unreadable;
-    this.area.disabled = Boolean(row.unreadable);
-    this.area.placeholder = row.unreadable ? "" : say("caption.empty");
+    this.area.disabled = Boolean(row.unreadable || row.excluded);
+    this.area.placeholder = this.area.disabled ? "" : say("caption.empty");
     this.paint();
   }
 
@@ -244,6 +247,7 @@ class Cell {
     this.tick.checked = this.workbench.chosen.has(row.name);
     this.tick.setAttribute("aria-label", say("choose", { file: row.label }));
     this.element.classList.toggle("wb-chosen", this.tick.checked);
+    this.element.classList.toggle("wb-excluded", row.excluded);
     const first = row.badges.slice(0, 1).map((badge) => make("span", {
       class: `wb-badge ${badge.level}`, title: badge.detail, text: badge.title,
     }));
@@ -300,6 +304,14 @@ class Grid {
     }
   }
 
+  // Exclude an image; the next one has the focus.
+  async leaveOut(cell) {
+    const { list } = this;
+    const next = list[list.indexOf(cell) + 1] ?? list[list.indexOf(cell) - 1];
+    await this.workbench.edit([cell.row.name], { exclude: true });
+    this.cells.get(next?.row.name)?.open.focus();
+  }
+
   // On to the box of the next image, also on the next page. While that is on its way, nothing can be typed into the box
   // that is being left.
   async goOn(cell, step) {
@@ -314,6 +326,7 @@ class Grid {
 
   async moveBy(event, cell) {
     const { list } = this;
+    if (event.key === "Delete" && !cell.row.excluded) return this.leaveOut(cell);
     const columns = Math.max(1, list.findIndex((other) => other.element.offsetTop !== list[0].element.offsetTop));
     const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns, Home: -list.length, End: list.length };
     const step = steps[event.key];
@@ -327,6 +340,127 @@ class Grid {
   }
 }
 
+// Turns, crops and excludes the image of the large view. They are edits of the folder's list: no image file is written.
+class Edits {
+  constructor(large) {
+    this.large = large;
+    const { say } = large.workbench;
+    const named = (key) => ({ "aria-label": say(key), title: say(key) });
+    this.exclude = button("", () => this.toggle(), { title: say("exclude.about") });
+    this.cut = button(say("crop"), () => this.begin(), { "aria-expanded": "false" });
+    this.line = make("span", { class: "wb-dim", role: "status" });
+    this.tools = make("div", { class: "wb-row" },
+      button("⟲", () => this.turn(270), named("turn.left")), button("⟳", () => this.turn(90), named("turn.right")),
+      this.cut, this.exclude, this.line);
+    this.sides = SIDES.map((side) => make("input", {
+      type: "number", min: 0, max: 100, step: "any", "aria-label": say(`crop.${side}`), input: () => this.typed(),
+    }));
+    this.panel = make("div", { class: "wb-row wb-cutting", hidden: true },
+      make("span", { class: "wb-dim", text: say("crop.about") }),
+      ...SIDES.map((side, number) => make("label", {}, `${say(`crop.${side}`)} `, this.sides[number])),
+      button(say("crop.apply"), () => this.apply(this.box), { class: "wb-button main" }),
+      button(say("crop.whole"), () => this.apply(ALL_OF_IT)), button(say("cancel"), () => this.end()));
+    this.area = make("i", { class: "wb-cut", hidden: true });
+    const { frame } = large.picture;
+    frame.append(this.area);
+    frame.addEventListener("pointerdown", (event) => this.drag(event));
+  }
+
+  get cutting() { return !this.panel.hidden; }
+
+  show(row) {
+    this.end();
+    this.exclude.textContent = this.large.workbench.say(row.excluded ? "include" : "exclude");
+  }
+
+  begin() {
+    if (this.cutting) return this.end();
+    const { row, picture } = this.large;
+    picture.show({ ...row, crop: undefined, size: undefined }, row.uncropped);
+    this.draw(row.cut);
+    show(this.panel, true);
+    show(this.area, true);
+    picture.element.classList.add("wb-cutting-now");
+    this.cut.setAttribute("aria-expanded", "true");
+    this.sides[0].focus();
+  }
+
+  end() {
+    if (!this.cutting) return;
+    show(this.panel, false);
+    show(this.area, false);
+    const { row, picture } = this.large;
+    picture.element.classList.remove("wb-cutting-now");
+    this.cut.setAttribute("aria-expanded", "false");
+    picture.show(row, row.large);
+  }
+
+  draw(box) {
+    this.box = box;
+    const [left, top, right, bottom] = box;
+    const values = { left, top, width: right - left, height: bottom - top };
+    for (const [name, value] of Object.entries(values)) this.area.style[name] = `${100 * value}%`;
+    this.sides.forEach((side, number) => {
+      if (side !== document.activeElement) side.value = String(Math.round(1000 * box[number]) / 10);
+    });
+  }
+
+  typed() {
+    const box = this.sides.map((side) => Number(side.value) / 100);
+    if (box.every((side) => side >= 0 && side <= 1) && box[0] < box[2] && box[1] < box[3]) this.draw(box);
+  }
+
+  drag(event) {
+    if (!this.cutting) return;
+    event.preventDefault();
+    document.activeElement?.blur(); // so that its field shows what is dragged
+    const { frame } = this.large.picture;
+    const at = ({ clientX, clientY }) => {
+      const { left, top, width, height } = frame.getBoundingClientRect();
+      const share = (value, length) => Math.min(1, Math.max(0, value / length));
+      return [share(clientX - left, width), share(clientY - top, height)];
+    };
+    const [x, y] = at(event);
+    const move = (moved) => {
+      const [toX, toY] = at(moved);
+      const box = [Math.min(x, toX), Math.min(y, toY), Math.max(x, toX), Math.max(y, toY)];
+      if (box[2] - box[0] > LEAST_CUT && box[3] - box[1] > LEAST_CUT) this.draw(box);
+    };
+    frame.setPointerCapture(event.pointerId);
+    frame.addEventListener("pointermove", move);
+    frame.addEventListener("lostpointercapture", () => frame.removeEventListener("pointermove", move), { once: true });
+  }
+
+  turn(degrees) {
+    this.end();
+    return this.send({ turn: degrees });
+  }
+
+  async apply(box) {
+    await this.send({ crop: box.map((side) => Math.round(side * 1e4) / 1e4) });
+    const { workbench, row } = this.large;
+    this.large.show(workbench.grid.cells.get(row.name)?.row ?? row);
+    this.cut.focus();
+  }
+
+  async send(values) {
+    const { workbench, row } = this.large;
+    this.line.textContent = await workbench.edit([row.name], values);
+  }
+
+  async toggle() {
+    const { large } = this;
+    const { grid } = large.workbench;
+    const at = grid.list.findIndex((cell) => cell.row.name === large.row.name);
+    const next = grid.list[at + 1] ?? grid.list[at - 1];
+    await this.send({ exclude: !large.row.excluded });
+    if (grid.cells.has(large.row.name)) return;
+    const still = grid.cells.get(next?.row.name);
+    if (still) large.show(still.row);
+    else large.element.close();
+  }
+}
+
 // One image, large, with its caption box in view; on a phone the whole screen.
 class Large {
   constructor(workbench) {
@@ -334,6 +468,7 @@ class Large {
     const { say } = workbench;
     this.picture = new Picture(workbench);
     this.picture.image.loading = "eager";
+    this.edits = new Edits(this);
     this.box = new Box(workbench);
     this.box.area.rows = 4;
     this.title = make("h2", { id: nextId("large") });
@@ -353,7 +488,7 @@ class Large {
       make("header", {}, this.title, this.place, button("×", () => this.element.close(), {
         class: "wb-button plain", "aria-label": say("close"),
       })),
-      this.picture.element, this.figures, this.badges,
+      this.picture.element, this.edits.tools, this.edits.panel, this.figures, this.badges,
       make("div", { class: "wb-caption" }, this.box.label, this.box.area, this.box.note,
         make("div", { class: "wb-row" }, this.back, this.next, this.box.state, this.save))));
     // A phone's keyboard covers what is at the bottom: the large view ends above it.
@@ -363,6 +498,7 @@ class Large {
   }
 
   open(row) {
+    this.edits.line.textContent = "";
     this.show(row);
     if (!this.element.open) this.element.showModal();
     // On a phone the keyboard would cover half of the image before it was seen.
@@ -372,6 +508,7 @@ class Large {
   show(row) {
     const { workbench } = this;
     this.row = row;
+    this.edits.show(row);
     this.picture.show(row, row.large);
     this.title.textContent = row.label;
     this.place.textContent = `${workbench.position(row.name)} / ${workbench.matching}`;
@@ -397,7 +534,8 @@ class Large {
 
   handleKey(event) {
     if (event.isComposing) return;
-    const typing = event.target === this.box.area;
+    const typing = event.target === this.box.area || event.target.matches("input");
+    if (event.key === "Delete" && !typing) return this.edits.toggle();
     const steps = { PageUp: -1, PageDown: 1, ...(typing ? {} : { ArrowLeft: -1, ArrowRight: 1 }) };
     const enter = event.key === "Enter" && (event.ctrlKey || event.metaKey);
     const step = enter ? (event.shiftKey ? -1 : 1) : steps[event.key];
@@ -408,6 +546,7 @@ class Large {
 
   left() {
     this.box.caption?.save();
+    this.edits.end();
     this.workbench.grid.cells.get(this.row.name)?.open.focus();
   }
 }
@@ -774,7 +913,7 @@ class Workbench {
       type: "search", placeholder: say("search"), "aria-label": say("search"), input: () => this.searched(),
     });
     this.showing = make("select", { "aria-label": say("showing"), change: () => this.filterBy({ showing: this.showing.value }) },
-      ...["all", "uncaptioned", ...(this.isDataset ? ["chosen"] : [])].map((kind) => make("option", {
+      ...["all", "uncaptioned", ...(this.isDataset ? ["chosen"] : []), "excluded"].map((kind) => make("option", {
         value: kind, text: say(`showing.${kind}`),
       })));
     this.cleared = button(say("clear"), () => this.filterBy(ALL), { hidden: true });
@@ -783,6 +922,7 @@ class Workbench {
     this.examining = make("span", { class: "wb-dim" });
     this.picking = make("span", { class: "wb-row", hidden: !this.isDataset },
       button(say("choose_all"), () => this.chooseAll()), button(say("choose_none"), () => this.chooseNone()),
+      this.leave = button("", () => this.leaveOutChosen(), { title: say("exclude.about") }),
       this.picked = make("span", { class: "wb-dim", role: "status" }));
     this.tools = make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
       make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared));
@@ -887,9 +1027,11 @@ class Workbench {
     Object.assign(this, { offset: answer.offset, matching: answer.matching, total: answer.total, stamp: answer.stamp });
     for (const row of answer.rows) this.caption(row).take(row);
     this.grid.show(answer.rows);
+    this.excluded = answer.excluded;
     this.saved(answer);
+    this.paintChosen();
     const shown = answer.rows.find((row) => row.name === this.large.row?.name);
-    if (shown && this.large.element.open) this.large.show(shown);
+    if (shown && this.large.element.open && !this.large.edits.cutting) this.large.show(shown);
     const { perPage } = this.given;
     const pages = Math.ceil(this.matching / perPage);
     show(this.pager, pages > 1);
@@ -899,10 +1041,11 @@ class Workbench {
       make("span", { text: say("page", { page: page + 1, pages }) }),
       button(say("page.on"), () => this.turn(1), { disabled: page + 1 >= pages }));
     show(this.empty, !answer.rows.length);
-    this.empty.textContent = this.total ? say("nothing") : [say("no_images"), answer.problem].join(" ");
-    for (const part of [this.tools, this.keys]) show(part, this.total > 0);
-    show(this.picking, this.isDataset && this.total > 0);
-    if (this.isDataset && !this.total) this.uploads.element.open = true;
+    const some = this.total + this.excluded > 0;
+    this.empty.textContent = [say(some ? "nothing" : "no_images"), answer.problem].join(" ");
+    for (const part of [this.tools, this.keys]) show(part, some);
+    show(this.picking, this.isDataset && some);
+    if (this.isDataset && !some) this.uploads.element.open = true;
     show(this.cleared, Boolean(this.filter.query || this.filter.finding || this.filter.showing !== "all"));
     this.cleared.textContent = this.filter.label ? `${this.filter.label} ×` : say("clear");
     this.cleared.title = say("clear");
@@ -910,7 +1053,8 @@ class Workbench {
 
   saved({ without, history }) {
     this.without = without;
-    this.counts.textContent = this.say(without ? "counts" : "counts.all", { count: this.total, without });
+    const counts = this.say(without ? "counts" : "counts.all", { count: this.total, without });
+    this.counts.textContent = counts + (this.excluded ? this.say("counts.excluded", { count: this.excluded }) : "");
     for (const what of ["undo", "redo"]) {
       this[what].disabled = !history[what];
       this[what].title = history[what];
@@ -980,8 +1124,22 @@ class Workbench {
     this.selected();
   }
 
-  selected() {
+  // Exclude the chosen images, or include them where the excluded ones are shown.
+  async leaveOutChosen() {
+    const names = [...this.chosen];
+    this.chosen.clear();
+    await this.edit(names, { exclude: this.filter.showing !== "excluded" });
+    this.selected();
+  }
+
+  paintChosen() {
+    this.leave.textContent = this.say(this.filter.showing === "excluded" ? "include.chosen" : "exclude.chosen");
+    this.leave.disabled = !this.chosen.size;
     this.picked.textContent = this.chosen.size ? this.say("chosen", { count: this.chosen.size }) : "";
+  }
+
+  selected() {
+    this.paintChosen();
     if (this.isDataset) this.trigger("select", { ...this.filter, chosen: JSON.stringify([...this.chosen]) });
   }
 
@@ -989,6 +1147,21 @@ class Workbench {
 
   async saveAll() {
     await Promise.all([...this.captions.values()].filter((caption) => caption.dirty).map((caption) => caption.save()));
+  }
+
+  // Turn, crop or exclude images. Resolves to what was done, in a sentence.
+  async edit(names, values) {
+    let message;
+    await this.saveAll();
+    try {
+      ({ message } = await this.ask("edit", { ...this.purpose(), names, ...values }));
+      this.note(message);
+    } catch (error) {
+      ({ message } = error);
+      this.note(message, true);
+    }
+    await this.load({ fresh: true });
+    return message;
   }
 
   async step(what) {

@@ -112,7 +112,7 @@ class Handlers:
             only = None
             if scope != "all":
                 chosen = [name for name in at["chosen"] if name in view.dataset.files]
-                only = view.filter_names(_read_filter(at)) if scope == "filter" else chosen
+                only = _list_shown(view, at) if scope == "filter" else chosen
                 if not only:
                     raise UserError(self.say("dataset.none_chosen"))
             dataset = view.dataset
@@ -156,7 +156,7 @@ class Handlers:
             filtered = wanted.query.strip() or wanted.finding or wanted.showing != "all"
             panels = [
                 self.renderer.render_head(dataset),
-                self.renderer.render_tags(dataset.count_tags(view.filter_names(wanted) if filtered else None)),
+                self.renderer.render_tags(dataset.count_tags(_list_shown(view, at) if filtered else None)),
                 self.renderer.render_findings(examination),
                 self.renderer.render_buckets(examination, view.family),
             ]
@@ -173,6 +173,11 @@ def _make_at(folder: Path, cut: dict[str, Any]) -> dict[str, Any]:
 def _read_filter(at: dict[str, Any]) -> Filter:
     showing = at["showing"] if at["showing"] in SHOWING else "all"
     return Filter(at["query"], showing, tuple(at["chosen"]), at["finding"])
+
+
+def _list_shown(view: FolderView, at: dict[str, Any]) -> list[str]:
+    """List the images that match the window's filter and whose captions can be edited: not excluded ones."""
+    return [name for name in view.filter_names(_read_filter(at)) if name in view.dataset.files]
 
 
 def _choose_resolution(family: str, given: float) -> int:

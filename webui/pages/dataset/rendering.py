@@ -39,7 +39,7 @@ class Renderer:
         except UserError as error:
             return self.render_error(error)
         last = [entry for entry in history if entry.done][-1:]
-        parts += [self.say("dataset.last", title=self.ui.translate(entry.title), count=entry.files) for entry in last]
+        parts += [self.say("dataset.last", title=self.ui.translate(entry.title)) for entry in last]
         parts += [self.say("dataset.unreadable", count=len(dataset.wrong))] if dataset.wrong else []
         remarks = []
         if dataset.masks and not dataset.given:
