@@ -922,7 +922,7 @@ class Workbench {
     this.examining = make("span", { class: "wb-dim" });
     this.picking = make("span", { class: "wb-row", hidden: !this.isDataset },
       button(say("choose_all"), () => this.chooseAll()), button(say("choose_none"), () => this.chooseNone()),
-      this.leave = button("", () => this.leaveOutChosen(), { title: say("exclude.about") }),
+      this.excluding = button("", () => this.leaveOutChosen(), { title: say("exclude.about") }),
       this.picked = make("span", { class: "wb-dim", role: "status" }));
     this.tools = make("div", { class: "wb-row wb-tools" }, this.counts, this.auto.toggle, this.undo, this.redo,
       make("span", { class: "wb-row wb-filters" }, this.search, this.showing, this.cleared));
@@ -1133,8 +1133,8 @@ class Workbench {
   }
 
   paintChosen() {
-    this.leave.textContent = this.say(this.filter.showing === "excluded" ? "include.chosen" : "exclude.chosen");
-    this.leave.disabled = !this.chosen.size;
+    this.excluding.textContent = this.say(this.filter.showing === "excluded" ? "include.chosen" : "exclude.chosen");
+    this.excluding.disabled = !this.chosen.size;
     this.picked.textContent = this.chosen.size ? this.say("chosen", { count: this.chosen.size }) : "";
   }
 
