@@ -179,11 +179,12 @@ def test_a_dataset_is_looked_at_edited_and_undone(
     page.wait_for_function(
         "document.querySelector('dialog img').naturalHeight > document.querySelector('dialog img').naturalWidth"
     )
-    box = page.locator("dialog .wb-frame").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + box["height"] * 0.5)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + box["height"] * 0.9, steps=3)
-    page.mouse.up()
+    frame = page.locator("dialog .wb-frame")
+    for share, press in ((0.25, page.mouse.down), (0.9, page.mouse.up)):
+        frame.hover()  # waits until it does not move any more
+        box = frame.bounding_box()
+        page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] * max(share, 0.5), steps=3)
+        press()
     right = dialog.get_by_label(say("images.crop.right"), exact=True)
     right.fill("100")
     dialog.get_by_role("button", name=say("images.crop.apply")).click()

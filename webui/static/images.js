@@ -482,7 +482,9 @@ class Large {
       class: "wb-large", "aria-labelledby": this.title.id,
       keydown: (event) => this.handleKey(event),
       close: () => this.left(),
-      click: (event) => event.target === this.element && this.element.close(),
+      // A click beside the image closes it, but not the end of a drag that began inside.
+      pointerdown: (event) => { this.beside = event.target === this.element; },
+      click: (event) => event.target === this.element && this.beside && this.element.close(),
     },
     make("div", { class: "wb-sheet" },
       make("header", {}, this.title, this.place, button("×", () => this.element.close(), {
