@@ -245,7 +245,7 @@ def test_a_project_survives_the_page(work: Path, tmp_path: Path, monkeypatch: py
         compare(before, work)
     inside = queue.home / "uploads"
     inside.mkdir(parents=True, exist_ok=True)
-    (inside / "a.png").write_bytes((work / "project/control/a.png").read_bytes())
+    Image.new("RGB", (64, 64), "blue").save(inside / "a.png")
     with pytest.raises(UserError, match="another file of this name"):
         image_folders.add_file(inside / "a.png", work / "project/photos", "a.png")
     image_folders.add_file(inside / "a.png", work / "project/photos", "a-new.png")
