@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import typer.main
+from packaging.specifiers import SpecifierSet
 
 from lora_fp8 import cli, config, families, settings
 from lora_fp8.config import find_unused_settings, recipes
@@ -291,3 +293,18 @@ def test_what_is_installed_has_every_file(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(new, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
+
+
+def test_every_pinned_version_runs_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2: a pin that needs a later one ends `make demo` there before it begins."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    names = [line.partition("==")[0] for line in lines if "==" in line and not line.startswith("#")]
+    needs = {}
+    for name in names:
+        try:
+            needs[name] = metadata.metadata(name)["Requires-Python"] or ""
+        except metadata.PackageNotFoundError:
+            continue  # of an extra, or of another system
+    assert len(needs) > 80
+    late = {name: text for name, text in needs.items() if not SpecifierSet(text).contains("3.11.0")}
+    assert not late
