@@ -510,6 +510,7 @@ def test_a_config_that_is_not_there(ask: Callable[..., Answer], tmp_path: Path, 
         answer = ask(command, tmp_path / given)
         assert answer.code == 2 and f"did you mean {tmp_path / 'character.toml'}?" in answer.err
         assert answer.err.count("\n") == 1
+    assert "`lora-fp8 new " in ask(command, tmp_path / "sketch.toml").err, "the ending alone makes no name similar"
 
 
 def test_a_base_that_cannot_be_had_is_one_line(

@@ -138,6 +138,18 @@ def test_what_is_missing_is_said_before_anything_is_sent(
     assert not [request for request in hub.seen() if request.method in SENDING]
 
 
+def test_no_option_is_left_unheeded(ask: Callable, hub: HubServer, login: Callable, run: Path, tmp_path: Path) -> None:  # noqa: F811
+    login(WRITER)
+    hub.add("bob/taken", run / "export")
+    with pytest.raises(UserError, match="does not make it public"):
+        uploads.check("bob/taken", public=True, update=True)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit/README.md").write_text("a card", encoding="utf-8")
+    code, _, wrong = ask("push", tmp_path / "kit", "bob/new", "--strength", "0.8", "--title", "x")
+    assert code == 2 and "leave out title, strength" in wrong
+    assert not [request for request in hub.seen() if request.method in SENDING]
+
+
 def test_what_breaks_off_is_one_sentence_and_no_half_repository(
     ask: Callable,  # noqa: F811
     hub: HubServer,

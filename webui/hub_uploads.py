@@ -34,7 +34,7 @@ def start(ui: Ui, folder: Path, repo: str, texts: Mapping[str, str], *, public: 
     Raises:
         UserError: everything that is missing; nothing was sent.
     """
-    target = hub.check(repo, update=update)
+    target = hub.check(repo, public=public, update=update)
     options = [f"--{name}={text.strip()}" for name, text in texts.items() if text.strip()]
     options += [*(["--public"] if public else []), *(["--update"] if update else []), "--json"]
     queue = run_monitor.get_monitor(ui.place).queue

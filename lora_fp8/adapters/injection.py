@@ -186,7 +186,11 @@ class _HadamardModel(LoHaModel):
 
 
 def inject(
-    denoiser: nn.Module, section: Adapter, targets: Sequence[str], seed: int, called: Callable[[str], str] = str
+    denoiser: nn.Module,
+    section: Adapter,
+    targets: Sequence[str],
+    seed: int,
+    called: Callable[[str], str] = str,
 ) -> InjectReport:
     """Add an adapter beside every targeted layer, in place; afterwards only the adapters require gradients.
 
@@ -208,42 +212,7 @@ def inject(
     names, notes = _match(denoiser, list(section.targets or targets), setting)
     rank_of, rank_notes = ranks(section, names)
     notes, names = notes + rank_notes, list(rank_of)
-    for name in names:
-        layer = denoiser.get_submodule(name)
-        if isinstance(layer, nn.Conv2d):
-            narrow = min(layer.in_channels, layer.out_channels)
-        else:
-            assert isinstance(layer, nn.Linear)  # `_match` finds no others
-            narrow = min(layer.in_features, layer.out_features)
-        if section.type != "lora" and isinstance(layer, nn.Conv2d) and layer.groups > 1:
-            raise UserError(
-                Message(
-                    "adapter.type = {type}: {name} is a convolution in {count} groups, which only 'lora' adapts; "
-                    "leave it out of adapter.targets",
-                    type=repr(section.type),
-                    name=name,
-                    count=layer.groups,
-                )
-            )
-        if isinstance(layer, nn.Conv2d) and rank_of[name] % layer.groups:  # peft's B has the groups as well
-            raise UserError(
-                Message(
-                    "adapter.rank = {rank}: {name} is a convolution in {count} groups, and needs a multiple of "
-                    "{count}; give it one in adapter.ranks, or leave it out of adapter.targets",
-                    rank=rank_of[name],
-                    name=name,
-                    count=layer.groups,
-                )
-            )
-        if rank_of[name] > narrow and section.type != "lokr":
-            notes.append(
-                Message(
-                    "adapter.rank {rank} is more than {name} can use ({most})",
-                    rank=rank_of[name],
-                    name=name,
-                    most=narrow,
-                )
-            )
+    notes += _check_layers(denoiser, section, rank_of)
     dtype = DTYPES[section.dtype]
     # With low_cpu_mem_usage, peft creates its own initial values on meta, at no cost. The fork restores the global
     # random state in any case.
@@ -277,6 +246,43 @@ def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[
     if names and not any(of_all.values()):
         raise UserError(Message("adapter.ranks: leaves no layer to train; give one a rank above 0"))
     return {name: rank for name, rank in of_all.items() if rank}, notes
+
+
+def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> list[str]:
+    """Return warnings about ranks that a layer cannot use. Raises UserError for a layer that cannot be adapted."""
+    notes: list[str] = []
+    for name, rank in rank_of.items():
+        layer = denoiser.get_submodule(name)
+        if isinstance(layer, nn.Conv2d):
+            narrow, count = min(layer.in_channels, layer.out_channels), layer.groups
+        else:
+            assert isinstance(layer, nn.Linear)  # `_match` finds no others
+            narrow, count = min(layer.in_features, layer.out_features), 1
+        if section.type != "lora" and count > 1:
+            raise UserError(
+                Message(
+                    "adapter.type = {type}: {name} is a convolution in {count} groups, which only 'lora' adapts; "
+                    "leave it out of adapter.targets",
+                    type=repr(section.type),
+                    name=name,
+                    count=count,
+                )
+            )
+        if rank % count:  # peft's B has the groups as well
+            raise UserError(
+                Message(
+                    "adapter.rank = {rank}: {name} is a convolution in {count} groups, and needs a multiple of "
+                    "{count}; give it one in adapter.ranks, or leave it out of adapter.targets",
+                    rank=rank,
+                    name=name,
+                    count=count,
+                )
+            )
+        if rank > narrow and section.type != "lokr":
+            notes.append(
+                Message("adapter.rank {rank} is more than {name} can use ({most})", rank=rank, name=name, most=narrow)
+            )
+    return notes
 
 
 def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> None:

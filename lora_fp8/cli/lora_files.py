@@ -325,12 +325,13 @@ def push(
     texts = {"title": title, "trigger": trigger, "description": description, "license": license}
     texts |= {"base_model": base_model, "family": family}
     is_kit = (source / tool.CARD).is_file()
-    if is_kit and (given := [name for name, text in {**texts, "layout": layout}.items() if text]):
+    options = {**texts, "layout": layout, "strength": strength != STRENGTH.default}
+    if is_kit and (given := [name for name, value in options.items() if value]):
         raise UserError(
             Message("{path} has its model card already; leave out {names}", path=source, names=", ".join(given))
         )
     chosen = None if is_kit else _choose_file(source, layout, texts, strength)
-    target = hub.check(repo, update=update)
+    target = hub.check(repo, public=public, update=update)
     if check:
         _print_result(as_json, "checked", target.page, [])
         return

@@ -103,14 +103,12 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
 
 def _no_such_file(path: Path) -> UserError:
     """Return the error for a config file that does not exist, with the file beside it that was probably meant."""
-    present = [file.name for file in path.parent.glob("*.toml")]
-    meant = f"{path.name}.toml" if f"{path.name}.toml" in present else similar(path.name, present)
-    if meant is not None:
-        return UserError(
-            Message(
-                "{path}: no such config file, did you mean {meant}?", path=path, meant=quote_path(path.parent / meant)
-            )
-        )
+    stem = path.name.removesuffix(".toml")
+    present = [file.stem for file in path.parent.glob("*.toml")]  # without the ending, which makes all names similar
+    near = stem if stem in present else similar(stem, present)
+    if near is not None:
+        meant = quote_path(path.parent / f"{near}.toml")
+        return UserError(Message("{path}: no such config file, did you mean {meant}?", path=path, meant=meant))
     return UserError(
         Message(
             "{path}: no such config file (looked in {where}); `{command}` writes one",

@@ -49,11 +49,12 @@ class Target:
     page: str
 
 
-def check(repo: str, *, update: bool = False) -> Target:
+def check(repo: str, *, public: bool = False, update: bool = False) -> Target:
     """Check that this machine's token may upload to a repository. One without an owner is the account's own.
 
     Args:
         repo: OWNER/NAME or NAME.
+        public: a new repository shall be public.
         update: an existing repository is wanted.
 
     Raises:
@@ -88,6 +89,14 @@ def check(repo: str, *, update: bool = False) -> Target:
     if update and not exists and not problems:
         problems.append(
             Message("{repo} does not exist, so it cannot be updated. Leave out --update.", repo=f"{owner}/{name}")
+        )
+    if exists and update and public:
+        problems.append(
+            Message(
+                "{repo} exists, and an update does not make it public. Leave that out, or change it on {page}.",
+                repo=f"{owner}/{name}",
+                page=f"{hub.endpoint}/{owner}/{name}/settings",
+            )
         )
     if problems:
         raise UserErrors(problems, f"{owner}/{name}") if len(problems) > 1 else UserError(problems[0])

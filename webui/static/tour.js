@@ -71,6 +71,7 @@ document.addEventListener("click", ({ target }) => {
   if (target.closest?.("[data-tour=skip]")) endTour();
 });
 document.addEventListener("DOMContentLoaded", () => {
+  if (localStorage.getItem(TOUR_SEEN)) return;
   offerTour();
   new MutationObserver(offerTour).observe(document.body, { childList: true, subtree: true });
 });
