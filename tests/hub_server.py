@@ -62,7 +62,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 
-LFS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf", ".model", ".msgpack", ".h5")
+LFS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf", ".model", ".msgpack", ".h5", ".onnx")
 CHUNK = 1 << 14
 TOKEN = "hf_accepted"
 """The token of a person who was granted access to every gated and private repository."""

@@ -25,8 +25,9 @@ from transformers import (
 )
 from waiting import LONG_SECONDS
 
-from lora_fp8.data import captioner, captions, decoding
+from lora_fp8.data import captions, decoding
 from lora_fp8.errors import Stopped, UserError
+from lora_fp8.tools import captioner
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -262,14 +263,14 @@ def test_a_prompt_is_asked(made, folder: Path) -> None:
 
 def test_a_tagger_ticks_what_is_above_its_threshold(made, folder: Path) -> None:
     """The miniature's biases are 2, -3, 1, 0.5, 3: probabilities 0.88, 0.05, 0.73, 0.62, 0.95, whatever the picture."""
-    settings = captioner.Settings(str(made("tagger")), kind="tags", trigger="zibo", exclude=("RED",))
+    settings = captioner.Settings(str(made("tagger")), trigger="zibo", exclude=("RED",))
     captioner.run(folder, settings)
     assert texts(folder)["a.txt"] == "zibo, 1girl, long hair, ^_^"
     captions.undo(folder)
     captioner.run(folder, captioner.Settings(str(made("tagger")), kind="tags", threshold=0.9))
     assert texts(folder)["a.txt"] == "1girl"
     with pytest.raises(UserError, match="--kind tags"):
-        captioner.run(folder, captioner.Settings(str(made("tagger")), overwrite=True))
+        captioner.run(folder, captioner.Settings(str(made("tagger")), kind="text", overwrite=True))
 
 
 def test_it_goes_on_where_it_was_stopped(made, folder: Path, monkeypatch) -> None:
@@ -327,7 +328,7 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
     refused(folder, "no config.json")
     (tmp_path / "wd14").mkdir()
     (tmp_path / "wd14/model.onnx").write_bytes(b"x")
-    refused(tmp_path / "wd14", "taggers for onnxruntime are not read")
+    refused(tmp_path / "wd14", "not both files of a WD tagger")
     refused(written("timm", architecture="swinv2_base", num_classes=9), "made for timm")
     refused(
         written("own", model_type="moondream9", auto_map={"AutoModel": "x.X"}), "code that comes with a model is never"
@@ -336,6 +337,7 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
     refused(written("empty", model_type="blip"), "cannot be loaded by transformers")
     refused(made("florence"), "Florence-2 writes sentences", kind="tags")
     refused(made("blip"), "accepted are bf16", dtype="fp8")
+    refused(made("blip"), "no use for --threshold, --exclude;", threshold=0.5, exclude=("red",))
     refused("nobody/nothing", "cannot be fetched from the hub")  # the tests are offline
     for name, kind in (("blip", "text"), ("tagger", "tags")):
         torn = tmp_path / f"torn-{name}"

@@ -13,12 +13,13 @@ import torch
 from PIL import Image, ImageOps
 from test_cache import Family
 
-from lora_fp8.data import buckets, captioner, captions, decoding, doctor, image_edits, images
+from lora_fp8.data import buckets, captions, decoding, doctor, image_edits, images
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.image_edits import FILE, ImageEdit
 from lora_fp8.errors import UserError
 from lora_fp8.settings import Dataset, Folder
 from lora_fp8.stages.cache import make_manifest
+from lora_fp8.tools import captioner
 
 EDITS = {
     "turned.png": ImageEdit(rotate=90),
@@ -141,11 +142,13 @@ def test_a_model_captions_what_is_trained(folders: tuple[Dataset, Dataset], monk
     shown: list[tuple[int, int]] = []
 
     class Model:
+        device, warnings = "CPU", ()
+
         def describe(self, pixels: list[Image.Image]) -> list[str]:
             shown.extend(image.size for image in pixels)
             return ["a cat"] * len(pixels)
 
-    monkeypatch.setattr(captioner, "load", lambda settings: Model())
+    monkeypatch.setattr(captioner, "load", lambda settings, report: Model())
     for section in folders:
         captioner.run(Path(section.folders[0].path), captioner.Settings("model", overwrite=True))
     assert len(shown) == 8 and shown[:4] == shown[4:]

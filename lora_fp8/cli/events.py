@@ -82,18 +82,11 @@ def print_event(event: dict[str, Any]) -> None:
             bands=", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items()),
         ),
         "resume": lambda e: Message("resuming from {checkpoint}", checkpoint=e["checkpoint"]),
+        "captioner": lambda e: Message("captioning model: {model}, on {device}", model=e["model"], device=e["device"]),
         "caption": lambda e: Message(
             "{done} of {total} {file}: {caption}", done=e["done"], total=e["total"], file=e["file"], caption=e["text"]
         ),
-        "verify": lambda e: Joined(
-            "\n",
-            (
-                Message("verify {file}: all right", file=e["file"])
-                if e["ok"]
-                else Message("verify {file}: FAILED", file=e["file"]),
-                *(Message("  {line}", line=line) for line in e["lines"]),
-            ),
-        ),
+        "verify": _describe_verify,
     }.get(kind)
     if text is not None:
         tqdm.write(translate(get_language(), text(event)), file=sys.stdout)
@@ -117,6 +110,14 @@ def _describe_preflight(event: dict[str, Any]) -> Message:
     if "fused" not in event:
         return peak
     return Message("{line}; {count} adapters computed together with their layer", line=peak, count=event["fused"])
+
+
+def _describe_verify(event: dict[str, Any]) -> Message:
+    file, lines = event["file"], [Message("  {line}", line=line) for line in event["lines"]]
+    outcome = (
+        Message("verify {file}: all right", file=file) if event["ok"] else Message("verify {file}: FAILED", file=file)
+    )
+    return Joined("\n", (outcome, *lines))
 
 
 def escape(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import typer
 
@@ -55,7 +55,7 @@ def cache(
 def caption(
     folder: Path = FOLDER,
     model: str = typer.Option(..., help="Captioning model: folder or Hugging Face id (OWNER/NAME)."),
-    kind: str = typer.Option("text", help="Kind of caption: text or tags."),
+    kind: str = typer.Option("", help="Kind of caption: text or tags. Default: tags for a tagger, else text."),
     prompt: str = typer.Option("", help="Prompt for the model. Default: one that fits the kind."),
     overwrite: bool = typer.Option(
         False, "--overwrite/--only-missing", help="Caption all images, or only those without a caption."
@@ -65,6 +65,13 @@ def caption(
         "", help="Name pattern of masks beside the images, such as '*-masklabel'; masks get no caption."
     ),
     threshold: float = typer.Option(0.35, min=0, max=1, help="Lowest probability of a tag, for a tagger."),
+    character_threshold: float = typer.Option(
+        0.85, min=0, max=1, help="Lowest probability of the name of a character, for a WD tagger."
+    ),
+    rating: bool = typer.Option(False, "--rating", help="Add the most probable rating last, for a WD tagger."),
+    keep_underscores: bool = typer.Option(
+        False, "--keep-underscores", help="Write long_hair instead of long hair, for a tagger."
+    ),
     exclude: list[str] = typer.Option([], metavar="TAG", help="Tag to leave out. Repeatable."),
     max_tokens: int = typer.Option(300, min=1, help="Longest caption, in tokens."),
     batch_size: int = typer.Option(1, min=1, max=256, help="Images at once."),
@@ -75,15 +82,28 @@ def caption(
     """Caption images with a model. A second call continues a stopped one; `dataset undo` restores the old captions."""
     from ..errors import UserError
 
-    if kind not in ("text", "tags"):
+    if kind not in ("", "text", "tags"):
         raise UserError(Message("--kind {kind}: accepted are text, tags", kind=repr(kind)))
-    from ..data import captioner
+    from ..tools import captioner
 
-    checked: Literal["text", "tags"] = "text" if kind == "text" else "tags"
     settings = captioner.Settings(
-        model, checked, prompt, overwrite, trigger, max_tokens, threshold, tuple(exclude), batch_size, dtype, revision
+        model,
+        cast(Literal["", "text", "tags"], kind),
+        prompt,
+        overwrite,
+        trigger,
+        max_tokens=max_tokens,
+        threshold=threshold,
+        character_threshold=character_threshold,
+        rating=rating,
+        keep_underscores=keep_underscores,
+        exclude=tuple(exclude),
+        batch_size=batch_size,
+        dtype=dtype,
+        revision=revision,
     )
-    result = captioner.run(folder, settings, echo=print_json_line if as_json else print_event, mask=mask)
+    echo = print_json_line if as_json else print_event
+    result = captioner.run(folder, settings, echo=echo, mask=mask, shows_progress=not as_json)
     captioner.problems(result, folder)
     if not as_json:
         print_lines(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -191,6 +191,50 @@ def count_files(path: str, family: str) -> tuple[int, int] | None:
         if cached := _select_cached(host.folder(commit), family, path):
             return sum(file.size for file in (*cached.small, *cached.weights)), 0
     return None
+
+
+def describe_files(
+    reference: Reference, revision: str, choose: Callable[[Collection[str]], Collection[str]]
+) -> BaseDescription:
+    """Describe some files of a repository that is no base model, such as a captioning model. Nothing is transferred.
+
+    Without a connection, what was remembered of the repository is used, and then what is in the cache.
+
+    Args:
+        reference: the repository.
+        revision: branch, tag or commit; "" for the default.
+        choose: returns the wanted files, given the paths of all files in the repository; may raise UserError.
+
+    Raises:
+        UserError: there is no such repository, or it is not accessible.
+        NoAnswer: its host cannot be asked now, and nothing of it is on this machine.
+    """
+    host = hosts.of(reference, revision)
+    try:
+        answer, origin, _ = _ask(host)
+    except NoAnswer:
+        commit = host.find_commit() if isinstance(host, hosts.HuggingFace) else ""
+        if not commit:
+            raise
+        answer, origin = Answer(commit, tuple(_list_files(host.folder(commit)))), "local"
+    if answer.gated and origin == "asked" and not host.may_read():
+        raise UserError(host.gate_problem())
+    wanted = set(choose([file.path for file in answer.files]))
+    chosen = [file for file in answer.files if file.path in wanted]
+    if isinstance(host, hosts.HuggingFace):
+        host.link(answer.revision, chosen)
+    if origin == "asked":
+        remembered.write(_memory(host), answer)
+    files = tuple(BaseFile(*file, host.find(answer.revision, file)) for file in chosen)
+    folder = host.folder(answer.revision)
+    return BaseDescription(reference, answer.revision, branch=host.revision, files=files, folder=folder, origin=origin)
+
+
+def _list_files(folder: Path) -> Iterator[RemoteFile]:
+    """List the files of a snapshot in the cache."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            yield RemoteFile(path.relative_to(folder).as_posix(), path.stat().st_size, None)
 
 
 def fetch_configs(reference: Reference, folders: Iterable[str]) -> Path:
@@ -510,12 +554,7 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
 
 def _select_cached(folder: Path, family: str, name: str) -> selection.Selection | None:
     """Select the files of a snapshot in the cache; None unless every part that has a config has its weights."""
-    files = [
-        RemoteFile(path.relative_to(folder).as_posix(), path.stat().st_size, None)
-        for path in folder.rglob("*")
-        if path.is_file()
-    ]
-    chosen = selection.select(files, get(family), name)
+    chosen = selection.select(list(_list_files(folder)), get(family), name)
     if selection.lacks_shards(chosen):
         return None
     weighed = {file.path.rpartition("/")[0] for file in chosen.weights}

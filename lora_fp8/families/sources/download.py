@@ -107,8 +107,9 @@ def _check(base: BaseDescription) -> None:
     if hosts.is_offline():
         raise UserError(
             Message(
-                "model.path = {name}: {size} of the base model are not on this machine, and HF_HUB_OFFLINE forbids "
+                "{setting} = {name}: {size} of the model are not on this machine, and HF_HUB_OFFLINE forbids "
                 "downloads. Unset it, or copy the model here and give its folder",
+                setting=base.reference.settings[0],
                 name=repr(base.reference.name),
                 size=disk_space.amount(base.missing_bytes),
             )

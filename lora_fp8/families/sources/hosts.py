@@ -162,7 +162,8 @@ class Host:
         if isinstance(error, errors.RevisionNotFoundError):
             return UserError(
                 Message(
-                    "model.revision = {revision} does not exist in {repo} on the hub",
+                    "{setting} = {revision} does not exist in {repo} on the hub",
+                    setting=self.reference.settings[1],
                     revision=repr(self.revision),
                     repo=repr(self.reference.repo),
                 )
@@ -194,8 +195,9 @@ class Host:
         if status in (401, 403):
             return UserError(
                 Message(
-                    "model.path = {name}: {host} refuses access (status {status}). Log in with an account that may "
+                    "{setting} = {name}: {host} refuses access (status {status}). Log in with an account that may "
                     "read it: {how}",
+                    setting=self.reference.settings[0],
                     name=repr(self.reference.name),
                     host=host,
                     status=status,
@@ -207,16 +209,19 @@ class Host:
     def missing_problem(self) -> Message:
         """Return the problem of a model that the host does not have, or does not show to this account."""
         name, host = repr(self.reference.name), urlsplit(self.endpoint).netloc
+        setting = self.reference.settings[0]
         if meant := suggest(self.reference):
             return Message(
-                "model.path = {name} was not found, neither on this machine nor on {host}; did you mean {meant}?",
+                "{setting} = {name} was not found, neither on this machine nor on {host}; did you mean {meant}?",
+                setting=setting,
                 name=name,
                 host=host,
                 meant=repr(meant),
             )
         return Message(
-            "model.path = {name} was not found, neither on this machine nor on {host}. Check the spelling; if it is "
+            "{setting} = {name} was not found, neither on this machine nor on {host}. Check the spelling; if it is "
             "private, log in: {how}",
+            setting=setting,
             name=name,
             host=host,
             how=self.how_to_log_in,
@@ -226,14 +231,16 @@ class Host:
         """Return the problem of a gated model that this machine may not read."""
         if self.has_token():
             return Message(
-                "model.path = {name} is gated, and the account of your token may not read it. Accept its licence at "
+                "{setting} = {name} is gated, and the account of your token may not read it. Accept its licence at "
                 "{page}, or log in with another account: {how}",
+                setting=self.reference.settings[0],
                 name=repr(self.reference.name),
                 page=self.page,
                 how=self.how_to_log_in,
             )
         return Message(
-            "model.path = {name} is gated. Accept its licence at {page}, then log in: {how}",
+            "{setting} = {name} is gated. Accept its licence at {page}, then log in: {how}",
+            setting=self.reference.settings[0],
             name=repr(self.reference.name),
             page=self.page,
             how=self.how_to_log_in,

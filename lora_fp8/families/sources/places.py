@@ -133,7 +133,7 @@ def find_disk_problem(description: BaseDescription) -> str:
     if missing <= free:
         return ""
     return Message(
-        "{folder}: the disk has no room for the base model: {size} are still to be downloaded, and {free} are free. "
+        "{folder}: the disk has no room for the model: {size} are still to be downloaded, and {free} are free. "
         "Free some space, or set HF_HOME to a folder on another disk",
         folder=description.folder,
         size=disk_space.amount(missing),

@@ -45,6 +45,7 @@ class Reference:
         file: path of a single file in the repository; "" for the whole repository.
         model: number of a Civitai model; "" if only its version is known.
         version: number of a Civitai version; "" stands for the newest.
+        settings: names of the settings that hold the path and the revision, for messages.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class Reference:
     file: str = ""
     model: str = ""
     version: str = ""
+    settings: tuple[str, str] = ("model.path", "model.revision")
 
     @property
     def is_remote(self) -> bool:

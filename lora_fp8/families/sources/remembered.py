@@ -97,7 +97,7 @@ def write(path: Path, answer: Answer) -> None:
         atomic_write(path, json.dumps(content, separators=(",", ":")).encode())
     except OSError as error:
         warning = Message(
-            "{path} cannot be written ({why}): the base model is not remembered for times without a connection",
+            "{path} cannot be written ({why}): the model is not remembered for times without a connection",
             path=path,
             why=reason(error),
         )

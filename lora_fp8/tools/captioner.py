@@ -1,10 +1,13 @@
-"""Caption images with a model: a vision-language model writes text, or a tagger gives tags; both through transformers.
+"""Caption images with a model: a vision-language model writes text, or a tagger gives tags.
 
-Accepted models: a folder or Hugging Face id with safetensors, of an architecture that is part of transformers
-(Florence-2 in its `florence-community` form, BLIP, Qwen2.5-VL, LLaVA such as JoyCaption, and whatever else
-AutoModelForImageTextToText knows; for tags also multi-label image classifiers). Code from a repository is neither
-fetched nor run. WD14 taggers are published for timm and onnxruntime, which this project does not use: they are refused
-with a message that says so.
+Accepted models, as a folder or Hugging Face id:
+
+* A model with safetensors of an architecture that is part of transformers: Florence-2 in its `florence-community` form,
+  BLIP, Qwen2.5-VL, LLaVA such as JoyCaption, and whatever else AutoModelForImageTextToText knows; for tags also
+  multi-label image classifiers.
+* A WD tagger, which onnxruntime runs (`wd_tagger`).
+
+Code from a repository is neither downloaded nor run.
 
 Decoding is greedy, so that an image has one caption for a model and prompt. After a stop or a crash, finished captions
 are therefore not made again: each is written as soon as it is there, as an edit in the folder's journal
@@ -17,14 +20,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
-import huggingface_hub
 import torch
 import transformers
 from PIL import Image
@@ -36,11 +40,18 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from ..common.reading import MOST_JSON, parse_json, read_bytes
+from ..data import caption_text, captions, decoding, image_edits
 from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read, first_few, lacks_weights
+from ..families.sources import Reference
+from ..families.sources.description import describe_files
+from ..families.sources.download import Progress, Report, download
+from ..families.sources.hosts import NoAnswer
+from ..families.sources.reference import HUB_ID
 from ..precision.dtypes import DTYPES
 from ..run import StopSignal
 from ..settings import Dataset
-from . import caption_text, captions, decoding, image_edits
+from ..stages.progress import DownloadProgress
+from . import wd_tagger
 
 PROMPTS = {
     "text": "Describe this image in one paragraph. Say what is seen, not what it may mean.",
@@ -48,7 +59,9 @@ PROMPTS = {
 }
 FLORENCE_TASK = "<MORE_DETAILED_CAPTION>"
 FETCHED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""Files that are downloaded from a repository: no code, no pickles."""
+"""Files that are downloaded of a model of transformers: no code, no pickles."""
+SECONDS = 2.0
+"""Seconds between two events of a download."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +70,16 @@ class Settings:
 
     Attributes:
         model: folder or Hugging Face id.
-        kind: sentences, or tags separated by commas.
+        kind: sentences, or tags separated by commas; "" is tags for a tagger, else sentences.
         prompt: the question for the model; "" takes the default of the kind (for Florence-2 its task
             <MORE_DETAILED_CAPTION>).
         overwrite: also caption images that have a caption.
         trigger: trigger word, prepended if the caption lacks it.
         max_tokens: longest answer.
         threshold: for taggers, the probability from which a tag is taken.
+        character_threshold: for WD taggers, the probability from which the name of a character is taken.
+        rating: for WD taggers, add the most probable rating as the last tag.
+        keep_underscores: for taggers, "long_hair" stays as it is and does not become "long hair".
         exclude: tags to leave out.
         batch_size: images per batch.
         dtype: bf16, fp16 or fp32; "" is bf16 on a GPU, else fp32.
@@ -71,12 +87,15 @@ class Settings:
     """
 
     model: str
-    kind: Literal["text", "tags"] = "text"
+    kind: Literal["", "text", "tags"] = ""
     prompt: str = ""
     overwrite: bool = False
     trigger: str = ""
     max_tokens: int = 300
     threshold: float = 0.35
+    character_threshold: float = 0.85
+    rating: bool = False
+    keep_underscores: bool = False
     exclude: tuple[str, ...] = ()
     batch_size: int = 1
     dtype: str = ""
@@ -107,15 +126,22 @@ class Result:
 
 
 def run(
-    folder: Path, settings: Settings, echo: Callable[[dict[str, Any]], None] | None = None, mask: str = ""
+    folder: Path,
+    settings: Settings,
+    echo: Callable[[dict[str, Any]], None] | None = None,
+    mask: str = "",
+    *,
+    shows_progress: bool = False,
 ) -> Result:
     """Caption the images of a folder.
 
     Args:
         folder: images, searched with subfolders; captions are written beside them.
         settings: the model and how to use it.
-        echo: called with each event (stage, caption, warning and done), in the format of a run's events.
+        echo: called with each event (stage, download, captioner, caption, warning and done), in the format of a run's
+            events.
         mask: as in `captions.listed`.
+        shows_progress: show the progress of a download on stderr.
 
     Raises:
         UserError: the folder, the model or the settings cannot be used.
@@ -131,7 +157,7 @@ def run(
             session = _Session(journal, settings, result, echo, image_edits.read(Path(os.path.expanduser(folder))))
             session.log_event("stage", stage="load", total=len(waiting), kept=result.kept)
             if waiting:
-                model = load(settings)
+                model = session.load_model(shows_progress)
                 watch.at_once = None
                 session.log_event("stage", stage="caption", total=len(waiting), kept=result.kept)
                 _caption(session, model, waiting, watch)
@@ -154,6 +180,24 @@ class _Session:
     def log_event(self, event: str, **fields: Any) -> None:
         if self.echo is not None:
             self.echo({"t": round(time.time(), 3), "event": event, **fields})
+
+    def load_model(self, shows_progress: bool) -> Captioner:
+        """Load the model, after a download of what is missing of it, and log what it runs on."""
+        last = 0.0
+
+        def report(progress: Progress) -> None:
+            nonlocal last
+            bar.update(progress)
+            if progress.total and (time.monotonic() - last >= SECONDS or progress.done == progress.total):
+                last = time.monotonic()
+                self.log_event("download", **progress.to_json())
+
+        with DownloadProgress(self.settings.model, is_shown=shows_progress) as bar:
+            model = load(self.settings, report)
+        for warning in model.warnings:
+            self.log_event("warning", text=warning)
+        self.log_event("captioner", model=self.settings.model, device=model.device)
+        return model
 
     def add_problem(self, problem: str) -> None:
         self.result.problems.append(problem)
@@ -197,8 +241,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
                 readable.append((name, file))
             except decoding.ImageError as error:
                 session.add_problem(about(name, error))
-        for (name, file), text in zip(readable, model.describe(pixels) if pixels else [], strict=True):
-            caption = _cleaned(text, settings)
+        for (name, file), caption in zip(readable, model.describe(pixels) if pixels else [], strict=True):
             if not caption:
                 result.empty += 1
                 session.add_problem(Message("{name}: the model had no words for it", name=name))
@@ -233,45 +276,102 @@ def _pixels(path: Path, edit: image_edits.ImageEdit) -> Image.Image:
     return looked.measured
 
 
-def _cleaned(text: str, settings: Settings) -> str:
-    """Return the answer as a caption: on one line, each tag once."""
-    line = " ".join(text.split()).strip("\"'`").strip()
-    if settings.kind == "text":
-        return line
-    tags = [tag.strip(" .\"'`") for tag in line.split(",")]
-    unwanted = {tag.casefold() for tag in settings.exclude}
-    return ", ".join(dict.fromkeys(tag for tag in tags if tag and tag.casefold() not in unwanted))
+def _flatten(text: str) -> str:
+    """Return an answer on one line, without quotation marks around it."""
+    return " ".join(text.split()).strip("\"'`").strip()
+
+
+def _join_tags(tags: Iterable[str], exclude: Sequence[str]) -> str:
+    """Return tags as a caption: each once, without those to exclude, which may have spaces or underscores."""
+    unwanted = {_comparable(tag) for tag in exclude}
+    return ", ".join(dict.fromkeys(tag for tag in tags if tag and _comparable(tag) not in unwanted))
+
+
+def _comparable(tag: str) -> str:
+    return tag.strip().replace("_", " ").casefold()
+
+
+def space_words(tag: str) -> str:
+    """Return a tag with spaces for underscores ("long_hair"), except an emoticon such as "^_^" or "o_o".
+
+    Emoticons are the tags in which no two letters or digits are next to each other.
+    """
+    return tag.replace("_", " ") if re.search(r"[^\W_]{2}", tag) else tag
 
 
 # -------------------------------------------------------------------------------------------------------------- models
 
 
 class Captioner(ABC):
-    """A loaded model."""
+    """A loaded model.
+
+    Attributes:
+        device: what it runs on.
+        warnings: what a person should know, one sentence each.
+    """
+
+    device: str
+    warnings: Sequence[str] = ()
 
     @abstractmethod
     def describe(self, pictures: list[Image.Image]) -> list[str]:
-        """Return one text per image."""
+        """Return one caption per image, without the trigger word; "" where the model has none."""
 
 
-def load(settings: Settings) -> Captioner:
+USED_BY_ALL = {"model", "kind", "overwrite", "trigger", "batch_size", "revision"}
+USED_BY_TAGGERS = {"threshold", "keep_underscores", "exclude"}
+
+
+def _refuse_unused(settings: Settings, used: set[str]) -> None:
+    """Raise UserError if settings are given that this model has no use for."""
+    unused = [
+        f"--{entry.name.replace('_', '-')}"
+        for entry in fields(settings)
+        if entry.name not in USED_BY_ALL | used and getattr(settings, entry.name) != entry.default
+    ]
+    if unused:
+        raise UserError(
+            Message(
+                "{model}: this model has no use for {options}; leave them out",
+                model=settings.model,
+                options=", ".join(unused),
+            )
+        )
+
+
+def _check_tagger(settings: Settings, used: set[str]) -> None:
+    """Raise UserError if settings do not suit a tagger, which uses these beside those that all taggers use."""
+    if settings.kind == "text":
+        raise UserError(Message("{model}: a tagger writes tags; use --kind tags", model=settings.model))
+    _refuse_unused(settings, USED_BY_TAGGERS | used)
+
+
+def load(settings: Settings, report: Report | None = None) -> Captioner:
     """Load the model of these settings.
 
+    Args:
+        settings: the model and how to use it.
+        report: called with the progress of a download.
+
     Raises:
-        UserError: it is not found, cannot be downloaded, lacks files, or has an architecture that transformers lacks.
+        UserError: it is not found, cannot be downloaded, lacks files, or has an architecture that transformers lacks;
+            or a setting does not suit it.
+        RunFailure: the connection failed again and again.
     """
     if settings.dtype not in ("", *DTYPES):
         raise UserError(
             Message("dtype = {dtype}: accepted are {names}", dtype=repr(settings.dtype), names=", ".join(DTYPES))
         )
-    folder = _folder(settings)
+    folder = _find_folder(settings, report)
+    if wd_tagger.is_tagger(_list_names(folder)):
+        return _OnnxTagger(folder, settings)
     kind = _model_type(folder, settings.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = DTYPES[settings.dtype or ("bf16" if device == "cuda" else "fp32")]
     try:
         if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
             return _Writer(folder, kind, settings, device, dtype)
-        return _Tagger(folder, settings, device, dtype)
+        return _Classifier(folder, settings, device, dtype)
     except UserError:
         raise
     # Missing files, missing keys, a library that the architecture needs: transformers raises a different error for
@@ -288,37 +388,61 @@ def load(settings: Settings) -> Captioner:
         ) from error
 
 
-def _folder(settings: Settings) -> Path:
+def _find_folder(settings: Settings, report: Report | None) -> Path:
+    """Return the folder of the model; what is missing of a model on the hub is downloaded."""
     folder = Path(os.path.expanduser(settings.model))
     if folder.is_dir():
+        if settings.revision:
+            raise UserError(Message("{model}: a folder has no revision; leave out --revision", model=settings.model))
         return folder
-    is_path = folder.is_absolute() or settings.model.startswith(("~", "."))
-    if folder.is_file() or settings.model.count("/") != 1 or is_path:
+    if folder.is_file() or not HUB_ID.fullmatch(settings.model):
         raise UserError(Message("{model}: no such folder, and no Hugging Face id (OWNER/NAME)", model=settings.model))
+    reference = Reference("hub", settings.model, repo=settings.model, settings=("--model", "--revision"))
     try:
-        fetched = huggingface_hub.snapshot_download(
-            settings.model, revision=settings.revision or None, allow_patterns=list(FETCHED)
-        )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        first = str(error).strip().splitlines()[0]
+        described = describe_files(reference, settings.revision, lambda names: _choose_files(names, settings.model))
+        fetched = download(described, report)
+    except NoAnswer as error:
         raise UserError(
-            Message("{model}: cannot be fetched from the hub ({why})", model=settings.model, why=first)
+            Message("{model}: cannot be fetched from the hub ({why})", model=settings.model, why=error)
         ) from None
-    return Path(fetched)
+    assert fetched.folder is not None  # a repository always has one
+    return fetched.folder
+
+
+def _list_names(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_file()]
+
+
+def _choose_files(names: Collection[str], model: str) -> list[str]:
+    """Choose the files of a repository that captioning needs. What cannot be used is refused before its download."""
+    if wd_tagger.is_tagger(names):
+        if obstacle := wd_tagger.find_obstacle(model):
+            raise UserError(obstacle)
+        return [wd_tagger.MODEL, wd_tagger.TAGS]
+    _require_config(names, model)
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in FETCHED)]
+
+
+def _require_config(names: Collection[str], model: str) -> None:
+    """Raise UserError if a folder or repository with these files is no model of transformers."""
+    if "config.json" in names:
+        return
+    if any(name.endswith(".onnx") for name in names):
+        raise UserError(
+            Message(
+                "{model}: no config.json of a transformers model in it, and not both files of a WD tagger, "
+                "{network} and {tags}",
+                model=model,
+                network=wd_tagger.MODEL,
+                tags=wd_tagger.TAGS,
+            )
+        )
+    raise UserError(Message("{model}: no config.json of a transformers model in it", model=model))
 
 
 def _model_type(folder: Path, model: str) -> str:
     """Return the architecture that config.json names; raise UserError if it cannot caption images."""
-    if not (folder / "config.json").is_file():
-        if any(folder.glob("*.onnx")):
-            raise UserError(
-                Message(
-                    "{model}: no config.json of a transformers model in it (an ONNX file is there: taggers for "
-                    "onnxruntime are not read)",
-                    model=model,
-                )
-            )
-        raise UserError(Message("{model}: no config.json of a transformers model in it", model=model))
+    _require_config(_list_names(folder), model)
     try:
         kind = parse_json(read_bytes(folder / "config.json", MOST_JSON)).get("model_type", "")
     except (ValueError, AttributeError) as error:
@@ -357,6 +481,8 @@ class _Writer(Captioner):
 
     def __init__(self, folder: Path, kind: str, settings: Settings, device: str, dtype: torch.dtype):
         self.settings, self.kind, self.device, self.dtype = settings, kind, device, dtype
+        self.writes_tags = settings.kind == "tags"
+        _refuse_unused(settings, {"prompt", "max_tokens", "dtype"} | ({"exclude"} if self.writes_tags else set()))
         if kind == "florence2" and settings.kind == "tags":
             raise UserError(Message("{model}: Florence-2 writes sentences; use --kind text", model=settings.model))
         self.processor = _processor(folder, kind)
@@ -377,7 +503,10 @@ class _Writer(Captioner):
             return asked or FLORENCE_TASK
         if not self.chats:
             return asked or None  # BLIP and similar models continue a given beginning
-        content = [{"type": "image"}, {"type": "text", "text": asked or PROMPTS[self.settings.kind]}]
+        content = [
+            {"type": "image"},
+            {"type": "text", "text": asked or PROMPTS["tags" if self.writes_tags else "text"]},
+        ]
         template = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
         chat = [{"role": "user", "content": content}]
         return template.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -395,7 +524,14 @@ class _Writer(Captioner):
         out = self.model.generate(**inputs, max_new_tokens=self.settings.max_tokens, do_sample=False, num_beams=1)
         if self.chats and not self.answers_only:
             out = out[:, inputs["input_ids"].shape[1] :]
-        return [text.strip() for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
+        return [self._clean(text) for text in self.tokenizer.batch_decode(out, skip_special_tokens=True)]
+
+    def _clean(self, answer: str) -> str:
+        """Return an answer as a caption: on one line, each tag once."""
+        line = _flatten(answer)
+        if not self.writes_tags:
+            return line
+        return _join_tags((tag.strip(" .\"'`") for tag in line.split(",")), self.settings.exclude)
 
 
 def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -421,17 +557,28 @@ def _processor(folder: Path, kind: str) -> Any:
     )
 
 
-class _Tagger(Captioner):
-    """A classifier that gives each label an independent probability."""
+class _OnnxTagger(Captioner):
+    """A WD tagger."""
+
+    def __init__(self, folder: Path, settings: Settings):
+        _check_tagger(settings, {"character_threshold", "rating"})
+        self.settings = settings
+        self.tagger = wd_tagger.WdTagger(folder, settings.model)
+        self.device, self.warnings = self.tagger.device, self.tagger.warnings
+        self.limits = wd_tagger.Limits(settings.threshold, settings.character_threshold, settings.rating)
+
+    def describe(self, pictures: list[Image.Image]) -> list[str]:
+        space = (lambda tag: tag) if self.settings.keep_underscores else space_words
+        tags = self.tagger.choose_tags(pictures, self.limits)
+        return [_join_tags(map(space, names), self.settings.exclude) for names in tags]
+
+
+class _Classifier(Captioner):
+    """An image classifier of transformers that gives each label an independent probability."""
 
     def __init__(self, folder: Path, settings: Settings, device: str, dtype: torch.dtype):
         self.settings, self.device, self.dtype = settings, device, dtype
-        if settings.kind != "tags":
-            raise UserError(Message("{model}: a tagger writes tags; use --kind tags", model=settings.model))
-        if settings.prompt:
-            raise UserError(
-                Message("{model}: a tagger is not asked anything; leave out --prompt", model=settings.model)
-            )
+        _check_tagger(settings, {"dtype"})
         config = transformers.AutoConfig.from_pretrained(folder)
         if config.problem_type != "multi_label_classification":
             raise UserError(
@@ -449,18 +596,16 @@ class _Tagger(Captioner):
     @torch.inference_mode()
     def describe(self, pictures: list[Image.Image]) -> list[str]:
         inputs = self.processor(images=pictures, return_tensors="pt").to(self.device, self.dtype)
-        return [", ".join(self._tags(row)) for row in self.model(**inputs).logits.float().sigmoid()]
+        rows = self.model(**inputs).logits.float().sigmoid()
+        return [_join_tags(self._choose(row), self.settings.exclude) for row in rows]
 
-    def _tags(self, probabilities: torch.Tensor) -> Iterator[str]:
-        """Yield the tags above the threshold, most probable first, with spaces for underscores ("long_hair").
-
-        Names of at most three characters stay as they are: they may be emoticons such as "^_^".
-        """
+    def _choose(self, probabilities: torch.Tensor) -> Iterator[str]:
+        """Yield the tags from the threshold on, most probable first."""
         for index in probabilities.argsort(descending=True).tolist():
             if probabilities[index] < self.settings.threshold:
                 return
             name = self.names[index]
-            yield name.replace("_", " ") if len(name) > 3 else name
+            yield name if self.settings.keep_underscores else space_words(name)
 
 
 def problems(result: Result, folder: Path) -> None:
