@@ -151,7 +151,7 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
         page = new.Page(Ui("en", Place(tmp_path, [])))
         page.lay_out()
         preset = questions.GOALS[1]
-        painted = {part.elem_id for part in page.handlers.choose_preset(tuple(questions.GOALS), preset, False)}
+        painted = {part.elem_id for part in page.presets["simple"].choose("goal", preset, False)}
         values = form.read_values(page.draft.text(), page.draft.home)
         changed = {
             key
@@ -175,10 +175,8 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
             return tell(everything)
 
         page.painter.paint_side = typed_meanwhile
-        painted = {
-            part.elem_id for part in page.handlers.choose_preset(tuple(questions.GOALS), questions.GOALS[0], False)
-        }
-        assert "new-goal" in painted and "new-train-steps" not in painted
+        painted = {part.elem_id for part in page.presets["simple"].choose("goal", questions.GOALS[0], False)}
+        assert "new-presets" in painted and "new-train-steps" not in painted
 
 
 def test_a_changed_setting_goes_back_to_its_preset_or_default(tmp_path: Path) -> None:

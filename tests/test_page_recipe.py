@@ -1,5 +1,7 @@
 """New training follows its recipe: values that depend on the images change with them, and what a person set stays."""
 
+import html
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +11,13 @@ import gradio as gr
 import pytest
 from PIL import Image
 
+from lora_fp8 import config
 from lora_fp8.config import dataset_recipe, recipes
+from webui import form
 from webui.context import Place, Ui
 from webui.pages import new
-from webui.pages.new import questions
 from webui.pages.new import recipe as recipe_module
+from webui.pages.new.preset_choice import KINDS
 
 SDXL = '[model]\nfamily = "sdxl"\npath = "stabilityai/stable-diffusion-xl-base-1.0"\n'
 
@@ -41,8 +45,13 @@ def settings_of(page: new.Page) -> dict[str, Any]:
 
 def choose(page: new.Page, goal: str) -> dict[str, Any]:
     """Choose a goal, and return the fields that are repainted, by their ids."""
-    painted = page.handlers.choose_preset(questions.GOALS, goal, False)
+    painted = page.presets["simple"].choose("goal", goal, False)
     return {part.elem_id: value for part, value in painted.items()}
+
+
+def pressed(cards: str) -> set[str]:
+    """The presets whose cards are pressed."""
+    return set(re.findall(r'data-name="([^"]+)"[^>]*aria-pressed="true"', cards))
 
 
 def use(page: new.Page, folder: Path) -> dict[Any, Any]:
@@ -108,9 +117,10 @@ def test_the_gpu_that_is_found_is_chosen_with_the_goal_and_named(
 ) -> None:
     page.recipe.gpus = [("NVIDIA GeForce RTX 4090", 25757220864)]
     painted = choose(page, "style")
-    assert settings_of(page)["preset"] == ["style", "vram_24gb"] and painted["new-card"] == "vram_24gb"
+    assert settings_of(page)["preset"] == ["style", "vram_24gb"]
+    assert pressed(painted["new-presets"]) == {"style", "vram_24gb"}
     assert "RTX 4090, 24 GB" in painted["new-recipe"]
-    page.handlers.choose_preset(tuple(recipes.card_name(gb) for gb in recipes.CARDS), "vram_12gb", False)
+    page.presets["simple"].choose("card", "vram_12gb", False)
     choose(page, "character")
     assert set(settings_of(page)["preset"]) == {"character", "vram_12gb"}, "a card that was chosen stays"
     reasons = recipes.fit_card("sdxl", 12).values
@@ -130,3 +140,76 @@ def test_captions_are_read_once_while_the_files_stay(
     page.recipe.render()
     page.recipe.render()
     assert looked == []
+
+
+CHOSEN = SDXL + "[adapter]\nrank = 5\n"
+
+
+@pytest.mark.parametrize("base", [CHOSEN, CHOSEN.replace("stabilityai/stable-diffusion-xl-base-1.0", "demo")])
+def test_a_card_says_what_its_press_changes(page: new.Page, tmp_path: Path, base: str) -> None:
+    """Also where the steps follow the images, and where a value of the draft wins over the preset."""
+    page.draft.write(base)
+    use(page, add_images(tmp_path / "set", 20))
+    text, kept = page.draft.text(), set()
+    before = form.read_values(text, page.draft.home)
+    presets = [(kind, name) for kind in KINDS for name in page.painter.choice.list_names(kind, before)]
+    assert {("goal", "style"), ("card", "vram_8gb"), ("bundled", "precision_o2")} <= set(presets)
+    for kind, name in presets:
+        page.draft.write(text)
+        effect = page.painter.choice.find_effect(text, kind, name)
+        page.presets["all"].choose(kind, name, False)
+        after = form.read_values(page.draft.text(), page.draft.home)
+        changed = {key: value for key, value in after.items() if not form.is_same_value(value, before[key])}
+        assert changed.pop("preset") == [name]
+        assert changed == effect.values, name
+        kept |= {(name, key) for key in effect.kept}
+    assert ("style", "adapter.rank") in kept and ("vram_8gb", "adapter.rank") not in kept
+
+
+def test_presets_that_are_chosen_in_any_order_give_the_same_training(page: new.Page) -> None:
+    """A GPU's preset sets the storage that a precision level replaces; levels replace each other."""
+    for kind, name in (
+        ("bundled", "precision_o0"),
+        ("goal", "style"),
+        ("bundled", "precision_o2"),
+        ("card", "vram_8gb"),
+    ):
+        page.presets["all"].choose(kind, name, False)
+    assert settings_of(page)["preset"] == ["style", "vram_8gb", "precision_o2"]
+    job = config.loads(page.draft.text() + '[[dataset.folders]]\npath = "p"\n')
+    assert (job.quantize.storage, job.model.dtype) == ("bf16", "bf16")
+    page.presets["all"].choose("bundled", "precision_o2", False, False)
+    page.presets["all"].choose("goal", "", False)
+    assert settings_of(page)["preset"] == ["vram_8gb"]
+    page.presets["all"].choose("own", "/etc/hosts.toml", False)
+    assert settings_of(page)["preset"] == ["vram_8gb"], "only what is offered"
+
+
+def test_a_press_is_undone_to_the_byte_until_something_else_changes(page: new.Page, tmp_path: Path) -> None:
+    use(page, add_images(tmp_path / "set", 20))
+    before = page.draft.text()
+    painted = page.presets["all"].choose("goal", "style", False)
+    panel = page.layout.presets.panels["all"]
+    assert page.draft.text() != before and 'data-do="undo"' in painted[panel]
+    assert 'data-do="undo"' not in page.presets["all"].undo(False)[panel]
+    assert page.draft.text() == before
+    page.presets["all"].choose("goal", "style", False)
+    page.draft.put("name", "cat")
+    after = page.draft.text()
+    assert 'data-do="undo"' not in page.painter.paint_cards("all")[panel]
+    page.presets["all"].undo(False)
+    assert page.draft.text() == after
+
+
+def test_cards_of_gpus_say_what_fits(page: new.Page) -> None:
+    page.draft.write('[model]\nfamily = "flux2"\npath = "a/b"\n')
+    cards = dict(
+        re.findall(
+            r'data-name="vram_(\d+)gb".*?<span class="purpose">(.*?)</span>',
+            page.painter.paint_cards("all")[page.layout.presets.panels["all"]],
+        )
+    )
+    fits = {gb: recipes.fit_card("flux2", gb) for gb in recipes.CARDS}
+    assert {fit.problem != "" for fit in fits.values()} == {True, False}
+    for gb, fit in fits.items():
+        assert (html.escape(fit.problem) if fit.problem else f"{recipes.gib(fit.peak)} of") in cards[str(gb)]

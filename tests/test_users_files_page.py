@@ -72,7 +72,7 @@ WRITING: dict[str, Cases] = {
     "new.save_token": [{"new-base-token": "{work}/project"}],
     "new.bring_back": [],
     "new.change": [],
-    "new.choose_preset": [],
+    "new.press_preset": [],
     "new.import_settings": [],
     "new.load": [{"Start from an existing config": place}
                   for place in ("{work}/project", "{work}/received/config.toml")],

@@ -22,7 +22,7 @@ from lora_fp8.common import messages
 from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.verify.report import Report
-from webui import chart, form, run_cards, run_log, run_monitor, translations
+from webui import chart, form, run_cards, run_log, run_monitor, setting_values, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
@@ -554,7 +554,7 @@ def test_what_differs_is_told_in_words(ui: Ui, tmp_path: Path, language: str) ->
     assert all(word in told for word in PLAIN[language]) and "<b>dogs</b>" in told
     values = ([{"path": "x", "mask": "*-m"}, {"a": [True, None]}], [["a", {"b": True}]], {"c": [1, False]}, True, None)
     for key in [*form.settings(), "of.an.older.version"]:
-        told += "\n".join(line for value in values for line in compare._format_lines(ui, key, value))
+        told += "\n".join(line for value in values for line in setting_values.format_lines(ui, key, value))
     assert not re.search(r"[{}\[\]'\"]|\bTrue\b|\bFalse\b|\bNone\b", told), told
 
 

@@ -20,6 +20,7 @@ What the pages share
     sanitize.py          paths below the allowed folders, file names, text as HTML
     live_panel.py        HTML that ticks keep up to date, with buttons that call Python
     json_table.py        JSON as HTML tables
+    setting_values.py    values of settings as people read them
     engine.py            commands that need torch, run in processes of their own
 New training
     form.py              the settings as form fields; the TOML text that all views edit

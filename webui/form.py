@@ -314,6 +314,12 @@ def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
     return origins
 
 
+def find_preset_settings(text: str, name: str, folder: Path = Path()) -> dict[str, Any]:
+    """Return the settings, with their values, that a preset has lines for; {} if the text does not name the preset."""
+    tables = next((tables for layer, tables in config.layers(text, folder=folder) if layer == name), {})
+    return {key: _entries(key, value) for key in settings() if (value := _look_up(tables, key)) is not None}
+
+
 def unset(text: str, key: str, folder: Path = Path()) -> str:
     """Return the text without this setting, so that its presets' value counts, or the default.
 

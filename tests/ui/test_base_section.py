@@ -50,7 +50,7 @@ def test_a_base_is_found_chosen_downloaded_and_unlocked(
         return translations.say("en", key, **given)
 
     page = visit("new", site=hub_site)
-    state, cards = page.locator("#new-base-state"), page.locator("#new-base-cards .base-card:visible")
+    state, cards = page.locator("#new-base-state"), page.locator("#new-base-cards .choice-card:visible")
     search = page.locator("#new-base-search")
     expect(state).to_contain_text(say("base.state.none"))
     picture_of(page, "base_1_empty")

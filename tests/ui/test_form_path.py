@@ -145,9 +145,21 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     page.click("#new-reset")
     view(page, 1)
     expect(field(page, "set-adapter-rank")).to_have_value("16")
-    page.locator("#set-preset input").click()
+    card, undo = (
+        page.locator("#set-presets .choice-card", has_text="theirs"),
+        page.locator("#set-presets [data-do=undo]"),
+    )
+    expect(card).to_contain_text("秩 (network_dim) 7")
+    card.press("Enter")
+    expect(field(page, "set-adapter-rank")).to_have_value("7")
+    expect(card).to_have_attribute("aria-pressed", "true")
+    expect(card).to_be_focused()
+    undo.press("Enter")
+    expect(field(page, "set-adapter-rank")).to_have_value("16")
+    page.locator("#set-preset input").click()  # the field beneath takes files of other folders, too
     page.get_by_role("option", name="theirs", exact=True).click()
     expect(field(page, "set-adapter-rank")).to_have_value("7")
+    expect(card).to_have_attribute("aria-pressed", "true")
 
     # A folder of the visitor's own.
     own = site.root / "own pictures"

@@ -157,7 +157,7 @@ def test_what_is_typed_while_a_choice_is_answered_stands(site: Site, visit: Call
     late: list[Route] = []
     page.route("**/queue/join**", lambda route: late.append(route))
     steps = page.locator("#new-train-steps").locator("input, textarea").first
-    page.locator("#new-goal label", has_text=translations.say("en", "new.goal.style")).click()  # 2000 steps
+    page.locator("#new-presets .choice-card", has_text=translations.say("en", "new.goal.style")).click()  # 2000 steps
     while not late:
         page.evaluate("new Promise(requestAnimationFrame)")
     steps.fill("1500")

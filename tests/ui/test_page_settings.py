@@ -33,7 +33,7 @@ def test_a_folder_is_added_and_taken_back(visit: Callable[..., Page], tmp_path: 
         new = visit("new", language="zh-CN")
         opened(new)
         new.locator("#new-base-head [data-group=mine]").click()
-        card = new.locator("#new-base-cards .base-card:visible", has_text="mini")
+        card = new.locator("#new-base-cards .choice-card:visible", has_text="mini")
         expect(card).to_contain_text("Stable Diffusion 1.5")
         new.close()
     page.click(f"#{kind}-remove")

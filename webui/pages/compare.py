@@ -13,7 +13,7 @@ from lora_fp8.common import reading
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
 
-from .. import form, live_panel, run_cards, run_monitor, sanitize, translations
+from .. import live_panel, run_cards, run_monitor, setting_values, translations
 from ..chart import Line, render_chart
 from ..context import Ui
 from ..run_log import RunLog, smooth, thin
@@ -24,8 +24,6 @@ from .run import rendering
 MOST = 8
 """The number of colours of a chart."""
 LISTED = 200
-MOST_ROWS = 12
-"""Rows of a table that are shown of a run, for example of its folders."""
 ADDRESS = """(runs) => {
   const address = new URL(location.href);
   if (runs.length) address.searchParams.set('runs', runs.join(',')); else address.searchParams.delete('runs');
@@ -175,7 +173,7 @@ def render_settings(ui: Ui, chosen: list[tuple[JobView, RunLog]]) -> str:
     for name in names:
         values = [config.get(name) for config in flat]
         if name not in ("name", "output_dir") and any(value != values[0] for value in values):
-            cells = ("<br>".join(map(escape, _format_lines(ui, name, value))) for value in values)
+            cells = ("<br>".join(map(escape, setting_values.format_lines(ui, name, value))) for value in values)
             key = f"section.{name}" if f"section.{name}" in translations.load_setting_texts() else name
             label = translations.get_label(ui.language, key)
             rows.append([f"{escape(label)}<br><code>{escape(name)}</code>" if label != name else escape(name), *cells])
@@ -200,43 +198,3 @@ def _flatten(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield from _flatten(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def _format_lines(ui: Ui, key: str, value: Any) -> list[str]:
-    """Format a setting's value as the form names it: plain text, a line per row of a table."""
-    setting = form.settings().get(key)
-    if setting is not None and setting.kind == "table" and isinstance(value, list):
-        lines = [_format_row(ui, setting, row) for row in value]
-        more = len(lines) - MOST_ROWS
-        return [*lines[:MOST_ROWS], *([f"+{more}"] if more > 0 else [])] or ["–"]
-    return [sanitize.shorten(_format_value(ui, key, value), 300)]
-
-
-def _format_row(ui: Ui, table: form.Setting, row: Any) -> str:
-    """Format a row of a table: its first column, and by name the others that differ from their defaults."""
-    if not isinstance(row, dict):
-        return sanitize.shorten(_format_value(ui, table.key, row), 300)
-    first, *others = table.columns
-    set_here = [column for column in others if row.get(column.name, column.default) != column.default]
-    parts = [_format_value(ui, first.key, row.get(first.name))]
-    parts += [
-        f"{translations.get_label(ui.language, column.key)} {_format_value(ui, column.key, row[column.name])}"
-        for column in set_here
-    ]
-    return sanitize.shorten(" · ".join(parts), 300)
-
-
-def _format_value(ui: Ui, key: str, value: Any) -> str:
-    """Format a value as text, with the form's names where there are any, and not in a programming notation."""
-    if value is None or value == "" or value == [] or value == {}:
-        return "–"
-    if isinstance(value, bool):
-        return ui.say("compare.yes" if value else "compare.no")
-    if isinstance(value, str):
-        return translations.get_choice_label(ui.language, key, value)
-    if isinstance(value, list):
-        return " · ".join(_format_value(ui, key, item) for item in value)
-    if isinstance(value, dict):
-        named = ((f"{key}.{name}", name, inner_value) for name, inner_value in value.items())
-        return " · ".join(f"{name} {_format_value(ui, inner, inner_value)}" for inner, name, inner_value in named)
-    return str(value)

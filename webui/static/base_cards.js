@@ -10,7 +10,7 @@ let used = "";  // what was taken as a base: it is no search any more
 
 const words = () => search.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
 const isReference = (text) => /[/\\:]|^~|\.(safetensors|ckpt|gguf)$/i.test(text);
-const matching = () => [...panel().querySelectorAll(".base-card")].filter(
+const matching = () => [...panel().querySelectorAll(".choice-card")].filter(
   (card) => words().every((word) => card.dataset.words.includes(word)));
 const fill = (target, template, value) => { target.textContent = template.replace("{}", value); };
 // Cards are shown by a style sheet of rules, which stays when the server paints the cards anew.
@@ -51,7 +51,7 @@ search.addEventListener("keydown", (event) => {
   }
   if (event.key === "ArrowDown") {
     event.preventDefault();
-    [...panel().querySelectorAll(".base-card")].find((card) => card.checkVisibility())?.focus();
+    [...panel().querySelectorAll(".choice-card")].find((card) => card.checkVisibility())?.focus();
   }
   if (event.key !== "Enter") return;
   event.preventDefault();

@@ -120,7 +120,8 @@ document.addEventListener("input", sendKeypress);
 document.addEventListener("compositionend", sendKeypress);
 
 // A double click counts once: the second click would queue a second job, or undo the first.
-const ONCE = "[data-do=rerun], [data-do=resume], #new-start, #new-back, #auto-begin, #tools-later, #kit, #push";
+const ONCE = "[data-do=rerun], [data-do=resume], #new-start, #new-back, #auto-begin, #tools-later, #kit, #push"
+  + ", .preset-panel [data-do]";
 document.addEventListener("click", (event) => {
   if (event.detail > 1 && event.target.closest?.(ONCE)) event.stopImmediatePropagation();
 }, true);

@@ -3,7 +3,8 @@
 `layout` makes the components, and `events` binds them to `handlers`, which change the draft. `painting` turns the draft
 into values for the components, with the help of `problems`, `summary` and `styles`. `draft_reader` looks at the files
 that the draft names. `recipe` proposes values. `questions` lists what the simple view asks. `base_section` is the part
-of the base model, which `base_state` and `base_rendering` render.
+of the base model, which `base_state` and `base_rendering` render; `preset_section` that of the presets, with
+`preset_choice` and `preset_cards`. `cards` has the look that both share.
 """
 
 from ...context import Ui
@@ -14,6 +15,7 @@ from .events import Events
 from .handlers import Handlers
 from .layout import Layout
 from .painting import Painter
+from .preset_section import PresetHandlers
 from .problems import Problems
 from .recipe import Recipe
 from .styles import Styles
@@ -36,7 +38,8 @@ class Page:
         self.painter = Painter(self.layout, self.problems, self.summary, self.styles, self.recipe)
         self.handlers = Handlers(self.painter)
         self.base = BaseHandlers(self.layout.base, self.handlers)
-        Events(self.layout, self.handlers, self.base).bind()
+        self.presets = {view: PresetHandlers(self.handlers, view) for view in self.layout.presets.panels}
+        Events(self.layout, self.handlers, self.base, [*self.presets.values()]).bind()
 
 
 def build(ui: Ui) -> None:

@@ -6,6 +6,7 @@ from lora_fp8 import families
 
 from ... import base_catalogue, sanitize
 from ...context import Ui
+from .cards import render_card
 
 GIGABYTE = 10**9
 
@@ -21,13 +22,6 @@ def format_seconds(seconds: float) -> str:
     """Return a time as minutes and seconds, or as hours and minutes: "1:05", "2 h 10 min"."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def render_button(ui: Ui, do: str, key: str, kind: str = "", **data: str) -> str:
-    """Render a button that calls `do` with this data; `key` is its text, filled in with the data."""
-    values = "".join(f' data-{name}="{sanitize.escape(value)}"' for name, value in data.items())
-    label = sanitize.escape(ui.say(key, **data))
-    return f'<button type="button" class="base-button {kind}" data-do="{do}"{values}>{label}</button>'
 
 
 def render_link(address: str, text: str, kind: str = "") -> str:
@@ -61,7 +55,7 @@ class Cards:
             f'<div class="base-groups" role="group" aria-label="{escape(say("base.group"))}">{chips}</div>'
             f'<div class="base-search"><input type="search" id="new-base-search" autocomplete="off" spellcheck="false" '
             f'aria-label="{escape(say("base.search"))}" placeholder="{escape(say("base.search.example"))}">'
-            f'<button type="button" class="base-button main" hidden data-use="{use}"></button></div>'
+            f'<button type="button" class="choice-button main" hidden data-use="{use}"></button></div>'
             f'<p class="unseen" role="status" data-count="{count}"></p>'
         )
 
@@ -79,7 +73,7 @@ class Cards:
         )
         label = sanitize.escape(self.ui.say("base.cards"))
         none = "" if own else self._render_none()
-        return f'<div class="base-cards" role="group" aria-label="{label}">{cards}{none}</div>'
+        return f'<div class="choice-cards" role="group" aria-label="{label}">{cards}{none}</div>'
 
     def _render_none(self) -> str:
         settings = f'<a href="{self.ui.link("settings")}">{sanitize.escape(self.ui.say("page.settings"))}</a>'
@@ -87,7 +81,7 @@ class Cards:
         return f'<p class="base-none" data-groups="mine">{text}</p>'
 
     def _render_card(self, card: base_catalogue.Card, is_chosen: bool) -> str:
-        say, escape = self.ui.say, sanitize.escape
+        say = self.ui.say
         title, purpose = card.title, ""
         if card.known is not None:
             purpose = self.ui.translate(card.known.purpose)
@@ -96,20 +90,12 @@ class Cards:
         else:
             kind = "file" if card.path.endswith(".safetensors") else "folder"
             purpose = say(f"base.card.{kind}")
-        badges = "".join(
-            f'<span class="{kind}" title="{escape(text)}">{escape(text)}</span>'
-            for kind, text in self._list_badges(card)
-        )
         words = " ".join([card.path, card.title, title, purpose, self._family_title(card)])
         words += " ".join(card.known.names) if card.known else ""
-        id = f' id="new-{card.key}"' if card.path == "demo" else ""
-        return (
-            f'<button type="button" class="base-card"{id} data-do="choose" data-base="{escape(card.path)}" '
-            f'data-family="{escape(card.family)}" data-key="{escape(card.key)}" data-groups="{" ".join(card.groups)}" '
-            f'data-words="{escape(words.lower())}" aria-pressed="{str(is_chosen).lower()}">'
-            f'<strong>{escape(title)}</strong><span class="purpose">{escape(purpose)}</span>'
-            f'<span class="badges">{badges}</span></button>'
-        )
+        data = {"do": "choose", "base": card.path, "family": card.family, "key": card.key}
+        data |= {"groups": " ".join(card.groups), "words": words.lower()}
+        id = f"new-{card.key}" if card.path == "demo" else ""
+        return render_card(title, [("purpose", purpose)], self._list_badges(card), is_chosen, data, id)
 
     def _family_title(self, card: base_catalogue.Card) -> str:
         return families.get(card.family).title if card.family else ""

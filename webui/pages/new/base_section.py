@@ -18,6 +18,7 @@ from ... import base_catalogue, base_models, form, live_panel
 from ...context import Ui
 from .base_rendering import Cards
 from .base_state import BaseState, find_family
+from .cards import read_style
 
 if TYPE_CHECKING:
     from .handlers import Handlers
@@ -37,7 +38,7 @@ class BaseParts:
 
     def __init__(self, ui: Ui, add_field: Callable[[str], None]):
         cards = Cards(ui)
-        style = (STATIC / "base_cards.css").read_text(encoding="utf-8")
+        style = read_style() + (STATIC / "base_cards.css").read_text(encoding="utf-8")
         script = (STATIC / "base_cards.js").read_text(encoding="utf-8")
         gr.HTML(f"<style>{style}</style>", elem_classes="style-only")
 

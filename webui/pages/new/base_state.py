@@ -10,7 +10,8 @@ from lora_fp8.families.sources.reference import suggest
 
 from ... import base_models, downloads, hub_login, sanitize
 from ...context import Ui
-from .base_rendering import format_seconds, format_size, render_button, render_link
+from .base_rendering import format_seconds, format_size, render_link
+from .cards import render_button
 from .draft_reader import DraftReader
 from .problems import Problems
 
@@ -113,8 +114,8 @@ class BaseState:
             return "".join(f'<p class="wrong">{sanitize.escape(self.ui.translate(p))}</p>' for p in described.problems)
         key = "base.gate.stranger" if described.gate.has_token else "base.gate.about"
         licence = self._render_licence(described)
-        links = render_link(described.gate.link, self.ui.say("base.gate.accept"), "base-button main")
-        links += render_link(TOKENS, self.ui.say("base.gate.tokens"), "base-button")
+        links = render_link(described.gate.link, self.ui.say("base.gate.accept"), "choice-button main")
+        links += render_link(TOKENS, self.ui.say("base.gate.tokens"), "choice-button")
         return f'{licence}<p class="gate">{sanitize.escape(self.ui.say(key))}</p>{self._wrap_buttons(links + again)}'
 
     def render_login(self) -> str:

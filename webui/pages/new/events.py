@@ -7,11 +7,12 @@ from typing import Any
 import gradio as gr
 from gradio.blocks import Block
 
-from ... import base_models, live_panel
+from ... import live_panel
 from .base_section import BaseHandlers
 from .handlers import Handlers
 from .layout import Layout
-from .questions import GOALS, PROPOSED, PROPOSING
+from .preset_section import PresetHandlers
+from .questions import PROPOSED, PROPOSING
 
 SECONDS = 2.0
 QUIET: dict[str, Any] = {
@@ -42,8 +43,8 @@ class Events:
     `views` what each view shows.
     """
 
-    def __init__(self, layout: Layout, handlers: Handlers, base: BaseHandlers):
-        self.layout, self.handlers, self.base = layout, handlers, base
+    def __init__(self, layout: Layout, handlers: Handlers, base: BaseHandlers, presets: list[PresetHandlers]):
+        self.layout, self.handlers, self.base, self.presets = layout, handlers, base, presets
         self.side: list[Any] = [
             layout.state,
             layout.summary,
@@ -55,8 +56,8 @@ class Events:
         ]
         self.window: dict[str, Block] = {"everything": layout.everything}
         self.views: dict[str, list[Any]] = {
-            "simple": [*layout.parts["simple"].values(), layout.goal, layout.card],
-            "all": list(layout.parts["all"].values()),
+            "simple": [*layout.parts["simple"].values(), layout.presets.panels["simple"]],
+            "all": [*layout.parts["all"].values(), layout.presets.panels["all"]],
             "toml": [layout.code],
         }
         self.proposed = [layout.parts["simple"][key] for key in PROPOSED]
@@ -98,15 +99,9 @@ class Events:
                     changed.then(None, js=CHOSEN)
 
     def _bind_choices(self) -> None:
-        layout, outputs = self.layout, [*self.side, *self.views["simple"]]
-        for part, names in ((layout.goal, GOALS), (layout.card, base_models.list_vram_presets())):
-            part.input(
-                functools.partial(self.handlers.choose_preset, tuple(names)),
-                inputs_kwargs={"name": part, **self.window},
-                outputs=outputs,
-                js=CHOOSING,
-                **QUEUED,
-            ).then(None, js=CHOSEN)
+        layout = self.layout
+        for presets in self.presets:
+            presets.bind([*self.side, *self.views[presets.view]], inputs_kwargs=self.window, **QUEUED)
         layout.code.input(
             self.handlers.write_text, inputs_kwargs={"text": layout.code, **self.window}, outputs=self.side, **QUIET
         )
@@ -171,7 +166,7 @@ class Events:
         layout.save.click(
             handlers.save_preset,
             inputs_kwargs={"name": layout.preset_name},
-            outputs=[layout.parts["all"]["preset"]],
+            outputs=[layout.parts["all"]["preset"], layout.presets.panels["all"]],
             **QUEUED,
         )
         once = QUIET | {"trigger_mode": "once"}  # restoring twice would undo itself
@@ -191,5 +186,8 @@ class Events:
         )
         layout.address.change(None, [layout.address], None, js=GO)
         gr.Timer(SECONDS).tick(
-            self.handlers.tick, inputs_kwargs={"seen": layout.seen, **self.window}, outputs=self.side, **QUIET
+            self.handlers.tick,
+            inputs_kwargs={"seen": layout.seen, **self.window},
+            outputs=[*self.side, *layout.presets.panels.values()],
+            **QUIET,
         )

@@ -1,5 +1,6 @@
 """Handlers of the page's events: each changes the draft and returns values for the components that show it."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from lora_fp8.errors import UserError
 
 from ... import base_models, form, importer, live_panel, sanitize, submission
 from .painting import Painter
-from .questions import GOALS, PROPOSING
+from .questions import PROPOSING
 
 
 class Handlers:
@@ -47,7 +48,7 @@ class Handlers:
         old, new = (form.read_values(text, self.draft.home)["model.family"] for text in (before, after))
         if old != new and path in base_models.list_usual_bases(old):
             self.draft.put("model.path", "")
-            self._set_preset(base_models.list_demo_presets(), "")
+            self.painter.choice.replace(base_models.list_demo_presets(), "")
 
     def recognize_base(self) -> None:
         """Set the architecture that the base model's files show, and the preset of a demo base."""
@@ -59,30 +60,9 @@ class Handlers:
             self.draft.put("model.family", known.family)
             gr.Info(self.ui.say("new.base.is_other", title=self.reader.families[known.family]))
         demo = f"demo_{family}" if path == "demo" else ""
-        self._set_preset(base_models.list_demo_presets(), demo if demo in base_models.list_demo_presets() else "")
-
-    def choose_preset(self, names: tuple[str, ...], name: str, everything: bool) -> dict[Any, Any]:
-        """Handle a chosen goal or GPU size: replace the preset of this kind in the draft."""
-
-        def choose() -> None:
-            self._set_preset(names, name)
-            if name in GOALS and not self._has_card():
-                self._set_preset(tuple(base_models.list_vram_presets()), self.recipe.choose_card())
-
-        done = self.change_draft(choose)
-        return self.painter.paint_side(everything) | self.painter.paint("simple", done)
-
-    def _has_card(self) -> bool:
-        given = form.read_values(self.draft.text(), self.draft.home)["preset"]
-        return isinstance(given, list) and any(name in base_models.list_vram_presets() for name in given)
-
-    def _set_preset(self, among: tuple[str, ...], name: str) -> None:
-        """Name this preset instead of the others `among` its kind. Demo presets come last: the last one wins."""
-        given = form.read_values(self.draft.text(), self.draft.home)["preset"]
-        kept = [preset for preset in given if preset not in among] if isinstance(given, list) else []
-        kept += [name] if name else []
-        last = [preset for preset in kept if preset in base_models.list_demo_presets()]
-        self.draft.put("preset", [preset for preset in kept if preset not in last] + last)
+        self.painter.choice.replace(
+            base_models.list_demo_presets(), demo if demo in base_models.list_demo_presets() else ""
+        )
 
     def write_text(self, text: str, everything: bool) -> dict[Any, Any]:
         """Handle input in the TOML view."""
@@ -162,7 +142,8 @@ class Handlers:
             gr.Info(self.ui.say("new.files.preset_saved", name=path.stem))
 
         self._warn_on_error(save)
-        return {self.layout.parts["all"]["preset"]: gr.update(choices=self.painter.list_presets())}
+        listed = gr.update(choices=self.painter.list_presets())
+        return {self.layout.parts["all"]["preset"]: listed} | self.painter.paint_cards("all")
 
     def reset(self, everything: bool) -> dict[Any, Any]:
         """Handle the button that empties the draft."""
@@ -218,10 +199,11 @@ class Handlers:
                 self.draft.put(key, form.from_component(form.settings()[key], held[id]))
 
     def tick(self, seen: str, everything: bool) -> dict[Any, Any]:
-        """Repaint the summary if it differs from what the window shows, since answers may arrive in another order."""
+        """Repaint summary and cards if they differ from what the window shows: answers arrive in any order."""
         self.draft.save()
-        painted = self.painter.paint_side(everything)
-        return {self.layout.seen: gr.skip()} if painted[self.layout.seen] == seen else painted
+        painted, cards = self.painter.paint_side(everything), self.painter.paint_cards("simple", "all")
+        digest = hashlib.sha256(repr((painted[self.layout.seen], *cards.values())).encode()).hexdigest()
+        return {self.layout.seen: gr.skip()} if digest == seen else painted | cards | {self.layout.seen: digest}
 
     def _warn_on_error(self, action: Callable[[], None]) -> dict[Any, Any]:
         """Run an action, and show its UserError as a warning."""

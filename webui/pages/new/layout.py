@@ -6,17 +6,22 @@ from typing import Any
 
 import gradio as gr
 
-from lora_fp8.config import recipes
+from lora_fp8 import config
 
-from ... import base_models, form, live_panel, sanitize, translations
+from ... import form, live_panel, sanitize, translations
 from ...context import Ui
 from ...images import make_panel
 from .base_section import BaseParts
 from .draft_reader import DraftReader
-from .questions import CLIPS, GOALS, make_id
+from .preset_cards import get_title
+from .preset_section import STYLE as PRESET_STYLE
+from .preset_section import PresetParts
+from .questions import CLIPS, make_id
 from .styles import STYLE
 
 IMAGES_PER_PAGE = 24
+PRESETS = "presets"
+"""The section of the presets, which is not a table of the config."""
 
 
 class Layout:
@@ -30,8 +35,9 @@ class Layout:
         self.parts: dict[str, dict[str, Any]] = {"simple": {}, "all": {}}
         self.keys: dict[str, str] = {}  # of the parts, by their ids
         self.tabs: dict[str, gr.Tab] = {}
+        self.presets = PresetParts()
         say = ui.say
-        gr.HTML(STYLE, elem_classes="style-only")
+        gr.HTML(STYLE + PRESET_STYLE, elem_classes="style-only")
         self.marks = gr.HTML(elem_classes="style-only")
         # What the window shows, which may differ from what it was sent last: the window reports it.
         self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
@@ -94,24 +100,7 @@ class Layout:
                 self._add_field("simple", key)
 
     def _lay_out_goal(self) -> None:
-        say = self.ui.say
-        gr.Markdown(f"### {say('new.goal')}")
-        self.goal = gr.Radio(
-            [*((say(f"new.goal.{name}"), name) for name in GOALS), (say("new.goal.none"), "")],
-            label=say("new.goal"),
-            show_label=False,
-            container=False,
-            elem_id="new-goal",
-        )
-        gr.Markdown(f"### {say('new.card')}")
-        cards = [(say("new.card.gb", gb=recipes.card_of(name)), name) for name in base_models.list_vram_presets()]
-        self.card = gr.Radio(
-            [*cards, (say("new.card.none"), "")],
-            label=say("new.card"),
-            show_label=False,
-            container=False,
-            elem_id="new-card",
-        )
+        self.presets.add("simple")
         self.recipe = gr.HTML(elem_id="new-recipe")
         self._add_field("simple", "train.steps")
         self._add_field("simple", "name")
@@ -127,13 +116,17 @@ class Layout:
             )
             self.everything = gr.Checkbox(label=say("new.search.everything"), elem_id="new-everything", scale=1)
         gr.HTML(self._render_index(), elem_classes="note")
+        with gr.Column(elem_id=make_id("section", PRESETS), elem_classes="setting-group"):
+            gr.Markdown(f"## {say('new.presets')}\n{say('new.presets.info')}")
+            self.presets.add("all")
+            self._add_field("all", "preset")
         for section in form.sections():
             key = f"section.{section}" if section else "section"
             title = translations.get_label(self.ui.language, key)
             text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
             with gr.Column(elem_id=make_id("section", section), elem_classes="setting-group"):
                 gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
-                members = [setting for setting in form.settings().values() if setting.section == section]
+                members = [setting for setting in _list_members(section) if setting.key != "preset"]
                 for setting in (setting for setting in members if setting.kind == "table"):
                     self._add_field("all", setting.key)
                     gr.HTML(self._render_column_help(setting))
@@ -142,23 +135,24 @@ class Layout:
 
     def _render_index(self) -> str:
         """Render what static/search.js searches, and links to the sections."""
-        language, settings = self.ui.language, form.settings().values()
+        language = self.ui.language
         texts = {
             make_id("section", section): {
-                make_id("set", setting.key): _get_search_text(setting)
-                for setting in settings
-                if setting.section == section
+                make_id("set", setting.key): _get_search_text(setting) for setting in _list_members(section)
             }
             for section in form.sections()
         }
+        of_preset = texts[make_id("section", "")].pop(make_id("set", "preset"))
+        titles = " ".join(map(functools.partial(get_title, self.ui), config.preset_names())).lower()
+        texts[make_id("section", PRESETS)] = {make_id("set", "preset"): f"{of_preset} {titles}"}
         nothing, index = self.ui.say("new.search.nothing", text="{text}"), json.dumps(texts, ensure_ascii=False)
-        titles = {
+        headings = {PRESETS: self.ui.say("new.presets")} | {
             section: translations.get_label(language, f"section.{section}" if section else "section")
             for section in form.sections()
         }
         links = "".join(
             f"<button type='button' data-section='{make_id('section', section)}'>{sanitize.escape(title)}</button>"
-            for section, title in titles.items()
+            for section, title in headings.items()
         )
         return (
             f"<nav id='new-sections' aria-label='{sanitize.escape(self.ui.say('new.sections'))}'>{links}</nav>"
@@ -250,6 +244,10 @@ class Layout:
             part = gr.Textbox(lines=lines, max_lines=12 if lines > 1 else 1, **common)
         self.parts[view][key] = part
         self.keys[part.elem_id] = key
+
+
+def _list_members(section: str) -> list[form.Setting]:
+    return [setting for setting in form.settings().values() if setting.section == section]
 
 
 def _get_search_text(setting: form.Setting) -> str:

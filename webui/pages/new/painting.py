@@ -1,7 +1,6 @@
 """Values for the components: what the fields, the menus and the texts beside them show of the draft."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,12 @@ from lora_fp8.config import recipes
 from lora_fp8.errors import UserError
 from lora_fp8.families.sources import known_bases
 
-from ... import base_models, form, sanitize, translations
+from ... import base_models, form, sanitize, setting_values, translations
 from .layout import Layout
+from .preset_cards import PresetCards, get_title
+from .preset_choice import PresetChoice
 from .problems import Problems
-from .questions import GOALS, PROPOSED
+from .questions import PROPOSED
 from .recipe import Recipe
 from .styles import Styles
 from .summary import Summary
@@ -31,6 +32,10 @@ class Painter:
         self.ui, self.draft, self.reader = layout.ui, problems.draft, layout.reader
         self.layout, self.problems, self.summary, self.styles = layout, problems, summary, styles
         self.recipe = recipe
+        self.choice = PresetChoice(self.draft, recipe)
+        self.cards = PresetCards(self.ui, self.choice, recipe)
+        self.last_choice = ("", "", "")
+        """The draft after the last choice of a preset, the draft before it, and the preset's kind."""
 
     def repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
         """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
@@ -42,6 +47,21 @@ class Painter:
         return painted
 
     def paint(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
+        """Return values for the fields and the presets' cards of a view; see `paint_fields`."""
+        return self.paint_fields(view, done, but) | self.paint_cards(view)
+
+    def paint_cards(self, *views: str) -> dict[Any, Any]:
+        """Return values for the presets' cards of these views; nothing for a view without cards."""
+        text = self.draft.text()
+        after, _, kind = self.last_choice
+        panels = self.layout.presets.panels
+        return {
+            panels[view]: self.cards.render(view, text, kind if text == after else "")
+            for view in views
+            if view in panels
+        }
+
+    def paint_fields(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
         """Return values for the fields of a view, or nothing if the text is not TOML.
 
         Args:
@@ -65,20 +85,7 @@ class Painter:
             kept = key not in LISTED and key in old and form.is_same_value(old[key], values[key])
             if key != but and not kept:
                 painted[part] = self._paint_setting(view, key, part, values)
-        if view == "simple":
-            named = values["preset"] if isinstance(values["preset"], list) else []
-            painted[self.layout.goal] = self._offer_goals(str(values["model.family"]), named)
-            painted[self.layout.card] = next((name for name in named if name in base_models.list_vram_presets()), "")
         return painted
-
-    def _offer_goals(self, family: str, named: list[Any]) -> Any:
-        """Return the goals that this family can be trained for, and the one among these presets."""
-        chosen = next((name for name in named if name in GOALS), "")
-        known = recipes.find_goals(family) if family in self.reader.families else GOALS
-        offered = [name for name in GOALS if name in (*known, chosen)]
-        say = self.ui.say
-        choices = [*((say(f"new.goal.{name}"), name) for name in offered), (say("new.goal.none"), "")]
-        return gr.update(choices=choices, value=chosen)
 
     def _explain(self, key: str, origin: str, values: dict[str, Any]) -> str:
         """Return why a recipe's preset gives a setting its value, as HTML; "" for other presets."""
@@ -152,12 +159,12 @@ class Painter:
 
     def paint_images(self, done: tuple[str, str]) -> dict[Any, Any]:
         """Return values for the table of folders in the simple view, and for what a change proposed."""
-        painted, table = self.paint("simple"), self.layout.parts["simple"]["dataset.folders"]
+        painted, table = self.paint_fields("simple"), self.layout.parts["simple"]["dataset.folders"]
         return ({table: painted[table]} if table in painted else {}) | self.paint_proposed(done)
 
     def paint_proposed(self, done: tuple[str, str]) -> dict[Any, Any]:
         """Return values for the fields of the simple view that the recipe has changed, the draft before and after."""
-        painted = self.paint("simple", done)
+        painted = self.paint_fields("simple", done)
         fields = (self.layout.parts["simple"][key] for key in PROPOSED)
         return {part: painted[part] for part in fields if part in painted}
 
@@ -171,7 +178,7 @@ class Painter:
         for key, setting in form.settings().items():
             if key in origins and key != "preset" and not form.is_same_value(values[key], setting.default):
                 label = translations.get_label(self.ui.language, f"section.{key}" if setting.kind == "table" else key)
-                before, now = (_shorten(_display(setting, value)) for value in (setting.default, values[key]))
+                before, now = (self._display(setting, value) for value in (setting.default, values[key]))
                 origin = origins[key] and Path(origins[key]).stem or say("new.changes.own")
                 cells = "".join(f"<td>{sanitize.escape(cell)}</td>" for cell in (before, now))
                 cells += f"<td>{sanitize.escape(origin)}{self._explain(key, origins[key], values)}"
@@ -186,6 +193,13 @@ class Painter:
             f"<th>{sanitize.escape(say(f'new.changes.{name}'))}</th>" for name in ("setting", "default", "now", "from")
         )
         return f"<table class='facts wide'><tr>{heads}</tr>{''.join(rows)}</table>"
+
+    def _display(self, setting: form.Setting, value: Any) -> str:
+        """Return a setting's value as people read it; of a table the first column."""
+        if setting.kind == "table" and isinstance(value, list):
+            rows = form.to_component(setting, value)
+            return sanitize.shorten(", ".join(str(row[0]) for row in rows) or "–", 80)
+        return sanitize.shorten(setting_values.format_value(self.ui, setting.key, value), 80)
 
     def _render_default_button(self, key: str, label: str) -> str:
         """Render the button that takes a setting out of the draft."""
@@ -204,7 +218,7 @@ class Painter:
     def list_presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
         """List presets as (label, name): the bundled ones, those of the user, and others that are `named`."""
         own = [(path.stem, str(path)) for path in base_models.list_own_presets(self.draft.home)]
-        known = [*((name, name) for name in config.preset_names()), *own]
+        known = [*((f"{get_title(self.ui, name)} · {name}", name) for name in config.preset_names()), *own]
         return known + [(Path(name).stem, name) for name in named or [] if name not in {value for _, value in known}]
 
     def _list_sources(self) -> list[tuple[str, str]]:
@@ -215,14 +229,3 @@ def _offer(choices: list[tuple[str, str]], held: Any, **given: Any) -> Any:
     """Update a dropdown whose value need not be among its choices."""
     strange = [(str(held), held)] if held and held not in {value for _, value in choices} else []
     return gr.update(choices=[*choices, *strange], value=held or None, **given)
-
-
-def _display(setting: form.Setting, value: Any) -> Any:
-    """Return a setting's value as its field shows it; of a table the first column."""
-    rows = form.to_component(setting, value)
-    return ", ".join(str(row[0]) for row in rows) if setting.kind == "table" and isinstance(rows, list) else rows
-
-
-def _shorten(held: Any) -> str:
-    text = json.dumps(held, ensure_ascii=False) if not isinstance(held, str) else held
-    return sanitize.shorten(text, 80)

@@ -18,7 +18,7 @@ SIMPLE = (
     "preview.prompts",
     "name",
 )
-"""Settings of the simple view. Its other questions (goal, GPU memory) write to `preset`."""
+"""Settings of the simple view. Its other questions (goal, VRAM) are cards that write to `preset`."""
 PROPOSING = ("dataset.folders", "dataset.trigger")
 PROPOSED = ("train.steps", "preview.prompts")
 """Fields of the simple view that a recipe's values depend on, and those that show such values."""

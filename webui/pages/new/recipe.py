@@ -14,7 +14,7 @@ from lora_fp8.config import dataset_recipe, recipes, short_config
 from lora_fp8.config.recipes import Value
 from lora_fp8.errors import Message, UserError
 
-from ... import form, sanitize, translations
+from ... import form, sanitize, setting_values, translations
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -63,24 +63,38 @@ class Recipe:
             before: what was proposed for the draft before a change.
         """
         with self.draft.lock():
-            text = self.draft.text()
-            after = self.propose(text)
-            changed = [
-                key
-                for key in {**before, **after}
-                if key not in before or key not in after or before[key].value != after[key].value
-            ]
-            if not changed:
-                return
-            values, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
-            for key in changed:
-                is_own = origins.get(key) == ""
-                if is_own and not (key in before and form.is_same_value(values[key], before[key].value)):
-                    continue
-                if key in after:
-                    self.draft.put(key, after[key].value)
-                elif is_own:
-                    self.draft.put(key, form.settings()[key].default)
+            for key, value in self.find_changes(self.draft.text(), before).items():
+                self.draft.put(key, value)
+
+    def find_changes(self, text: str, before: dict[str, Value]) -> dict[str, Any]:
+        """Return the settings of a draft that would follow what is proposed for it, with their new values.
+
+        Args:
+            text: the draft.
+            before: what was proposed for the draft before a change.
+
+        Raises:
+            UserError: the text is not TOML.
+        """
+        after = self.propose(text)
+        changed = [
+            key
+            for key in {**before, **after}
+            if key not in before or key not in after or before[key].value != after[key].value
+        ]
+        if not changed:
+            return {}
+        values, origins = form.read_values(text, self.draft.home), form.find_origins(text, self.draft.home)
+        changes: dict[str, Any] = {}
+        for key in changed:
+            is_own = origins.get(key) == ""
+            if is_own and not (key in before and form.is_same_value(values[key], before[key].value)):
+                continue
+            if key in after:
+                changes[key] = after[key].value
+            elif is_own:
+                changes[key] = form.settings()[key].default
+        return changes
 
     def choose_card(self) -> str:
         """Return the preset of this computer's GPU; "" if it has none that is known."""
@@ -128,8 +142,8 @@ class Recipe:
     def _render_value(self, value: Value) -> str:
         """Render a value of the recipe as a row: the setting, its value, and why."""
         label = translations.get_label(self.ui.language, value.key)
-        display = form.to_component(form.settings()[value.key], value.value)
-        texts = (label, sanitize.shorten(str(display), 60), self.ui.translate(value.why))
+        display = setting_values.format_value(self.ui, value.key, value.value)
+        texts = (label, sanitize.shorten(display, 60), self.ui.translate(value.why))
         name, number, why = map(sanitize.escape, texts)
         return f"<tr><th>{name}</th><td><strong>{number}</strong><br>{why}</td></tr>"
 

@@ -68,14 +68,20 @@ table.estimate td { text-align: right !important; font-weight: 600; }
 table.estimate th { width: auto !important; }
 @media (min-width: 900px) {
   #new-side { position: sticky; top: 12px; max-height: calc(100vh - 84px); overflow-y: auto; flex-wrap: nowrap; }
-  #new-start-box { position: sticky; top: -14px; margin: -14px -14px 0; padding: 14px 14px 8px; }
+  #new-start-box {
+    position: sticky; top: -14px; width: calc(100% + 28px); margin: -14px -14px 0; padding: 14px 14px 8px;
+  }
 }
 @media (max-width: 899px) {
   #new-start-box {
     position: fixed; left: 0; right: 0; bottom: 0; padding: 8px 12px calc(8px + env(safe-area-inset-bottom));
     border-top: 1px solid var(--border-color-primary); box-shadow: 0 -4px 16px rgb(0 0 0 / .12);
   }
-  #new-state .state { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2; overflow: hidden; }
+  /* A border in place of the padding, in which a part of the third line would be visible. */
+  #new-state .state {
+    display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 2; overflow: hidden; padding-block: 0;
+    border-block: 8px solid transparent;
+  }
   body:has(#new-start-box) .gradio-container > .main { padding-bottom: 150px !important; }
   body:has(#new-start-box) :is(#problem, .toast-wrap) { bottom: 136px !important; }
 }
@@ -88,7 +94,7 @@ table.estimate th { width: auto !important; }
 #new-files table.facts td:first-child { width: 42%; }
 #new-sections { display: flex; flex-wrap: wrap; gap: 6px; padding: 4px 0; }
 #new-sections button {
-  padding: 3px 10px; border-radius: 999px; font-size: 13px; cursor: pointer; color: var(--body-text-color);
+  margin: 0; padding: 3px 10px; border-radius: 999px; font-size: 13px; cursor: pointer; color: var(--body-text-color);
   background: var(--block-background-fill); border: 1px solid var(--border-color-primary);
 }
 #new-sections button:hover { border-color: var(--primary-600); }
