@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx_models import write_tagger
 from PIL import Image
 from starlette.testclient import TestClient
 from waiting import wait_until
@@ -320,10 +321,46 @@ def test_captioning_is_queued_for_listed_and_own_models(site: Site) -> None:
     answer = site.ask("caption", model=str(own), kind="text", trigger="zibo", overwrite=True)
     (job,) = site.jobs()
     assert job.command[:2] == ("caption", str(site.set))
-    assert {f"--model={own}", "--trigger=zibo", "--overwrite", "--kind=text"} <= set(job.command)
+    assert job.command[2:] == ("--json", f"--model={own}", "--trigger=zibo", "--overwrite")
     assert answer["job"]["state"] == "queued" and not answer["job"]["ended"]
     site.ask("stop")
     assert site.ask("state")["job"]["ended"]
+
+
+def test_a_tagger_is_queued_with_its_options(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = write_tagger(site.folder / "data/models/wd")
+    answer = site.ask("models")
+    models = {model["model"]: model for model in answer["models"]}
+    released = "SmilingWolf/wd-swinv2-tagger-v3"
+    assert answer["thresholds"] == {"threshold": 0.35, "character_threshold": 0.85}
+    assert models[str(own)]["options"] == models[released]["options"] and models[released]["kinds"] == ["tags"]
+    assert "prompt" not in models[released]["options"] and not models[released]["obstacle"]
+    options = {"threshold": "0.5", "character_threshold": "0.9", "exclude": "solo, long hair", "rating": True}
+    site.ask("caption", model=str(own), kind="tags", keep_underscores=True, **options)
+    (job,) = site.jobs()
+    assert job.command[2:] == (
+        *("--json", f"--model={own}", "--kind=tags", "--threshold=0.5", "--character-threshold=0.9"),
+        *("--exclude=solo", "--exclude=long hair", "--rating", "--keep-underscores"),
+    )
+    wrong = site.ask("caption", model=str(own), threshold="35", character_threshold="nan", status=400)["error"]
+    assert "--threshold: '35'" in wrong and "--character-threshold: 'nan'" in wrong
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    models = {model["model"]: model for model in site.ask("models", "zh-CN")["models"]}
+    assert (
+        models[str(own)]["obstacle"]
+        == models[released]["obstacle"]
+        == "WD 打标模型需要 onnxruntime：pip install 'lora-fp8[tagger]'"
+    )
+    assert "pip install" in site.ask("caption", model=released, status=400)["error"] and len(site.jobs()) == 1
+
+
+def test_the_download_of_a_model_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ['{"event": "stage"}', '{"event": "download", "bytes": 1073741824, "total": 2147483648, "speed": 1}']
+    monkeypatch.setattr(jobs.Queue, "log_tail", lambda queue, number: lines)
+    job = site.ask("caption", model="org/model")["job"]
+    assert (job["done"] / job["total"], job["note"]) == (0.5, "downloading the model: 1.00 GiB of 2.00 GiB")
+    lines += ['{"event": "captioner"}', '{"event": "caption", "done": 3, "total": 4}']
+    assert site.ask("state")["job"]["note"] == "3 of 4 images"
 
 
 def test_models_that_are_none_are_refused(site: Site) -> None:

@@ -154,7 +154,7 @@ def test_a_tagger_that_cannot_be_used_is_refused(model: Path, folder: Path, tmp_
     refused(model, "use --kind tags", kind="text")
     refused(model, "has no revision", revision="main")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(model, r"needs onnxruntime: pip install 'lora-fp8\[tagger\]'")
+    refused(model, r"wd: WD taggers need onnxruntime: pip install 'lora-fp8\[tagger\]'")
     assert not (folder / "a.txt").exists()
 
 

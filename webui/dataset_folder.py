@@ -293,7 +293,18 @@ def examine(place: Place, folder: Path, purpose: Purpose, again: bool = False) -
 
 @dataclass(frozen=True)
 class Captioning:
-    """How a model captions a folder; `kind`: "text" or "tags", `mask`: as `DatasetFolder.mask`."""
+    """How a model captions a folder.
+
+    Attributes:
+        model: Hugging Face id, or a folder.
+        kind: "tags", or "text", which a tagger understands as tags.
+        prompt, trigger: "" for none.
+        overwrite: also caption images that have a caption.
+        mask: as `DatasetFolder.mask`.
+        threshold, character_threshold: numbers from 0 to 1; "" for the usual ones.
+        exclude: tags to leave out, separated by commas.
+        rating, keep_underscores: as for `lora-fp8 caption`.
+    """
 
     model: str
     kind: str
@@ -301,13 +312,18 @@ class Captioning:
     trigger: str
     overwrite: bool
     mask: str = ""
+    threshold: str = ""
+    character_threshold: str = ""
+    exclude: str = ""
+    rating: bool = False
+    keep_underscores: bool = False
 
 
 def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
     """Queue `lora-fp8 caption` for a folder and start a worker if there is none. Returns the job number.
 
     Raises:
-        UserError: the model is neither an allowed folder nor a Hugging Face id.
+        UserError: the model is neither an allowed folder nor a Hugging Face id, or a threshold is no probability.
     """
     model = wanted.model.strip()
     if os.path.isabs(model) or model.startswith("~"):
@@ -319,14 +335,48 @@ def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
                 text=model or Message("no model"),
             )
         )
-    arguments = [str(folder), "--json", f"--model={model}", f"--kind={'tags' if wanted.kind == 'tags' else 'text'}"]
+    arguments = [str(folder), "--json", f"--model={model}", *(["--kind=tags"] if wanted.kind == "tags" else [])]
     arguments += [f"--prompt={wanted.prompt.strip()}"] if wanted.prompt.strip() else []
     arguments += [f"--trigger={wanted.trigger.strip()}"] if wanted.trigger.strip() else []
     arguments += [f"--mask={wanted.mask}"] if "*" in wanted.mask else []
     arguments += ["--overwrite"] if wanted.overwrite else []
+    arguments += _list_tagger_options(wanted)
     number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
     jobs.ensure_worker(place.home)
     return number
+
+
+def _list_tagger_options(wanted: Captioning) -> list[str]:
+    arguments, problems = [], []
+    for name in ("threshold", "character_threshold"):
+        if text := getattr(wanted, name).strip():
+            if not _is_probability(text):
+                option = f"--{name.replace('_', '-')}"
+                problems.append(Message("{option}: {text} is no number from 0 to 1", option=option, text=repr(text)))
+            arguments.append(f"--{name.replace('_', '-')}={text}")
+    if problems:
+        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    arguments += [f"--exclude={tag.strip()}" for tag in wanted.exclude.split(",") if tag.strip()]
+    arguments += ["--rating"] if wanted.rating else []
+    return arguments + (["--keep-underscores"] if wanted.keep_underscores else [])
+
+
+def _is_probability(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def parse_download(lines: list[str]) -> dict[str, Any] | None:
+    """Return the newest event of a captioning log if the model is being downloaded; else None."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, AttributeError):
+            event = json.loads(line)
+            numbers = [event.get(name) for name in ("bytes", "total", "speed")]
+            is_download = event.get("event") == "download" and all(type(number) is int for number in numbers)
+            return event if is_download else None
+    return None
 
 
 def parse_progress(lines: list[str]) -> tuple[int, int]:

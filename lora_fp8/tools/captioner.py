@@ -92,8 +92,8 @@ class Settings:
     overwrite: bool = False
     trigger: str = ""
     max_tokens: int = 300
-    threshold: float = 0.35
-    character_threshold: float = 0.85
+    threshold: float = wd_tagger.GENERAL_THRESHOLD
+    character_threshold: float = wd_tagger.CHARACTER_THRESHOLD
     rating: bool = False
     keep_underscores: bool = False
     exclude: tuple[str, ...] = ()
@@ -416,8 +416,7 @@ def _list_names(folder: Path) -> list[str]:
 def _choose_files(names: Collection[str], model: str) -> list[str]:
     """Choose the files of a repository that captioning needs. What cannot be used is refused before its download."""
     if wd_tagger.is_tagger(names):
-        if obstacle := wd_tagger.find_obstacle(model):
-            raise UserError(obstacle)
+        wd_tagger.require(model)
         return [wd_tagger.MODEL, wd_tagger.TAGS]
     _require_config(names, model)
     return [name for name in names if any(fnmatch(name, pattern) for pattern in FETCHED)]

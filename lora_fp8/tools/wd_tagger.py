@@ -28,6 +28,8 @@ from ..errors import Message, UserError, cannot_read
 
 MODEL, TAGS = "model.onnx", "selected_tags.csv"
 CHARACTER, RATING = 4, 9
+GENERAL_THRESHOLD, CHARACTER_THRESHOLD = 0.35, 0.85
+"""Least probabilities of tags and of names of characters, as in the makers' demonstration."""
 MOST_TAGS = 64 << 20
 """Largest file of tags, in bytes; the released ones have 300 kB."""
 PROVIDERS = {
@@ -45,11 +47,17 @@ def is_tagger(names: Collection[str]) -> bool:
     return MODEL in names and TAGS in names
 
 
-def find_obstacle(model: str) -> Message | None:
+def find_obstacle() -> Message | None:
     """Return why this machine cannot run a tagger, with what to do; None if it can."""
     if importlib.util.find_spec("onnxruntime") is not None:
         return None
-    return Message("{model}: this tagger needs onnxruntime: pip install 'lora-fp8[tagger]'", model=model)
+    return Message("WD taggers need onnxruntime: pip install 'lora-fp8[tagger]'")
+
+
+def require(model: str) -> None:
+    """Raise UserError if this machine cannot run a tagger."""
+    if obstacle := find_obstacle():
+        raise UserError(Message("{model}: {why}", model=model, why=obstacle))
 
 
 class Tag(NamedTuple):
@@ -90,8 +98,7 @@ class WdTagger:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        if obstacle := find_obstacle(name):
-            raise UserError(obstacle)
+        require(name)
         self.name = name
         self.tags = read_tags(folder / TAGS)
         self.session = _open_session(folder / MODEL)

@@ -12,6 +12,8 @@ import huggingface_hub
 from lora_fp8 import jobs
 from lora_fp8.common import reading
 from lora_fp8.jobs import JobView
+from lora_fp8.run import disk_space
+from lora_fp8.tools import wd_tagger
 
 from .. import dataset_folder, run_cards, run_monitor
 from ..context import Ui
@@ -22,6 +24,11 @@ MOST_FOLDERS = 2000
 """Folders that are looked at for captioning models; a folder of images may have many more."""
 WRITERS = {"blip": ("text",), "florence2": ("text",), "llava": ("text", "tags"), "qwen2_5_vl": ("text", "tags")}
 """Architectures of vision-language models that the captioner is tested with, and the kinds of captions they write."""
+THRESHOLDS = {"threshold": wd_tagger.GENERAL_THRESHOLD, "character_threshold": wd_tagger.CHARACTER_THRESHOLD}
+OF_WRITERS = ("prompt",)
+OF_CLASSIFIERS = ("threshold", "keep_underscores", "exclude")
+OF_WD_TAGGERS = (*OF_CLASSIFIERS, "character_threshold", "rating")
+"""Options of the captioner that each kind of model has a use for."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Model:
         title: its name.
         gigabytes: size of its download; 0 for a folder.
         kinds: kinds of captions that it writes: "text" and "tags".
+        options: which options it has a use for.
         purpose: key of the text that says what it is good for; "" for a folder.
         here: no download is needed.
     """
@@ -42,7 +50,17 @@ class Model:
     gigabytes: float
     kinds: tuple[str, ...]
     purpose: str = ""
+    options: tuple[str, ...] = OF_WRITERS
     here: bool = False
+
+    @property
+    def is_wd_tagger(self) -> bool:
+        """True if onnxruntime runs it."""
+        return self.options == OF_WD_TAGGERS
+
+
+def _offer_wd_tagger(name: str, title: str, gigabytes: float, purpose: str) -> Model:
+    return Model(f"SmilingWolf/wd-{name}-tagger-v3", title, gigabytes, ("tags",), purpose, OF_WD_TAGGERS)
 
 
 OFFERED = (
@@ -52,6 +70,12 @@ OFFERED = (
     Model("Qwen/Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL 3B", 7.5, ("text", "tags"), "qwen_3b"),
     Model("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL 7B", 16.6, ("text", "tags"), "qwen_7b"),
     Model("fancyfeast/llama-joycaption-beta-one-hf-llava", "JoyCaption Beta One", 17.0, ("text", "tags"), "joycaption"),
+    # Sizes of model.onnx as published.
+    _offer_wd_tagger("swinv2", "WD SwinV2 v3", 0.47, "wd_swinv2"),
+    _offer_wd_tagger("eva02-large", "WD EVA02-Large v3", 1.26, "wd_eva02_large"),
+    _offer_wd_tagger("vit-large", "WD ViT-Large v3", 1.26, "wd_vit_large"),
+    _offer_wd_tagger("convnext", "WD ConvNeXt v3", 0.4, "wd_convnext"),
+    _offer_wd_tagger("vit", "WD ViT v3", 0.38, "wd_vit"),
 )
 
 
@@ -60,33 +84,38 @@ def list_models(ui: Ui) -> list[dict[str, Any]]:
     roots = dict.fromkeys([*ui.place.models, *ui.place.roots])
     own = {model.model: model for root in roots for model in _find_models(root)}
     listed = [*own.values(), *OFFERED]
+    obstacle = wd_tagger.find_obstacle()
     return [
         {
             "model": model.model,
             "title": model.title,
             "size": ui.say("images.auto.size", size=f"{model.gigabytes:g}") if model.gigabytes else "",
             "kinds": list(model.kinds),
+            "options": list(model.options),
+            "obstacle": ui.translate(obstacle) if obstacle and model.is_wd_tagger else "",
             "purpose": ui.say(f"images.captioner.{model.purpose}") if model.purpose else ui.say("images.captioner.own"),
-            "here": model.here or _is_downloaded(model.model),
+            "here": model.here or _is_downloaded(model),
         }
         for model in listed
     ]
 
 
-def _is_downloaded(model: str) -> bool:
-    config = huggingface_hub.try_to_load_from_cache(model, "config.json")
+def _is_downloaded(model: Model) -> bool:
+    if model.is_wd_tagger:
+        names = (wd_tagger.MODEL, wd_tagger.TAGS)
+        return all(isinstance(huggingface_hub.try_to_load_from_cache(model.model, name), str) for name in names)
+    config = huggingface_hub.try_to_load_from_cache(model.model, "config.json")
     return isinstance(config, str) and any(Path(config).parent.glob("*.safetensors"))
 
 
 def _find_models(root: Path) -> Iterator[Model]:
-    """Yield the captioning models in a folder, as far as their config.json tells."""
+    """Yield the captioning models in a folder, as far as their config.json or the files of a tagger tell."""
     waiting, seen = [(root, 0)], 0
     while waiting and seen < MOST_FOLDERS:
         folder, depth = waiting.pop(0)
         seen += 1
-        kinds = _read_kinds(folder / "config.json")
-        if kinds:
-            yield Model(str(folder), folder.name, 0.0, kinds, here=True)
+        if model := _find_model(folder):
+            yield model
             continue
         if depth < DEEP:
             with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -94,21 +123,34 @@ def _find_models(root: Path) -> Iterator[Model]:
                 waiting += [(Path(entry.path), depth + 1) for entry in sorted(inner, key=lambda entry: entry.name)]
 
 
-def _read_kinds(config: Path) -> tuple[str, ...]:
-    """Return the kinds of captions that a model with this config.json writes; () if it is no captioner."""
+def _find_model(folder: Path) -> Model | None:
+    """Return the captioning model in this folder; None if there is none."""
+    if _is_wd_tagger(folder):
+        return Model(str(folder), folder.name, 0.0, ("tags",), options=OF_WD_TAGGERS, here=True)
     try:
-        content = reading.parse_json(reading.read_bytes(config, reading.MOST_JSON))
+        content = reading.parse_json(reading.read_bytes(folder / "config.json", reading.MOST_JSON))
     except (OSError, ValueError):
-        return ()
+        return None
     if not isinstance(content, dict):
-        return ()
+        return None
     if content.get("problem_type") == "multi_label_classification":
-        return ("tags",)
-    return WRITERS.get(str(content.get("model_type")), ())
+        return Model(str(folder), folder.name, 0.0, ("tags",), options=OF_CLASSIFIERS, here=True)
+    kinds = WRITERS.get(str(content.get("model_type")))
+    return Model(str(folder), folder.name, 0.0, kinds, here=True) if kinds else None
+
+
+def _is_wd_tagger(folder: Path) -> bool:
+    return (folder / wd_tagger.MODEL).is_file() and (folder / wd_tagger.TAGS).is_file()
 
 
 def start(ui: Ui, dataset: dataset_folder.DatasetFolder, wanted: dataset_folder.Captioning) -> int:
-    """Queue captioning of a folder and return the job's number. Raises UserError as `submit_captioning`."""
+    """Queue captioning of a folder and return the job's number.
+
+    Raises:
+        UserError: as for `submit_captioning`, or this machine cannot run the offered tagger.
+    """
+    if any(model.model == wanted.model and model.is_wd_tagger for model in OFFERED):
+        wd_tagger.require(wanted.model)
     number = dataset_folder.submit_captioning(ui.place, dataset.folder, wanted)
     run_monitor.get_monitor(ui.place).views.invalidate()
     return number
@@ -128,6 +170,10 @@ def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:
         return None
     lines = run_monitor.get_monitor(ui.place).queue.log_tail(view.id)
     done, total = dataset_folder.parse_progress(lines)
+    note = ui.say("images.auto.progress", done=done, total=total) if total else ""
+    if (download := dataset_folder.parse_download(lines)) is not None:
+        done, total = download["bytes"], download["total"]
+        note = ui.say("images.auto.downloaded", done=disk_space.amount(done), total=disk_space.amount(total))
     failed = view.state in ("failed", "lost")
     return {
         "id": str(view.id),
@@ -136,6 +182,7 @@ def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:
         "sentence": run_cards.translate_sentence(ui, view.sentence),
         "done": done,
         "total": total,
+        "note": note,
         "ended": view.state in jobs.ENDED,
         "failed": failed,
         "detail": ui.translate(lines[-1]) if failed and lines else "",

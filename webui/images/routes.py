@@ -127,8 +127,8 @@ def list_folders(ui: Ui, given: Given) -> Answer:
 
 
 def list_models(ui: Ui, given: Given) -> Answer:
-    """List captioning models."""
-    return {"models": captioning.list_models(ui)}
+    """List captioning models, and the usual thresholds of taggers."""
+    return {"models": captioning.list_models(ui), "thresholds": captioning.THRESHOLDS}
 
 
 def start_captioning(ui: Ui, given: Given) -> Answer:
@@ -141,6 +141,11 @@ def start_captioning(ui: Ui, given: Given) -> Answer:
         given.text("trigger"),
         given.flag("overwrite"),
         view.dataset.mask,
+        threshold=given.text("threshold"),
+        character_threshold=given.text("character_threshold"),
+        exclude=given.text("exclude"),
+        rating=given.flag("rating"),
+        keep_underscores=given.flag("keep_underscores"),
     )
     number = captioning.start(ui, view.dataset, wanted)
     return {

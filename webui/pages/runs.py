@@ -237,7 +237,7 @@ def render_job(ui: Ui, view: JobView) -> str:
     tail = run_monitor.read_log_tail(view) if view.state in ("failed", "lost") or view.kind != "train" else []
     if view.command[:1] == ("caption",):
         done, total = dataset_folder.parse_progress(tail)
-        view = replace(view, step=done, steps=total)
+        view = replace(view, step=done, steps=total, download=dataset_folder.parse_download(tail))
         tail = [line for line in tail if not line.startswith("{")]  # JSON events, for programs
     links = render_downloads(ui, view)
     if view.command[:1] == (hub_uploads.COMMAND,):

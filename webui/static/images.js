@@ -567,15 +567,15 @@ class Auto {
       type: "radio", name: nextId("x").replace(/\d+$/, "kind"), value: kind, checked: kind === "text",
     }), ` ${say(`auto.${kind}`)}`)));
     this.overwrite = make("input", { type: "checkbox", change: () => this.paint() });
-    this.prompt = make("textarea", { rows: 2, id: nextId("prompt") });
+    this.more = make("summary", {});
     this.trigger = make("input", { type: "text", id: nextId("trigger") });
+    this.options = this.makeOptions();
     this.begin = button("", () => this.start(), { class: "wb-button main" });
     this.begin.id = "auto-begin";
     this.panel = make("div", { class: "wb-panel", hidden: true },
       make("p", { class: "wb-dim", text: say("auto.about") }), this.models, this.kinds,
       make("label", {}, this.overwrite, ` ${say("auto.overwrite")}`),
-      make("details", {}, make("summary", { text: say("auto.more") }),
-        make("label", { for: this.prompt.id, text: say("auto.prompt") }), this.prompt,
+      make("details", {}, this.more, ...Object.values(this.options).map(({ row }) => row),
         make("label", { for: this.trigger.id, text: say("auto.trigger") }), this.trigger),
       make("div", { class: "wb-row" }, this.begin));
     this.bar = make("i");
@@ -586,12 +586,37 @@ class Auto {
       make("div", { class: "wb-row" }, this.line, this.stop), make("div", { class: "wb-bar" }, this.bar), this.detail);
   }
 
+  // What some models have a use for and others not: each with its row, which is hidden where it has none.
+  makeOptions() {
+    const { say } = this.workbench;
+    const beneath = (name, input) => {
+      input.id = nextId(name);
+      return { input, row: make("div", {}, make("label", { for: input.id, text: say(`auto.${name}`) }), input) };
+    };
+    const beside = (name) => {
+      const input = make("input", { type: "checkbox" });
+      return { input, row: make("label", {}, input, ` ${say(`auto.${name}`)}`) };
+    };
+    const number = () => make("input", { type: "number", min: 0, max: 1, step: 0.05 });
+    return {
+      prompt: beneath("prompt", make("textarea", { rows: 2 })),
+      threshold: beneath("threshold", number()),
+      character_threshold: beneath("character_threshold", number()),
+      exclude: beneath("exclude", make("input", { type: "text", spellcheck: "false" })),
+      rating: beside("rating"),
+      keep_underscores: beside("keep_underscores"),
+    };
+  }
+
   async open(on) {
     show(this.panel, on);
     this.toggle.setAttribute("aria-expanded", String(on));
     if (!on || this.listed) return;
-    const { models } = await this.workbench.ask("models", {});
+    const { models, thresholds } = await this.workbench.ask("models", {});
     this.listed = models;
+    for (const [name, usual] of Object.entries(thresholds)) {
+      this.options[name].input.value = this.options[name].usual = String(usual);
+    }
     const kept = localStorage.getItem(KEPT_MODEL);
     const first = models.find((one) => one.model === kept) ?? models.find((one) => one.here)
       ?? models.find((one) => one.model.includes("Florence-2-large")) ?? models[0];
@@ -605,7 +630,7 @@ class Auto {
     return make("label", { class: "wb-model" },
       make("input", { type: "radio", name: "wb-model", value: model.model, checked, change: () => this.paint() }),
       make("span", {}, make("b", { text: model.title }), " ", make("span", { class: "wb-tag", text: size }),
-        make("small", { text: model.purpose })));
+        make("small", { text: model.purpose }), model.obstacle ? make("small", { class: "wb-note", text: model.obstacle }) : ""));
   }
 
   offerOther(checked) {
@@ -627,16 +652,29 @@ class Auto {
     const kinds = chosen?.kinds ?? ["text", "tags"];
     show(this.kinds, kinds.length > 1);
     if (!kinds.includes(this.kind)) this.kinds.querySelector(`[value=${kinds[0]}]`).checked = true;
+    for (const [name, { row }] of Object.entries(this.options)) show(row, !chosen || chosen.options.includes(name));
+    const more = !chosen ? "auto.more_all" : chosen.options.includes("prompt") ? "auto.more" : "auto.more_tags";
+    this.more.textContent = say(more);
     const count = this.overwrite.checked ? total : without;
     this.begin.textContent = say("auto.begin", { count });
     this.begin.disabled = !count;
     this.toggle.textContent = without ? say("auto.missing", { count: without }) : say("auto");
   }
 
+  // The options that are shown and changed; the others are left to the program.
+  get changed() {
+    const shown = Object.entries(this.options).filter(([, { row }]) => !row.hidden);
+    const given = shown.map(([name, { input, usual }]) => {
+      if (input.type === "checkbox") return [name, input.checked];
+      return [name, input.value.trim() === usual ? "" : input.value];
+    });
+    return Object.fromEntries(given);
+  }
+
   async start() {
     this.begin.disabled = true;
     try {
-      const given = { model: this.model, kind: this.kind, prompt: this.prompt.value, trigger: this.trigger.value };
+      const given = { model: this.model, kind: this.kind, trigger: this.trigger.value, ...this.changed };
       await this.workbench.saveAll();
       const answer = await this.workbench.ask("caption", {
         ...this.workbench.purpose(), ...given, overwrite: this.overwrite.checked,
@@ -670,8 +708,7 @@ class Auto {
     show(this.job, Boolean(shown));
     this.running = Boolean(shown && !job.ended);
     if (!shown) return;
-    const count = job.total ? say("auto.progress", { done: job.done, total: job.total }) : "";
-    this.line.textContent = [job.label, job.sentence, count].filter(Boolean).join(" · ");
+    this.line.textContent = [job.label, job.sentence, job.note].filter(Boolean).join(" · ");
     this.job.classList.toggle("failed", job.failed);
     this.bar.style.width = job.total ? `${(100 * job.done) / job.total}%` : job.ended ? "100%" : "0";
     this.bar.parentElement.classList.toggle("waiting", !job.ended && !job.total);
