@@ -119,6 +119,18 @@ class Template(str):
         return Message(self, **values)
 
 
+class Plural:
+    """A template with a count, in its two English forms: Plural("{count} image", "{count} images")(count=3)."""
+
+    def __init__(self, singular: str, plural: str):
+        self.singular, self.plural = singular, plural
+
+    def __call__(self, **values: Any) -> Message:
+        """Fill in the values, `count` among them, which chooses the form."""
+        template = self.singular if values["count"] == 1 else self.plural
+        return Message(template, **values)
+
+
 SYSTEM_ERRORS = {
     errno.EACCES: Message("Permission denied"),
     errno.EDQUOT: Message("Disk quota exceeded"),
@@ -222,12 +234,8 @@ class UserErrors(UserError):
     def _heading(self) -> Message:
         count = len(self.problems)
         if self.where:
-            if count == 1:
-                return Message("{where}: {count} problem", where=self.where, count=count)
-            return Message("{where}: {count} problems", where=self.where, count=count)
-        if count == 1:
-            return Message("{count} problem", count=count)
-        return Message("{count} problems", count=count)
+            return Plural("{where}: {count} problem", "{where}: {count} problems")(where=self.where, count=count)
+        return Plural("{count} problem", "{count} problems")(count=count)
 
 
 class RunFailure(Exception):

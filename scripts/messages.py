@@ -24,8 +24,8 @@ from lora_fp8.common import messages
 from lora_fp8.config import validation
 from lora_fp8.families.sources import known_bases
 
-KEYWORDS = {"Message": None, "Joined": None, "Template": None}
-"""Calls whose first argument is a template."""
+KEYWORDS = {"Message": None, "Joined": None, "Template": None, "Plural": (1, 2)}
+"""Calls whose first argument is a template; of a plural both are."""
 
 
 def extract() -> set[str]:
@@ -33,7 +33,7 @@ def extract() -> set[str]:
     found: set[str] = set()
     for folder in ("lora_fp8", "webui"):
         for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
-            found.add(text if isinstance(text, str) else text[0])
+            found |= {text} if isinstance(text, str) else set(text)
     phrases = {base.purpose.template for base in known_bases.read()} | help.list_texts(app)
     return found | phrases | validation.list_required()
 

@@ -353,7 +353,7 @@ def test_check_finds_what_would_stop_the_training_later(
     assert uneven.code == 2 and "needs a multiple of 16" in uneven.err, uneven
     path = job_file()
     auto = ask("check", path, "--set", "dataset.resolution=auto", "--set", "dataset.bucket_step=auto")
-    assert auto.code == 0 and "5 image(s) with less than a quarter of the pixels" in auto.out
+    assert auto.code == 0 and "5 images with less than a quarter of the pixels" in auto.out
     assert "buckets 320x640: 1, 512x512: 3, 640x320: 1" in auto.out, auto.out
     Image.new("RGB", (48, 48)).save(tmp_path / "long.png")
     (tmp_path / "long.txt").write_text("a photo of a red cat, " * 20 + "and the end", encoding="utf-8")

@@ -82,7 +82,7 @@ def test_each_picture_gets_the_control_picture_of_its_name(pictures, controls):
     assert not problems
     assert [one.controls[0].path.stem for one in examples] == [one.path.stem for one in examples]
     assert [(one.controls[0].width, one.controls[0].height) for one in examples if one.path.stem == "c"] == [(60, 30)]
-    assert len(warnings) == 1 and "1 control picture(s) of another shape" in warnings[0]
+    assert len(warnings) == 1 and "1 control picture of another shape" in warnings[0]
 
 
 def test_everything_wrong_with_control_pictures_is_told_at_once(pictures, controls, tmp_path):

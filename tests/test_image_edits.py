@@ -193,6 +193,26 @@ def test_unknown_names_and_folders_without_images_are_told(tmp_path: Path) -> No
     assert "excluded" in problem and FILE in problem
 
 
+def test_masks_and_control_images_of_excluded_images_are_not_left_over(tmp_path: Path) -> None:
+    """Nor does an image take the numbered control image of an excluded one."""
+    names = {"images": "a out 0 0_1", "masks": "a out 0 0_1 stray", "controls": "a out 0_1 stray"}
+    for number, (part, stems) in enumerate(names.items()):
+        (tmp_path / part).mkdir()
+        for stem in stems.split():
+            make_image(10 * len(stem) + number, "L" if part == "masks" else "RGB").save(tmp_path / part / f"{stem}.png")
+            (tmp_path / "images" / f"{stem}.txt").write_text("a photo")
+    (tmp_path / "images/stray.txt").unlink()
+    (tmp_path / "images" / FILE).write_text('["out.png"]\nexclude = true\n["0_1.png"]\nexclude = true\n')
+    folder = Folder(path=f"{tmp_path}/images", mask=f"{tmp_path}/masks", control=f"{tmp_path}/controls")
+    section = Dataset(folders=[folder], resolution=64)
+    report = images.scan(section, num_controls=(1, 1))
+    assert [line.partition(" has no control")[0] for line in report.problems] == [f"{tmp_path}/images/0.png"]
+    strays = [f"{tmp_path}/masks/stray.png", f"{tmp_path}/controls/stray.png"]
+    assert sorted(line.rpartition(": ")[2] for line in report.warnings) == sorted(strays)
+    found = [str(line) for line in doctor.examine(section, doctor.Target(64, 16)).findings]
+    assert any(strays[0] in line for line in found) and not any("/out.png" in line for line in found)
+
+
 def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path, link: Callable[[Path, Path], None] = os.symlink) -> None:
     folder, outside = tmp_path / "set", tmp_path / "outside.toml"
     folder.mkdir()

@@ -78,8 +78,8 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
             not report.problems and report.counts["masked"] == 3 and "3 images with a mask" in images.describe(report)
         )
         lines = told(report.warnings).splitlines()
-        assert lines[0] == f"1 image(s) without a mask, trained whole: {folder / 'none.png'}"
-        assert lines[1].startswith("1 mask(s) belong to no image") and "stray" in lines[1] and len(lines) == 2
+        assert lines[0] == f"1 image without a mask, trained whole: {folder / 'none.png'}"
+        assert lines[1].startswith("1 mask belongs to no image") and "stray" in lines[1] and len(lines) == 2
         found[str(mask)] = {one.relative: one.mask and one.mask.path for one in report.examples}
         for name in ("a-masklabel.png", "deep/b-masklabel.png", "c.x-masklabel.png", "stray-masklabel.png"):
             put(folder / name, drawn((64, 48), (0, 0, 32, 48)), caption=False)
@@ -97,7 +97,7 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
     assert {one.relative for one in report.examples} == {"a.png", "c.x.png", "deep/b.jpg", "none.png"}
     assert report.counts["skipped"] == 1 and image_folders.count_files(folder).pictures == 5
     line, rest = told(report.warnings).split("; ", 1)
-    assert line.startswith("4 file(s) named as OneTrainer's masks") and "stray" not in rest
+    assert line.startswith("4 files named as OneTrainer's masks") and "stray" not in rest
     assert rest.startswith("dataset.folders.0.mask = '*-masklabel' takes the masks: ") and "a-condlabel.png" in rest
     for path in [*folder.glob("**/*-masklabel.png"), folder / "a-condlabel.png"]:
         path.unlink()
@@ -105,7 +105,7 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
     put(folder / "whole.png", Image.new("RGBA", (64, 48), (9, 9, 9, 255)))  # has an alpha channel and hides nothing
     report, _ = scanned(folder, "alpha")
     assert [one.relative for one in report.examples if one.mask] == ["a.png"]
-    assert told(report.warnings).startswith("4 image(s) without a mask, trained whole: ")
+    assert told(report.warnings).startswith("4 images without a mask, trained whole: ")
 
 
 def test_what_is_wrong_with_masks_is_told_by_name(folder, tmp_path):
@@ -128,7 +128,7 @@ def test_what_is_wrong_with_masks_is_told_by_name(folder, tmp_path):
         assert line in problems
     assert len(report.problems) == 3
     black = f"{folder / 'black.png'}, {folder / 'numbers.png'}"
-    assert told(report.warnings) == f"2 mask(s) that are black all over: {black}"
+    assert told(report.warnings) == f"2 masks that are black all over: {black}"
     report, _ = scanned(folder, masks, weight=0.0)
     assert f"{folder / 'black.png'} has a mask that is black all over, and" in told(report.problems)
     assert len(report.problems) == 5 and not report.warnings
@@ -227,7 +227,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
         lines = mask_files.outside_masks([placed])
         assert bool(lines) == (not left and white is not None)
         if lines:
-            assert told(lines) == f"1 image(s) whose mask is white only where the crop cuts it off: {folder / 'a.png'}"
+            assert told(lines) == f"1 image whose mask is white only where the crop cuts it off: {folder / 'a.png'}"
 
 
 def test_entries_without_masks_keep_the_keys_that_they_had():

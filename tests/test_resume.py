@@ -378,7 +378,7 @@ def test_a_checkpoint_is_exported_without_its_pictures_and_that_is_told(make_job
     before = payloads(job)
     shutil.rmtree(mine)
     assert len(finish.export_run(folder_of(job), [])) == 2 and payloads(job) == before
-    assert "1 problem(s) with the pictures" in capsys.readouterr().err
+    assert "1 problem with the pictures" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [("2", 2), ("0.4", 3), ("0.5", 3)])

@@ -248,7 +248,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     Image.new("RGB", (48, 32), "red").save(captioned(tmp_path / "still.png"))
     report = images.scan(section(tmp_path, frames=[5, 9], clip="chunks"), clip_rate=16)
     shorter, slower = sorted(report.warnings)
-    assert "1 clip(s) too short" in shorter and "short.mp4 (5 of 7)" in shorter
+    assert "1 clip too short" in shorter and "short.mp4 (5 of 7)" in shorter
     assert "fewer frames a second" in slower and "slow.mp4 (20 for 40)" in slower
     assert [(one.relative, len(one.frames)) for one in report.examples] == [
         ("short.mp4", 5),
@@ -287,7 +287,7 @@ def test_who_takes_no_clips_says_so(tmp_path):
     Image.new("RGB", (48, 48), "red").save(captioned(tmp_path / "still.png"))
     write_video(tmp_path / "a.mp4", steadily(2, 16))
     (refused,) = images.scan(section(tmp_path), clip_rate=0).problems
-    assert "1 video clip(s), and this model is trained on pictures; take them out: a.mp4" in refused
+    assert "1 video clip, and this model is trained on pictures; take it out: a.mp4" in refused
     (asked,) = images.scan(section(tmp_path), clip_rate=16).problems
     assert "set dataset.frames to the lengths" in asked
     text = "[model]\nfamily='{}'\npath='x'\n[dataset]\nfolders=[{{path='x'}}]\nframes={}\n[preview]\nframes={}"

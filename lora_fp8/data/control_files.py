@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .. import settings
-from ..errors import Message, about
+from ..errors import Message, Plural, about
 from .decoding import EXTENSIONS, look_all
 from .examples import Control, ScanReport
 from .image_files import CONTROLS, edits_along, list_beside
@@ -28,13 +28,15 @@ def find_controls(
             for number, root, path, _ in images
             if number == index
         }
-        answers += _controls_in(folder.control, pictures, section, num_controls, report)
+        excluded = report.excluded.get(Path(os.path.expanduser(folder.path)), set())
+        answers += _controls_in(folder.control, pictures, excluded, section, num_controls, report)
     return answers
 
 
 def _controls_in(
     control: str,
     pictures: dict[Path, str],
+    excluded: set[str],
     section: settings.Dataset,
     num_controls: tuple[int, int] | None,
     report: ScanReport,
@@ -44,14 +46,16 @@ def _controls_in(
     Args:
         control: the entry's folder of control images; "" if there is none.
         pictures: the entry's images, and their paths in its folder without extension.
+        excluded: such paths of the images that the entry's folder excludes, whose control images are not used.
         section, num_controls: as in `scan`.
         report: takes the problems and warnings.
     """
     if not control:
         return [()] * len(pictures)
     files = list_beside(CONTROLS, Path(os.path.expanduser(control)), section, report)
-    stems = set(pictures.values())
+    stems = {*pictures.values(), *excluded}
     named = {stem: _controls_of(stem, stems, files) for stem in stems}
+    unused = {member for stem in excluded for candidates in named[stem] for member in candidates}
     beside = {path: [member for candidates in named[stem] for member in candidates] for path, stem in pictures.items()}
     edits = edits_along(beside, report)
     used = sorted(edits)
@@ -71,11 +75,13 @@ def _controls_in(
         else:
             paths = [member[0] for member in members]
             answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256, edits[p]) for p in paths))
-    if lonely := sorted(str(path) for members in files.values() for path in members if path not in looks):
+    known = {*looks, *unused}
+    if lonely := sorted(str(path) for members in files.values() for path in members if path not in known):
         report.warnings.append(
-            Message(
-                "{count} control picture(s) belong to no picture: {files}", count=len(lonely), files=list_names(lonely)
-            )
+            Plural(
+                "{count} control picture belongs to no picture: {files}",
+                "{count} control pictures belong to no picture: {files}",
+            )(count=len(lonely), files=list_names(lonely))
         )
     return answers
 

@@ -34,7 +34,6 @@ from . import buckets, caption_operations, caption_text, captions, clips, decodi
 from .caption_style import find_sentences_used_as_tags, shorten
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
-from .image_edits import ImageEdit
 from .measurements import Facts, Memory, measure_pixels
 
 SAME_BITS = 10
@@ -109,10 +108,12 @@ def examine(
         UserError: the bucket numbers contradict each other, or `remember` cannot be written.
     """
     findings = Findings()
-    images, names, edits = _list_images(section, findings)
-    memory = Memory(remember, section, edits)
+    images, names, listed = _list_images(section, findings)
+    memory = Memory(remember, section, listed.edits)
     facts = memory.facts("pictures", [path for _, _, path, _ in images], measure_pixels, progress)
-    masks = _look_at_masks(section, target.unmasked_weight, images, facts, memory, findings)
+    of_masks = ScanReport(edits=listed.edits, excluded=listed.excluded)
+    masks = _look_at_masks(section, target.unmasked_weight, images, facts, memory, of_masks)
+    findings.add_report("mask", of_masks)
     own = _own_names(images, names)
     damaged = _look_at_edits(section, images, names, findings)
     whole = [i for i, name in enumerate(names) if name not in damaged]
@@ -147,8 +148,8 @@ def examine(
     )
 
 
-def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[Any], list[str], dict[Path, ImageEdit]]:
-    """Return the entries of `images.list_folder` for all folders, the name of each in the dataset, and all edits."""
+def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[Any], list[str], ScanReport]:
+    """Return the entries of `images.list_folder` for all folders, the name of each in the dataset, and the edits."""
     report = ScanReport()
     image_files.warn_of_nested(section, report)
     images = [
@@ -160,7 +161,7 @@ def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[An
     names = [path.relative_to(root).as_posix() for _, root, path, _ in images]
     if len(section.folders) > 1:
         names = [f"{index}/{name}" for (index, *_), name in zip(images, names, strict=True)]
-    return images, names, report.edits
+    return images, names, report
 
 
 def _own_names(images: list[Any], names: list[str]) -> set[str]:
@@ -237,17 +238,14 @@ def _look_at_masks(
     images: list[Any],
     facts: list[Facts],
     memory: Memory,
-    findings: Findings,
+    report: ScanReport,
 ) -> list[Mask | None]:
-    """Find the mask of each image, and report problems with masks exactly as training does."""
-    report = ScanReport(edits=memory.edits)
+    """Find the mask of each image. The report, which has the edits, takes the problems exactly as in training."""
     seen = [
         None if fact.error else mask_files.Seen(fact.whole, fact.sha256, _is_clip(fact, section), fact.opacity)
         for fact in facts
     ]
-    masks = mask_files.find_masks(section, unmasked_weight, images, seen, report, memory.masks)
-    findings.add_report("mask", report)
-    return masks
+    return mask_files.find_masks(section, unmasked_weight, images, seen, report, memory.masks)
 
 
 def _look_at_files(

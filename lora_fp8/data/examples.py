@@ -105,6 +105,8 @@ class ScanReport:
     counts: Counter[str] = field(default_factory=Counter)
     edits: dict[Path, ImageEdit] = field(default_factory=dict)
     """edit of each listed image"""
+    excluded: dict[Path, set[str]] = field(default_factory=dict)
+    """by folder: the images that its edits exclude, as paths inside it without extension"""
 
     def require(self) -> list[Example]:
         """Return the examples; raise `errors.UserErrors` with all problems if there are any."""

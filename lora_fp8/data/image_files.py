@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .. import settings
 from ..common.text import is_utf8
-from ..errors import Joined, Message, Template, UserError, UserErrors, about, missing_folder, reason
+from ..errors import Joined, Message, Plural, Template, UserError, UserErrors, about, missing_folder, reason
 from . import clips, image_edits
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS
@@ -119,8 +119,10 @@ class _Listing:
         lonely = sorted(name for (stem, _), name in captions.items() if stem not in users)
         if lonely:
             report.warnings.append(
-                Message(
-                    "{count} caption file(s) in {folder} have no image: {names}",
+                Plural(
+                    "{count} caption file in {folder} has no image: {names}",
+                    "{count} caption files in {folder} have no image: {names}",
+                )(
                     count=len(lonely),
                     folder=as_text(folder),
                     names=list_names(lonely),
@@ -172,9 +174,12 @@ def list_folder(
         )
     if left_out := listing.labels:
         report.warnings.append(
-            Message(
-                "{count} file(s) named as OneTrainer's masks and conditioning pictures are not trained on as "
+            Plural(
+                "{count} file named as OneTrainer's masks and conditioning pictures is not trained on as an "
+                "image; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {files}",
+                "{count} files named as OneTrainer's masks and conditioning pictures are not trained on as "
                 "images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {files}",
+            )(
                 count=len(left_out),
                 index=index,
                 files=list_names(left_out),
@@ -198,15 +203,19 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
     names = {path: path.relative_to(root).as_posix() for path, _ in listing.images}
     if strange := sorted(set(edits) - set(names.values())):
         report.warnings.append(
-            Message(
-                "{path} names {count} image(s) that are not in the folder: {names}",
+            Plural(
+                "{path} names {count} image that is not in the folder: {names}",
+                "{path} names {count} images that are not in the folder: {names}",
+            )(
                 path=root / image_edits.FILE,
                 count=len(strange),
                 names=list_names(strange),
             )
         )
     kept = [(path, caption) for path, caption in listing.images if not _edit_of(edits, names[path]).exclude]
-    report.counts["excluded"] += len(names) - len(kept)
+    left = names.keys() - {path for path, _ in kept}
+    report.excluded[root] = {Path(names[path]).with_suffix("").as_posix() for path in left}
+    report.counts["excluded"] += len(left)
     for path, _ in kept:
         edit = _edit_of(edits, names[path])
         if report.edits.setdefault(path, edit) != edit:
@@ -255,8 +264,10 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         )
     if images and others:
         report.warnings.append(
-            Message(
-                "{count} other file(s) in {folder} are not read: {files}",
+            Plural(
+                "{count} other file in {folder} is not read: {files}",
+                "{count} other files in {folder} are not read: {files}",
+            )(
                 count=len(others),
                 folder=root,
                 files=list_names(sorted(others)),
@@ -264,20 +275,25 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         )
 
 
-def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> Template:
+def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> Plural:
     """Return what to say about video files that are not accepted."""
     if section.frames:
-        return Template(
-            "folder {path} has {count} video clip(s), which PyAV reads; install it: pip install 'lora-fp8[video]': "
-            "{names}"
+        return Plural(
+            "folder {path} has {count} video clip, which PyAV reads; install it: pip install 'lora-fp8[video]': "
+            "{names}",
+            "folder {path} has {count} video clips, which PyAV reads; install it: pip install 'lora-fp8[video]': "
+            "{names}",
         )
     if clip_rate:
-        return Template(
-            "folder {path} has {count} video clip(s), set dataset.frames to the lengths that they are to be trained "
-            "at, or take them out: {names}"
+        return Plural(
+            "folder {path} has {count} video clip, set dataset.frames to the lengths that it is to be trained at, or "
+            "take it out: {names}",
+            "folder {path} has {count} video clips, set dataset.frames to the lengths that they are to be trained "
+            "at, or take them out: {names}",
         )
-    return Template(
-        "folder {path} has {count} video clip(s), and this model is trained on pictures; take them out: {names}"
+    return Plural(
+        "folder {path} has {count} video clip, and this model is trained on pictures; take it out: {names}",
+        "folder {path} has {count} video clips, and this model is trained on pictures; take them out: {names}",
     )
 
 

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
-from ..errors import Joined, Message, Template, about, first_few, reason
+from ..errors import Joined, Message, Plural, Template, about, first_few, reason
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
@@ -124,7 +124,10 @@ def _sum_up_skipped(report: ScanReport) -> None:
     """Warn of the images that are skipped for having no caption."""
     if skipped := report.counts["skipped"]:
         report.warnings.append(
-            Message("{count} image(s) left out for having no caption (missing_caption = 'skip')", count=skipped)
+            Plural(
+                "{count} image left out for having no caption (missing_caption = 'skip')",
+                "{count} images left out for having no caption (missing_caption = 'skip')",
+            )(count=skipped)
         )
         if not report.examples and not report.problems:
             report.problems.append(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import settings
-from ..errors import Message
+from ..errors import Message, Plural
 from .buckets import Placed, same_shape
 from .decoding import BLACK, Light, Looked, light_of, look_all
 from .examples import Mask, ScanReport
@@ -122,9 +122,12 @@ def _masks_by_opacity(
     answers: list[Mask | None] = []
     if moving := [str(path) for _, path, seen in images if seen is not None and seen.clip]:
         report.problems.append(
-            Message(
-                "folder {path} has {count} clip(s), which have no transparency that could be their mask; set "
-                "{key} to a folder of masks: {names}",
+            Plural(
+                "folder {path} has {count} clip, which has no transparency that could be its mask; set {key} to a "
+                "folder of masks: {names}",
+                "folder {path} has {count} clips, which have no transparency that could be their masks; set {key} to "
+                "a folder of masks: {names}",
+            )(
                 path=folder,
                 count=len(moving),
                 key=f"dataset.folders.{index}.mask",
@@ -192,7 +195,9 @@ def _masks_by_file(
             if look.measured.most <= BLACK:
                 notes["black"].append(str(path))
             answers[-1] = Mask(candidates[0], look.sha256, white=look.measured.white, edit=edits[candidates[0]])
-    notes["strange"] += sorted(str(path) for members in files.values() for path in members if path not in looks)
+    excluded = report.excluded.get(Path(os.path.expanduser(folder.path)), set())
+    others = [path for stem, members in files.items() if stem not in excluded for path in members]
+    notes["strange"] += sorted(str(path) for path in others if path not in looks)
     return answers
 
 

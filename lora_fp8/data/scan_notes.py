@@ -5,35 +5,66 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import Message, Template, first_few
+from ..errors import Message, Plural, first_few
 
 _NOTES = {
-    "shorter": Template(
-        "{count} clip(s) too short for the longest of dataset.frames, trained at a shorter length: {files}"
+    "shorter": Plural(
+        "{count} clip too short for the longest of dataset.frames, trained at a shorter length: {files}",
+        "{count} clips too short for the longest of dataset.frames, trained at a shorter length: {files}",
     ),
-    "slower": Template(
-        "{count} clip(s) with fewer frames a second than dataset.fps, some of whose frames are shown twice: {files}"
+    "slower": Plural(
+        "{count} clip with fewer frames a second than dataset.fps, some of whose frames are shown twice: {files}",
+        "{count} clips with fewer frames a second than dataset.fps, some of whose frames are shown twice: {files}",
     ),
-    "extension": Template("{count} image(s) named as another format than they are (read all the same): {files}"),
-    "profile": Template("{count} image(s) with a colour profile that cannot be used, read without it: {files}"),
-    "animated": Template("{count} file(s) with several frames or pages, of which the first is used: {files}"),
-    "tiny": Template("{count} image(s) with less than a quarter of the pixels of the training resolution: {files}"),
-    "upscaled": Template(
-        "{count} image(s) smaller than the training resolution, enlarged (upscale = false keeps their size): {files}"
+    "extension": Plural(
+        "{count} image named as another format than it is (read all the same): {files}",
+        "{count} images named as another format than they are (read all the same): {files}",
     ),
-    "small": Template(
-        "{count} image(s) smaller than the training resolution, trained in smaller buckets (upscale = false): {files}"
+    "profile": Plural(
+        "{count} image with a colour profile that cannot be used, read without it: {files}",
+        "{count} images with a colour profile that cannot be used, read without it: {files}",
     ),
-    "wide": Template("{count} image(s) with a wider aspect ratio than dataset.max_aspect, cropped to it: {files}"),
-    "copies": Template("{count} image(s) that are copies of others: {files}"),
-    "unmasked": Template("{count} image(s) without a mask, trained whole: {files}"),
-    "black": Template("{count} mask(s) that are black all over: {files}"),
-    "outside": Template("{count} image(s) whose mask is white only where the crop cuts it off: {files}"),
-    "strange": Template("{count} mask(s) belong to no image: {files}"),
-    "choices": Template(
-        "{count} caption(s) with a choice of words, trained as it is written while dataset.wildcards is off: {files}"
+    "animated": Plural(
+        "{count} file with several frames or pages, of which the first is used: {files}",
+        "{count} files with several frames or pages, of which the first is used: {files}",
     ),
-    "shapes": Template("{count} control picture(s) of another shape than their picture, shown whole: {files}"),
+    "tiny": Plural(
+        "{count} image with less than a quarter of the pixels of the training resolution: {files}",
+        "{count} images with less than a quarter of the pixels of the training resolution: {files}",
+    ),
+    "upscaled": Plural(
+        "{count} image smaller than the training resolution, enlarged (upscale = false keeps its size): {files}",
+        "{count} images smaller than the training resolution, enlarged (upscale = false keeps their size): {files}",
+    ),
+    "small": Plural(
+        "{count} image smaller than the training resolution, trained in a smaller bucket (upscale = false): {files}",
+        "{count} images smaller than the training resolution, trained in smaller buckets (upscale = false): {files}",
+    ),
+    "wide": Plural(
+        "{count} image with a wider aspect ratio than dataset.max_aspect, cropped to it: {files}",
+        "{count} images with a wider aspect ratio than dataset.max_aspect, cropped to it: {files}",
+    ),
+    "copies": Plural(
+        "{count} image that is a copy of another: {files}", "{count} images that are copies of others: {files}"
+    ),
+    "unmasked": Plural(
+        "{count} image without a mask, trained whole: {files}",
+        "{count} images without a mask, trained whole: {files}",
+    ),
+    "black": Plural("{count} mask that is black all over: {files}", "{count} masks that are black all over: {files}"),
+    "outside": Plural(
+        "{count} image whose mask is white only where the crop cuts it off: {files}",
+        "{count} images whose masks are white only where the crop cuts them off: {files}",
+    ),
+    "strange": Plural("{count} mask belongs to no image: {files}", "{count} masks belong to no image: {files}"),
+    "choices": Plural(
+        "{count} caption with a choice of words, trained as it is written while dataset.wildcards is off: {files}",
+        "{count} captions with a choice of words, trained as they are written while dataset.wildcards is off: {files}",
+    ),
+    "shapes": Plural(
+        "{count} control picture of another shape than its picture, shown whole: {files}",
+        "{count} control pictures of another shape than their pictures, shown whole: {files}",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from ..common.messages import add_translations, get_language, translate
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
 from ..data.examples import Example
-from ..errors import Joined, Message, RunFailure, UserError, reason
+from ..errors import Joined, Message, Plural, RunFailure, UserError, reason
 from ..families.base import ModelFamily
 from ..lora_files import export, export_metadata
 from ..objectives import PREDICTION_TYPES
@@ -275,8 +275,10 @@ def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export_metadata
     report = scan(job, type(family))
     if report.problems:
         # The images are needed only for the metadata, so their problems do not prevent the export.
-        line = Message(
-            "{count} problem(s) with the pictures ({line}); what the file tells of the training data is incomplete",
+        line = Plural(
+            "{count} problem with the pictures ({line}); what the file tells of the training data is incomplete",
+            "{count} problems with the pictures ({line}); what the file tells of the training data is incomplete",
+        )(
             count=len(report.problems),
             line=report.problems[0],
         )

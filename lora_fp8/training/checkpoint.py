@@ -32,7 +32,7 @@ from torch import Tensor
 from ..common import system
 from ..common.reading import MOST_JSON, parse_json, read_bytes, read_object
 from ..common.writing import sync_folder, write_synced
-from ..errors import Joined, Message, RunFailure, Template, UserError, reason
+from ..errors import Joined, Message, Plural, RunFailure, Template, UserError, reason
 from ..run import ownership
 from ..settings import TABLES, Job, lines_of_table, table_of_lines
 
@@ -180,9 +180,12 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         skipped.append(Message("{name} passed over: {line}", name=path.name, line=problem))
     if candidates:
         raise RunFailure(
-            Message(
-                "{path}: {count} checkpoint(s) and none is whole ({why}); nothing was overwritten. Restore one from a "
+            Plural(
+                "{path}: {count} checkpoint, which is not whole ({why}); nothing was overwritten. Restore it from a "
                 "copy, or remove the folder to start again",
+                "{path}: {count} checkpoints, of which none is whole ({why}); nothing was overwritten. Restore one "
+                "from a copy, or remove the folder to start again",
+            )(
                 path=folder,
                 count=len(candidates),
                 why=Joined("; ", skipped),

@@ -8,7 +8,7 @@ from typing import Any
 from lora_fp8.data import captions, clips, image_edits
 from lora_fp8.data.decoding import EXTENSIONS
 from lora_fp8.data.image_edits import NOTHING, WHOLE, ImageEdit
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, Plural, UserError, first_few
 
 from ..context import Ui
 
@@ -70,9 +70,13 @@ def _change_edit(edit: ImageEdit, given: dict[str, Any]) -> ImageEdit:
 def _describe(given: dict[str, Any], names: tuple[str, ...]) -> Message:
     count, name = len(names), names[0] if names else ""
     if given.get("exclude") is True:
-        return Message("{count} image(s) excluded from training: {name}", count=count, name=name)
+        return Plural("{count} image excluded from training: {name}", "{count} images excluded from training: {names}")(
+            count=count, name=name, names=first_few(names)
+        )
     if given.get("exclude") is False:
-        return Message("{count} image(s) included again: {name}", count=count, name=name)
+        return Plural("{count} image included again: {name}", "{count} images included again: {names}")(
+            count=count, name=name, names=first_few(names)
+        )
     if "turn" in given:
         return Message("{name} turned", name=name)
     return Message("{name} cropped", name=name)
