@@ -336,10 +336,10 @@ def test_a_tagger_is_queued_with_its_options(site: Site, monkeypatch: pytest.Mon
     assert models[str(own)]["options"] == models[released]["options"] and models[released]["kinds"] == ["tags"]
     assert "prompt" not in models[released]["options"] and not models[released]["obstacle"]
     options = {"threshold": "0.5", "character_threshold": "0.9", "exclude": "solo, long hair", "rating": True}
-    site.ask("caption", model=str(own), kind="tags", keep_underscores=True, **options)
+    site.ask("caption", model=str(own), kind="tags", keep_underscores=True, append=True, **options)
     (job,) = site.jobs()
     assert job.command[2:] == (
-        *("--json", f"--model={own}", "--kind=tags", "--threshold=0.5", "--character-threshold=0.9"),
+        *("--json", f"--model={own}", "--kind=tags", "--append", "--threshold=0.5", "--character-threshold=0.9"),
         *("--exclude=solo", "--exclude=long hair", "--rating", "--keep-underscores"),
     )
     wrong = site.ask("caption", model=str(own), threshold="35", character_threshold="nan", status=400)["error"]

@@ -102,6 +102,20 @@ def test_tags_are_those_above_the_thresholds_of_their_categories_most_probable_f
     assert names == [["1girl", 'say_"hello"']], "the character has 0.8"
 
 
+def test_tags_are_added_to_a_caption_that_is_there(model: Path, folder: Path) -> None:
+    (folder / "a.txt").write_text("zibo, Long_Hair, 1girl,\n", encoding="utf-8")
+    (folder / "b.txt").write_bytes("红".encode("gb18030"))
+    settings = captioner.Settings(str(model), append=True, threshold=0.8, trigger="zibo")
+    result = captioner.run(folder, settings)
+    added = 'zibo, Long_Hair, 1girl, upper row, say "hello", hatsune miku, ^_^, left column'
+    assert (folder / "a.txt").read_text(encoding="utf-8") == f"{added}\n" and result.written == 1
+    assert "b.txt" in result.problems[0] and (folder / "b.txt").read_bytes() == "红".encode("gb18030")
+    captions.undo(folder)
+    assert (folder / "a.txt").read_text(encoding="utf-8") == "zibo, Long_Hair, 1girl,\n"
+    with pytest.raises(UserError, match="--append and --overwrite"):
+        captioner.run(folder, captioner.Settings(str(model), append=True, overwrite=True))
+
+
 def test_emoticons_keep_their_underscore() -> None:
     assert [captioner.space_words(tag) for tag in MAKERS_EMOTICONS] == MAKERS_EMOTICONS
     words = {"long_hair": "long hair", "hatsune_miku_(append)": "hatsune miku (append)", "v-neck": "v-neck"}
@@ -188,6 +202,7 @@ def test_a_tagger_of_the_hub_through_the_command(
     repository.faults.wrong_bytes = {wd_tagger.MODEL}
     code, _, err = run()
     assert code == 3 and wd_tagger.MODEL in err and not (folder / "a.txt").exists(), "each download is verified"
+    assert set(hub.downloads()) == {wd_tagger.MODEL}
     repository.faults.wrong_bytes = set()
     hub.forget()
     code, out, err = run("--threshold", "0.9", "--rating", "--json")

@@ -300,6 +300,7 @@ class Captioning:
         kind: "tags", or "text", which a tagger understands as tags.
         prompt, trigger: "" for none.
         overwrite: also caption images that have a caption.
+        append: add tags to captions that are there.
         mask: as `DatasetFolder.mask`.
         threshold, character_threshold: numbers from 0 to 1; "" for the usual ones.
         exclude: tags to leave out, separated by commas.
@@ -317,6 +318,7 @@ class Captioning:
     exclude: str = ""
     rating: bool = False
     keep_underscores: bool = False
+    append: bool = False
 
 
 def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
@@ -340,6 +342,7 @@ def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
     arguments += [f"--trigger={wanted.trigger.strip()}"] if wanted.trigger.strip() else []
     arguments += [f"--mask={wanted.mask}"] if "*" in wanted.mask else []
     arguments += ["--overwrite"] if wanted.overwrite else []
+    arguments += ["--append"] if wanted.append else []
     arguments += _list_tagger_options(wanted)
     number = jobs.Queue(place.home).submit_command("caption", arguments, folder=folder, name=f"caption {folder.name}")
     jobs.ensure_worker(place.home)

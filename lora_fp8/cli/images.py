@@ -60,6 +60,7 @@ def caption(
     overwrite: bool = typer.Option(
         False, "--overwrite/--only-missing", help="Caption all images, or only those without a caption."
     ),
+    append: bool = typer.Option(False, "--append", help="Add tags to captions that are there. For --kind tags."),
     trigger: str = typer.Option("", help="Trigger word to put in front."),
     mask: str = typer.Option(
         "", help="Name pattern of masks beside the images, such as '*-masklabel'; masks get no caption."
@@ -90,8 +91,9 @@ def caption(
         model,
         cast(Literal["", "text", "tags"], kind),
         prompt,
-        overwrite,
-        trigger,
+        overwrite=overwrite,
+        append=append,
+        trigger=trigger,
         max_tokens=max_tokens,
         threshold=threshold,
         character_threshold=character_threshold,

@@ -74,6 +74,7 @@ class Settings:
         prompt: the question for the model; "" takes the default of the kind (for Florence-2 its task
             <MORE_DETAILED_CAPTION>).
         overwrite: also caption images that have a caption.
+        append: where a caption is there, add the tags that it lacks; for models that write tags.
         trigger: trigger word, prepended if the caption lacks it.
         max_tokens: longest answer.
         threshold: for taggers, the probability from which a tag is taken.
@@ -90,6 +91,7 @@ class Settings:
     kind: Literal["", "text", "tags"] = ""
     prompt: str = ""
     overwrite: bool = False
+    append: bool = False
     trigger: str = ""
     max_tokens: int = 300
     threshold: float = wd_tagger.GENERAL_THRESHOLD
@@ -147,6 +149,8 @@ def run(
         UserError: the folder, the model or the settings cannot be used.
         Stopped: on SIGTERM or Ctrl-C, after the current captions; the same call continues.
     """
+    if settings.append and settings.overwrite:
+        raise UserError(Message("--append and --overwrite exclude each other; leave one of them out"))
     watch = StopSignal()
     with watch.watching():
         watch.at_once = Message("stopped; captions that were written stay")
@@ -211,7 +215,7 @@ def _waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result
     waiting: dict[str, str] = {}  # by caption file: images that share a file get one caption
     for name, path in pictures.items():
         file = path.relative_to(root).as_posix()
-        if file in done or (not settings.overwrite and _has_text(path)):
+        if file in done or (not settings.overwrite and not settings.append and _has_text(path)):
             result.kept += 1
         else:
             waiting.setdefault(file, name)
@@ -246,7 +250,13 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
                 result.empty += 1
                 session.add_problem(Message("{name}: the model had no words for it", name=name))
                 continue
-            if not settings.overwrite and _has_text(root / file):
+            if settings.append:
+                try:
+                    caption = _add_tags(root / file, caption)
+                except (OSError, ValueError) as error:  # a caption in an unknown encoding would be lost
+                    session.add_problem(about(file, error))
+                    continue
+            elif not settings.overwrite and _has_text(root / file):
                 result.kept += 1  # somebody wrote a caption while the model was running
                 continue
             caption = caption_text.with_trigger(caption, settings.trigger)
@@ -287,6 +297,16 @@ def _join_tags(tags: Iterable[str], exclude: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(tag for tag in tags if tag and _comparable(tag) not in unwanted))
 
 
+def _add_tags(path: Path, tags: str) -> str:
+    """Return the caption in a file, followed by the tags that it lacks; the tags alone if there is no file."""
+    try:
+        caption = caption_text.read_caption(path).rstrip(", ")
+    except FileNotFoundError:
+        return tags
+    known = {_comparable(tag) for tag in caption.split(",")}
+    return ", ".join(filter(None, [caption, *(tag for tag in tags.split(", ") if _comparable(tag) not in known)]))
+
+
 def _comparable(tag: str) -> str:
     return tag.strip().replace("_", " ").casefold()
 
@@ -319,7 +339,8 @@ class Captioner(ABC):
 
 
 USED_BY_ALL = {"model", "kind", "overwrite", "trigger", "batch_size", "revision"}
-USED_BY_TAGGERS = {"threshold", "keep_underscores", "exclude"}
+USED_FOR_TAGS = {"append", "exclude"}
+USED_BY_TAGGERS = {"threshold", "keep_underscores"} | USED_FOR_TAGS
 
 
 def _refuse_unused(settings: Settings, used: set[str]) -> None:
@@ -481,7 +502,7 @@ class _Writer(Captioner):
     def __init__(self, folder: Path, kind: str, settings: Settings, device: str, dtype: torch.dtype):
         self.settings, self.kind, self.device, self.dtype = settings, kind, device, dtype
         self.writes_tags = settings.kind == "tags"
-        _refuse_unused(settings, {"prompt", "max_tokens", "dtype"} | ({"exclude"} if self.writes_tags else set()))
+        _refuse_unused(settings, {"prompt", "max_tokens", "dtype"} | (USED_FOR_TAGS if self.writes_tags else set()))
         if kind == "florence2" and settings.kind == "tags":
             raise UserError(Message("{model}: Florence-2 writes sentences; use --kind text", model=settings.model))
         self.processor = _processor(folder, kind)

@@ -146,6 +146,7 @@ def start_captioning(ui: Ui, given: Given) -> Answer:
         exclude=given.text("exclude"),
         rating=given.flag("rating"),
         keep_underscores=given.flag("keep_underscores"),
+        append=given.flag("append"),
     )
     number = captioning.start(ui, view.dataset, wanted)
     return {

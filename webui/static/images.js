@@ -564,9 +564,11 @@ class Auto {
     this.other = make("input", { type: "text", placeholder: say("auto.other_hint"), "aria-label": say("auto.other"), spellcheck: "false" });
     this.kinds = make("div", { class: "wb-row", role: "radiogroup", "aria-label": say("auto.kind") });
     this.kinds.append(...["text", "tags"].map((kind) => make("label", {}, make("input", {
-      type: "radio", name: nextId("x").replace(/\d+$/, "kind"), value: kind, checked: kind === "text",
+      type: "radio", name: nextId("x").replace(/\d+$/, "kind"), value: kind, checked: kind === "text", change: () => this.paint(),
     }), ` ${say(`auto.${kind}`)}`)));
-    this.overwrite = make("input", { type: "checkbox", change: () => this.paint() });
+    this.overwrite = make("input", { type: "checkbox", change: () => this.decide(this.append) });
+    this.append = make("input", { type: "checkbox", change: () => this.decide(this.overwrite) });
+    this.appending = make("label", {}, this.append, ` ${say("auto.append")}`);
     this.more = make("summary", {});
     this.trigger = make("input", { type: "text", id: nextId("trigger") });
     this.options = this.makeOptions();
@@ -574,7 +576,7 @@ class Auto {
     this.begin.id = "auto-begin";
     this.panel = make("div", { class: "wb-panel", hidden: true },
       make("p", { class: "wb-dim", text: say("auto.about") }), this.models, this.kinds,
-      make("label", {}, this.overwrite, ` ${say("auto.overwrite")}`),
+      make("label", {}, this.overwrite, ` ${say("auto.overwrite")}`), this.appending,
       make("details", {}, this.more, ...Object.values(this.options).map(({ row }) => row),
         make("label", { for: this.trigger.id, text: say("auto.trigger") }), this.trigger),
       make("div", { class: "wb-row" }, this.begin));
@@ -644,6 +646,14 @@ class Auto {
 
   get model() { return this.models.querySelector("input[type=radio]:checked")?.value || this.other.value.trim(); }
 
+  // Existing captions are replaced, or tags are added to them, or they stay.
+  decide(other) {
+    other.checked = false;
+    this.paint();
+  }
+
+  get appends() { return this.append.checked && this.kind === "tags"; }
+
   get kind() { return this.kinds.querySelector("input:checked").value; }
 
   paint() {
@@ -655,7 +665,8 @@ class Auto {
     for (const [name, { row }] of Object.entries(this.options)) show(row, !chosen || chosen.options.includes(name));
     const more = !chosen ? "auto.more_all" : chosen.options.includes("prompt") ? "auto.more" : "auto.more_tags";
     this.more.textContent = say(more);
-    const count = this.overwrite.checked ? total : without;
+    show(this.appending, this.kind === "tags");
+    const count = this.overwrite.checked || this.appends ? total : without;
     this.begin.textContent = say("auto.begin", { count });
     this.begin.disabled = !count;
     this.toggle.textContent = without ? say("auto.missing", { count: without }) : say("auto");
@@ -677,7 +688,7 @@ class Auto {
       const given = { model: this.model, kind: this.kind, trigger: this.trigger.value, ...this.changed };
       await this.workbench.saveAll();
       const answer = await this.workbench.ask("caption", {
-        ...this.workbench.purpose(), ...given, overwrite: this.overwrite.checked,
+        ...this.workbench.purpose(), ...given, overwrite: this.overwrite.checked, append: this.appends,
       });
       localStorage.setItem(KEPT_MODEL, this.model);
       this.workbench.note(answer.message);
