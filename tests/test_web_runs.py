@@ -21,6 +21,7 @@ from lora_fp8 import config, errors
 from lora_fp8.common import messages
 from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
+from lora_fp8.run import Run
 from lora_fp8.verify.report import Report
 from webui import chart, form, run_cards, run_log, run_monitor, setting_values, translations
 from webui.context import Place, Ui
@@ -443,6 +444,24 @@ def test_the_step_of_the_lowest_held_out_loss_is_told(ui: Ui, tmp_path: Path) ->
     log.read()
     assert run_page.find_best(log) == (20, 0.25)
     assert ui.say("run.best", step=20, loss="0.2500") in html.unescape(run_page.render_loss(ui, log, 0.9, False))
+
+
+def test_messages_of_a_run_are_in_the_language_of_the_page(tmp_path: Path) -> None:
+    """Also the names of the held-out loss's curves. The run's log has English texts, with their translations beside."""
+    run = Run.create(tmp_path / "root" / "cat", "")
+    level = Message("t = {step} of {total}", step=100, total=1000)
+    run.log_event("warning", text=Message("{count} problems", count=7))
+    run.log_event("validation", step=1, loss=0.5, bands={level: 0.5})
+    run.close()
+    log = run_log.RunLog(run.path / "events.jsonl").read()
+    texts = {
+        language: run_page.render_warnings(ui, log) + run_page.render_loss(ui, log, 0.9, False)
+        for language in translations.LANGUAGES
+        for ui in [Ui(language, Place(tmp_path / "home", [tmp_path / "root"]))]
+    }
+    assert "7 problems" in texts["en"] and "t = 100 of 1000" in texts["en"]
+    assert "7 problems" not in texts["zh-CN"] and "of 1000" not in texts["zh-CN"]
+    assert messages.translate("zh-CN", level) in html.unescape(texts["zh-CN"])
 
 
 def test_a_verified_file_says_where_it_goes_and_folds_its_checks(ui: Ui, tmp_path: Path) -> None:

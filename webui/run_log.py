@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lora_fp8.common import reading
+from lora_fp8.common import messages, reading
 
 POINTS = 500
 """Points of a curve; up to twice as many while it grows."""
@@ -128,7 +128,7 @@ class RunLog:
 
     def _read_line(self, line: bytes) -> None:
         try:
-            event = reading.parse_json(line)
+            event = messages.restore(reading.parse_json(line))
         except ValueError:  # cut short by a kill; the next start ended the line
             return
         if not isinstance(event, dict):

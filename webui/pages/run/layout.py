@@ -54,7 +54,7 @@ class Layout:
                 with gr.Row():
                     self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
                     self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
-                    self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt", scale=2)
+                    self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt")
                 self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
             with gr.Column(scale=2, min_width=300):
                 self.loss = live_panel.panel(elem_id="loss")

@@ -36,7 +36,7 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     if trainable := facts.model.get("trainable"):
         about.append(ui.say("run.trainable", count=_format_count(trainable) if _is_number(trainable) else "?"))
     if device := facts.start.get("device"):
-        about.append(escape(device))
+        about.append(escape("CPU" if device == "cpu" else device))
     links = runs.render_downloads(ui, view)
     if facts.checkpoints:
         links += f'<a class="button" href="{escape(ui.link("draw", run=str(view.id)))}">{ui.say("page.draw")}</a>'
