@@ -133,13 +133,17 @@ class Plural:
 
 SYSTEM_ERRORS = {
     errno.EACCES: Message("Permission denied"),
+    errno.ECONNREFUSED: Message("Connection refused"),
+    errno.ECONNRESET: Message("Connection reset by peer"),
     errno.EDQUOT: Message("Disk quota exceeded"),
     errno.EEXIST: Message("File exists"),
     errno.EFBIG: Message("File too large"),
+    errno.EHOSTUNREACH: Message("No route to host"),
     errno.EIO: Message("Input/output error"),
     errno.EISDIR: Message("Is a directory"),
     errno.EMFILE: Message("Too many open files"),
     errno.ENAMETOOLONG: Message("File name too long"),
+    errno.ENETUNREACH: Message("Network is unreachable"),
     errno.ENOENT: Message("No such file or directory"),
     errno.ENOMEM: Message("Cannot allocate memory"),
     errno.ENOSPC: Message("No space left on device"),
@@ -147,8 +151,9 @@ SYSTEM_ERRORS = {
     errno.EPERM: Message("Operation not permitted"),
     errno.EROFS: Message("Read-only file system"),
     errno.ESTALE: Message("Stale file handle"),
+    errno.ETIMEDOUT: Message("Connection timed out"),
 }
-"""What Linux says of the errors that files cause, by number. Other systems and languages have other words."""
+"""What Linux says of the errors that files and connections cause, by number. Other systems have other words."""
 
 
 def reason(error: Exception) -> str:

@@ -4,9 +4,11 @@ The authority for what a plan says of a base on the hub is the same base in a lo
 """
 
 import dataclasses
+import errno
 import json
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -684,3 +686,15 @@ def test_a_file_from_modelscope_is_completed_from_there(
     assert (parts.folder / "tokenizer" / "tokenizer.json").is_file() and hub.downloads() == []
     asked = [request.path for request in hub.seen("stabilityai/stable-diffusion-xl-base-1.0")]
     assert asked and all(path.startswith(("/api/v1/", "/models/")) for path in asked), "ModelScope's addresses"
+
+
+def test_a_connection_that_fails_says_why_in_words_that_are_translated() -> None:
+    for cause in (
+        socket.gaierror(socket.EAI_NONAME, "Name or service not known"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+    ):
+        error = RuntimeError("of the client")
+        error.__cause__ = cause
+        why = hosts._in_short(error)
+        assert why == cause.strerror, "without a number"
+        assert re.search("[\u4e00-\u9fff]", messages.translate("zh-CN", why))

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lora_fp8 import families
+
 from . import form, sanitize, translations
 from .context import Ui
 
@@ -39,6 +41,8 @@ def format_value(ui: Ui, key: str, value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return ui.say("value.yes" if value else "value.no")
+    if key == "model.family" and value in families.available():
+        return families.get(value).title
     if isinstance(value, str):
         return translations.get_choice_label(ui.language, key, value)
     if isinstance(value, list):

@@ -1,5 +1,6 @@
 // The base models of New training: which cards are shown. Runs when the search field is there, as gr.HTML's js_on_load.
 const search = element.querySelector("input[type=search]");
+if (matchMedia("(max-width: 640px)").matches) search.placeholder = search.dataset.short;
 const chips = [...element.querySelectorAll("[data-group]")];
 const use = element.querySelector("[data-use]");
 const count = element.querySelector("[data-count]");

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,13 +19,19 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ...common.writing import atomic_write
-from ...errors import Message, UserError
+from ...errors import Message, UserError, reason
 from . import headers, known_bases, remembered
 from .headers import Header
 from .reference import Reference, suggest
 from .remembered import Answer, RemoteFile
 
 T = TypeVar("T")
+
+UNKNOWN_NAMES: dict[int, str] = {
+    socket.EAI_NONAME: Message("Name or service not known"),
+    socket.EAI_AGAIN: Message("Temporary failure in name resolution"),
+}
+"""What Linux says of names of hosts that it cannot look up, by number."""
 
 WORKERS = 8
 """Number of small requests at the same time."""
@@ -533,4 +540,8 @@ def _in_short(error: BaseException) -> str:
     """Return the innermost reason of a failed connection, such as "Name or service not known"."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
+    if isinstance(error, socket.gaierror):  # its numbers are not those of other errors
+        return UNKNOWN_NAMES.get(error.errno or 0, error.strerror or type(error).__name__)
+    if isinstance(error, OSError) and error.strerror:
+        return reason(error)
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:120]

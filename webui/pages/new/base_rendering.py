@@ -54,7 +54,8 @@ class Cards:
         return (
             f'<div class="base-groups" role="group" aria-label="{escape(say("base.group"))}">{chips}</div>'
             f'<div class="base-search"><input type="search" id="new-base-search" autocomplete="off" spellcheck="false" '
-            f'aria-label="{escape(say("base.search"))}" placeholder="{escape(say("base.search.example"))}">'
+            f'aria-label="{escape(say("base.search"))}" placeholder="{escape(say("base.search.example"))}" '
+            f'data-short="{escape(say("base.search.short"))}">'
             f'<button type="button" class="choice-button main" hidden data-use="{use}"></button></div>'
             f'<p class="unseen" role="status" data-count="{count}"></p>'
         )
