@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 import pytest
 from hub_server import STRANGER, TOKEN, HubServer
-from waiting import wait_until
+from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8.config import recipes
 from lora_fp8.families.sources import description, known_bases
@@ -235,7 +235,7 @@ def test_a_download_outlives_the_page_and_is_cancelled_and_continued(
     press(page, "choose", base="org/tiny")
     assert 'data-do="download"' in state(page)
     press(page, "download")
-    assert offered.faults.stalled.wait(60)
+    assert offered.faults.stalled.wait(LONG_SECONDS)
     wait_until(lambda: 'role="progressbar"' in state(page) and " of " in state(page))
     other = downloads.Downloads(home)  # another page: the process, and not its parent, holds what is known
     wait_until(lambda: other.read("org/tiny", "").done > 0)

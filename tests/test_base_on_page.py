@@ -7,7 +7,7 @@ from pathlib import Path
 import gradio as gr
 import pytest
 from hub_server import HubServer
-from waiting import wait_until
+from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8.families import sources
 from webui import base_models, form
@@ -84,7 +84,7 @@ def test_a_slow_hub_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     def describe(*given: str) -> sources.BaseDescription:
         asked.append(given)
-        assert go_on.wait(60)
+        assert go_on.wait(LONG_SECONDS)
         return sources.BaseDescription(sources.parse(given[0]), family="sd15")
 
     monkeypatch.setattr(sources, "describe", describe)

@@ -17,6 +17,7 @@ import numpy
 import pytest
 from hub_server import STRANGER, TOKEN, HubServer, Repository
 from safetensors.numpy import save_file
+from waiting import LONG_SECONDS
 
 from lora_fp8.errors import RunFailure, Stopped, UserError
 from lora_fp8.families.sources import BaseDescription, BaseFile, parse, transfer
@@ -242,7 +243,7 @@ def test_two_processes_transfer_each_file_once(hub: HubServer, repository: Repos
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert repository.faults.stalled.wait(30)
+    assert repository.faults.stalled.wait(LONG_SECONDS)
 
     def report(progress: Progress) -> None:
         seen.append(progress)
@@ -353,7 +354,7 @@ def start(hub: HubServer, home: Path) -> Command:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, list[dict], str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=LONG_SECONDS)
     return process.returncode, [json.loads(line) for line in out.splitlines()], err
 
 
@@ -374,7 +375,7 @@ def test_the_command_downloads_what_training_needs(
         assert (root / file["path"]).read_bytes() == miniature.files[file["path"]].source.read_bytes()
     hub.forget()
     process = start("org/tiny")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=LONG_SECONDS)
     assert (process.returncode, err) == (0, "") and out.splitlines()[-1] == f"org/tiny is complete: {root}"
     assert hub.bytes_sent() == 0
 
@@ -385,11 +386,11 @@ def test_an_interrupted_command_is_continued_by_the_next(
 ) -> None:
     miniature.faults.stall_after = 50_000
     process = start("org/tiny")
-    assert miniature.faults.stalled.wait(60)
+    assert miniature.faults.stalled.wait(LONG_SECONDS)
     while process.poll() is None and not any(p.stat().st_size == 50_000 for p in home.rglob("*.incomplete")):
         time.sleep(0.02)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == code, err
     if code == 75:
         assert err.strip() == "the download was stopped; what has arrived is kept, and the next one continues"

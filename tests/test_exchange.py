@@ -182,7 +182,15 @@ def test_two_gather_and_more_scatter():
 
 # -- training
 
-TRAINED = (*SMALL, *FLOAT32, "train.steps=80", "train.batch_size=4", "checkpoint.every=80", "optimizer.lr=1e-3")
+TRAINED = (
+    *SMALL,
+    *FLOAT32,
+    "train.steps=80",
+    "train.batch_size=4",
+    "checkpoint.every=80",
+    "optimizer.lr=1e-3",
+    "dataset.resolution=96",
+)
 IN_FP8 = "train.gradient_exchange=fp8"
 
 COUNTED = """

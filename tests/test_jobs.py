@@ -366,7 +366,7 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
 
 def test_a_process_that_is_ending_is_still_there() -> None:
     """A large one that was killed gives its memory back for a while; its lock and its GPU come after that."""
-    code = "x = bytearray(b'1') * 2_000_000_000; print(flush=True); import time; time.sleep(60)"
+    code = "x = bytearray(b'1') * 2_000_000_000; print(flush=True); import time; time.sleep(3600)"
     environment = {**os.environ, procs.TOKEN: "large"}
     child = subprocess.Popen([sys.executable, "-c", code], stdout=-1, env=environment, start_new_session=True)
     child.stdout.readline()
@@ -391,7 +391,7 @@ def test_a_keeper_learns_how_a_process_ended(status: int, tmp_path: Path) -> Non
 def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path) -> None:
     """In a session of its own, as torch's launcher starts its workers; one that does not hear is killed."""
     hear = "SIG_IGN" if deaf else "SIG_DFL"
-    trainer = f"import signal, time; signal.signal(15, signal.{hear}); print('up', flush=True); time.sleep(60)"
+    trainer = f"import signal, time; signal.signal(15, signal.{hear}); print('up', flush=True); time.sleep(3600)"
     launcher = "import os, subprocess, sys; started = [sys.executable, '-c', sys.argv[1]]"
     launcher += "; trainer = subprocess.Popen(started, start_new_session=True, stdout=subprocess.PIPE)"
     launcher += "; os.write(1, trainer.stdout.readline()); os.kill(os.getpid(), 9)"

@@ -13,6 +13,7 @@ import gradio as gr
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from waiting import LONG_SECONDS
 
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView, Queue, Sentence, job_view, webhook, worker
@@ -86,7 +87,7 @@ def test_a_worker_tells_the_webhook_how_each_job_ended(server: Server, tmp_path:
     assert path == "/hooks/secret" and kind.startswith("application/json")
     assert (body["job"], body["name"], body["kind"], body["state"]) == (id, "cat", "train", "failed")
     assert body["text"] == body["content"] == "cat: failed while running: out of memory"
-    assert 59 < body["seconds"] < 200 and body["ended"] == pytest.approx(time.time(), abs=120)
+    assert 59 < body["seconds"] < 60 + LONG_SECONDS and body["ended"] == pytest.approx(time.time(), abs=LONG_SECONDS)
     assert webhook.read_result(queue.home)["problem"] == ""
     # A job that is to be started again has not ended, and nobody is told of an image that is awaited on the page.
     again = queue.submit('name = "dog"\n' + CONFIG)
@@ -200,4 +201,6 @@ def test_the_browser_is_given_what_ended_since_it_last_asked(tmp_path: Path, mon
     assert "out of <memory>" in news["body"] and news["link"] == "/en/run?run=2"
     assert client.get("/ended", params={"after": 200.0}).json()["jobs"] == []
     begun = client.get("/ended").json()
-    assert begun["jobs"] == [] and begun["now"] == pytest.approx(time.time(), abs=120), "the first call sets the clock"
+    assert begun["jobs"] == [] and begun["now"] == pytest.approx(time.time(), abs=LONG_SECONDS), (
+        "the first call sets the clock"
+    )

@@ -548,7 +548,7 @@ def test_a_decoder_may_take_only_so_much_memory(place: Place, monkeypatch: pytes
     assert psutil.Process(child.process.pid).rlimit(psutil.RLIMIT_AS) == (decoder.MOST_MEMORY, decoder.MOST_MEMORY)
     pid = child.process.pid
     child.process.stdin.close()  # as when the page ends
-    assert child.process.wait(10) == 0 and not psutil.pid_exists(pid)
+    assert child.process.wait(LONG_SECONDS) == 0 and not psutil.pid_exists(pid)
 
 
 def test_downloads_are_saved_and_never_opened(site: Served, place: Place) -> None:

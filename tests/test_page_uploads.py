@@ -26,6 +26,7 @@ import uvicorn
 from gradio.data_classes import FileData
 from PIL import Image
 from test_page_guard import Served
+from waiting import LONG_SECONDS
 
 from lora_fp8 import jobs
 from webui import app, error_boundary
@@ -76,7 +77,7 @@ class Site:
         while not self.server.started:
             assert self.thread.is_alive()
             time.sleep(0.02)
-        self.client = httpx.Client(base_url=self.address, timeout=60)
+        self.client = httpx.Client(base_url=self.address, timeout=LONG_SECONDS)
 
     def close(self) -> None:
         self.client.close()
@@ -392,7 +393,7 @@ def test_held_bodies_are_judged_one_after_the_other(tmp_path: Path, monkeypatch:
 
     def hold(given: str) -> None:
         body = urlencode({"username": "me", "password": given}).encode()
-        connection = HTTPConnection("127.0.0.1", served.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", served.port, timeout=LONG_SECONDS)
         connection.putrequest("POST", "/en/login")
         connection.putheader("content-length", str(len(body)))
         connection.endheaders(body[:-1])

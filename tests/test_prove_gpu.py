@@ -1,18 +1,19 @@
 """scripts/prove_gpu.py: all stages at toy size on the CPU, whatever ends one of them; and it finds planted errors."""
 
+import argparse
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import forked
 import pytest
 import torch
 
@@ -35,19 +36,28 @@ def proof() -> Iterator[SimpleNamespace]:
         sys.path.remove(str(SCRIPTS))
 
 
-def run_script(out: Path, killed: str) -> None:
-    """Run all stages at toy size, and kill one as soon as it has started."""
-    command = [sys.executable, str(SCRIPTS / "prove_gpu.py"), "--toy", "--device", "cpu", "--minutes", "60"]
-    process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := re.match(rf"{killed}: process (\d+)", line):
-            os.killpg(int(match[1]), signal.SIGKILL)
-    assert process.wait() == 1  # a killed stage is a wrong row
+def fork_but(killed: str, script: Any) -> Callable[..., Any]:
+    """Return what starts the stages in forked processes, whose imports are done, and one as the script does: dead."""
+    real = script.start
+
+    def start(stage: str, args: argparse.Namespace, out: Path, limit: float) -> Any:
+        if stage == killed:
+            process = real(stage, args, out, limit)
+            os.killpg(process.pid, signal.SIGKILL)
+            return process
+        (out / f"{stage}.log").touch()
+        command = [script.__file__, "--stage", stage, "--limit", str(limit), "--out", str(out), "--toy"]
+        return forked.start([*command, "--device", "cpu"], cwd=script.ROOT, env={"PYTHONPATH": str(script.ROOT)})
+
+    return start
 
 
-def test_every_stage_reports_though_one_is_killed(proof: SimpleNamespace, tmp_path: Path) -> None:
-    run_script(tmp_path, killed="rates")
+def test_every_stage_reports_though_one_is_killed(
+    proof: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof.script, "start", fork_but("rates", proof.script))
+    given = ["--toy", "--device", "cpu", "--minutes", "60", "--out", str(tmp_path)]
+    assert proof.script.main(given) == 1  # a killed stage is a wrong row
     rows = proof.record.read_rows(tmp_path / "results.jsonl")
     wrong = [(row["stage"], row["name"], row["note"]) for row in rows if row["ok"] is False]
     assert [stage for stage, *_ in wrong] == ["rates"] and "signal 9" in wrong[0][2], wrong

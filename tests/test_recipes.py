@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tomlkit
 from PIL import Image
+from waiting import LONG_SECONDS
 
 from lora_fp8 import cli, config, families
 from lora_fp8.config import dataset_recipe, find_unused_settings, recipes, short_config
@@ -459,7 +460,7 @@ class Terminal:
 
     def wait(self, text: str) -> str:
         """Read until this text; return what came before it."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LONG_SECONDS
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
             if select.select([self.own], [], [], 1)[0]:
@@ -493,7 +494,7 @@ def test_new_asks_in_a_terminal_shows_the_plan_and_offers_to_start(images: Path,
         plan = terminal.answer("Start the training now? [y/N]:", "n")
         assert "800 steps: 14 images x 40 times / 2 a step = 280" in plan and "FLUX.1 on 16 GB: " in plan
         terminal.wait("Later: lora-fp8 check")
-        assert terminal.process.wait(timeout=60) == 0
+        assert terminal.process.wait(timeout=LONG_SECONDS) == 0
     finally:
         terminal.process.kill()
         os.close(terminal.own)
@@ -510,7 +511,7 @@ def test_new_asks_nothing_where_nobody_can_answer(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=LONG_SECONDS,
     )
     assert done.returncode == 2 and done.stdout == "" and "lora-fp8 new my.toml" in done.stderr
     assert list(tmp_path.iterdir()) == []

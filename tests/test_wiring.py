@@ -46,7 +46,7 @@ SHUFFLED = ("dataset.shuffle_tags=true", "dataset.keep_tokens=0")
 
 LOKR = ("adapter.type=lokr", "adapter.rank=1", "export.formats=['kohya']")
 PRODIGY = ("optimizer.name=prodigy", "optimizer.lr=auto")
-FOUND = (*PRODIGY, "optimizer.d_coef=8.0")  # so that it finds something in four steps
+FOUND = (*PRODIGY, "optimizer.d_coef=64.0")  # so that it finds something in four steps
 IN_FP8 = ("quantize.compute=fp8", "quantize.fp8_min_features=0")
 
 
@@ -134,7 +134,7 @@ FLIPS = {
     "optimizer.d0": Flip("1e-5", ("tensors", "rates"), ("norms_1",), PRODIGY),
     "optimizer.growth_rate": Flip("1.01", ("tensors",), ("norms_1",), FOUND),
     "optimizer.decouple": Flip("false", ("tensors",), ("norms_1",), (*FOUND, "optimizer.weight_decay=0.9")),
-    "optimizer.d_coef": Flip("8.0", ("tensors", "rates"), ("norms_1",), PRODIGY),
+    "optimizer.d_coef": Flip("64.0", ("tensors", "rates"), ("norms_1",), PRODIGY),
     "optimizer.safeguard_warmup": Flip("false", ("tensors", "rates"), ("norms_1",), FOUND),
     "optimizer.use_bias_correction": Flip("false", ("tensors",), ("norms_1",), FOUND),
     "optimizer.weight_decay": Flip("0.9", ("tensors",), ("norms_1", "rates")),

@@ -176,7 +176,7 @@ def check_denoiser(family: ModelFamily) -> None:
 
     if family.checkpoint:
         return  # a single file's config is derived from its own tensors
-    wanted = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in family.outline.state_dict().items()}
     shapes_in_file: Header = {}
     for path in family._denoiser_files():
         shapes_in_file |= WeightFile(path, family.absent).header

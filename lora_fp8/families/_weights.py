@@ -18,6 +18,8 @@ weights, and formats or companion tensors that are not in this table, are errors
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +70,8 @@ _FOREIGN = {
     ".qweight": GPTQ,
 }
 _DIFFUSION_MODEL = "model.diffusion_model."
+_SMALL = 2**16
+"""Number of weights up to which a tensor is small: all small ones of a model take some MB."""
 _SAMPLED = (16, 64)
 """(tensors, rows of each) that are sampled to estimate how much of a file is zero."""
 
@@ -119,15 +123,31 @@ class WeightFile:
         Raises:
             UserErrors: the codes hold NaN or infinity, or the scales do or are negative.
         """
+        ((_, weight),) = self.read_all([name])
+        return weight
+
+    def read_all(self, names: Iterable[str]) -> Iterator[tuple[str, Weight]]:
+        """Yield (name, tensor) of tensors of `header`, one at a time, as `read` returns them."""
         _files.require_here(self.path)
-        # Opened for each tensor: pages read from a file that stays open count as memory, 4 GB for a 4 GB file.
-        with safe_open(self.path, framework="pt") as file:
-            tensor = file.get_tensor(name)
-            if name not in self._fp8:
-                return tensor
-            scale = torch.ones(1, 1)
-            if name in self._scale_of:
-                scale = file.get_tensor(self._scale_of[name]).to(torch.float32).reshape(self._blocks[name])
+        # A file of its own for each large tensor: pages that were read count as memory until the file is closed and no
+        # tensor of it is held, so that one bias would keep gigabytes.
+        with safe_open(self.path, framework="pt") as shared:
+            for name in names:
+                if math.prod(self.header[name]) <= _SMALL:
+                    yield name, self._read(shared, name)
+                else:
+                    with safe_open(self.path, framework="pt") as file:
+                        weight = self._read(file, name)
+                    yield name, weight
+                    del weight
+
+    def _read(self, file: Any, name: str) -> Weight:
+        tensor = file.get_tensor(name)
+        if name not in self._fp8:
+            return tensor
+        scale = torch.ones(1, 1)
+        if name in self._scale_of:
+            scale = file.get_tensor(self._scale_of[name]).to(torch.float32).reshape(self._blocks[name])
         if not (scale.isfinite() & (scale >= 0)).all():
             self._refuse(
                 self._scale_of[name], Message("holds NaN, infinity or numbers below zero, so the file is damaged")

@@ -28,7 +28,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,7 +254,7 @@ class ModelFamily(Latents, Prompts):
             raise UserError(
                 Message("{title} cannot be read from a single file; give a diffusers folder", title=self.title)
             )
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.empty_denoiser().state_dict().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.outline.state_dict().items()}
         prefix = checkpoint_prefix(header)
         tensors = naming.conversion(self.native_layers, header, shapes, prefix)
         swapped = self.halves_swapped(self.denoiser_config())
@@ -466,8 +466,13 @@ class ModelFamily(Latents, Prompts):
         path = self.folder / self.index_name
         return _files.read_json(path) if path.is_file() else {}
 
+    @cached_property
+    def outline(self) -> nn.Module:
+        """The denoiser on the meta device, built once: to be looked at, never changed."""
+        return self.empty_denoiser()
+
     def empty_denoiser(self) -> nn.Module:
-        """Return the denoiser on the meta device: all shapes, no memory."""
+        """Build a denoiser on the meta device: all shapes, no memory. Each call builds another, to be changed."""
         import diffusers
         import torch
 
@@ -503,11 +508,12 @@ class ModelFamily(Latents, Prompts):
         if self._file is None:
             for path in self._denoiser_files():
                 file = WeightFile(path, self.absent)
-                for name in file.header:
-                    yield name, file.read(name)
+                yield from file.read_all(file.header)
             return
-        for name, (key, change) in self.convert_checkpoint(self._header).items():
-            yield name, _changed(self._file.read(key), change)
+        places = self.convert_checkpoint(self._header)
+        weights = self._file.read_all(key for key, _ in places.values())
+        for (name, (_, change)), (_, weight) in zip(places.items(), weights, strict=True):
+            yield name, _changed(weight, change)
 
     def check_parts(self) -> None:
         """Check that all parts match their configs; see `_checks.check_parts`."""

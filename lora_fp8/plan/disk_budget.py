@@ -144,7 +144,7 @@ def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
     per_area = 0.0 if latents is None else math.prod(latents[-2:]) * itemsize / math.prod(bucket[:2])
     masks = sum(math.prod(placed.placement.bucket_wh) for placed, _ in missing.masks)
     pictures = round(pixels * per_pixel + masks * per_area)
-    conds = family.longest_cond(dict(family.empty_denoiser().config)) if missing.captions else {}
+    conds = family.longest_cond(dict(family.outline.config)) if missing.captions else {}
     sizes_by_name = {name: math.prod(shape) * itemsize for name, shape in conds.items()}
     shortest = sum(
         size for name, size in sizes_by_name.items() if not (family.prompts_vary and name == "prompt_embeds")

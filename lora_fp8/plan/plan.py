@@ -226,7 +226,7 @@ def plan_layers(job: Job, family: ModelFamily) -> precision.Plan:
     """
     dtype = DTYPES[job.model.dtype]
     keep, modulation = family.keep_precise, family.modulation
-    return precision.decide(family.empty_denoiser(), job.quantize, keep, dtype, modulation, family.file_scale())
+    return precision.decide(family.outline, job.quantize, keep, dtype, modulation, family.file_scale())
 
 
 def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:

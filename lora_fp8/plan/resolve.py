@@ -126,7 +126,7 @@ def choose_layouts(job: Job, family: ModelFamily) -> Job:
     if kind == "lora" and not job.adapter.ranks and not job.optimizer.lrs:
         return job
     title, sizes = kinds.TITLES[kind], family.denoiser_config()
-    names = family.adapter_names(family.empty_denoiser(), job.adapter.targets)
+    names = family.adapter_names(family.outline, job.adapter.targets)
     names = list(adapters.ranks(job.adapter, names)[0])
     optim.lr_factors(job.optimizer, names)
     if kind == "lora":

@@ -50,7 +50,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
                 other=repr(kind),
             )
         )
-    names = family.adapter_names(family.empty_denoiser(), section.targets)
+    names = family.adapter_names(family.outline, section.targets)
     job_ranks = adapters.ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
     _check_layers(layers, job_ranks, section, family, where)

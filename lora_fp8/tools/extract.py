@@ -188,7 +188,7 @@ def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torc
     Raises:
         UserError: it differs between the two.
     """
-    denoisers = [family.empty_denoiser() for family in models]
+    denoisers = [family.outline for family in models]
     shapes = [{name: tuple(tensor.shape) for name, tensor in made.state_dict().items()} for made in denoisers]
     if wrong := sorted(n for n in shapes[0].keys() | shapes[1].keys() if shapes[0].get(n) != shapes[1].get(n)):
         here, there = (known.get(wrong[0]) for known in shapes)

@@ -317,7 +317,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
 
 
 def _places(family: Any) -> dict[str, _Place]:
-    shapes = {name: tuple(tensor.shape) for name, tensor in family.empty_denoiser().state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in family.outline.state_dict().items()}
     if family.checkpoint:
         header = _files.read_header(family.checkpoint)
         made = family.convert_checkpoint(header)

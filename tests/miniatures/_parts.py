@@ -134,6 +134,10 @@ def umt5_text(vocab: PreTrainedTokenizerBase, *, width: int = 32, **settings: An
     return UMT5EncoderModel(told)
 
 
+QUARTER = (8, 16, 32)
+"""Channels of a VAE whose latents have a quarter of the image's sides: a denoiser then has a quarter of the work."""
+
+
 def vae(
     *,
     scaling_factor: float,

@@ -12,7 +12,7 @@ CONFIG: dict[str, Any] = {**_ldm.CONFIG, "cross_attention_dim": 32, "attention_h
 def make_parts() -> dict[str, Any]:
     tokenizer = _parts.clip_tokenizer()
     return {
-        "vae": _parts.vae(scaling_factor=0.18215),
+        "vae": _parts.vae(scaling_factor=0.18215, channels=_parts.QUARTER),
         "text_encoder": _parts.clip_text(tokenizer),
         "tokenizer": tokenizer,
         "scheduler": _parts.ddim(),

@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
 def make_parts() -> dict[str, Any]:
     tokenizer = _parts.clip_tokenizer()
     return {
-        "vae": _parts.vae(scaling_factor=0.18215),
+        "vae": _parts.vae(scaling_factor=0.18215, channels=_parts.QUARTER),
         "text_encoder": _parts.clip_text(tokenizer, width=48),
         "tokenizer": tokenizer,
         "scheduler": _parts.ddim(set_alpha_to_one=False, prediction_type="v_prediction"),

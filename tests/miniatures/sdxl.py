@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = {
 def make_parts() -> dict[str, Any]:
     tokenizer = _parts.clip_tokenizer()
     return {
-        "vae": _parts.vae(scaling_factor=0.13025),
+        "vae": _parts.vae(scaling_factor=0.13025, channels=_parts.QUARTER),
         "text_encoder": _parts.clip_text(tokenizer),
         "tokenizer": tokenizer,
         "text_encoder_2": _parts.clip_text(tokenizer, width=48, projection=32),
