@@ -349,7 +349,7 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     journal = folder / ".lora_fp8_captions.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))  # the redo never ended
     assert "half done" in ask(monkeypatch, capfd, "dataset", "history", folder)[1]
-    assert "taken back in 5 captions" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
+    assert "taken back in 5 files" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
     assert ask(monkeypatch, capfd, "dataset", "redo", folder)[0] == 0
     for wrong in (
         ["edit", folder],

@@ -3,7 +3,9 @@
 The authority is a folder whose files Pillow has turned and cropped, and whose excluded files are not there.
 """
 
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,8 @@ import torch
 from PIL import Image, ImageOps
 from test_cache import Family
 
-from lora_fp8.data import buckets, captions, decoding, doctor, image_edits, images
+from lora_fp8 import cli
+from lora_fp8.data import buckets, captions, decoding, doctor, image_changes, image_edits, images
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.image_edits import FILE, ImageEdit
 from lora_fp8.errors import UserError
@@ -228,3 +231,42 @@ def test_crops_keep_at_least_a_pixel() -> None:
         size = ImageEdit(crop=box).apply(Image.new("L", (10, 7))).size
         assert min(size) >= 1
     assert decoding.NOTHING == ImageEdit() and not ImageEdit(exclude=True)
+
+
+def test_the_command_changes_and_lists_what_training_leaves_out(tmp_path: Path, monkeypatch, capfd) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in ("a.png", "b.png", "[x].png"):
+        make_image(1, "RGB").save(folder / name)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+
+    def ask(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", "dataset", "images", str(folder), *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+            raise SystemExit(0)
+        out, err = capfd.readouterr()
+        return f"{end.value.code or 0} {out}{err}"
+
+    assert ask("--only", "[ab].png", "--turn", "270").startswith("0 ") and ask("--only", "b*", "--exclude")[0] == "0"
+    assert ask("--only", "b*", "--crop", "0.5", "0", "1", "1")[0] == "0"
+    both = ImageEdit(exclude=True, rotate=270, crop=(0.5, 0.0, 1.0, 1.0))
+    assert image_edits.read(folder) == {"a.png": ImageEdit(rotate=270), "b.png": both}
+    listed = ask()
+    assert "a.png: rotate = 270\n" in listed and "b.png: exclude = true, rotate = 270, crop = [0.5," in listed
+    assert json.loads(ask("--only", "b*", "--json")[2:]) == json.loads(json.dumps({"b.png": vars(both)}))
+    for wrong in (
+        ["--exclude"],
+        ["--only", "*", "--exclude", "--include"],
+        ["--only", "*", "--turn", "45"],
+        ["--only", "*", "--crop", "1", "0", "0", "1"],
+        ["--only", "c*", "--exclude"],
+    ):
+        said = ask(*wrong)
+        assert said[0] == "2" and "--" in said, said
+    assert "2 images" in ask("--only", "[!b]*", "--exclude"), "none is left, and all can come back"
+    assert "3 of 3" in ask() and "3 images" in ask("--only", "*", "--include")
+    assert "nothing to change" in ask("--only", "*", "--include")
+    captions.undo(folder)
+    assert sorted(image_changes.list_excluded(folder, image_edits.read(folder))) == ["[x].png", "a.png", "b.png"]
+    assert {path: path.read_bytes() for path in before} == before, "no image is written"

@@ -517,4 +517,4 @@ def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
         path.unlink()
     assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "none is whole" in told[0]
+    assert len(told) == 1 and "which is not whole" in told[0]

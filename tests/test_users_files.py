@@ -140,6 +140,11 @@ CASES: dict[str, list[list[str]]] = {
     "worker": [["--idle", "0"]],
     "dataset look": [[P], ["project/config.toml"], [P, "--remember", "project/config.toml"]],
     "dataset edit": [[P, "--set", "x", "--dry-run"], ["project/photos", "--remove-tag", "absent"]],
+    "dataset images": [
+        [P],
+        [P, "--only", "absent*", "--exclude"],
+        ["project/photos", "--only", "absent*", "--exclude"],
+    ],
     "dataset undo": [[P], ["project/photos"]],
     "dataset redo": [[P], ["project/photos"]],
     "dataset repair": [[P], ["project/photos"]],

@@ -1,5 +1,6 @@
 """The commands for images and captions: `lora-fp8 dataset ...`; commands.py adds them to `lora-fp8`."""
 
+import fnmatch
 import json
 import re
 import sys
@@ -12,10 +13,14 @@ import typer
 
 if TYPE_CHECKING:
     from ..data.captions import Repair
+    from ..data.image_edits import Box
 
-from ..errors import Message, Template, first_few
+from ..errors import Message, Plural, first_few
 from .help import Group, Program
 from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
+
+_TAKEN_BACK = Plural("{path}: taken back in {count} file: {line}", "{path}: taken back in {count} files: {line}")
+_DONE_AGAIN = Plural("{path}: done again in {count} file: {line}", "{path}: done again in {count} files: {line}")
 
 
 class _Dataset(Group):
@@ -30,7 +35,7 @@ class _Dataset(Group):
 dataset_app = Program(
     cls=_Dataset,
     no_args_is_help=True,
-    help="Examine a dataset (`dataset FOLDER`), or edit its captions.",
+    help="Examine a dataset (`dataset FOLDER`), or edit what is in it.",
 )
 
 
@@ -163,25 +168,74 @@ def edit(
 
 
 @dataset_app.command()
+def images(
+    folder: Path = FOLDER,
+    only: str = typer.Option("", metavar="GLOB", help="Name pattern of the images, such as 'deep/*'. '*' is all."),
+    exclude: bool = typer.Option(False, "--exclude", help="Leave the images out of training."),
+    include: bool = typer.Option(False, "--include", help="Take excluded images in again."),
+    turn: int = typer.Option(0, metavar="DEGREES", help="Turn clockwise by 90, 180 or 270 degrees."),
+    crop: tuple[float, float, float, float] | None = typer.Option(
+        None,
+        metavar="LEFT TOP RIGHT BOTTOM",
+        help="Part of the turned image to train on, as shares of its sides. 0 0 1 1 is all of it.",
+    ),
+    as_json: bool = JSON,
+) -> None:
+    """Exclude, turn or crop images for training, or list what is changed. The image files stay as they are."""
+    from ..data import image_changes, image_edits
+    from ..errors import UserError
+
+    root = folder.expanduser()
+    chosen = [name for name in image_changes.list_images(root) if not only or fnmatch.fnmatchcase(name, only)]
+    if only and not chosen:
+        raise UserError(Message("--only {glob}: no image of {path} has such a name", glob=repr(only), path=folder))
+    changes = [exclude, include, turn != 0, crop is not None].count(True)
+    if changes:
+        if changes > 1:
+            raise UserError(Message("--exclude, --include, --turn, --crop: give one of them"))
+        if not only:
+            raise UserError(Message("--only GLOB: say which images; '*' is all"))
+        if turn not in (0, *image_edits.TURNS):
+            raise UserError(Message("--turn {given}: write 90, 180 or 270 (degrees clockwise)", given=turn))
+        box = _read_crop(crop) if crop is not None else None
+        change = image_changes.ImageChange(exclude if exclude or include else None, turn, box)
+        edit = image_changes.change_images(root, chosen, change)
+        if not as_json:
+            title = edit.title if edit.changes else Message("nothing to change")
+            print_lines(Message("{path}: {line}", path=folder, line=title))
+    edits = {
+        name: edit for name, edit in image_edits.read(root).items() if name in chosen and edit != image_edits.NOTHING
+    }
+    if as_json:
+        print_json({name: vars(edit) for name, edit in edits.items()})
+    elif not changes:
+        print_lines(
+            *(f"{name}: {', '.join(image_edits.list_settings(edit))}" for name, edit in edits.items()),
+            Message(
+                "{path}: {count} of {total} images are excluded, turned or cropped",
+                path=folder,
+                count=len(edits),
+                total=len(chosen),
+            ),
+        )
+
+
+@dataset_app.command()
 def undo(folder: Path = FOLDER) -> None:
-    """Undo the last caption edit. It restores every byte, and stops if a caption was changed since."""
+    """Undo the last edit of captions or images. It restores every byte, and stops if a file was changed since."""
     from ..data import captions
 
     entry = captions.undo(folder)
-    print_lines(
-        Message("{path}: taken back in {count} captions: {line}", path=folder, count=entry.files, line=entry.title),
-    )
+    print_lines(_TAKEN_BACK(path=folder, count=entry.files, line=entry.title))
 
 
 @dataset_app.command()
 def redo(folder: Path = FOLDER) -> None:
-    """Redo the caption edit that was undone last."""
+    """Redo the edit that was undone last."""
     from ..data import captions
 
     entry = captions.redo(folder)
-    print_lines(
-        Message("{path}: done again in {count} captions: {line}", path=folder, count=entry.files, line=entry.title),
-    )
+    print_lines(_DONE_AGAIN(path=folder, count=entry.files, line=entry.title))
 
 
 @dataset_app.command()
@@ -205,7 +259,7 @@ def repair(
 
 @dataset_app.command()
 def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
-    """List the caption edits that can be undone or redone."""
+    """List the edits of captions and images that can be undone or redone."""
     from ..data import captions
 
     entries = captions.history(folder)
@@ -213,24 +267,40 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         print_json([vars(entry) for entry in entries])
         return
     for entry in entries:
-        template = Template("{time}  {count} captions  {line}")
+        template = Plural("{time}  {count} file  {line}", "{time}  {count} files  {line}")
         if entry.half_done:
-            template = Template(
-                "{time}  {count} captions  {line}  (half done; `lora-fp8 dataset repair` takes it back)"
+            template = Plural(
+                "{time}  {count} file  {line}  (half done; `lora-fp8 dataset repair` takes it back)",
+                "{time}  {count} files  {line}  (half done; `lora-fp8 dataset repair` takes it back)",
             )
         elif not entry.done:
-            template = Template("{time}  {count} captions  {line}  (undone)")
+            template = Plural("{time}  {count} file  {line}  (undone)", "{time}  {count} files  {line}  (undone)")
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.t))
         print_lines(template(time=when, count=entry.files, line=entry.title))
+
+
+def _read_crop(crop: tuple[float, float, float, float]) -> "Box":
+    from ..data import image_edits
+    from ..errors import UserError
+
+    try:
+        return image_edits.read_edit({"crop": list(crop)}).crop
+    except ValueError as error:
+        raise UserError(Message("--crop: {line}", line=error.args[0])) from None
 
 
 def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
     lines = []
     about = {"count": len(report.taken_back), "line": report.title}
     if report.title and dry_run:
-        lines.append(Message("would be taken back in {count} captions: {line}", **about))
+        text = Plural("would be taken back in {count} file: {line}", "would be taken back in {count} files: {line}")
+        lines.append(text(**about))
     elif report.title:
-        lines.append(Message("taken back in {count} captions: {line}; `lora-fp8 dataset history` lists it", **about))
+        text = Plural(
+            "taken back in {count} file: {line}; `lora-fp8 dataset history` lists it",
+            "taken back in {count} files: {line}; `lora-fp8 dataset history` lists it",
+        )
+        lines.append(text(**about))
     if files := report.restored:
         about = {"count": len(files), "names": first_few(files)}
         if dry_run:

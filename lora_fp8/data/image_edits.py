@@ -159,14 +159,18 @@ def _has_area(crop: list[float]) -> bool:
     return crop[0] < crop[2] and crop[1] < crop[3]
 
 
+def list_settings(edit: ImageEdit) -> list[str]:
+    """List what an edit sets, as lines of the list: ["exclude = true", "rotate = 90"]."""
+    lines = ["exclude = true"] if edit.exclude else []
+    lines += [f"rotate = {edit.rotate}"] if edit.rotate else []
+    return lines + ([f"crop = {list(edit.crop)}"] if edit.crop != WHOLE else [])
+
+
 def write(edits: Mapping[str, ImageEdit]) -> str:
     """Return edits as TOML, sorted by name; those that do nothing are left out."""
     parts = [HEAD]
     for name, edit in sorted(edits.items()):
-        lines = ["exclude = true"] if edit.exclude else []
-        lines += [f"rotate = {edit.rotate}"] if edit.rotate else []
-        lines += [f"crop = {list(edit.crop)}"] if edit.crop != WHOLE else []
-        if lines:
+        if lines := list_settings(edit):
             key = json.dumps(name, ensure_ascii=False).replace("\x7f", "\\u007f")  # a JSON string is one of TOML
             parts.append("\n".join([f"[{key}]", *lines, ""]))
     return "\n".join(parts)

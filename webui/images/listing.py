@@ -7,13 +7,13 @@ from typing import Any
 
 from lora_fp8 import families
 from lora_fp8.common.numbers import digits
-from lora_fp8.data import buckets, caption_journal, caption_operations, clips
+from lora_fp8.data import buckets, caption_journal, caption_operations, clips, image_changes
 from lora_fp8.data.image_edits import NOTHING, WHOLE
 from lora_fp8.errors import UserError
 
 from .. import dataset_folder, form, sanitize
 from ..context import Ui
-from . import captioning, captions, edits
+from . import captioning, captions
 from .training_settings import TrainingSettings
 
 SHOWING = ("all", "uncaptioned", "chosen", "excluded")
@@ -120,7 +120,7 @@ class FolderView:
 
     def list_excluded(self) -> list[str]:
         """List the images that are excluded from training."""
-        return edits.list_excluded(self.folder, self.dataset.edits)
+        return image_changes.list_excluded(self.folder, self.dataset.edits)
 
     def _split_tags(self, name: str) -> list[str]:
         return caption_operations.split_tags(" ".join(self.dataset.texts[name].splitlines()))
