@@ -63,6 +63,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
     try:
         until(lambda: (queue.job(id).step or 0) >= 2)
         procs.send([worker.pid], signal.SIGKILL)
+        until(lambda: not procs.identify(worker.pid))  # it holds its lock until it has ended
         assert queue.job(id).state == "running" and Run(queue.job(id).folder).alive()
         queue.stop(id)
         worker = jobs.ensure_worker(queue.home, idle_s=1)
