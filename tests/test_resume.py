@@ -108,7 +108,7 @@ def test_resumed_three_times_is_the_same_to_the_bit(
     settings = (f"optimizer.name={optimizer}", f"optimizer.rounding={rounding}", f"train.accumulate={accumulate}")
     settings += ("schedule.name=cosine", "schedule.warmup=2", *SMALL, *(RANDOM if random else ()))
     settings += (
-        ("optimizer.lr=auto", "optimizer.d_coef=8.0", "optimizer.use_bias_correction=false")
+        ("optimizer.lr=auto", "optimizer.d_coef=64.0", "optimizer.use_bias_correction=false")
         if optimizer == "prodigy"
         else ()
     )
