@@ -78,6 +78,8 @@ LONGEST = (
     "test_processes.py",
     "ui/test_newcomer.py",
     "ui/test_try_it.py",
+    "ui/test_page_frame.py",
+    "test_resume.py",
     "test_exchange.py",
     "test_jobs_soak.py",
     "fuzz/test_fuzz.py",
@@ -89,6 +91,9 @@ LONGEST = (
     "test_estimate.py",
     "test_wiring.py",
     "ui/test_form_path.py",
+    "test_train.py",
+    "test_verify.py",
+    "test_page_canaries.py",
 )
 """Files of minutes, which go first: handed out last, one of them would keep one core busy while the others wait."""
 
