@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 from ..errors import Message, Plural, first_few
 from .help import Group, Program
 from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
-
-_TAKEN_BACK = Plural("{path}: taken back in {count} file: {line}", "{path}: taken back in {count} files: {line}")
-_DONE_AGAIN = Plural("{path}: done again in {count} file: {line}", "{path}: done again in {count} files: {line}")
 
 
 class _Dataset(Group):
@@ -195,17 +193,18 @@ def images(
             raise UserError(Message("--exclude, --include, --turn, --crop: give one of them"))
         if not only:
             raise UserError(Message("--only GLOB: say which images; '*' is all"))
-        if turn not in (0, *image_edits.TURNS):
-            raise UserError(Message("--turn {given}: write 90, 180 or 270 (degrees clockwise)", given=turn))
-        box = _read_crop(crop) if crop is not None else None
-        change = image_changes.ImageChange(exclude if exclude or include else None, turn, box)
+        if exclude or include:
+            change = image_changes.ImageChange(exclude=exclude)
+        elif turn:
+            change = image_changes.ImageChange(turn=turn)
+        else:
+            change = image_changes.ImageChange(crop=_read_crop(crop or ()))
         edit = image_changes.change_images(root, chosen, change)
         if not as_json:
             title = edit.title if edit.changes else Message("nothing to change")
             print_lines(Message("{path}: {line}", path=folder, line=title))
-    edits = {
-        name: edit for name, edit in image_edits.read(root).items() if name in chosen and edit != image_edits.NOTHING
-    }
+    known = image_edits.read(root)
+    edits = {name: known[name] for name in chosen if known.get(name, image_edits.NOTHING) != image_edits.NOTHING}
     if as_json:
         print_json({name: vars(edit) for name, edit in edits.items()})
     elif not changes:
@@ -226,7 +225,8 @@ def undo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.undo(folder)
-    print_lines(_TAKEN_BACK(path=folder, count=entry.files, line=entry.title))
+    text = Plural("{path}: taken back in {count} file: {line}", "{path}: taken back in {count} files: {line}")
+    print_lines(text(path=folder, count=entry.files, line=entry.title))
 
 
 @dataset_app.command()
@@ -235,7 +235,8 @@ def redo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.redo(folder)
-    print_lines(_DONE_AGAIN(path=folder, count=entry.files, line=entry.title))
+    text = Plural("{path}: done again in {count} file: {line}", "{path}: done again in {count} files: {line}")
+    print_lines(text(path=folder, count=entry.files, line=entry.title))
 
 
 @dataset_app.command()
@@ -279,7 +280,7 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         print_lines(template(time=when, count=entry.files, line=entry.title))
 
 
-def _read_crop(crop: tuple[float, float, float, float]) -> "Box":
+def _read_crop(crop: Sequence[float]) -> "Box":
     from ..data import image_edits
     from ..errors import UserError
 
