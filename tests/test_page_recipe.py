@@ -213,3 +213,13 @@ def test_cards_of_gpus_say_what_fits(page: new.Page) -> None:
     assert {fit.problem != "" for fit in fits.values()} == {True, False}
     for gb, fit in fits.items():
         assert (html.escape(fit.problem) if fit.problem else f"{recipes.gib(fit.peak)} of") in cards[str(gb)]
+
+
+def test_cards_name_no_architecture_until_a_base_is_chosen(page: new.Page) -> None:
+    panel = page.layout.presets.panels["all"]
+    page.draft.write('[model]\nfamily = "flux2"\npath = ""\n')
+    assert (
+        "FLUX.2" not in page.painter.paint_cards("all")[panel] and "GiB" not in page.painter.paint_cards("all")[panel]
+    )
+    page.draft.write('[model]\nfamily = "flux2"\npath = "a/b"\n')
+    assert "FLUX.2" in page.painter.paint_cards("all")[panel]

@@ -94,9 +94,9 @@ class PresetCards:
         return render_card(get_title(self.ui, name), lines, self._list_badges(kind, name, values, fit), is_chosen, data)
 
     def _find_fit(self, name: str, values: dict[str, Any]) -> Fit | None:
-        """Return how the draft's architecture fits a GPU of this size; None for other presets and for a demo base."""
+        """Return how the base model fits a GPU of this size; None for other presets, no base and a demo base."""
         family, gb = str(values["model.family"]), recipes.card_of(name)
-        if not gb or family not in recipes.read_sizes() or values["model.path"] == "demo":
+        if not gb or family not in recipes.read_sizes() or values["model.path"] in (None, "", "demo"):
             return None
         frames = recipes.longest_clip(values["dataset.frames"])
         return recipes.fit_card(family, gb, frames, recipes.is_dropout(values["adapter.dropout"]))
@@ -128,7 +128,7 @@ class PresetCards:
                 badges.append(("gate", say("new.card.small")))
             if name == self.recipe.choose_card():
                 badges.append(("yes", say("new.card.mine")))
-        if kind == "goal" and family in self.reader.families:
+        if kind == "goal" and values["model.path"] and family in self.reader.families:
             badges.append(("", self.reader.families[family]))
             frames = recipes.longest_clip(values["dataset.frames"])
             if values["model.path"] != "demo" and (least := _find_least_card(family, frames, name)):
