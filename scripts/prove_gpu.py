@@ -3,6 +3,7 @@
     python scripts/prove_gpu.py --minutes 9              every stage, most important first
     python scripts/prove_gpu.py --toy --minutes 9        small shapes; runs on a CPU too, to try the script itself
     python scripts/prove_gpu.py --stages numerics demo   only these
+    python scripts/prove_gpu.py --stages numerics --questions block graphs   only questions whose name contains a word
     python scripts/prove_gpu.py --report FOLDER          draw the table and the plot of results that are there
 
 | stage | question |
@@ -76,6 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: %(default)s)")
     parser.add_argument("--stages", nargs="+", choices=tuple(SHARES), default=list(SHARES))
+    parser.add_argument("--questions", nargs="+", default=[], metavar="WORD", help="only these questions of numerics")
     parser.add_argument("--toy", action="store_true", help="small shapes and few repeats; runs on a CPU too")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/gpu_<name>)")
@@ -90,6 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def start(stage: str, args: argparse.Namespace, out: Path, limit: float) -> subprocess.Popen[bytes]:
     """Start a stage in a process group of its own, with its output in a log file."""
     command = [sys.executable, __file__, "--stage", stage, "--limit", str(limit), "--out", str(out)]
+    command += ["--questions", *args.questions] if args.questions else []
     command += ["--toy"] * args.toy + (["--device", args.device] if args.device else [])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if stage == "predict":
@@ -132,7 +135,7 @@ def run_stage(args: argparse.Namespace) -> int:
 
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() and args.stage != "predict" else "cpu"))
     module = importlib.import_module(f"gpu_proof.{'models' if args.stage == 'predict' else args.stage}")
-    context = Context(device, args.toy, time.monotonic() + args.limit, args.out)
+    context = Context(device, args.toy, time.monotonic() + args.limit, args.out, args.questions)
     record = Record(args.out / "results.jsonl", args.stage)
     (module.predict if args.stage == "predict" else module.run)(record, context)
     return 0

@@ -35,6 +35,8 @@ NF4_NESTED_BLOCK = 256
 MIN_SCALE = 2.0**-126
 # Weights are encoded in pieces of about this many elements, so that the float32 working copy stays small.
 CHUNK_ELEMENTS = 1 << 18
+# A GPU needs larger pieces: it spends about 10 microseconds on each operation, however small.
+GPU_CHUNK_ELEMENTS = 1 << 22
 
 _BLOCKS = {"row": (1, 0), "tensor": (0, 0), "none": (0, 0), "1x64": (1, 64), "1x128": (1, 128), "128x128": (128, 128)}
 _BLOCKS |= {"1x32": (1, 32)}  # MXFP8, which only TransformerEngine stores
@@ -133,13 +135,12 @@ def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tenso
     on_cpu = qweight_NK.device.type == "cpu"
     if on_cpu and not torch.compiler.is_compiling():
         return _decode_in_pieces(qweight_NK, scale, storage, dtype)
-    if storage == "int8":
-        values_NK = qweight_NK.view(torch.int8).to(torch.float32)
-    elif on_cpu:
-        values_NK, scale = _e4m3_on_cpu(qweight_NK), scale * 256.0
-    else:
-        values_NK = qweight_NK.view(torch.float8_e4m3fn).to(torch.float32)
-    return apply_scale_(values_NK, scale).to(dtype)
+    if on_cpu and storage == "fp8":
+        return apply_scale_(_e4m3_on_cpu(qweight_NK), scale * 256.0).to(dtype)
+    codes_NK = qweight_NK.view(torch.int8 if storage == "int8" else torch.float8_e4m3fn)
+    # Every code is exact in bf16 and fp16. The product with a float32 scale is computed in float32 and rounded on the
+    # way out, without a float32 copy in memory.
+    return apply_scale_(codes_NK.to(dtype), scale)
 
 
 def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -149,8 +150,7 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
     # Rows that share a scale stay together. In nf4, scales cross row ends, so a piece holds whole nested blocks.
     nested = NF4_BLOCK * NF4_NESTED_BLOCK
     together = nested // math.gcd(nested, num_columns) if storage == "nf4" else num_rows // scale.shape[0]
-    chunk = CHUNK_ELEMENTS if qweight.device.type == "cpu" else 64 * CHUNK_ELEMENTS  # larger pieces are faster on a GPU
-    step = max(1, chunk // num_columns)
+    step = max(1, _chunk(qweight) // num_columns)
     if together < num_rows or storage == "nf4":
         step = max(together, step - step % together)
     for start in range(0, num_rows, step):
@@ -162,6 +162,33 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
         else:
             own = (scale if scale.shape[0] == 1 else scale[rows.start // together : rows.stop // together],)
         yield rows, decode((qweight[rows], *own), storage, dtype)
+
+
+def _chunk(weight: Tensor) -> int:
+    """Return the number of elements of a piece of this weight."""
+    return CHUNK_ELEMENTS if weight.device.type == "cpu" else GPU_CHUNK_ELEMENTS
+
+
+def scale_to(limit: float, amax: Tensor) -> Tensor:
+    """Return the float32 scales that map these largest values to `limit`."""
+    return (amax.to(torch.float32) / constant(limit, amax)).clamp_(min=MIN_SCALE)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """Return a float32 scalar on the device of `like`, the same one at every call.
+
+    Dividing a CUDA tensor by a Python number multiplies it by the rounded reciprocal (torch 2.11), which differs from
+    the CPU and from the Triton kernels in the last bit. Dividing by a tensor divides.
+    """
+    if torch.compiler.is_compiling() or type(like) is not Tensor:  # a fake tensor must not be kept
+        return torch.full((), value, dtype=torch.float32, device=like.device)
+    key = (value, like.device)
+    if key not in _constants:
+        _constants[key] = torch.full((), value, dtype=torch.float32, device=like.device)
+    return _constants[key]
+
+
+_constants: dict[tuple[float, torch.device], Tensor] = {}
 
 
 def round_trip(weight_NK: Tensor, form: Format, dtype: torch.dtype, name: str = "weight") -> Tensor:
@@ -187,14 +214,15 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
     rows, columns = form.block(shape)
     limit = _LIMITS[form.storage]
     whole = rows == num_rows and columns == num_columns  # a single scale, known only after all pieces were seen
-    step = max(1, CHUNK_ELEMENTS // max(1, num_columns)) if whole else max(rows, CHUNK_ELEMENTS // num_columns)
+    chunk = _chunk(weight_NK)
+    step = max(1, chunk // max(1, num_columns)) if whole else max(rows, chunk // num_columns)
     step -= 0 if whole else step % rows
     pieces = [slice(start, start + step) for start in range(0, num_rows, step)]
 
     if whole:
         amax = torch.stack([weight_NK[piece].abs().amax() for piece in pieces]).amax().to(torch.float32).view(1, 1)
         _check_finite(amax, rows, name)
-        scale = torch.ones_like(amax) if form.scale == "none" else (amax / limit).clamp_(min=MIN_SCALE)
+        scale = torch.ones_like(amax) if form.scale == "none" else scale_to(limit, amax)
     else:
         scale = weight_NK.new_empty(num_rows // rows, num_columns // columns, dtype=torch.float32)
     qweight_NK = torch.empty(shape, dtype=torch.uint8, device=weight_NK.device)
@@ -202,8 +230,7 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
         blocks = weight_NK[piece].to(torch.float32, copy=True).view(-1, 1 if whole else rows, scale.shape[1], columns)
         own = scale if whole else scale[piece.start // rows : piece.stop // rows]
         if not whole:
-            torch.div(blocks.abs().amax(dim=(1, 3)), limit, out=own)
-            own.clamp_(min=MIN_SCALE)
+            own.copy_(scale_to(limit, blocks.abs().amax(dim=(1, 3))))
         if form.storage == "int8":
             codes = blocks.div_(own[:, None, :, None]).round_().clamp_(-limit, limit).to(torch.int8)
         elif whole:

@@ -175,8 +175,8 @@ class FrozenLinear(nn.Linear):
         """
         bias_N: Tensor | None = self.bias
         kind = x.device.type
-        # Asking about autocast on the meta device, which has none, raises.
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        # The meta device has no autocast, and asking about it raises. torch 2.11 cannot compile is_autocast_available.
+        if kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, bias_N = x.to(dtype), None if bias_N is None else bias_N.to(dtype)
         elif x.dtype != self.compute_dtype:

@@ -30,6 +30,7 @@ Activations and gradients are quantized anew at every step, by one of these scal
 Shapes: M tokens (all leading dimensions), N output features, K input features.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats import E4M3_MAX, MIN_SCALE, apply_scale_, decode
+from .formats import E4M3_MAX, apply_scale_, constant, decode, scale_to
 from .stream import here
 
 E4M3 = torch.float8_e4m3fn
@@ -170,9 +171,9 @@ def quantize(
     """
     if recipe == "block":
         blocks = x_MK.reshape(x_MK.shape[0], -1, BLOCK)
-        amax = blocks.abs().amax(dim=-1)
-        scale = (amax.to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
-        return _to_e4m3(blocks.to(torch.float32) / scale[:, :, None]).view(x_MK.shape), scale
+        amax = torch.linalg.vector_norm(blocks, math.inf, dim=-1)
+        scale = scale_to(E4M3_MAX, amax)
+        return _to_e4m3(blocks / scale[:, :, None]).view(x_MK.shape), scale
     if recipe == "delayed":
         if history is None or newest is None:
             raise ValueError("quantize: the recipe 'delayed' needs `history` and `newest`")
@@ -180,15 +181,17 @@ def quantize(
         torch.maximum(newest, amax, out=newest)
         known = history.amax().view(1)
         # Before the first step the history is empty, so the tensor's own maximum is used.
-        scale = (torch.where(known > 0, known, amax) / E4M3_MAX).clamp(min=MIN_SCALE).view(1, 1)
-        return _to_e4m3(x_MK.to(torch.float32) / scale), torch.where(amax.isfinite(), scale, float("nan"))
-    scale = (x_MK.abs().amax(dim=-1, keepdim=True).to(torch.float32) / E4M3_MAX).clamp(min=MIN_SCALE)
-    return _to_e4m3(x_MK.to(torch.float32) / scale), scale
+        scale = scale_to(E4M3_MAX, torch.where(known > 0, known, amax)).view(1, 1)
+        values = (x_MK / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+        return _to_e4m3(values), torch.where(amax.isfinite(), scale, float("nan"))
+    scale = scale_to(E4M3_MAX, torch.linalg.vector_norm(x_MK, math.inf, dim=-1, keepdim=True))
+    return _to_e4m3(x_MK / scale), scale
 
 
 def _to_e4m3(values: Tensor) -> Tensor:
+    # Without clipping: the largest quotient is 448 plus a rounding error, which the cast rounds to 448.
     # Row-major, as the CUDA kernel requires: with one image, a tensor from (B, C, H, W) is column-major.
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3, memory_format=torch.contiguous_format)
+    return values.to(E4M3, memory_format=torch.contiguous_format)
 
 
 def transpose(qweight_NK: Tensor) -> Tensor:
@@ -211,8 +214,10 @@ def _multiply(
             raise ValueError("the recipe 'block' needs the weight's scales")
         return _multiply_blocks(a_MK, a_scale, qweight_NK.view(E4M3), scale, dtype)
     # Scaled in float32: a bf16 scale would add an error of 0.2 %.
-    y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum).to(torch.float32) * a_scale
-    return (y_MN if scale is None else y_MN * scale.view(1, -1)).to(dtype)
+    y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum)
+    if scale is None:
+        return (y_MN * a_scale).to(dtype)
+    return (y_MN * a_scale).mul_(scale.view(1, -1)).to(dtype)
 
 
 def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
@@ -227,7 +232,7 @@ def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_
         # torch 2.13's CPU kernel is a plain loop, 400 to 1,400 times slower than this (2026-11-23, one core of a Xeon
         # with AVX-512). Products of e4m3 values are exact in float32, and both add them in float32.
         return (a_MK.to(torch.float32) @ qweight_NK.view(E4M3).to(torch.float32).t()).to(wide)
-    scale = torch.ones((), dtype=torch.float32, device=a_MK.device)
+    scale = constant(1.0, a_MK)
     weight_KN = qweight_NK.view(E4M3).t()
     return torch._scaled_mm(a_MK, weight_KN, scale_a=scale, scale_b=scale, out_dtype=wide, use_fast_accum=fast_accum)
 
@@ -238,15 +243,21 @@ def _multiply_blocks(a_MK: Tensor, a_scale: Tensor, weight_NK: Tensor, scale: Te
         a = apply_scale_(a_MK.to(torch.float32), a_scale)
         return (a @ apply_scale_(weight_NK.to(torch.float32), scale).t()).to(dtype)
     per_row, square = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    return F.scaled_mm(
+    # cuBLAS reads scales in groups of 16 bytes: four rows of the input, and four blocks along the weight's sum.
+    num_rows, more = a_MK.shape[0], -a_MK.shape[0] % 4
+    if more:
+        bytes_MK = F.pad(a_MK.view(torch.uint8), (0, 0, 0, more))
+        a_MK, a_scale = bytes_MK.view(E4M3), F.pad(a_scale, (0, 0, 0, more), value=1.0)
+    y_MN = F.scaled_mm(
         a_MK,
         weight_NK.t(),
         a_scale.t().contiguous().t(),  # the kernel reads the scales of a column of blocks together
         per_row,
-        scale.t(),
+        F.pad(scale, (0, -scale.shape[1] % 4)).t(),
         square,
         output_dtype=dtype,
     )
+    return y_MN[:num_rows]
 
 
 # -- one quantized input for several layers ----------------------------------------------------------------------------

@@ -83,6 +83,10 @@ def stop_and_resume(compute: str, steps: int, context: Context) -> dict[str, Any
         )  # fmt: skip
         while process.poll() is None and newest_step(folder) < steps // 2 and context.seconds_left > 0:
             time.sleep(0.02)
+        if process.poll() is None and newest_step(folder) == 0:
+            process.kill()
+            process.wait()
+            return {"ok": False, "note": f"no step within the time; see stopped_{compute}.log"}
         if process.poll() is None:
             (folder / "control" / "stop").touch()
         code = process.wait()

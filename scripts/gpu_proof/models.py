@@ -18,7 +18,7 @@ from lora_fp8.distributed import processes
 from lora_fp8.plan import dry_run
 from lora_fp8.training import memory, optim
 
-from .record import Context, NotHere, Record, read_rows, wait
+from .record import Context, NotHere, Record, need_cuda, read_rows, wait
 
 BF16 = torch.bfloat16
 META = torch.device("meta")
@@ -83,6 +83,7 @@ class Bench:
         self.optimizer_bytes = optim.state_bytes([one for _, one in named], section)
         self.inputs = bench_step.inputs(model, pixels, size, device)
         self.number = 0
+        self.loss = self.norm = torch.zeros(())
 
     def switch_(self, mode: Mode) -> None:
         """Compute as the mode says from now on.
@@ -110,15 +111,20 @@ class Bench:
     def forward_backward(self) -> None:
         """Run one forward and backward pass."""
         answer = self.denoiser(**self.inputs, return_dict=False)[0]
-        answer.float().square().mean().backward()
+        self.loss = answer.float().square().mean()
+        self.loss.backward()
 
     def step(self) -> None:
         """Run one step as the trainer does."""
         self.number += 1
         self.gradients.zero_()
         self.forward_backward()
+        self.update_()
+
+    def update_(self) -> None:
+        """Do what follows the backward pass."""
         self.gradients.collect_()
-        optim.clip_(self.gradients.named, 1.0)
+        self.norm = optim.clip_(self.gradients.named, 1.0)
         self.optimizer.step(self.gradients.named, 1e-5, self.number)
 
     def held_bytes(self) -> int:
@@ -155,6 +161,7 @@ def run(record: Record, context: Context) -> None:
                     record.write(f"{model} {pixels}: {mode.name}", None, note="not asked: no time left")
                     continue
                 record.ask(f"{model} {pixels}: {mode.name}", lambda b=bench, m=mode: measure(b, m, context))
+                record.ask(f"{model} {pixels}: {mode.name}: profile", lambda b=bench: profile(b))
                 empty_cache(context.device)
             del bench
             empty_cache(context.device)
@@ -174,18 +181,58 @@ def measure(bench: Bench, mode: Mode, context: Context) -> dict[str, Any]:
         bench.step()
     wait(context.device)
     warmup = time.perf_counter() - started
+    # The first steps' updates are too small to show here, so every mode of a storage should find about the same.
+    loss = bench.loss.item()
+    gradient = float(bench.norm)
     empty_cache(context.device)
     memory.reset_peak(context.device)
     taken = []
     begun = time.perf_counter()
-    while len(taken) < (2 if context.toy else 10) and (len(taken) < 3 or time.perf_counter() - begun < 8):
+    while len(taken) < (2 if context.toy else 6) and (len(taken) < 3 or time.perf_counter() - begun < 6):
         started = time.perf_counter()
         bench.step()
         wait(context.device)
         taken.append(time.perf_counter() - started)
     facts = {"value": statistics.median(taken), "unit": "s/step", "fastest": min(taken), "slowest": max(taken)}
     facts |= {"warmup_seconds": warmup, "peak_gib": memory.peak_gib(context.device), "steps": len(taken)}
-    return facts | {"held_bytes": bench.held_bytes()}
+    note = f"loss {loss:.4f}, gradient {gradient:.4g}"
+    return facts | {"held_bytes": bench.held_bytes(), "loss": loss, "gradient": gradient, "note": note}
+
+
+def profile(bench: Bench) -> dict[str, Any]:
+    """Return where one step's time goes: GPU kernels of its two halves by time, their number, and seconds by the clock.
+
+    The seconds are measured without the profiler, which slows down launches.
+    """
+    need_cuda(bench.device)
+    halves = {"backward": bench.forward_backward, "update": bench.update_}
+    seconds: dict[str, list[float]] = {name: [] for name in halves}
+    for _ in range(3):
+        bench.number += 1
+        bench.gradients.zero_()
+        for name, half in halves.items():
+            wait(bench.device)
+            started = time.perf_counter()
+            half()
+            wait(bench.device)
+            seconds[name].append(time.perf_counter() - started)
+    facts: dict[str, Any] = {}
+    bench.number += 1
+    bench.gradients.zero_()
+    for name, half in halves.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            half()
+            wait(bench.device)
+        kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+        facts[name] = {
+            "seconds": statistics.median(seconds[name]),
+            "gpu_seconds": sum(one.self_device_time_total for one in kernels) / 1e6,
+            "launches": sum(one.count for one in kernels),
+            "kernels": [[one.key[:90], one.self_device_time_total / 1e6, one.count] for one in kernels[:16]],
+        }
+    busy = sum(half["gpu_seconds"] for half in facts.values())
+    words = [f"{name} {half['seconds']:.3f} s, {half['launches']} launches" for name, half in facts.items()]
+    return {"value": busy, "unit": "s on the GPU", "note": "; ".join(words), **facts}
 
 
 def empty_cache(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +25,14 @@ class Context:
         toy: small shapes and few repeats, to try the script itself.
         deadline: `time.monotonic()` after which no new measurement begins.
         out: folder for the stage's own files.
+        questions: only questions of `numerics` whose name contains one of these; () means all.
     """
 
     device: torch.device
     toy: bool
     deadline: float
     out: Path
+    questions: Sequence[str] = ()
 
     @property
     def seconds_left(self) -> float:

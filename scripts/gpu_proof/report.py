@@ -24,7 +24,7 @@ def tables(rows: Rows) -> str:
         lines += ["Toy sizes: these figures only show that the script works.", ""]
     lines += [f"{len(rows)} rows, {len(wrong)} wrong." + " They are listed first." * bool(wrong), ""]
     lines += [f"* {row['stage']}: {row['name']}: {clean(row.get('note', ''))}" for row in wrong]
-    lines += ["", "![Seconds per step](step.svg)", "", *step_table(rows), *rate_table(rows)]
+    lines += ["", "![Seconds per step](step.svg)", "", *step_table(rows), *profiles(rows), *rate_table(rows)]
     for stage in ("numerics", "demo", "processes"):
         lines += ["", f"## {stage}", "", "| question | answer | value | limit | note |", "|---|---|---|---|---|"]
         for row in of_stage(rows, stage):
@@ -60,9 +60,10 @@ def step_table(rows: Rows) -> list[str]:
     lines = ["## Seconds per step", "", "Batch 1, LoRA rank 16, 8-bit AdamW (peers: torch's AdamW), random weights."]
     lines += ["Predicted: base, adapters, optimizer and step, calculated on the meta device without compilation.", ""]
     lines += [
-        "| step | s/step | fastest - slowest | x as fast as bf16 compiled | goal | peak, GiB | predicted, GiB | off |"
+        "| step | s/step | fastest - slowest | x as fast as bf16 compiled | goal | peak, GiB | predicted, GiB | off "
+        "| note |"
     ]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
     for row in step_rows(rows):
         mode = row["name"].split(": ")[1]
         goal = GOALS.get(mode) if row["name"].startswith("flux 1024") else None
@@ -70,6 +71,7 @@ def step_table(rows: Rows) -> list[str]:
         off = f"{row['peak_gib'] / guess - 1:+.1%}" if guess else ""
         cells = [row["name"], f"{row['value']:.4f}", f"{row['fastest']:.4f} - {row['slowest']:.4f}"]
         cells += [number(row["ratio"]), number(goal), f"{row['peak_gib']:.2f}", number(guess), off]
+        cells += [clean(row.get("note", ""))]
         lines.append("| " + " | ".join(cells) + " |")
     others = [row for row in rows if row["stage"] in ("models", "peers") and row.get("unit") != "s/step"]
     lines += [
@@ -80,6 +82,25 @@ def step_table(rows: Rows) -> list[str]:
         ],
     ]
     return lines
+
+
+def profiles(rows: Rows) -> list[str]:
+    """Return where each profiled step's GPU time goes, as Markdown lines."""
+    lines = []
+    for row in rows:
+        for half in ("backward", "update") if row["name"].endswith(": profile") and row.get("backward") else ():
+            facts = row[half]
+            lines += ["", f"### {row['name'].removesuffix(': profile')}: {half}", ""]
+            lines += [
+                f"{facts['seconds']:.4f} s, of which the GPU works {facts['gpu_seconds']:.4f} s; "
+                f"{facts['launches']} launches.",
+                "",
+                "| kernel | ms | times |",
+                "|---|---|---|",
+            ]
+            for name, taken, count in facts["kernels"][:10]:
+                lines.append(f"| {clean(name)} | {1000 * taken:.2f} | {count} |")
+    return ["", "## Where a step's time goes", *lines] if lines else []
 
 
 def rate_table(rows: Rows) -> list[str]:
