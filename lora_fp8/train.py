@@ -140,10 +140,10 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             started = time.perf_counter()
             lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
             gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.read_requests)
-            norm = optim.clip_(gradients.named, job.train.max_grad_norm)
+            norm = optim.clip_(gradients.values, job.train.max_grad_norm)
             require_finite(session, state.step + 1, gradient, norm)
             rate = optimizer.effective(lr)
-            optimizer.step(gradients.named, lr, state.step + 1)
+            optimizer.step(gradients.values, lr, state.step + 1)
             loaded.amax.end_step_(session.processes.max_)
             state.step += 1
 

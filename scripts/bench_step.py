@@ -802,7 +802,8 @@ def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, fl
                 (key, nn.Parameter(torch.zeros(shape, dtype=BF16, device=device))) for key, shape in shapes.items()
             ]
             optimizer = optim.build(params, Optimizer(name=name, rounding=rounding), base_storage="fp8", seed=0)
-            optimizer.step({key: torch.ones(shape, device=device) for key, shape in shapes.items()}, 1e-4, 0)
+            ones = {key: torch.ones(shape, device=device) for key, shape in shapes.items()}
+            optimizer.step(optimizer.layout.join(ones), 1e-4, 0)
             found[f"{name}, {rounding}"] = optimizer.num_bytes() / values
     return found
 

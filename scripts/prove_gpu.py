@@ -4,7 +4,8 @@
     python scripts/prove_gpu.py --toy --minutes 9        small shapes; runs on a CPU too, to try the script itself
     python scripts/prove_gpu.py --stages numerics demo   only these
     python scripts/prove_gpu.py --stages numerics --questions block graphs   only questions whose name contains a word
-    python scripts/prove_gpu.py --report FOLDER          draw the table and the plot of results that are there
+    python scripts/prove_gpu.py --report FOLDER          draw the table and the plot of results that are there; of
+                                                         several runs in results.jsonl, the newest row of each question
 
 | stage | question |
 |---|---|
@@ -171,9 +172,9 @@ def write_facts(results: Path, args: argparse.Namespace) -> None:
 def write_report(out: Path) -> int:
     """Draw the tables and the plot. Return 1 if a row is wrong, else 0."""
     from gpu_proof import report
-    from gpu_proof.record import read_rows
+    from gpu_proof.record import newest, read_rows
 
-    rows = read_rows(out / "results.jsonl")
+    rows = newest(read_rows(out / "results.jsonl"))
     (out / "README.md").write_text(report.tables(rows), encoding="utf-8")
     (out / "step.svg").write_text(report.plot(rows), encoding="utf-8")
     wrong = [row for row in rows if row["ok"] is False]

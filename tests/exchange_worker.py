@@ -17,13 +17,14 @@ from torch import nn
 
 from lora_fp8.distributed import exchange
 from lora_fp8.distributed.processes import Processes
+from lora_fp8.training.flat import Gradients
 
 VALUES, STEPS, SAMPLES = 100_003, 12, (4, 1)
 BIG, TINY, TINY_STEPS = 1.0, 1e-6, 40  # e4m3 under a largest value of 1 knows nothing below 3.8e-6
 
 
 def made(kind: str, processes: Processes, values: int = VALUES) -> exchange.Exchange:
-    return exchange.build(kind, [("a", nn.Parameter(torch.zeros(values)))], processes)
+    return exchange.build(kind, Gradients([("a", nn.Parameter(torch.zeros(values)))]), processes)
 
 
 def mean(of: exchange.Exchange, gradient: torch.Tensor, samples: int = 1, **figures: float) -> dict[str, float]:

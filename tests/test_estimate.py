@@ -140,7 +140,7 @@ def test_the_optimizer_takes_what_was_reckoned(sizes: tuple[tuple[int, int], ...
     section = Optimizer(name=name, rounding=rounding)
     expected = optim.state_bytes([parameter for _, parameter in named], section)
     made = optim.build(named, section, base_storage="fp8", seed=0)
-    made.step({key: torch.randn_like(parameter.float()) for key, parameter in named}, 1e-3, 0)
+    made.step(made.layout.join({key: torch.randn_like(parameter.float()) for key, parameter in named}), 1e-3, 0)
     assert made.num_bytes() == expected
 
 

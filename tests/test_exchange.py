@@ -18,9 +18,9 @@ from waiting import LONG_SECONDS
 
 from lora_fp8 import config, settings, train
 from lora_fp8.distributed import exchange
-from lora_fp8.distributed.processes import Gradients
 from lora_fp8.errors import UserError
 from lora_fp8.run import Run
+from lora_fp8.training.flat import Gradients
 
 # -- bytes
 
@@ -149,7 +149,7 @@ class Group:
 
 
 def taken_up(kind: str, rank: int, world: int, tensors: dict[str, torch.Tensor]):
-    of = exchange.build(kind, [("a", nn.Parameter(torch.zeros(300)))], Group(rank, world))
+    of = exchange.build(kind, Gradients([("a", nn.Parameter(torch.zeros(300)))]), Group(rank, world))
     return of, of.load_(tensors)
 
 

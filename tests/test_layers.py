@@ -16,11 +16,11 @@ LAYERS = (
     "errors",
     "common settings",  # up to here and in run, config and jobs: no torch
     "objectives precision run",
-    "adapters data distributed",
+    "adapters data",
     "lora_files",
     "families",
     "config training",
-    "importing jobs plan verify",
+    "distributed importing jobs plan verify",
     "stages",
     "tools train",
     "demo",

@@ -505,7 +505,7 @@ def test_the_two_rates_are_torchs_two_groups():
     judge = torch.optim.AdamW(groups, weight_decay=section.weight_decay)
     for step in range(3):
         grads = {name: torch.tensor([0.1, -0.2, 0.3]) * (step + 1) for name in names}
-        stepper.step(grads, 1e-2, step)
+        stepper.step(stepper.layout.join(grads), 1e-2, step)
         for parameter, name in zip(theirs, names, strict=True):
             parameter.grad = grads[name].clone()
         judge.step()

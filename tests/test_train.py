@@ -23,13 +23,13 @@ from lora_fp8.cli import jobs
 from lora_fp8.cli.events import print_event
 from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
-from lora_fp8.distributed.processes import Gradients
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.lora_files import export, layer_names, safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.stages import previews as preview_stage
 from lora_fp8.stages import step as step_stage
 from lora_fp8.training import checkpoint
+from lora_fp8.training.flat import Gradients
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
 

@@ -23,11 +23,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import Message
 from ..precision import formats
-from .processes import Gradients, Processes
+from ..training.flat import Gradients
+from .processes import Processes
 
 BLOCK = 256
 ROW = 1 + BLOCK
@@ -89,7 +90,11 @@ class Exchange:
         Returns:
             The sums of the figures over all processes.
         """
-        sums = self.gradients.sum_(self.processes, **figures)
+        flat, size = self.gradients.flat, self.gradients.size
+        mine = torch.tensor([float(figure) for figure in figures.values()], dtype=torch.float32)
+        flat[size : size + len(mine)] = mine
+        self.processes.sum_(flat)
+        sums = dict(zip(figures, flat[size:].tolist(), strict=False))
         self.gradients.scale_(1 / num_samples)
         return sums
 
@@ -148,7 +153,7 @@ class Fp8Exchange(Exchange):
         """Average as `Exchange.mean_` does. The figures are sent in full, as float64."""
         # The mean is taken first, so that a residual counts the same in a step of few samples.
         self.gradients.scale_(1 / num_samples)
-        flat, world = self.gradients.flat[: self.gradients.size], self.processes.world
+        flat, world = self.gradients.values, self.processes.world
         self.residual_BE.view(-1)[: len(flat)] += flat
         for piece in _pieces(len(self._rows)):
             self._rows[piece] = encode(self.residual_BE[piece])
@@ -177,7 +182,7 @@ class Fp8Exchange(Exchange):
 
     def collect(self) -> dict[str, Tensor]:
         """Return {"residual.<rank>": float32 (values,)} on the main process."""
-        flat = self.residual_BE.view(-1)[: self.gradients.size]
+        flat = self.gradients.layout.without_gaps(self.residual_BE.view(-1)[: self.gradients.size])
         return {f"residual.{rank}": residual for rank, residual in enumerate(self.processes.to_main(flat))}
 
     def load_(self, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -186,13 +191,15 @@ class Fp8Exchange(Exchange):
         self.residual_BE.zero_()
         if not tensors:
             return []
-        flat = self.residual_BE.view(-1)[: self.gradients.size]
+        flat, layout = self.residual_BE.view(-1)[: self.gradients.size], self.gradients.layout
         if len(tensors) == world:
-            flat.copy_(tensors[f"residual.{rank}"])
+            layout.with_gaps_(flat, tensors[f"residual.{rank}"])
             return []
         if rank == 0:
-            for before in range(len(tensors)):
-                flat += tensors[f"residual.{before}"].to(flat.device)
+            added = tensors["residual.0"].clone()
+            for before in range(1, len(tensors)):
+                added += tensors[f"residual.{before}"]
+            layout.with_gaps_(flat, added)
         return [
             Message(
                 "the checkpoint is of {count} processes, now there are {now}: what rounding had left out of "
@@ -203,9 +210,8 @@ class Fp8Exchange(Exchange):
         ]
 
 
-def build(kind: str, named: list[tuple[str, nn.Parameter]], processes: Processes) -> Exchange:
-    """Return the exchange of `train.gradient_exchange` for these parameters; a single process sends nothing."""
-    gradients = Gradients(named)
+def build(kind: str, gradients: Gradients, processes: Processes) -> Exchange:
+    """Return the exchange of `train.gradient_exchange` for these gradients; a single process sends nothing."""
     return (Fp8Exchange if kind == "fp8" and processes.world > 1 else Exchange)(gradients, processes)
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed
 from accelerate import PartialState
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import Message, RunFailure, Stopped, UserError
 
@@ -175,43 +175,6 @@ class Processes:
                         )
                     )
         return [what for what, _ in results]
-
-
-class Gradients:
-    """Float32 sums of the adapters' gradients: one flat vector with a view per parameter.
-
-    The bf16 gradients of micro-batches are summed in float32; a bf16 sum would lose up to 4e-3 of them.
-    """
-
-    def __init__(self, named: list[tuple[str, nn.Parameter]]):
-        self.parameters = named
-        self.size = sum(parameter.numel() for _, parameter in named)
-        # 8 more values carry figures of the run, so that a step needs only one exchange.
-        self.flat = torch.zeros(self.size + 8, dtype=torch.float32, device=named[0][1].device)
-        views = torch.split(self.flat[: self.size], [parameter.numel() for _, parameter in named])
-        self.named = {name: view.view(parameter.shape) for (name, parameter), view in zip(named, views, strict=True)}
-
-    def zero_(self) -> None:
-        """Set all sums to zero, before a step."""
-        self.flat.zero_()
-
-    def collect_(self) -> None:
-        """Add the gradients that backward left in `.grad`, and clear those."""
-        for name, parameter in self.parameters:
-            if parameter.grad is not None:
-                self.named[name].add_(parameter.grad)  # float32 += bf16: exact conversion, float32 sum
-                parameter.grad = None
-
-    def scale_(self, factor: float) -> None:
-        """Multiply the gradients by a factor, such as 1 / number of samples."""
-        self.flat.mul_(factor)
-
-    def sum_(self, processes: Processes, **figures: float) -> dict[str, float]:
-        """Sum the gradients over all processes, in place, and at most 8 figures with them. Returns the figures."""
-        mine = torch.tensor([float(figure) for figure in figures.values()], dtype=torch.float32)
-        self.flat[self.size : self.size + len(mine)] = mine
-        processes.sum_(self.flat)
-        return dict(zip(figures, self.flat[self.size :].tolist(), strict=False))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ..families.base import ModelFamily
 from ..lora_files.layer_names import text_encoder_of
 from ..objectives import Objective
 from ..training import memory, optim
+from ..training.flat import Gradients
 from ..training.text_encoders import Adapted, TextEncoders
 from .cache import Data, PreviewPrompts
 from .progress import StageProgress
@@ -133,7 +134,8 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         lr_effective=optimizer.base_lr,
         **({"lr_text_encoder": optimizer.base_lr * optimizer.text_ratio} if encoders else {}),
     )
-    exchanged = exchange.build(job.train.gradient_exchange, named, session.processes)
+    gradients = Gradients(named, optimizer.layout)
+    exchanged = exchange.build(job.train.gradient_exchange, gradients, session.processes)
     amax = precision.amax_history(denoiser)
     return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders)
 

@@ -12,21 +12,22 @@ A bf16 number near 0.05 can change only in steps of 0.00024. Adam with a learnin
 The measured differences are in NOTES.md, printed by tests/test_optim.py. float32 adapters need none of this and are
 updated directly.
 
-Gradients are passed as float32 tensors by name (the loop sums micro-batches in float32), not through `.grad`. The
-optimizers are the libraries' own: `torch.optim.AdamW`; `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit
-Optimizers via Block-wise Quantization"; it keeps float32 moments for tensors below 4,096 elements) and `Lion8bit` (Chen
-et al. 2023, "Symbolic Discovery of Optimization Algorithms"); and `prodigyopt.Prodigy` (Mishchenko and Defazio 2024,
-"Prodigy: An Expeditiously Adaptive Parameter-Free Learner"), which multiplies the learning rate by its own estimate d,
-one for all parameters. Each library is imported when it is needed.
+Gradients are passed as one flat float32 vector (the loop sums micro-batches in float32), not through `.grad`, and all
+parameters of one dtype and learning rate are updated as one tensor (see `flat`). The optimizers are the libraries' own:
+`torch.optim.AdamW`; `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
+Quantization"; for a parameter below 4,096 elements the moments stay in float32) and `Lion8bit` (Chen et al. 2023,
+"Symbolic Discovery of Optimization Algorithms"); and `prodigyopt.Prodigy` (Mishchenko and Defazio 2024, "Prodigy: An
+Expeditiously Adaptive Parameter-Free Learner"), which multiplies the learning rate by its own estimate d, one for all
+parameters. Each library is imported when it is needed.
 
 The state consists of tensors by name and a JSON-able dict, from which a resumed run continues bit for bit. No pickle.
 """
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +35,19 @@ from torch import Tensor, nn
 from ..errors import Message, UserError, first_few
 from ..precision.names import by_name
 from ..settings import Optimizer, Schedule
+from .flat import ALIGNMENT, Layout, Part, Segment
 
+EIGHT_BIT = ("adamw8bit", "lion8bit")
 AUTO_FP8_FACTOR = 1.4
 AUTO_LR = {"adamw8bit": 1e-4, "adamw": 1e-4, "lion8bit": 2e-5, "prodigy": 1.0}
 """Optimizer -> the learning rate of optimizer.lr = "auto". Lion changes every element by the learning rate, so 3 to 10
 times less is usual (Chen et al., sect. 5)."""
+PIECE = 2**22
+"""Elements whose norm is computed at a time on a CPU, so that the float64 copy stays small."""
+ROUNDED_PIECE = 2**24
+"""Elements that are rounded stochastically at a time, with about 20 bytes of intermediate values each."""
+SMALLEST_8BIT = 4096
+"""Elements of the smallest parameter whose moments bitsandbytes keeps in 8 bits."""
 ESTIMATES = ("d", "d_max", "d_numerator", "k")
 """Prodigy's state besides its tensors; the same in each of its parameter groups."""
 
@@ -152,22 +161,20 @@ def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int
 
 
 @torch.no_grad()
-def clip_(grads: dict[str, Tensor], max_norm: float) -> float:
-    """Scale the gradients in place so that their joint 2-norm is at most `max_norm` (0: no limit).
+def clip_(gradient: Tensor, max_norm: float) -> float:
+    """Scale a flat gradient in place so that its 2-norm is at most `max_norm` (0: no limit).
 
-    The norm is summed in float64 in the order of the names, so that the same gradients give the same bits. If it is not
-    finite, nothing is scaled and the caller must stop.
+    The norm is summed in float64. If it is not finite, nothing is scaled and the caller must stop.
 
     Returns:
         The norm before scaling.
     """
-    if not grads:
-        return 0.0
-    norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in sorted(grads)]
+    # A CPU would first copy the whole vector to float64.
+    pieces = gradient.split(PIECE) if gradient.device.type == "cpu" else (gradient,)
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     norm = torch.linalg.vector_norm(torch.stack(norms)).item()
     if max_norm > 0 and math.isfinite(norm) and norm > max_norm:
-        for grad in grads.values():
-            grad.mul_(max_norm / (norm + 1e-6))  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s
+        gradient.mul_(max_norm / (norm + 1e-6))  # the 1e-6 is torch.nn.utils.clip_grad_norm_'s
     return norm
 
 
@@ -199,6 +206,55 @@ class _SavedState:
     masters: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+
+
+class _Kind(NamedTuple):
+    """What parameters have in common that are updated as one tensor."""
+
+    of_text: bool
+    ratio: float
+    """learning rate as a multiple of the denoiser's"""
+    dtype: torch.dtype
+    is_small: bool
+    """True if bitsandbytes keeps the moments in float32"""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """What the library updates as one tensor: a part of the layout, or with Prodigy a single parameter.
+
+    Attributes:
+        kind: what its parameters have in common.
+        segments: the parameters, at their places in the unit.
+        start: first element of the flat vector.
+        values: the parameters' own memory, flat.
+        stepped: the tensor that the library updates and keys its state by: the values, or a float32 copy of them.
+        direct: True if it is the values.
+        flat: False for Prodigy's single parameters, which keep their shapes.
+        optimizer: the library's.
+    """
+
+    kind: _Kind
+    segments: tuple[Segment, ...]
+    start: int
+    values: Tensor
+    stepped: nn.Parameter
+    direct: bool
+    flat: bool
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    @property
+    def master(self) -> Tensor:
+        """What is updated, flat."""
+        return self.stepped.detach().view(-1)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of what is updated."""
+        return self._shape
+
+    def __post_init__(self) -> None:
+        self._shape = self.stepped.shape  # stochastic rounding frees it between steps
 
 
 class AdapterOptimizer:
@@ -239,69 +295,94 @@ class AdapterOptimizer:
                     names="master, stochastic, nearest",
                 )
             )
-        # The tensors that the optimizer updates and keys its state by: the parameter itself if it needs no rounding,
-        # else a float32 copy.
-        self._stepped: dict[str, nn.Parameter] = {}
-        for name, param in self.params.items():
-            direct = param.dtype == torch.float32 or section.rounding == "nearest"
-            self._stepped[name] = param if direct else nn.Parameter(param.detach().to(torch.float32))
         self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
         factors, _ = lr_factors(section, [name for name in self.params if name not in of_text])
-        groups: dict[tuple[bool, float], list[nn.Parameter]] = {}
-        for name, stepped in self._stepped.items():
+        keys: dict[str, _Kind] = {}
+        for name, param in named_params:
             ratio = self.text_ratio if name in of_text else factors.get(name, 1.0)
             # LoRA+ (Hayou et al. 2024): the matrix that starts at zero learns faster.
             ratio *= section.loraplus_lr_ratio if name.endswith(".lora_B.weight") else 1.0
-            groups.setdefault((name in of_text, ratio), []).append(stepped)
-        # The denoiser's groups come first, whatever the parameters' order: Prodigy sums over groups in their order.
-        by_ratio = [
-            {"params": params, "ratio": ratio}
-            for (_, ratio), params in sorted(groups.items(), key=lambda group: group[0][0])
-        ]
-        self._optimizer = _make(section, by_ratio, self.base_lr)
+            is_small = section.name in EIGHT_BIT and param.numel() < SMALLEST_8BIT
+            keys[name] = _Kind(name in of_text, ratio, param.dtype, is_small)
+        self.layout = Layout(named_params, keys)
+        self._units = [unit for part in self.layout.parts for unit in self._make_units(part)]
+        self._optimizers = _make(section, self._units, self.base_lr)
         self._release()
+
+    @torch.no_grad()
+    def _make_units(self, part: Part) -> list["_Unit"]:
+        """Move a part's parameters into one vector and return what the optimizer updates of it."""
+        kind = part.key
+        assert isinstance(kind, _Kind)
+        first = self.params[part.segments[0].name]
+        values = torch.zeros(part.stop - part.start, dtype=kind.dtype, device=first.device)
+        for segment in part.segments:
+            view = segment.of(values)
+            view.copy_(self.params[segment.name])
+            self.params[segment.name].data = view
+        direct = kind.dtype == torch.float32 or self.rounding == "nearest"
+        stepped = values if direct else values.to(torch.float32)
+        if self.name != "prodigy":
+            return [_Unit(kind, part.segments, part.start, values, nn.Parameter(stepped), direct, True)]
+        # Prodigy's estimate is a sum over parameters, each in its own shape.
+        return [
+            _Unit(kind, (replace(segment, start=0),), part.start + segment.start, segment.of(values).view(-1),
+                  nn.Parameter(segment.of(stepped)), direct, False)
+            for segment in part.segments
+        ]  # fmt: skip
 
     @torch.no_grad()
     def start_at(self, values: dict[str, Tensor]) -> None:
         """Set the masters to the values that the parameters were rounded from; only before the first step."""
+        masters = {segment.name: segment.of(unit.master) for unit in self._with_masters() for segment in unit.segments}
         for name, value in values.items():
-            stepped = self._stepped[name]
-            if self.rounding == "master" and stepped is not self.params[name]:
-                stepped.copy_(value)
+            if name in masters:
+                masters[name].copy_(value)
+
+    def _with_masters(self) -> list["_Unit"]:
+        return [unit for unit in self._units if self.rounding == "master" and not unit.direct]
 
     def effective(self, lr: float) -> float:
         """Return the learning rate that a step at `lr` uses: `lr`, or with Prodigy `lr` times its present estimate."""
-        return lr * self._optimizer.param_groups[0]["d"] if self.name == "prodigy" else lr
+        return lr * self._optimizers[0].param_groups[0]["d"] if self.name == "prodigy" else lr
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor], lr: float, step: int) -> None:
+    def step(self, gradient: Tensor, lr: float, step: int) -> None:
         """Update the parameters.
 
         Args:
-            grads: float32 gradients of all parameters, by name.
+            gradient: float32 gradients of all parameters, flat, as `layout` arranges them.
             lr: learning rate of this step, from `learning_rate`; that of text encoders keeps its ratio to it.
             step: number of this step, counted from 1. Keys the random bits of stochastic rounding, so that a resumed
                 run draws the same.
         """
-        if grads.keys() != self.params.keys():
-            raise ValueError(f"gradients and parameters differ: {sorted(grads.keys() ^ self.params.keys())[:8]}")
-        for name, stepped in self._stepped.items():
-            if self.rounding == "stochastic" and stepped is not self.params[name]:
-                stepped.data = self.params[name].detach().to(torch.float32)
-            stepped.grad = grads[name].to(stepped.dtype)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["ratio"]
-        self._optimizer.step()
-        for name, stepped in self._stepped.items():
-            param = self.params[name]
-            stepped.grad = None
-            if stepped is param:
+        if gradient.shape != (self.layout.size,):
+            raise ValueError(f"the gradient has shape {list(gradient.shape)}, the layout {self.layout.size} values")
+        for unit in self._units:
+            if self.rounding == "stochastic" and not unit.direct:
+                unit.stepped.data = unit.values.to(torch.float32).view(unit.shape)
+            part = gradient[unit.start : unit.start + unit.values.numel()]
+            unit.stepped.grad = part.view(unit.shape).to(unit.stepped.dtype)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["ratio"]
+            optimizer.step()
+        for unit in self._units:
+            unit.stepped.grad = None
+            if unit.direct:
                 continue
             if self.rounding == "master":
-                param.copy_(stepped)
-            else:
-                param.copy_(round_stochastically(stepped.data, self._generator(step, name, param.device)))
+                unit.values.copy_(unit.master)
+                continue
+            generator = self._generator(step, unit.segments[0].name, unit.values.device)
+            for rounded, exact in zip(unit.values.split(ROUNDED_PIECE), unit.master.split(ROUNDED_PIECE), strict=True):
+                rounded.copy_(round_stochastically(exact, generator))
         self._release()
+
+    def _state_of(self, unit: "_Unit") -> dict[str, Any]:
+        """Return the library's state of a unit; {} before its first step."""
+        state = unit.optimizer.state
+        return state[unit.stepped] if unit.stepped in state else {}  # looking it up in a defaultdict would create it
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return copies on the CPU of all that `load_state` needs: tensors, and a dict for JSON.
@@ -311,16 +392,23 @@ class AdapterOptimizer:
         """
         tensors: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
-        for name, stepped in self._stepped.items():
-            if self.rounding == "master" and stepped is not self.params[name]:
-                tensors[f"{name}/master"] = _copy(stepped)
-            for key, value in self._optimizer.state.get(stepped, {}).items():
+        for unit in self._units:
+            whole = dict(self._state_of(unit))
+            if self.rounding == "master" and not unit.direct:
+                whole["master"] = unit.master
+            for key, value in whole.items():
                 if key == "step":
-                    counts[name] = int(value)
-                elif key in ("qmap1", "qmap2"):
-                    tensors[key] = _copy(value)
-                else:
-                    tensors[f"{name}/{key}"] = _copy(value)
+                    counts |= {segment.name: int(value) for segment in unit.segments}
+                    continue
+                host = value.detach().cpu()
+                if key in ("qmap1", "qmap2"):
+                    tensors[key] = host.clone()
+                    continue
+                for segment in unit.segments:
+                    tensors[f"{segment.name}/{key}"] = _cut(unit, segment, key, host).clone()
+        return tensors, self._meta(counts)
+
+    def _meta(self, counts: dict[str, int]) -> dict[str, Any]:
         meta = {
             "version": 1,
             "name": self.name,
@@ -328,12 +416,12 @@ class AdapterOptimizer:
             "seed": self.seed,
             "lr_factor": self.lr_factor,
             "base_lr": self.base_lr,
-            "steps": counts,
+            "steps": {name: counts[name] for name in self.params if name in counts},
             "dtypes": {name: str(param.dtype).removeprefix("torch.") for name, param in self.params.items()},
         }
         if self.name == "prodigy":
-            meta["estimates"] = {key: self._optimizer.param_groups[0][key] for key in ESTIMATES}
-        return tensors, meta
+            meta["estimates"] = {key: self._optimizers[0].param_groups[0][key] for key in ESTIMATES}
+        return meta
 
     def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
         """Restore what `state` returned; the parameters themselves are restored by `adapters.load_state_`.
@@ -349,17 +437,23 @@ class AdapterOptimizer:
                 Message("the checkpoint's optimizer does not fit these adapters: {names}", names=first_few(wrong, 8))
             )
 
-        self._optimizer.state.clear()
-        for name, stepped in self._stepped.items():
-            if name in state.masters:
-                stepped.data.copy_(state.masters[name])
-            if name not in meta["steps"]:
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        for unit in self._units:
+            for segment in unit.segments:
+                if segment.name in state.masters:
+                    segment.of(unit.master).copy_(state.masters[segment.name])
+            if unit.segments[0].name not in meta["steps"]:
                 continue
-            values: dict[str, Any] = state.moments[name] | (state.shared if "absmax1" in state.moments[name] else {})
-            count = int(meta["steps"][name])
+            values: dict[str, Any] = {
+                key: _put_together(unit, key, [state.moments[segment.name][key] for segment in unit.segments], state)
+                for key in state.moments[unit.segments[0].name]
+            }
+            values |= state.shared if "absmax1" in values else {}
+            count = int(meta["steps"][unit.segments[0].name])
             values["step"] = torch.tensor(float(count), dtype=torch.float32) if self.name == "adamw" else count
-            self._optimizer.state[stepped] = values
-        for group in self._optimizer.param_groups if self.name == "prodigy" else ():
+            unit.optimizer.state[unit.stepped] = values
+        for group in self._optimizers[0].param_groups if self.name == "prodigy" else ():
             group.update(meta["estimates"])
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
@@ -368,7 +462,7 @@ class AdapterOptimizer:
         Raises:
             UserError: it is of another one, or incomplete.
         """
-        _, own = self.state()
+        own = self._meta({})
         for key in ("version", "name", "rounding", "seed", "dtypes"):
             if meta.get(key) != own[key]:
                 given, expected = f"{meta.get(key)!r}", f"{own[key]!r}"
@@ -407,21 +501,22 @@ class AdapterOptimizer:
             elif key == "master":
                 state.masters[name] = tensor
             else:
-                state.moments[name][key] = tensor.to(self.params[name].device, copy=True)
+                state.moments[name][key] = tensor
         return state
 
-    def _misfits(self, state: _SavedState, steps: Collection[str]) -> list[str]:
+    def _misfits(self, state: _SavedState, steps: Mapping[str, int]) -> list[str]:
         """Return the names of tensors that are missing, unknown, or of another shape.
 
         Args:
             state: the tensors.
-            steps: names of the parameters that have made a step, and so have moments.
+            steps: how many steps the parameters have made that have moments.
         """
-        expected_masters = {
-            name for name, p in self._stepped.items() if self.rounding == "master" and p is not self.params[name]
-        }
+        expected_masters = {segment.name for unit in self._with_masters() for segment in unit.segments}
         wrong = state.unknown + sorted(expected_masters ^ state.masters.keys())
         wrong += [name for name, master in state.masters.items() if master.shape != self.params[name].shape]
+        for unit in self._units:  # what is updated together has made the same number of steps
+            if len({steps.get(segment.name) for segment in unit.segments}) > 1:
+                wrong += [segment.name for segment in unit.segments]
         for name, values in state.moments.items():
             if name in steps:
                 wrong += sorted({f"{name}/{key}" for key in self._keys(name)} ^ {f"{name}/{key}" for key in values})
@@ -445,7 +540,7 @@ class AdapterOptimizer:
         if self.name == "prodigy":
             return {"s", "p0", "exp_avg_sq"} | ({"exp_avg"} if self._beta1 else set())
         moments = {"state1"} if self.name == "lion8bit" else {"state1", "state2"}
-        small = self.params[name].numel() < 4096
+        small = self.params[name].numel() < SMALLEST_8BIT
         return moments if small else moments | {key.replace("state", "absmax") for key in moments}
 
     def _fits(self, name: str, key: str, value: Tensor) -> bool:
@@ -461,10 +556,34 @@ class AdapterOptimizer:
 
     def _release(self) -> None:
         """Free the float32 values of stochastic rounding between steps."""
-        if self.rounding == "stochastic":
-            for name, stepped in self._stepped.items():
-                if stepped is not self.params[name]:
-                    stepped.data = torch.empty(0, dtype=torch.float32, device=stepped.device)
+        for unit in self._units if self.rounding == "stochastic" else ():
+            if not unit.direct:
+                unit.stepped.data = torch.empty(0, dtype=torch.float32, device=unit.values.device)
+
+
+def _cut(unit: _Unit, segment: Segment, key: str, whole: Tensor) -> Tensor:
+    """Return a parameter's elements of a unit's state, as a view."""
+    if key.startswith("absmax"):
+        return whole[segment.start // ALIGNMENT : -(-segment.stop // ALIGNMENT)]
+    if key == "master" or unit.flat:
+        return segment.of(whole)
+    return whole
+
+
+def _put_together(unit: _Unit, key: str, tensors: list[Tensor], state: _SavedState) -> Tensor:
+    """Return a unit's state from that of its parameters."""
+    device, first = unit.values.device, tensors[0]
+    if not unit.flat:
+        return first.to(device, copy=True)
+    if key.startswith("absmax"):
+        return torch.cat(tensors).to(device)
+    whole = torch.zeros(unit.values.numel(), dtype=first.dtype)
+    if first.dtype == torch.uint8:
+        # The code that means zero: another one could be the largest of its block and set its scale.
+        whole.fill_(int((state.shared[key.replace("state", "qmap")] == 0).nonzero()[0]))
+    for segment, tensor in zip(unit.segments, tensors, strict=True):
+        segment.of(whole).copy_(tensor)
+    return whole.to(device)
 
 
 def build(
@@ -490,30 +609,31 @@ def build(
     return AdapterOptimizer(named_params, section, base_storage=base_storage, seed=seed, of_text=of_text)
 
 
-def _make(section: Optimizer, params: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def _make(section: Optimizer, units: list[_Unit], lr: float) -> list[torch.optim.Optimizer]:
+    """Return the library's optimizers that update the units."""
     settings: dict[str, Any] = {
         "lr": lr,
         "betas": (section.beta1, beta2(section)),
         "eps": section.eps,
         "weight_decay": section.weight_decay,
     }
+    make: Callable[..., torch.optim.Optimizer]
     if section.name == "adamw":
-        return torch.optim.AdamW(params, **settings)
-    if section.name == "prodigy":
+        make = torch.optim.AdamW
+    elif section.name == "prodigy":
         from prodigyopt import Prodigy
 
-        decay = settings.pop("weight_decay")  # set in the groups: as an argument, Prodigy prints it to stdout
-        return Prodigy(
-            [group | {"weight_decay": decay} for group in params],
-            **settings,
-            d0=section.d0,
-            d_coef=section.d_coef,
-            growth_rate=math.inf if section.growth_rate == "unlimited" else section.growth_rate,
-            decouple=section.decouple,
-            safeguard_warmup=section.safeguard_warmup,
-            use_bias_correction=section.use_bias_correction,
-        )
-    if section.name in ("adamw8bit", "lion8bit"):
+        make = Prodigy
+        settings |= {
+            "d0": section.d0,
+            "d_coef": section.d_coef,
+            "growth_rate": math.inf if section.growth_rate == "unlimited" else section.growth_rate,
+            "decouple": section.decouple,
+            "safeguard_warmup": section.safeguard_warmup,
+            "use_bias_correction": section.use_bias_correction,
+        }
+        del settings["weight_decay"]  # set in the groups: as an argument, Prodigy prints it to stdout
+    elif section.name in EIGHT_BIT:
         try:
             import bitsandbytes
         except Exception as error:  # it loads a native library, which raises differently by platform
@@ -524,18 +644,38 @@ def _make(section: Optimizer, params: list[dict[str, Any]], lr: float) -> torch.
                     why=error,
                 )
             ) from error
-        if section.name == "adamw8bit":
-            return bitsandbytes.optim.AdamW8bit(params, **settings)
-        del settings["eps"]  # Lion takes the sign and divides by nothing
-        return bitsandbytes.optim.Lion8bit(params, **settings)
-    raise UserError(
-        Message(
-            "{key}: {given} is not known; accepted: {names}",
-            key="optimizer.name",
-            given=repr(section.name),
-            names=", ".join(AUTO_LR),
+        make = bitsandbytes.optim.AdamW8bit
+        if section.name == "lion8bit":
+            make = bitsandbytes.optim.Lion8bit
+            del settings["eps"]  # Lion takes the sign and divides by nothing
+    else:
+        raise UserError(
+            Message(
+                "{key}: {given} is not known; accepted: {names}",
+                key="optimizer.name",
+                given=repr(section.name),
+                names=", ".join(AUTO_LR),
+            )
         )
-    )
+    made = []
+    for is_small in (False, True):
+        groups: dict[tuple[bool, float], list[_Unit]] = {}
+        for unit in units:
+            if unit.kind.is_small == is_small:
+                groups.setdefault((unit.kind.of_text, unit.kind.ratio), []).append(unit)
+        if not groups:
+            continue
+        # Small parameters together are no longer small, but their moments stay in float32.
+        own = settings | ({"min_8bit_size": 2**62} if is_small else {})
+        # The denoiser's come first, whatever the parameters' order: Prodigy sums over groups in their order.
+        by_ratio = [
+            {"params": [unit.stepped for unit in members], "ratio": ratio, "weight_decay": section.weight_decay}
+            for (_, ratio), members in sorted(groups.items(), key=lambda group: group[0][0])
+        ]
+        made.append(make(by_ratio, **own))
+        for unit in (unit for members in groups.values() for unit in members):
+            unit.optimizer = made[-1]
+    return made
 
 
 def state_bytes(params: list[nn.Parameter], section: Optimizer) -> int:
@@ -552,13 +692,9 @@ def state_bytes(params: list[nn.Parameter], section: Optimizer) -> int:
         if section.name in ("adamw", "prodigy"):
             total += moments * num * (param.itemsize if direct else 4)  # in the dtype that is updated
         else:
-            total += moments * (4 * num if num < 4096 else num + 4 * math.ceil(num / 256))
+            total += moments * (4 * num if num < SMALLEST_8BIT else num + 4 * math.ceil(num / ALIGNMENT))
         if section.rounding == "master" and not direct:
             total += 4 * num
-    if section.name in ("adamw8bit", "lion8bit") and any(param.numel() >= 4096 for param in params):
+    if section.name in EIGHT_BIT and any(param.numel() >= SMALLEST_8BIT for param in params):
         total += moments * 4 * 256
     return total
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone()

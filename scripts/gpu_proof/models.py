@@ -7,16 +7,15 @@ is the trainer's own: gradients summed in one flat vector, clipped, and applied 
 import gc
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import bench_step
 import torch
 
 from lora_fp8 import adapters, families, precision, settings
-from lora_fp8.distributed import processes
 from lora_fp8.plan import dry_run
-from lora_fp8.training import memory, optim
+from lora_fp8.training import flat, memory, optim
 
 from .record import Context, NotHere, Record, need_cuda, read_rows, wait
 
@@ -71,15 +70,18 @@ class Bench:
         family = families.get(bench_step.FAMILIES[model])
         self.section = settings.Quantize(storage=storage)
         self.keep, self.modulation = family.keep_precise, family.modulation
-        self.plan = precision.quantize_(self.denoiser, self.section, self.keep, BF16, self.modulation)
+        # Planned for FP8 matmuls: a plan for "upcast" names no layers for them. `switch_` chooses.
+        planned = settings.Quantize(storage=storage, compute="fp8" if storage == "fp8" else "upcast")
+        self.plan = precision.quantize_(self.denoiser, planned, self.keep, BF16, self.modulation)
         bench_step.fill_(self.denoiser, model, size, device)
         bench_step.with_adapters(self.denoiser, model).train()
         if checkpointing:
             self.denoiser.enable_gradient_checkpointing()
         named = adapters.parameters(self.denoiser)
         section = settings.Optimizer(name="adamw8bit")
-        self.gradients = processes.Gradients(named) if device != META else None
-        self.optimizer = optim.build(named, section, base_storage=storage, seed=0) if device != META else None
+        if device != META:
+            self.optimizer = optim.build(named, section, base_storage=storage, seed=0)
+            self.gradients = flat.Gradients(named, self.optimizer.layout)
         self.optimizer_bytes = optim.state_bytes([one for _, one in named], section)
         self.inputs = bench_step.inputs(model, pixels, size, device)
         self.number = 0
@@ -124,8 +126,8 @@ class Bench:
     def update_(self) -> None:
         """Do what follows the backward pass."""
         self.gradients.collect_()
-        self.norm = optim.clip_(self.gradients.named, 1.0)
-        self.optimizer.step(self.gradients.named, 1e-5, self.number)
+        self.norm = optim.clip_(self.gradients.values, 1.0)
+        self.optimizer.step(self.gradients.values, 1e-9, self.number)
 
     def held_bytes(self) -> int:
         """Return the bytes of base and adapters on the device."""
@@ -174,14 +176,15 @@ def needs_checkpointing(memory_gib: float | None) -> bool:
 
 def measure(bench: Bench, mode: Mode, context: Context) -> dict[str, Any]:
     """Return the median time of a step and its peak memory."""
-    bench.switch_(mode)
-    wait(context.device)
-    started = time.perf_counter()
+    begun = time.perf_counter()
+    off = compare_with_eager(bench, mode) if mode.compiled else {}
+    if not mode.compiled:
+        bench.switch_(mode)
     for _ in range(3 if mode.offload else 2):  # offload learns the order of use in two steps
         bench.step()
     wait(context.device)
-    warmup = time.perf_counter() - started
-    # The first steps' updates are too small to show here, so every mode of a storage should find about the same.
+    warmup = time.perf_counter() - begun
+    # Updates are too small to show, so every mode should find about the same.
     loss = bench.loss.item()
     gradient = float(bench.norm)
     empty_cache(context.device)
@@ -196,7 +199,23 @@ def measure(bench: Bench, mode: Mode, context: Context) -> dict[str, Any]:
     facts = {"value": statistics.median(taken), "unit": "s/step", "fastest": min(taken), "slowest": max(taken)}
     facts |= {"warmup_seconds": warmup, "peak_gib": memory.peak_gib(context.device), "steps": len(taken)}
     note = f"loss {loss:.4f}, gradient {gradient:.4g}"
-    return facts | {"held_bytes": bench.held_bytes(), "loss": loss, "gradient": gradient, "note": note}
+    if off:
+        note += f", off eager's by {off['gradient_off']:.3g}"
+    facts |= off | {"held_bytes": bench.held_bytes(), "loss": loss, "gradient": gradient, "note": note}
+    # A wrong gradient has an error of 1 or more; rounding in another order has 0.01 to 0.05.
+    return facts | ({"ok": off["gradient_off"] < 0.15} if off else {})
+
+
+def compare_with_eager(bench: Bench, mode: Mode) -> dict[str, float]:
+    """Switch to a compiled mode and return the relative error of its gradient, against the same mode uncompiled."""
+    found = []
+    for one in (replace(mode, compiled=False), mode):
+        bench.switch_(one)
+        bench.gradients.zero_()
+        bench.forward_backward()
+        bench.gradients.collect_()
+        found.append(bench.gradients.values.clone())
+    return {"gradient_off": ((found[1] - found[0]).norm() / found[0].norm()).item()}
 
 
 def profile(bench: Bench) -> dict[str, Any]:
@@ -223,7 +242,8 @@ def profile(bench: Bench) -> dict[str, Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             half()
             wait(bench.device)
-        kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+        kernels = [one for one in found.key_averages() if one.self_device_time_total > 0]
+        kernels.sort(key=lambda one: -one.self_device_time_total)
         facts[name] = {
             "seconds": statistics.median(seconds[name]),
             "gpu_seconds": sum(one.self_device_time_total for one in kernels) / 1e6,

@@ -9,6 +9,7 @@ import bench_step
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lora_fp8 import adapters, precision, settings
@@ -397,7 +398,7 @@ def adamw8bit(context: Context) -> dict[str, Any]:
         weight_decay=section.weight_decay,
     )  # fmt: skip
     for step in range(1, 21):
-        found.step(gradients(step, context.device), 1e-3, step)
+        found.step(found.layout.join(gradients(step, context.device)), 1e-3, step)
         for name, one in exact.items():
             one.grad = gradients(step, torch.device("cpu"))[name].double()
         reference.step()
@@ -414,13 +415,13 @@ def adamw8bit_reload(context: Context) -> dict[str, Any]:
         named = parameters(context.device)
         first = optimizer(named, rounding)
         for step in range(1, 6):
-            first.step(gradients(step, context.device), 1e-3, step)
+            first.step(first.layout.join(gradients(step, context.device)), 1e-3, step)
         tensors, facts = first.state()
         again = [(name, nn.Parameter(one.detach().clone())) for name, one in named]
         second = optimizer(again, rounding)
         second.load_state(tensors, facts)
         for one in (first, second):
-            one.step(gradients(6, context.device), 1e-3, 6)
+            one.step(one.layout.join(gradients(6, context.device)), 1e-3, 6)
         pairs |= {f"{rounding} {name}": (one, other) for (name, one), (_, other) in zip(named, again, strict=True)}
         states = first.state()[0], second.state()[0]
         pairs |= {f"{rounding} {key}": (states[0][key], states[1][key]) for key in {**states[0], **states[1]}}
@@ -532,6 +533,68 @@ def out_of_memory(context: Context) -> dict[str, Any]:
     return {"ok": usable and "GiB" in text, "note": text}
 
 
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+BACKENDS = {
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+LENGTHS = ((16, 16), (48, 48), (64, 77), (192, 192), (333, 333), (1024, 77), (1088, 1088))
+"""Tokens of queries and keys: miniatures, SDXL's texts, and lengths between the tiles of the kernels."""
+
+
+def attend(
+    backend: SDPBackend | None, lengths: tuple[int, int], heads: int, masked: bool, device: torch.device
+) -> list[Tensor]:
+    """Return the answer of attention and its gradients for q, k and v; without a backend exact, in float64."""
+    dtype = torch.float64 if backend is None else BF16
+    tensors = [
+        # As diffusers passes them: heads beside tokens in memory, and only then exchanged.
+        random(1, length, heads, 128, dtype=BF16, seed=seed).to(device, dtype).transpose(1, 2).requires_grad_()
+        for seed, length in enumerate((lengths[0], lengths[1], lengths[1]))
+    ]
+    mask = torch.ones(1, 1, 1, lengths[1], dtype=torch.bool, device=device) if masked else None
+    if masked:
+        mask[..., -lengths[1] // 4 :] = False
+        mask = mask.expand(1, heads, lengths[0], lengths[1])
+    grad = random(1, lengths[0], heads * 128, dtype=BF16, seed=9).to(device, dtype)
+    with sdpa_kernel(backend or SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
+        y.transpose(1, 2).flatten(2).backward(grad)
+    return [y, *(tensor.grad for tensor in tensors)]
+
+
+def ask_attention(context: Context, name: str) -> dict[str, Any]:
+    """Compare one backend's answers and gradients with float64, at all lengths, with and without a mask."""
+    need_cuda(context.device)
+    wrong, worst, refused = [], 0.0, 0
+    for lengths in LENGTHS:
+        for heads in (1, 10):
+            for masked in (False, True):
+                exact = attend(None, lengths, heads, masked, context.device)
+                try:
+                    found = attend(BACKENDS[name], lengths, heads, masked, context.device)
+                except RuntimeError as reason:
+                    if "No available kernel" not in str(reason):
+                        raise
+                    refused += 1
+                    continue
+                off = [error(one, other) for one, other in zip(found, exact, strict=True)]
+                if not max(off) < 0.03:
+                    each = " ".join(f"{value:.2g}" for value in off)
+                    wrong.append(f"{lengths[0]}x{lengths[1]}, {heads} heads{', mask' * masked}: {each}")
+                worst = max([worst, *(value for value in off if value < 0.03)])
+    note = f"{refused} refused; the right ones are off by at most {worst:.2g}"
+    return {"ok": not wrong, "value": len(wrong), "unit": "wrong", "note": "; ".join([note, *wrong])}
+
+
+for _name in BACKENDS:
+    QUESTIONS[f"attention, {_name}: answer and gradients against float64"] = lambda context, name=_name: ask_attention(
+        context, name
+    )
+
+
 # -- compiled: last, because compiling takes long ----------------------------------------------------------------------
 
 
@@ -549,23 +612,34 @@ def flux_step(device: torch.device, compiled: bool, graphs: bool) -> dict[str, T
     return {"y": y.detach().clone()} | {name: one.grad.clone() for name, one in adapters.parameters(model)}
 
 
-def ask_compiled(context: Context, graphs: bool) -> dict[str, Any]:
+def ask_compiled(context: Context, graphs: bool, cudnn: bool) -> dict[str, Any]:
     """Compare a compiled FLUX with the same model uncompiled: the answer, and all gradients as one vector."""
     need_cuda(context.device)
-    exact, found = (flux_step(context.device, *how) for how in ((False, False), (True, graphs)))
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    try:
+        exact, found = (flux_step(context.device, *how) for how in ((False, False), (True, graphs)))
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
     whole = [torch.cat([one[name].flatten().float() for name in exact if name != "y"]) for one in (found, exact)]
     worst = max((error(found[name], exact[name]), name) for name in exact if exact[name].any())
     note = f"y {error(found['y'], exact['y']):.3g}, gradients {error(*whole):.3g}, worst {worst[0]:.3g} at {worst[1]}"
     return within(max(error(found["y"], exact["y"]), error(*whole)), 0.05, note=note)
 
 
-@question("compile: a FLUX block as eager")
+@question("compile: a FLUX block as eager, attention without cuDNN")
 def compiled(context: Context) -> dict[str, Any]:
-    """Compare a compiled model with the same model uncompiled."""
-    return ask_compiled(context, graphs=False)
+    """Compare a compiled model with the same model uncompiled, as training runs it."""
+    return ask_compiled(context, graphs=False, cudnn=False)
 
 
-@question("compile with CUDA graphs: a FLUX block as eager")
+@question("compile with CUDA graphs: a FLUX block as eager, attention without cuDNN")
 def cuda_graphs(context: Context) -> dict[str, Any]:
     """Compare a model replayed from CUDA graphs with the same model uncompiled."""
-    return ask_compiled(context, graphs=True)
+    return ask_compiled(context, graphs=True, cudnn=False)
+
+
+@question("compile: a FLUX block as eager, attention with cuDNN")
+def compiled_cudnn(context: Context) -> dict[str, Any]:
+    """Compare a compiled model with the same model uncompiled, with torch's own choice for attention."""
+    return ask_compiled(context, graphs=False, cudnn=True)

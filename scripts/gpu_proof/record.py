@@ -96,6 +96,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1] if line.endswith("}")]
 
 
+def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last row of each question: a results file may hold several runs, one after the other."""
+    return list({(row["stage"], row["name"]): row for row in rows}.values())
+
+
 def need_cuda(device: torch.device) -> None:
     """Raise NotHere on a device other than a CUDA GPU."""
     if device.type != "cuda":
