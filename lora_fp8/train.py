@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from . import config
 from .common.shell import quote_path
 from .distributed.processes import Elsewhere, Processes, find_unused_gpus
@@ -42,6 +40,7 @@ from .stages.resume import State, begin_or_resume, require_same_step
 from .stages.session import Bystander, Session, explain_errors
 from .stages.step import compute_gradient_, require_finite
 from .training import optim
+from .training.torch_options import set_torch_options
 
 Echo = Callable[[dict[str, Any]], None]
 
@@ -68,7 +67,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
     folder = get_run_folder(job)
     with stop.watching():
         try:
-            _set_torch_options(job)
+            set_torch_options(job.train.threads)
             with processes.together():
                 if processes.is_main:
                     ownership.require_startable(folder, resume=resume)
@@ -172,10 +171,3 @@ def _log_ending(session: Session) -> Iterator[None]:
         raise
     finally:
         run.close()
-
-
-def _set_torch_options(job: Job) -> None:
-    if job.train.threads:
-        torch.set_num_threads(job.train.threads)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.benchmark = False

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lora_fp8 import adapters, families, precision, train
-from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.errors import RunFailure, UserError, UserErrors
 from lora_fp8.settings import Adapter, Memory, Model, Quantize
 from lora_fp8.training import memory
 
 WIDTH = 128
+SHORT = ("train.steps=1", "export.verify=false", "adapter.rank=4")
 MODES = [
     ("fp8 row", "upcast", "current"),
     ("fp8 tensor", "upcast", "current"),
@@ -229,6 +230,44 @@ def test_every_family_names_its_repeated_blocks(aot_eager, tiny):
         aot_eager.clear()
         lines = memory.apply_(denoiser, Memory(compile="blocks")).lines()
         assert aot_eager and lines[1].startswith("compiled: ")
+
+
+class Doubled(torch.autograd.Function):
+    """The input, with twice its gradient: what a broken kernel may do, while every loss is right."""
+
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ARG004
+        return 2 * grad
+
+
+def test_compiled_blocks_with_another_gradient_are_refused_before_training(job, aot_eager, monkeypatch):
+    """As compiled attention of cuDNN did on an H100: the losses were right."""
+    real = memory._in_training
+
+    def broken(block, compiled, *args, **kwargs):
+        answer = real(block, compiled, *args, **kwargs)
+        return Doubled.apply(answer) if block.training else answer
+
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_in_training", broken)
+        with pytest.raises(RunFailure, match="another gradient than uncompiled ones"):
+            train.run(job(*SHORT, "memory.compile=blocks"), progress=False, echo=seen.append)
+    assert not any(event["event"] == "step" for event in seen)
+    train.run(job(*SHORT, "memory.compile=blocks", "name=right"), progress=False, echo=seen.append)
+    (found,) = [event["compiled_off"] for event in seen if event["event"] == "preflight"]
+    assert 0 <= found < 0.05
+
+
+def test_training_does_without_attention_of_cudnn(job):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    train.run(job(*SHORT), progress=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------

@@ -106,10 +106,13 @@ def _describe_data(event: dict[str, Any]) -> Message:
 
 
 def _describe_preflight(event: dict[str, Any]) -> Message:
-    peak = Message("preflight: peak memory {peak} GiB", peak=f"{event['peak_gib']:.2f}")
-    if "fused" not in event:
-        return peak
-    return Message("{line}; {count} adapters computed together with their layer", line=peak, count=event["fused"])
+    line = Message("preflight: peak memory {peak} GiB", peak=f"{event['peak_gib']:.2f}")
+    if "fused" in event:
+        line = Message("{line}; {count} adapters computed together with their layer", line=line, count=event["fused"])
+    if "compiled_off" in event:
+        percent = f"{100 * event['compiled_off']:.1f}"
+        line = Message("{line}; compiled blocks change the gradient by {percent} %", line=line, percent=percent)
+    return line
 
 
 def _describe_verify(event: dict[str, Any]) -> Message:

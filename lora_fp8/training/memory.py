@@ -3,12 +3,14 @@
 Also applies `torch.compile` to the blocks that a denoiser repeats.
 """
 
+import contextlib
 import functools
 import importlib.util
 import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +116,19 @@ def _compile_blocks_(denoiser: nn.Module, section: settings.Memory) -> str:
     counted = Counter(type(block).__name__ for block in blocks)
     names = ", ".join(f"{count} {name}" for name, count in counted.items())
     return Message("{names} with CUDA graphs", names=names) if section.cuda_graphs else names
+
+
+@contextlib.contextmanager
+def uncompiled(denoiser: nn.Module) -> Iterator[None]:
+    """Run the blocks that `apply_` compiled without their compiled code, inside this context."""
+    compiled = {module: module._compiled_call_impl for module in denoiser.modules() if module._compiled_call_impl}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, code in compiled.items():
+            module._compiled_call_impl = code
 
 
 def _in_training(block: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from lora_fp8 import adapters, families, precision, settings
 from lora_fp8.plan import dry_run
 from lora_fp8.training import flat, memory, optim
+from lora_fp8.training.torch_options import set_torch_options
 
 from .record import Context, NotHere, Record, need_cuda, read_rows, wait
 
@@ -137,6 +138,7 @@ class Bench:
 
 def run(record: Record, context: Context) -> None:
     """Measure every mode of every model, as far as time allows."""
+    set_torch_options()
     size = "tiny" if context.toy else "full"
     facts = next(row["facts"] for row in read_rows(record.file) if row["stage"] == "facts")
     checkpointing = needs_checkpointing(facts.get("memory_gib"))

@@ -12,7 +12,7 @@ GOALS = {"fp8 matmul compiled": 1.25, "fp8 matmul + triton compiled": 1.25, "fp8
 
 def tables(rows: Rows) -> str:
     """Return the report as Markdown."""
-    facts = next((row["facts"] for row in rows if row["stage"] == "facts"), {})
+    facts = next((row["facts"] for row in rows if "facts" in row), {})
     wrong = [row for row in rows if row["ok"] is False]
     lines = [f"# What {facts.get('machine', 'this machine')} answered", ""]
     if facts:
@@ -20,6 +20,7 @@ def tables(rows: Rows) -> str:
         lines += [f"{facts['date']}; {versions}.", ""]
         keys = ("capability", "gpu_arch", "memory_gib", "gpus", "cuda", "hip", "cores", "minutes", "toy")
         lines += ["; ".join(f"{key} {facts[key]}" for key in keys if facts.get(key)) + ".", ""]
+    lines += [line for row in rows if row["name"].startswith("about") for line in (clean(row["note"]), "")]
     if facts.get("toy"):
         lines += ["Toy sizes: these figures only show that the script works.", ""]
     lines += [f"{len(rows)} rows, {len(wrong)} wrong." + " They are listed first." * bool(wrong), ""]
@@ -92,8 +93,8 @@ def profiles(rows: Rows) -> list[str]:
             facts = row[half]
             lines += ["", f"### {row['name'].removesuffix(': profile')}: {half}", ""]
             lines += [
-                f"{facts['seconds']:.4f} s, of which the GPU works {facts['gpu_seconds']:.4f} s; "
-                f"{facts['launches']} launches.",
+                f"{facts['seconds']:.4f} s, of which the GPU works {facts['gpu_seconds']:.4f} s"
+                + (f"; {facts['launches']} launches." if facts["launches"] else "."),
                 "",
                 "| kernel | ms | times |",
                 "|---|---|---|",
