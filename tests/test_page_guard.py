@@ -291,6 +291,15 @@ def test_what_the_page_itself_sends_is_answered(site: Served) -> None:
     link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate", "sec_fetch_dest": "document"}
     assert site.ask("GET", "/en/new", **link).status == 200
     assert site.ask("GET", "/", accept_language="zh-TW,zh;q=0.9", **link).one("location") == "/zh-CN/"
+    # An address without a language, or with a short one, leads to its page and nowhere else.
+    for asked, answered in {
+        "/new": "/en/new",
+        "/run?run=a%20b": "/en/run?run=a%20b",
+        "/zh/": "/zh-CN/",
+        "/cn/dataset": "/zh-CN/dataset",
+        "/zh-cn/new?page=//evil.example&language=x": "/zh-CN/new?page=//evil.example&language=x",
+    }.items():
+        assert site.ask("GET", asked).one("location") == answered
 
 
 def test_a_name_that_was_allowed_is_answered() -> None:

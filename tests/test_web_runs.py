@@ -257,6 +257,17 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
     assert "a.png" in made[3]
 
 
+def test_a_run_that_ended_before_its_first_step_does_not_promise_curves(ui: Ui, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "work" / "runs" / "short", [])
+    (folder / "checkpoints" / "step-000500").mkdir(parents=True)
+    view = JobView(8, "short", "train", "cancelled", Sentence("cancelled", {}), folder=folder)
+    log = run_monitor.read_run_log(ui, view)
+    for is_over, words in ((False, "run.no_steps"), (True, "run.never_stepped")):
+        for render in (run_page.render_loss, run_page.render_curves):
+            assert ui.say(words) in render(ui, log, 0.9, False, is_over)
+    assert ui.say("run.saved", steps="500") in run_page.render_files(ui, view)
+
+
 @pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_reason_of_the_queue_has_a_sentence(language: str) -> None:
     places = {key: set(re.findall(r"\{(\w+)\}", text)) for key, text in SENTENCES.items()}

@@ -1,6 +1,6 @@
 """The site: one Gradio app per language, one route per page, behind one server and one guard.
 
-    /            redirects to the browser's language
+    /            redirects to the browser's language, as /new and other pages without a language do; /zh/... to Chinese
     /en/...      /zh-CN/...      runs (start page), new, dataset, run, draw, compare, tools, settings
     /picture     /download       files below the allowed folders (file_routes.py)
 
@@ -107,15 +107,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
     app.add_middleware(Boundary)  # inside the guard
     app.add_middleware(Guard, names=names, addresses=addresses, login=login)
 
-    @app.get("/")
-    def start(request: Request) -> Response:
-        kept = request.cookies.get("lora_fp8_language", "")
-        language = (
-            kept
-            if kept in translations.LANGUAGES
-            else translations.choose_language(request.headers.get("accept-language", ""))
-        )
-        return RedirectResponse(f"/{language}/")
+    _add_redirects(app)
 
     icon = (STATIC / "icon.svg").read_bytes()
 
@@ -148,6 +140,24 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
         )  # inside the compression
         mounted.user_middleware.append(Middleware(Boundary, language=language))
     return app
+
+
+def _add_redirects(app: FastAPI) -> None:
+    """Lead addresses without a language, and those with a short name for Chinese, to the page that they mean."""
+
+    def add(path: str, page: str, language: str = "") -> None:
+        @app.get(path)
+        def redirect(request: Request) -> Response:
+            kept = request.cookies.get("lora_fp8_language", "")
+            accepted = translations.choose_language(request.headers.get("accept-language", ""))
+            chosen = language or (kept if kept in translations.LANGUAGES else accepted)
+            query = f"?{request.url.query}" if request.url.query else ""
+            return RedirectResponse(f"/{chosen}/{page}{query}")
+
+    for page in ("", *PAGES[1:]):
+        add(f"/{page}", page)
+        for name in ("zh", "zh-cn", "cn"):
+            add(f"/{name}/{page}", page, "zh-CN")
 
 
 def _find_mounted(app: FastAPI) -> App:

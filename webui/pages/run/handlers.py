@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from lora_fp8.errors import Message, UserError
-from lora_fp8.jobs import JobView
+from lora_fp8.jobs import ENDED, JobView
 
 from ... import engine, hub_uploads, live_panel, run_cards, run_monitor
 from ...context import Ui
@@ -43,8 +43,8 @@ class Handlers:
             return [*sent, seen, *[gr.skip()] * 7]
         painted = [
             rendering.render_header(self.ui, view, events),
-            rendering.render_loss(self.ui, events, amount, log),
-            rendering.render_curves(self.ui, events, amount, log),
+            rendering.render_loss(self.ui, events, amount, log, view.state in ENDED),
+            rendering.render_curves(self.ui, events, amount, log, view.state in ENDED),
             rendering.render_grid(self.ui, view, events, moving),
             rendering.render_files(self.ui, view),
             rendering.render_log(self.ui, view),
@@ -87,11 +87,11 @@ class Handlers:
     def redraw(self, request: gr.Request, amount: float, log: bool) -> list[str]:
         """Handle a changed option of the curves."""
         try:
-            events = find_run(self.ui, request)[1]
+            view, events = find_run(self.ui, request)
         except UserError:
             return ["", ""]
         draw = (rendering.render_loss, rendering.render_curves)
-        return [render(self.ui, events, amount, log) for render in draw]
+        return [render(self.ui, events, amount, log, view.state in ENDED) for render in draw]
 
     def press(self, request: gr.Request, event: gr.EventData) -> list[Any]:
         """Handle a button in the header; ending a run now asks first."""

@@ -4,6 +4,7 @@ import gradio as gr
 
 from ... import live_panel
 from ...context import Ui
+from ...translations import get_choice_label
 from .preview_requests import PreviewRequests
 from .publishing import Publishing
 
@@ -66,8 +67,9 @@ class Layout:
         say = self.ui.say
         self.files = live_panel.panel(elem_id="files")
         with gr.Row():
+            formats = [(get_choice_label(self.ui.language, "export.formats", name), name) for name in FORMATS]
             self.step = gr.Dropdown(label=say("run.export_step"), choices=[], elem_id="export-step")
-            self.format = gr.Dropdown(label=say("run.export_format"), choices=list(FORMATS), value=FORMATS[0])
+            self.format = gr.Dropdown(label=say("run.export_format"), choices=formats, value=FORMATS[0])
             self.dtype = gr.Dropdown(
                 label=say("run.export_dtype"), choices=[(name or say("run.as_set"), name) for name in DTYPES], value=""
             )

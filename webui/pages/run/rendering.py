@@ -52,14 +52,14 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     )
 
 
-def render_curves(ui: Ui, log: RunLog, amount: float, logarithmic: bool) -> str:
+def render_curves(ui: Ui, log: RunLog, amount: float, logarithmic: bool, is_over: bool = False) -> str:
     """Render all charts of a run. The result is cached until the log changes."""
-    return _render_curves(ui, log, log.version, amount, logarithmic)
+    return _render_curves(ui, log, log.version, amount, logarithmic, is_over)
 
 
-def render_loss(ui: Ui, log: RunLog, amount: float, logarithmic: bool) -> str:
+def render_loss(ui: Ui, log: RunLog, amount: float, logarithmic: bool, is_over: bool = False) -> str:
     """Render the loss and the held-out loss, with the step at which that was lowest."""
-    charts = _render_losses(ui, log, log.version, amount, logarithmic)
+    charts = _render_losses(ui, log, log.version, amount, logarithmic, is_over)
     best = find_best(log)
     line = ui.say("run.best", step=best[0], loss=f"{best[1]:.4f}") if best else ""
     return f'<div class="charts">{"".join(charts)}</div>' + (f'<p class="dim">{escape(line)}</p>' if line else "")
@@ -73,11 +73,11 @@ def find_best(log: RunLog) -> tuple[int, float] | None:
 
 
 @lru_cache(maxsize=64)
-def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool) -> str:
+def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool, is_over: bool) -> str:
     points = {name: groups.points() for name, groups in log.measures.items()}
     step = ui.say("runs.step")
     none = ui.say("run.no_steps")
-    made = [*_render_losses(ui, log, version, amount, logarithmic)]
+    made = [*_render_losses(ui, log, version, amount, logarithmic, is_over)]
     if not points["loss"]:
         return f'<div class="charts">{made[0]}</div>'
     for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
@@ -90,10 +90,12 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
 
 
 @lru_cache(maxsize=64)
-def _render_losses(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool) -> tuple[str, ...]:
+def _render_losses(
+    ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool, is_over: bool
+) -> tuple[str, ...]:
     points = log.measures["loss"].points()
     step = ui.say("runs.step")
-    none = ui.say("run.no_steps")
+    none = ui.say("run.never_stepped" if is_over else "run.no_steps")
     loss, smoothed = thin(points), thin(smooth(points, amount))
     raw = Line(ui.say("run.raw"), loss, 0, faint=amount > 0)
     lines = [raw, Line(ui.say("run.smoothed"), smoothed, 0)] if amount > 0 else [raw]
@@ -233,9 +235,10 @@ def render_files(ui: Ui, view: JobView) -> str:
         parts.append(render_file(ui, path, path.relative_to(folder / "export"), report))
     if not parts:
         parts = [f'<p class="empty">{ui.say("run.no_files")}</p>']
-    saved = [path.name for path in sorted(folder.glob("checkpoints/step-*"))]
+    numbers = (path.name.removeprefix("step-") for path in sorted(folder.glob("checkpoints/step-*")))
+    saved = [str(int(number)) for number in numbers if number.isdecimal()]
     if saved:
-        parts.append(f'<p class="dim">{ui.say("run.saved", steps=escape(", ".join(saved)))}</p>')
+        parts.append(f'<p class="dim">{ui.say("run.saved", steps=", ".join(saved))}</p>')
     return f'<div class="cards">{"".join(parts)}</div>'
 
 
