@@ -156,8 +156,8 @@ def _add_redirects(app: FastAPI) -> None:
 
     for page in ("", *PAGES[1:]):
         add(f"/{page}", page)
-        for name in ("zh", "zh-cn", "cn"):
-            add(f"/{name}/{page}", page, "zh-CN")
+        for name, language in translations.SHORT.items():
+            add(f"/{name}/{page}", page, language)
 
 
 def _find_mounted(app: FastAPI) -> App:

@@ -230,6 +230,7 @@ def _parse_login_language(path: str) -> str:
 
 def _choose_language(path: str, headers: dict[str, str]) -> str:
     first = path.split("/")[1] if "/" in path else ""
+    first = translations.SHORT.get(first, first)
     return (
         first if first in translations.LANGUAGES else translations.choose_language(headers.get("accept-language", ""))
     )

@@ -24,6 +24,8 @@ from lora_fp8.common import messages
 
 FOLDER = Path(__file__).resolve().parent / "texts"
 LANGUAGES = {"en": "English", "zh-CN": "中文"}
+SHORT = {"zh": "zh-CN", "zh-cn": "zh-CN", "cn": "zh-CN"}
+"""What people type in an address -> the language that they mean."""
 SETTINGS = "settings.toml"
 
 
