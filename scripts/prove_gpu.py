@@ -17,8 +17,9 @@
 | processes | do two processes on two GPUs train together? |
 
 Each stage is a process of its own with a time limit. Its rows are appended to `results.jsonl` as they come, so a stage
-that hangs, crashes or is killed loses nothing but the rest of its own rows. A stage that ends early leaves its time to
-the next ones. `predict` runs beside the others on the CPU and calculates the memory that `models` is compared with.
+that hangs, crashes or is killed loses nothing but the rest of its own rows. Stages that measure no time run together,
+the others alone; what ends early leaves its time to the next. `predict` runs beside the others on the CPU and
+calculates the memory that `models` is compared with.
 
 Writes benchmarks/gpu_<name>/: results.jsonl, README.md (tables) and step.svg (a plot). Exit code 0 if nothing was
 wrong, 1 if a row is wrong or a stage did not end by itself.
@@ -38,8 +39,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-SHARES = {"numerics": 0.2, "rates": 0.1, "models": 0.42, "peers": 0.1, "demo": 0.15, "processes": 0.03}
-"""Share of all minutes that a stage may take. Time that earlier stages did not use is added."""
+PHASES = ((("numerics", "demo", "processes"), 0.25), (("rates",), 0.08), (("models",), 0.52), (("peers",), 0.15))
+"""Stages that run together, and the share of all minutes that they may take. Time that was not used is added."""
+STAGES = tuple(stage for stages, _ in PHASES for stage in stages)
 LEAST = 20.0
 """Minimum seconds of a stage: less would not even import torch."""
 GRACE = 15.0
@@ -61,10 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = begin + 60 * args.minutes
     write_facts(results, args)
     predict = start("predict", args, out, 60 * args.minutes) if "models" in args.stages else None
-    for stage in args.stages:
-        unused = sum(SHARES[one] for one in args.stages[args.stages.index(stage) :])
-        limit = max(LEAST, (end - time.monotonic()) * SHARES[stage] / unused)
-        wait_for(start(stage, args, out, limit), stage, limit, results)
+    phases = [([one for one in stages if one in args.stages], share) for stages, share in PHASES]
+    phases = [phase for phase in phases if phase[0]]
+    for number, (stages, share) in enumerate(phases):
+        unused = sum(later for _, later in phases[number:])
+        limit = max(LEAST, (end - time.monotonic()) * share / unused)
+        until = time.monotonic() + limit
+        for stage, process in [(stage, start(stage, args, out, limit)) for stage in stages]:
+            wait_for(process, stage, max(0.1, until - time.monotonic()), results)
     if predict is not None:
         # Nothing is left to measure, so what is not calculated by now is left out.
         wait_for(predict, "predict", max(1.0, end - time.monotonic()), results)
@@ -77,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__.splitlines()[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: %(default)s)")
-    parser.add_argument("--stages", nargs="+", choices=tuple(SHARES), default=list(SHARES))
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--questions", nargs="+", default=[], metavar="WORD", help="only these questions of numerics")
     parser.add_argument("--toy", action="store_true", help="small shapes and few repeats; runs on a CPU too")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
@@ -86,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stage", help=argparse.SUPPRESS)  # a child process: this one stage, here
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.stages = [stage for stage in SHARES if stage in args.stages]  # in order of importance
+    args.stages = [stage for stage in STAGES if stage in args.stages]  # in order of importance
     return args
 
 

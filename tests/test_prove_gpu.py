@@ -61,7 +61,7 @@ def test_every_stage_reports_though_one_is_killed(
     rows = proof.record.read_rows(tmp_path / "results.jsonl")
     wrong = [(row["stage"], row["name"], row["note"]) for row in rows if row["ok"] is False]
     assert [stage for stage, *_ in wrong] == ["rates"] and "signal 9" in wrong[0][2], wrong
-    right = {stage: sum(row["stage"] == stage and row["ok"] is True for row in rows) for stage in proof.script.SHARES}
+    right = {stage: sum(row["stage"] == stage and row["ok"] is True for row in rows) for stage in proof.script.STAGES}
     assert right["numerics"] >= 15 and right["demo"] == 2 and right["processes"] == 1
     steps = [row for row in rows if row.get("unit") == "s/step"]
     assert {row["stage"] for row in steps} == {"models", "peers"} and all(row["value"] > 0 for row in steps)

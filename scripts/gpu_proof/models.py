@@ -1,13 +1,17 @@
 """Stage 3: time a training step of the large models with random weights, mode by mode, and compare the predictions.
 
-Each storage is built once: the bf16 base first, then the FP8 base, on which the modes are switched in place. The step
-is the trainer's own: gradients summed in one flat vector, clipped, and applied by the 8-bit AdamW.
+Compiling a mode takes most of a minute, all of it on the CPU. So as many modes as fit into the GPU's memory are built
+and compiled side by side, each in a process of its own, and then measured one after the other. The compiled modes come
+first. The step is the trainer's own: gradients summed in one flat vector, clipped, and applied by the 8-bit AdamW.
 """
 
 import gc
+import multiprocessing
+import os
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import bench_step
@@ -56,10 +60,15 @@ PLAIN = Mode("bf16", {"storage": "bf16"})
 UPCAST = Mode("fp8 upcast", {"storage": "fp8", "compute": "upcast"})
 FP8 = Mode("fp8 matmul", {"storage": "fp8", "compute": "fp8"})
 TRITON = Mode("fp8 matmul + triton", {"storage": "fp8", "compute": "fp8", "kernels": "triton"})
-MODES = [Mode(one.title, one.quantize, compiled=True) for one in (PLAIN, FP8, TRITON, UPCAST)]
-MODES += [PLAIN, FP8, TRITON, UPCAST]
-# Last on their build: bytes that were moved to main memory stay there. "auto" of memory.offload does not exist yet.
-MODES += [Mode(f"fp8 upcast, offload {share:g}", UPCAST.quantize, offload=share) for share in (0.5, 1.0)]
+OFFLOADED = [Mode(f"fp8 upcast, offload {share:g}", UPCAST.quantize, offload=share) for share in (0.5, 1.0)]
+MODES = (PLAIN, FP8, UPCAST, TRITON)
+"""Modes, the most important first. Each is measured compiled and uncompiled."""
+NEEDS = {"flux": (27, 16), "sdxl": (8, 6), "qwen": (44, 25)}
+"""GiB that a process takes with the base in bf16 and in FP8, its CUDA context included (H100, 2026-11)."""
+SPARE = 4
+"""GiB that are left free beside all processes."""
+PREPARING = 120.0
+"""Seconds after which a mode that is not ready yet is measured last, if at all."""
 
 
 class Bench:
@@ -138,37 +147,119 @@ class Bench:
 
 def run(record: Record, context: Context) -> None:
     """Measure every mode of every model, as far as time allows."""
-    set_torch_options()
-    size = "tiny" if context.toy else "full"
     facts = next(row["facts"] for row in read_rows(record.file) if row["stage"] == "facts")
-    checkpointing = needs_checkpointing(facts.get("memory_gib"))
-    for model, pixels in TOY if context.toy else ORDER:
-        for storage in ("bf16", "fp8"):
-            modes = [mode for mode in MODES if mode.storage == storage]
-            if context.toy:  # compiling takes most of the time: one mode shows that it works
-                modes = [mode for mode in modes if not mode.compiled or mode.title == UPCAST.title]
-            if context.seconds_left <= 0:
-                for mode in modes:
-                    record.write(f"{model} {pixels}: {mode.name}", None, note="not asked: no time left")
+    for wave in list_waves(facts.get("memory_gib"), context.toy, record):
+        if context.seconds_left <= 0:
+            for model, pixels, mode in wave:
+                record.write(f"{model} {pixels}: {mode.title}", None, note="not asked: no time left")
+            continue
+        side_by_side(wave, needs_checkpointing(facts.get("memory_gib")), record, context)
+
+
+def list_waves(memory_gib: float | None, toy: bool, record: Record) -> list[list[tuple[str, int, Mode]]]:
+    """Return which modes of which models are prepared together."""
+    if toy or memory_gib is None:
+        return [[(model, pixels, mode) for model, pixels in TOY for mode in (PLAIN, UPCAST)]]
+    waves: list[list[tuple[str, int, Mode]]] = [[]]
+    taken = 0
+    for model, pixels in ORDER:
+        for mode in MODES:
+            need = NEEDS[model][mode.storage == "fp8"]
+            if need > memory_gib - SPARE:
+                record.write(f"{model} {pixels}: {mode.title}", None, note=f"not asked: needs about {need} GiB")
                 continue
-            bench = None
-            with record.guard(f"{model} {pixels}: build {storage}"):
-                started = time.perf_counter()
-                bench = Bench(model, pixels, size, storage, checkpointing, context.device)
-                wait(context.device)
-                record.write(
-                    f"{model} {pixels}: build {storage}", None, value=time.perf_counter() - started, unit="s",
-                    held_bytes=bench.held_bytes(), checkpointing=checkpointing,
-                )  # fmt: skip
-            for mode in modes if bench else ():
-                if context.seconds_left <= 0:
-                    record.write(f"{model} {pixels}: {mode.name}", None, note="not asked: no time left")
-                    continue
-                record.ask(f"{model} {pixels}: {mode.name}", lambda b=bench, m=mode: measure(b, m, context))
-                record.ask(f"{model} {pixels}: {mode.name}: profile", lambda b=bench: profile(b))
-                empty_cache(context.device)
-            del bench
-            empty_cache(context.device)
+            if taken + need > memory_gib - SPARE:
+                waves.append([])
+                taken = 0
+            waves[-1].append((model, pixels, mode))
+            taken += need
+    return [wave for wave in waves if wave]
+
+
+class Turns:
+    """The events between the stage and a process that measures one mode."""
+
+    def __init__(self, system: Any) -> None:
+        self.ready = system.Event()
+        self.go = [system.Event(), system.Event()]
+        self.done = [system.Event(), system.Event()]
+
+
+def side_by_side(wave: list[tuple[str, int, Mode]], checkpointing: bool, record: Record, context: Context) -> None:
+    """Prepare these modes in processes of their own, then let one after the other be measured."""
+    # A fork is quicker but cannot use a GPU that its parent has looked at.
+    system: Any = multiprocessing.get_context("fork" if context.device.type == "cpu" else "spawn")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(wave)))
+    turns = [Turns(system) for _ in wave]
+    workers = [
+        system.Process(target=work, args=(one, checkpointing, own, record.file, context), daemon=True)
+        for one, own in zip(wave, turns, strict=True)
+    ]
+    for worker in workers:
+        worker.start()
+    started = time.monotonic()
+    while any(worker.is_alive() and not own.ready.is_set() for worker, own in zip(workers, turns, strict=True)):
+        if context.seconds_left <= 0 or time.monotonic() - started > PREPARING:
+            break
+        time.sleep(0.05)
+    for turn in range(2):
+        for (model, pixels, mode), worker, own in zip(wave, workers, turns, strict=True):
+            own.go[turn].set()
+            while worker.is_alive() and not own.done[turn].wait(0.05) and context.seconds_left > -10:
+                pass
+            if not own.done[turn].is_set() and turn == 0:
+                how = "not done in time" if worker.is_alive() else f"its process ended with {worker.exitcode}"
+                record.write(f"{model} {pixels}: {mode.title}: its process", False, note=how)
+    for worker in workers:
+        worker.kill()
+        worker.join()
+
+
+def work(one: tuple[str, int, Mode], checkpointing: bool, turns: Turns, file: Path, context: Context) -> None:
+    """Build a model, compile it in this mode, and measure it when it is its turn: compiled, and then all else."""
+    set_torch_options()
+    model, pixels, mode = one
+    record, name = Record(file, "models"), f"{model} {pixels}"
+    bench = None
+    compiled: dict[str, float] | None = None
+    with record.guard(f"{name}: {mode.title}: preparing"):
+        started = time.perf_counter()
+        bench = Bench(model, pixels, "tiny" if context.toy else "full", mode.storage, checkpointing, context.device)
+        wait(context.device)
+        record.write(
+            f"{name}: build {mode.storage} for {mode.title}", None, value=time.perf_counter() - started, unit="s",
+            held_bytes=bench.held_bytes(), checkpointing=checkpointing,
+        )  # fmt: skip
+        if not (context.toy and mode.storage == "bf16"):  # as a toy, one compiled mode shows that it works
+            compiled = prepare_compiled(bench, replace(mode, compiled=True), context)
+    empty_cache(context.device)
+    turns.ready.set()
+
+    def ask(mode: Mode, off: dict[str, float] | None = None) -> None:
+        record.ask(f"{name}: {mode.name}", lambda: measure(bench, mode, context, off or {}))
+        record.ask(f"{name}: {mode.name}: profile", lambda: profile(bench))
+        empty_cache(context.device)
+
+    turns.go[0].wait()
+    if bench is not None and compiled is not None:
+        ask(replace(mode, compiled=True), compiled)
+    turns.done[0].set()
+    turns.go[1].wait()
+    if bench is not None:
+        ask(mode)
+        for offloaded in OFFLOADED if mode == UPCAST else ():  # last: what was moved to RAM stays there
+            ask(offloaded)
+    turns.done[1].set()
+
+
+def prepare_compiled(bench: Bench, mode: Mode, context: Context) -> dict[str, float]:
+    """Compile, and compare with the same mode uncompiled. Returns facts for the mode's row."""
+    started = time.perf_counter()
+    off = compare_with_eager(bench, mode)
+    for _ in range(2):
+        bench.step()
+    wait(context.device)
+    return off | {"compile_seconds": time.perf_counter() - started}
 
 
 def needs_checkpointing(memory_gib: float | None) -> bool:
@@ -176,10 +267,16 @@ def needs_checkpointing(memory_gib: float | None) -> bool:
     return memory_gib is not None and memory_gib < 100
 
 
-def measure(bench: Bench, mode: Mode, context: Context) -> dict[str, Any]:
-    """Return the median time of a step and its peak memory."""
+def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -> dict[str, Any]:
+    """Return the median time of a step and its peak memory.
+
+    Args:
+        bench: the model.
+        mode: switched to first, unless it is compiled: then the model is in it already.
+        context: of the stage.
+        off: from `prepare_compiled`, or {}.
+    """
     begun = time.perf_counter()
-    off = compare_with_eager(bench, mode) if mode.compiled else {}
     if not mode.compiled:
         bench.switch_(mode)
     for _ in range(3 if mode.offload else 2):  # offload learns the order of use in two steps

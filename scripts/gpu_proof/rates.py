@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lora_fp8 import precision, settings
 from lora_fp8.precision import formats, matmul
 
-from .record import Context, Record, wait
+from .numerics import BACKENDS
+from .record import Context, Record, need_cuda, wait
 
 SHAPES = {
     # model, layer: tokens M, output features N, input features K, at 1024 px
@@ -28,6 +30,9 @@ SHAPES = {
     "flux2 fused in": (4608, 55296, 6144),
 }
 TOY = {"toy": (48, 64, 96)}
+ATTENTION = {"flux": (24, 4608, 128), "sdxl, outer": (10, 4096, 64), "wan": (40, 8190, 128)}
+"""Model -> heads, tokens, and width of a head, of self-attention at 1024 px."""
+ATTENTION_TOY = {"toy": (2, 48, 32)}
 BF16 = torch.bfloat16
 E4M3 = torch.float8_e4m3fn
 
@@ -42,6 +47,28 @@ def run(record: Record, context: Context) -> None:
             record.ask(
                 f"{name}: {operation}", lambda *_, f=function, w=work, u=unit, s=shape: time_it(f, w, u, s, context)
             )
+    for name, size in (ATTENTION_TOY if context.toy else ATTENTION).items():
+        for backend, kernel in BACKENDS.items():
+            if context.seconds_left > 0:
+                record.ask(
+                    f"attention, {name}: {backend}, forward and backward",
+                    lambda s=size, k=kernel: time_attention(s, k, context),
+                )
+
+
+def time_attention(size: tuple[int, int, int], kernel: SDPBackend, context: Context) -> dict[str, Any]:
+    """Return the rate of attention with one of torch's kernels: 3.5 times the forward's FLOPs."""
+    need_cuda(context.device)
+    heads, tokens, width = size
+    shape = (1, tokens, heads, width)
+    tensors = [torch.randn(shape, device=context.device, dtype=BF16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    grad = torch.randn(1, heads, tokens, width, device=context.device, dtype=BF16)
+
+    def both() -> None:
+        with sdpa_kernel(kernel):
+            torch.nn.functional.scaled_dot_product_attention(*tensors).backward(grad)
+
+    return time_it(both, 3.5 * 4 * tokens**2 * heads * width, "TFLOP/s", size, context)
 
 
 def operations(
