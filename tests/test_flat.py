@@ -121,6 +121,19 @@ def test_parameters_stay_what_the_model_holds() -> None:
     assert all((parameter != before[name]).all() for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "prodigy"])
+def test_a_model_that_was_moved_is_not_trained_in_vain(name: str) -> None:
+    model = nn.Linear(64, 80).bfloat16()
+    held = dict(model.named_parameters())
+    mine = build(list(held.items()), name=name)
+    gradient = mine.layout.join({name: torch.ones(one.shape) for name, one in held.items()})
+    model.to("cpu", torch.bfloat16)  # nothing to do, and nothing is parted
+    mine.step(gradient, 1e-2, 1)
+    model.to(torch.float32).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="was moved or replaced"):
+        mine.step(gradient, 1e-2, 2)
+
+
 class Count(TorchDispatchMode):
     """Counts the operations that launch something: views do not."""
 

@@ -358,6 +358,7 @@ class AdapterOptimizer:
         """
         if gradient.shape != (self.layout.size,):
             raise ValueError(f"the gradient has shape {list(gradient.shape)}, the layout {self.layout.size} values")
+        self._require_views()
         for unit in self._units:
             if self.rounding == "stochastic" and not unit.direct:
                 unit.stepped.data = unit.values.to(torch.float32).view(unit.shape)
@@ -378,6 +379,16 @@ class AdapterOptimizer:
             for rounded, exact in zip(unit.values.split(ROUNDED_PIECE), unit.master.split(ROUNDED_PIECE), strict=True):
                 rounded.copy_(round_stochastically(exact, generator))
         self._release()
+
+    def _require_views(self) -> None:
+        """Check that the parameters still lie in the vectors that are updated: moving the model would part them.
+
+        Only the first and the last of each unit are looked at, because a move takes all.
+        """
+        for unit in self._units:
+            for segment in (unit.segments[0], unit.segments[-1]):
+                if self.params[segment.name].data_ptr() != segment.of(unit.values).data_ptr():
+                    raise RuntimeError(f"{segment.name} was moved or replaced after the optimizer was made")
 
     def _state_of(self, unit: "_Unit") -> dict[str, Any]:
         """Return the library's state of a unit; {} before its first step."""
