@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lora_fp8 import families, train, verify
-from lora_fp8.cli import jobs
+from lora_fp8 import config, families, train, verify
+from lora_fp8.cli import jobs, training
 from lora_fp8.cli.events import print_event
 from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
@@ -335,6 +335,30 @@ def test_other_prompts_after_a_resume_are_not_shown_beside_the_old_ones(job):
         run(first, echo=at_step(2, lambda: Run.open(folder_of(first)).request("stop")))
     result = run(job(*SMALL, "preview.prompts=['a dog', 'a bird']"), resume=True)
     assert len(result.files) == 2 and not (folder_of(first) / "samples" / "contact_sheet.png").exists()
+
+
+# -- the process of a training
+
+# The second name is torch's newer one.
+GIVEN = [({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "x"), ({"PYTORCH_ALLOC_CONF": "x"}, None)]
+
+
+@pytest.mark.parametrize(("given", "expected"), GIVEN)
+def test_gpu_memory_grows_unless_the_environment_says_otherwise(given, expected, job, tmp_path, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(train, "run", lambda *_, **__: seen.append(os.environ.get("PYTORCH_CUDA_ALLOC_CONF")) or Done())
+    (tmp_path / "job.toml").write_text(config.dumps(job(*SMALL)), encoding="utf-8")
+    training.train_or_resume(tmp_path / "job.toml", [], resume=False, as_json=False)
+    assert seen == [expected]
+
+
+class Done:
+    files = ()
 
 
 # -- sums

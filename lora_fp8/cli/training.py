@@ -9,6 +9,7 @@ import typer
 
 from ..common.messages import get_language, translate
 from ..common.shell import quote_path
+from ..common.system import let_gpu_memory_grow
 from ..errors import Message
 from .events import print_event, print_json_line
 from .options import CONFIG, JSON, RUN, SET, load_config, print_json, print_lines, without_collection
@@ -171,6 +172,7 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
 def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bool, as_json: bool) -> None:
     """Load the config and run the job, for `train`, `resume` and train_lora.py."""
     job = load_config(Path(config_file), overrides)  # a wrong file is reported before torch is loaded
+    let_gpu_memory_grow()
     with without_collection():
         from .. import train as training
 

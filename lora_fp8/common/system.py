@@ -45,6 +45,16 @@ def detached() -> dict[str, Any]:
     return {"creationflags": sum(getattr(subprocess, name, 0) for name in names)}
 
 
+def let_gpu_memory_grow() -> None:
+    """Let torch enlarge blocks of GPU memory instead of adding new ones, unless the environment says how it allocates.
+
+    Batches of many shapes then leave fewer holes. Must come before torch is imported; only Linux can do it.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if sys.platform == "linux" and not any(name in os.environ for name in names):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def kill(pid: int) -> None:
     """End a process at once (SIGKILL, or TerminateProcess on Windows).
 
