@@ -37,8 +37,8 @@ def _render_state(ui: Ui, drawing: Drawing) -> str:
     label = f'<span class="state {escape(drawing.state)}">{ui.say(f"state.{drawing.state}")}</span>'
     head = f'<div class="row"><h2>{escape(shorten(prompt, 300))}</h2>{label}</div>'
     lines = ""
-    if drawing.state in ("running", "starting", "stopping") and record:
-        lines = _render_progress(ui, record)
+    if drawing.state in ("running", "starting", "stopping"):
+        lines = _render_progress(ui, record or {"stage": "load"})  # its process has not written anything yet
     elif job is not None and drawing.state in ("queued", "failed", "lost"):
         wrong = " wrong" if drawing.state != "queued" else ""
         text = run_cards.translate_sentence(ui, job.sentence)
