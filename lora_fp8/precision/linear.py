@@ -109,7 +109,7 @@ class FrozenLinear(nn.Linear):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the layer computes."""
+        """Return the device on which the layer computes."""
         return self.scale.device if self.waits else self.qweight.device
 
     @property
@@ -157,7 +157,7 @@ class FrozenLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # dequantized at every access
-        """The dequantized weight (N, K) in the compute dtype, computed at every access."""
+        """Return the dequantized weight (N, K) in the compute dtype, computed at every access."""
         return decode(here(self.parts()), self.form.storage, self.compute_dtype)
 
     @property

@@ -35,7 +35,7 @@ class Loaded:
 
     @property
     def adapted(self) -> nn.Module:
-        """All modules with adapters, for `adapters`."""
+        """Return all modules with adapters, for `adapters`."""
         return self.denoiser if self.text is None else Adapted(self.denoiser, self.text.encoders)
 
 

@@ -61,7 +61,8 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
         # A batch draws its noise as it is used: each pass gets a new one, with the same noise.
         off = _compare_compiled(session, loaded, lambda: attempt(draw()))
         facts["compiled_off"] = round(off, 5)
-    attempt()
+    else:
+        attempt()
     loaded.amax.forget_step_()
     _clear_gradients(loaded)
     if job.quantize.kernels == "triton":
@@ -70,7 +71,7 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
 
 
 def _compare_compiled(session: Session, loaded: Loaded, attempt: Callable[[], None]) -> float:
-    """Compare the gradient of compiled blocks with that of uncompiled ones, on this batch.
+    """Try the batch with uncompiled and with compiled blocks, and compare the gradients.
 
     Returns:
         The relative difference.
@@ -86,13 +87,13 @@ def _compare_compiled(session: Session, loaded: Loaded, attempt: Callable[[], No
     gradients.collect_()
     exact = gradients.values.norm().item()
     gradients.scale_(-1.0)
+    memory.reset_peak(processes.device)  # uncompiled blocks are not part of this job's memory
     for _ in range(3 if session.job.memory.cuda_graphs else 1):  # graphs are recorded in the second pass
         _clear_gradients(loaded)
         attempt()
     gradients.collect_()
     difference = gradients.values.norm().item()
     gradients.zero_()
-    memory.reset_peak(processes.device)  # uncompiled blocks are not part of this job's memory
     off = difference / exact if exact else difference
     if not off <= MOST_COMPILED_OFF:
         raise RunFailure(

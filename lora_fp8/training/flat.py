@@ -36,7 +36,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The element after the last one."""
+        """Return the element after the last one."""
         return self.start + self.shape.numel()
 
     def of(self, part: Tensor) -> Tensor:

@@ -232,6 +232,7 @@ class _Unit:
         direct: True if it is the values.
         flat: False for Prodigy's single parameters, which keep their shapes.
         optimizer: the library's.
+        shape: of `stepped`.
     """
 
     kind: _Kind
@@ -242,19 +243,15 @@ class _Unit:
     direct: bool
     flat: bool
     optimizer: torch.optim.Optimizer = field(init=False)
+    shape: torch.Size = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.stepped.shape  # kept, because stochastic rounding frees `stepped` between steps
 
     @property
     def master(self) -> Tensor:
-        """What is updated, flat."""
+        """Return what the library updates, flat."""
         return self.stepped.detach().view(-1)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of what is updated."""
-        return self._shape
-
-    def __post_init__(self) -> None:
-        self._shape = self.stepped.shape  # stochastic rounding frees it between steps
 
 
 class AdapterOptimizer:
@@ -556,7 +553,7 @@ class AdapterOptimizer:
 
     def _fits(self, name: str, key: str, value: Tensor) -> bool:
         if key.startswith("absmax"):
-            return value.shape == (math.ceil(self.params[name].numel() / 256),)
+            return value.shape == (math.ceil(self.params[name].numel() / ALIGNMENT),)
         if key in ("s", "p0"):  # p0 is a single 0 for a parameter that started as zeros
             return value.shape == (self.params[name].numel(),) or key == "p0" and not value.ndim
         return value.shape == self.params[name].shape
