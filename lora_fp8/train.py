@@ -67,7 +67,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
     folder = get_run_folder(job)
     with stop.watching():
         try:
-            set_torch_options(job.train.threads)
+            set_torch_options(job.train.threads, deterministic=job.train.deterministic)
             with processes.together():
                 if processes.is_main:
                     ownership.require_startable(folder, resume=resume)

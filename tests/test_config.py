@@ -664,7 +664,7 @@ def test_the_commented_file_explains_every_setting_that_has_an_effect() -> None:
     # The bundled SD 1.5 without previews, masks and clips; with AdamW, LoRA, FP8 that is dequantized, tags as they are.
     for group in ("model.components model.revision", "quantize.sensitivity_bound quantize.recipe quantize.fp8_exclude"):
         assert set(group.split()) <= left_out
-    for group in ("adapter.factor adapter.decompose_both optimizer.d0 optimizer.d_coef", "memory.cuda_graphs"):
+    for group in ("adapter.factor adapter.decompose_both optimizer.d0 optimizer.d_coef", "quantize.kernels"):
         assert set(group.split()) <= left_out
     for group in ("dataset.frames dataset.fps dataset.keep_tokens dataset.folders.control", "preview.every"):
         assert set(group.split()) <= left_out

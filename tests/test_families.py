@@ -27,18 +27,20 @@ import torch
 from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from editing import encode, image, load_encoders, processor, shown, shown_to_pipeline
+from graph_emulation import Graph, graph
 from original_code import bfl_tensors, ldm_names, ldm_vae, open_clip
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import config, families, precision
 from lora_fp8.config import find_unused_settings
-from lora_fp8.errors import UserError
+from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.families import _checks, _files, base
 from lora_fp8.objectives import FlowMatching
 from lora_fp8.precision import name_matches
 from lora_fp8.settings import Model, Objective, Preview, Quantize
 from lora_fp8.stages import previews
 from lora_fp8.stages.cache import PreviewPrompts
+from lora_fp8.training import cuda_graphs
 
 pytestmark = pytest.mark.usefixtures("small_controls")
 
@@ -335,6 +337,29 @@ def test_a_batch_is_its_samples(family, denoiser):
         for i, prompt in enumerate(PROMPTS):
             alone = family.predict(denoiser, noisy[i : i + 1], t[i : i + 1], conditioning(family, [prompt]))
             torch.testing.assert_close(both[i : i + 1], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_which_denoisers_a_cuda_graph_can_hold(family, denoiser, monkeypatch):
+    """In an emulation, which knows what reads a value, and not what copies a tensor to the GPU."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    recorder, t, cond = cuda_graphs.Recorder(), some_t(family, 1), conditioning(family, PROMPTS[:1])
+
+    def run(given):
+        inputs, noisy = given
+        return family.answer(denoiser, inputs, noisy)
+
+    with torch.no_grad():
+        for number in (1, 2, 3):
+            noisy = some_latents(family, 1) * number
+            inputs = family.prepare(denoiser, noisy, t, cond, 1.0)
+            if number > 1 and not family.is_recordable:
+                with pytest.raises(RunFailure, match="not permitted when stream is capturing"):
+                    recorder.run(run, (inputs, noisy))
+                return
+            answer = recorder.run(run, (inputs, noisy))
+            assert torch.equal(answer, family.predict(denoiser, noisy, t, cond, 1.0))
+    assert recorder.count == 1
 
 
 def test_gradient_checkpointing_changes_nothing(family, denoiser):

@@ -20,14 +20,17 @@ import miniatures
 import pytest
 import safetensors
 import torch
+from diffusers import UNet2DConditionModel
+from graph_emulation import Graph, graph
 from original_code import ldm_names
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_fp8 import config, families, precision, run, train
 from lora_fp8.adapters import kinds
 from lora_fp8.distributed import exchange
-from lora_fp8.errors import UserError
+from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.plan import disk_budget, resolve
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.precision import kernels, matmul, stream
@@ -217,10 +220,12 @@ OWN_TEST = {
     "dataset.missing_caption": "test_missing_caption",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
+    "train.deterministic": "test_deterministic_kernels",
     "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
     "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
     "memory.compile": "test_compile_reaches_the_blocks",
-    "memory.cuda_graphs": "test_compile_reaches_the_blocks",
+    "memory.keep_attention": "test_kept_attention_is_computed_once",
+    "memory.cuda_graphs": "test_cuda_graphs_replay_the_passes",
 }
 
 
@@ -681,25 +686,65 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
     assert "wait in main memory" in " ".join(told["memory"])
 
 
+def test_deterministic_kernels(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has them for GPUs, and refuses an operation that has none: this one on a CPU too."""
+    short = ("train.steps=1", "export.verify=false", "preview.prompts=[]")
+    real = UNet2DConditionModel.forward
+
+    def scattered(self: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sample = sample.clone().put_(torch.tensor([0]), torch.zeros(1, dtype=sample.dtype), accumulate=False)
+        return real(self, sample, *args, **kwargs)
+
+    monkeypatch.setattr(UNet2DConditionModel, "forward", scattered)
+    train.run(job(*short), progress=False)
+    with pytest.raises(RunFailure, match="put_ of this model has no deterministic kernel; use train.deterministic"):
+        train.run(job(*short, "train.deterministic=true", "name=second"), progress=False)
+    assert torch.are_deterministic_algorithms_enabled()
+    train.run(job(*short, "name=third"), progress=False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_kept_attention_is_computed_once(job: Callable[..., Job]) -> None:
+    class Count(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Count.num += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+            return func(*args, **(kwargs or {}))
+
+    short = ("train.steps=1", "export.verify=false", "preview.prompts=[]", "memory.gradient_checkpointing=true")
+    counts = []
+    for number, kept in enumerate(("true", "false", "true")):
+        Count.num = 0
+        with Count():
+            train.run(job(*short, f"memory.keep_attention={kept}", f"name=run{number}"), progress=False)
+        counts.append(Count.num)
+    assert counts[1] == 2 * counts[2] > 0  # the first run also encodes
+
+
+def test_cuda_graphs_replay_the_passes(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has none they are refused; more: test_cuda_graphs.py."""
+    with pytest.raises(UserError, match="a cpu has no CUDA graphs"):
+        train.run(job("memory.cuda_graphs=true"), progress=False)
+    monkeypatch.setattr(memory, "problem", lambda *_: "")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(Graph, "made", [])
+    train.run(job("memory.cuda_graphs=true", "train.steps=1"), progress=False)
+    assert any(made.replays for made in Graph.made)
+
+
 def test_compile_reaches_the_blocks(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Generating code takes a minute, so what the blocks are asked is looked at; test_compile.py compiles them."""
-    asked: list[str | None] = []
-    real = torch.nn.Module.compile
+    asked: list[bool] = []
+    real = torch.compile
     monkeypatch.setattr(
-        torch.nn.Module,
+        torch,
         "compile",
-        lambda module, fullgraph, mode: asked.append(mode) or real(module, backend="eager", fullgraph=fullgraph),
+        lambda function, fullgraph: asked.append(fullgraph) or real(function, backend="eager", fullgraph=fullgraph),
     )
     train.run(job("memory.compile=blocks", "train.steps=1"), progress=False)
-    assert asked and set(asked) == {None}
-    asked.clear()
-    graphs = ("memory.compile=blocks", "memory.cuda_graphs=true", "name=second")
-    with pytest.raises(UserError, match="a cpu has no CUDA graphs"):
-        train.run(job(*graphs), progress=False)
-    assert not asked  # refused before anything is loaded
-    monkeypatch.setattr(memory, "problem", lambda *_: "")
-    train.run(job(*graphs, "train.steps=1"), progress=False)
-    assert asked and set(asked) == {"reduce-overhead"}
+    assert asked and all(asked)
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def _describe_preflight(event: dict[str, Any]) -> Message:
     line = Message("preflight: peak memory {peak} GiB", peak=f"{event['peak_gib']:.2f}")
     if "fused" in event:
         line = Message("{line}; {count} adapters computed together with their layer", line=line, count=event["fused"])
-    if "compiled_off" in event:
-        percent = f"{100 * event['compiled_off']:.1f}"
-        line = Message("{line}; compiled blocks change the gradient by {percent} %", line=line, percent=percent)
+    if "gradient_off" in event:
+        percent = f"{100 * event['gradient_off']:.1f}"
+        line = Message("{line}; compiling or recording changes the gradient by {percent} %", line=line, percent=percent)
     return line
 
 

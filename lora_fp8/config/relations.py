@@ -266,6 +266,17 @@ def _check_objective(job: Job) -> Problems:
         )
 
 
+def _check_recording(job: Job) -> Problems:
+    """Yield a problem if the family's pass cannot be recorded as a CUDA graph."""
+    from ..families import get
+
+    if job.memory.cuda_graphs and not (family := get(job.model.family)).is_recordable:
+        yield (
+            "memory.cuda_graphs",
+            Message("true: the transformer of {title} cannot be recorded; use false", title=family.title),
+        )
+
+
 def _names_masks(name: str) -> bool:
     """Return True if a pattern with a * matches masks only, and not the images' own names."""
     return name.count("*") == 1 and not re.search(r"[/\\]", name) and not re.fullmatch(r"\*(\.\w+)?", name)
@@ -528,17 +539,27 @@ def _check_memory(job: Job) -> Problems:
                         usual=usual,
                     ),
                 )
-    if section.cuda_graphs and section.compile == "off":
-        yield "memory.cuda_graphs", Message("true records compiled blocks, and memory.compile is 'off'; use 'blocks'")
-    if section.cuda_graphs and section.gradient_checkpointing:
-        # The backward would replay the forward's recording while results of its first replay are still needed.
-        yield "memory.cuda_graphs", Message("true needs memory.gradient_checkpointing = false")
+    if section.cuda_graphs:
+        for key, clash, usual in (
+            ("memory.offload", bool(section.offload), "0"),  # fetching waits for copies that Python starts
+            ("quantize.backend", quantize.backend != "own", "'own'"),
+            ("adapter.dropout", bool(job.adapter.dropout), "0"),  # a recording would drop the same elements each time
+            ("adapter.text_encoder", job.adapter.text_encoder, "false"),  # tokenizing is no work of the GPU
+        ):
+            if clash:
+                yield "memory.cuda_graphs", Message("true needs {setting}", setting=f"{key} = {usual}")
 
 
 RULES = (
     Rule(_check_family),
     Rule(_check_quantize, reads=("quantize.storage", "quantize.compute", "quantize.backend", "model.dtype")),
-    Rule(_check_memory, reads=("memory", "quantize.compute", "quantize.recipe", "quantize.backend")),
+    Rule(
+        _check_memory,
+        reads=(
+            *("memory", "quantize.compute", "quantize.recipe", "quantize.backend"),
+            *("adapter.dropout", "adapter.text_encoder"),
+        ),
+    ),
     Rule(_check_sources),
     Rule(_check_folders),
     Rule(
@@ -547,6 +568,7 @@ RULES = (
         known_family=True,
     ),
     Rule(_check_clips, reads=("model.family",), known_family=True),
+    Rule(_check_recording, reads=("model.family",), known_family=True),
     Rule(_check_objective, reads=("model.family", "objective.loss"), known_family=True),
     Rule(_check_missing_caption, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),

@@ -123,6 +123,8 @@ class Facts:
     can leave next to no training at low noise levels. State the source in a comment."""
     towards_image: ClassVar[bool] = False
     """True if the denoiser predicts the velocity towards the image, the negative of what the scheduler expects."""
+    is_recordable: ClassVar[bool] = True
+    """False if a call of the denoiser reads values or makes tensors on the CPU, which no CUDA graph can hold."""
     embeds_guidance: ClassVar[bool] = False
     """True if models of this architecture may take the guidance scale as an input (guidance-distilled models do)."""
     computed: ClassVar[dict[str, tuple[str, ...]]] = {}

@@ -156,11 +156,18 @@ class ModelFamily(Latents, Prompts):
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
         """Call the denoiser as its pipeline does, with `t_B` as the objective draws it. Returns a prediction BCHW."""
+        return self.answer(denoiser, self.prepare(denoiser, noisy_BCHW, t_B, cond, guidance), noisy_BCHW)
+
+    def prepare(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+        """Return the arguments of the denoiser's call, on its device and in its dtype; see `inputs`."""
         device = noisy_BCHW.device
         cond = {name: tensor.to(device) for name, tensor in cond.items()}
         inexact = [name for name, tensor in cond.items() if tensor.is_floating_point() and name not in self.exact_cond]
         cond |= {name: cond[name].to(self.dtype) for name in inexact}
-        inputs = self.inputs(denoiser, noisy_BCHW.to(self.dtype), t_B.to(device), cond, guidance)
+        return self.inputs(denoiser, noisy_BCHW.to(self.dtype), t_B.to(device), cond, guidance)
+
+    def answer(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
+        """Call the denoiser with what `prepare` returned. Returns a prediction BCHW."""
         answer_BCHW = self.prediction(denoiser, denoiser(**inputs, return_dict=False)[0], noisy_BCHW)
         return -answer_BCHW if self.towards_image else answer_BCHW
 

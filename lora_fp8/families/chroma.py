@@ -30,6 +30,7 @@ class Family(ModelFamily):
     example_base = "lodestones/Chroma1-HD"
     pipeline_class = "ChromaPipeline"
     denoiser_class = "ChromaTransformer2DModel"
+    is_recordable = False  # its timestep embedding makes a tensor on the CPU
     text_widths = {"joint_attention_dim": "text_encoder.d_model"}
     text_millions = (4762, 132)  # T5-XXL
     text_parts = {"tokenizer": "T5TokenizerFast", "text_encoder": "T5EncoderModel"}
@@ -77,28 +78,23 @@ class Family(ModelFamily):
         "undoes: train on Chroma1-HD and draw with Flash"
     )
 
-    def predict(
-        self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
-    ) -> Tensor:
+    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from torch import nn
 
-        text_BL = cond["prompt_embeds_mask"].to(noisy_BCHW.device)
-        mask_BS = None
+        text_BL, mask_BS = cond["prompt_embeds_mask"], None
         if not text_BL.all():
-            num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))
-            mask_BS = nn.functional.pad(text_BL, (0, num_image), value=True)
-            cond = {**cond, "attention_mask": mask_BS}
-        with _mask_kept(denoiser, mask_BS):
-            return ModelFamily.predict(self, denoiser, noisy_BCHW, t_B, cond, guidance)
-
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+            mask_BS = nn.functional.pad(text_BL, (0, self.seq_len(tuple(noisy_BCHW.shape[2:]))), value=True)
         return {
             "hidden_states": self.pack(noisy_BCHW),
             "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
             "encoder_hidden_states": cond["prompt_embeds"],
             **_flux.positions(noisy_BCHW, cond["prompt_embeds"]),
-            "attention_mask": cond.get("attention_mask"),
+            "attention_mask": mask_BS,
         }
+
+    def answer(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
+        with _mask_kept(denoiser, inputs["attention_mask"]):
+            return ModelFamily.answer(self, denoiser, inputs, noisy_BCHW)
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:

@@ -35,6 +35,7 @@ class Family(ModelFamily):
     example_base = "models/HiDream-I1-Full"
     pipeline_class = "HiDreamImagePipeline"
     denoiser_class = "HiDreamImageTransformer2DModel"
+    is_recordable = False  # it copies the picture's size to the GPU
     text_widths = {
         "caption_channels.0": "text_encoder_3.d_model",
         "caption_channels.1": "text_encoder_4.hidden_size",

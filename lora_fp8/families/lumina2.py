@@ -31,6 +31,7 @@ class Family(ModelFamily):
     example_base = "Alpha-VLLM/Lumina-Image-2.0"
     pipeline_class = "Lumina2Pipeline"
     denoiser_class = "Lumina2Transformer2DModel"
+    is_recordable = False  # it reads the lengths of the prompts
     text_widths = {"cap_feat_dim": "text_encoder.hidden_size"}
     text_millions = (2614, 590)  # Gemma 2 2B
     text_parts = {"tokenizer": "GemmaTokenizerFast", "text_encoder": "Gemma2Model"}

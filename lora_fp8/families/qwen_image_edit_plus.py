@@ -32,6 +32,7 @@ class Family(ModelFamily):
     same_tensors_as = "qwen_image"
     pipeline_class = "QwenImageEditPlusPipeline"
     denoiser_class = "QwenImageTransformer2DModel"
+    is_recordable = False  # it copies to the GPU which tokens are controls
     text_widths = qwen_image.Family.text_widths
     text_millions = qwen_image.Family.text_millions
     text_parts = {**qwen_image.Family.text_parts, "processor": "Qwen2VLProcessor"}

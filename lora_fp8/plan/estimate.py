@@ -293,7 +293,7 @@ def _build_denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int
     sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values() if layer.waits]
     names = family.adapter_names(denoiser, job.adapter.targets)
     adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
-    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off", "cuda_graphs": False}))
+    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off"}))
     return denoiser.train(), waiting, stream.BUFFERS * max(sizes, default=0)
 
 

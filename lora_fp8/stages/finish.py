@@ -53,6 +53,7 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
     """Draw the last previews with all processes; then the main one writes the files and verifies them."""
     job, run, processes = session.job, session.run, session.processes
     run.log_event("stage", stage="export")
+    loaded.free_recordings()
     # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []

@@ -61,6 +61,7 @@ class LivePreviews:
                 continue
             if self.loaded.text is not None:
                 prompts = prompts.encode(self.loaded.text.answers)
+            self.loaded.free_recordings()
             with session.together(), precision.decoded_compute(self.loaded.denoiser):
                 previews.draw_now(session, self.loaded.denoiser, preview, prompts, step)
 

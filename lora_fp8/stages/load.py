@@ -13,6 +13,7 @@ from ..families.base import ModelFamily
 from ..lora_files.layer_names import text_encoder_of
 from ..objectives import Objective
 from ..training import memory, optim
+from ..training.cuda_graphs import Recorder
 from ..training.flat import Gradients
 from ..training.text_encoders import Adapted, TextEncoders
 from .cache import Data, PreviewPrompts
@@ -32,11 +33,17 @@ class Loaded:
     exchange: Exchange  # averages the gradient over the processes
     moved: list[str]  # lines that quantize.sensitivity = "auto" added to quantize.override
     text: TextEncoders | None = None  # the trained text encoders
+    recorder: Recorder | None = None  # of CUDA graphs
 
     @property
     def adapted(self) -> nn.Module:
         """Return all modules with adapters, for `adapters`."""
         return self.denoiser if self.text is None else Adapted(self.denoiser, self.text.encoders)
+
+    def free_recordings(self) -> None:
+        """Free the memory of recorded passes, before other work needs as much."""
+        if self.recorder is not None:
+            self.recorder.forget()
 
 
 def load_base(
@@ -99,7 +106,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     denoiser, layers, waiting = load_base(family, section, job.memory.offload, progress.update)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
-    applied = memory.apply_(denoiser, job.memory)
+    applied = memory.apply_(denoiser, job.memory, is_random=job.adapter.dropout > 0)
     denoiser.train()
     encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
     if encoders is not None:
@@ -117,6 +124,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         of_text=[name for name, _ in named if text_encoder_of(name, family)],
     )
     reports = [injected, *(encoders.injected if encoders else [])]
+    recorder = Recorder() if job.memory.cuda_graphs else None
     for report in reports:
         for line in report.warnings:
             session.warn(line)
@@ -128,7 +136,12 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         storage=layers.summary(),
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),
-        memory=[*applied.lines(), *_describe_waiting(waiting), *(encoders.lines() if encoders else [])],
+        memory=[
+            *applied.lines(),
+            *_describe_waiting(waiting),
+            *(encoders.lines() if encoders else []),
+            *(recorder.lines() if recorder else []),
+        ],
         lr=optim.lr(job.optimizer),
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
@@ -137,7 +150,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     gradients = Gradients(named, optimizer.layout)
     exchanged = exchange.build(job.train.gradient_exchange, gradients, session.processes)
     amax = precision.amax_history(denoiser)
-    return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders)
+    return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders, recorder)
 
 
 def _describe_waiting(waiting: int) -> list[str]:

@@ -118,6 +118,7 @@ class Milestones:
     def draw(self, step: int) -> None:
         """Draw previews."""
         prompts = encode_preview_prompts(self.data, self.loaded)
+        self.loaded.free_recordings()
         with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
             previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
 

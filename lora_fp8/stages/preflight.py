@@ -3,8 +3,10 @@
 A batch that does not fit into memory, or a broken base model, then fails now and not in an hour.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,14 +14,15 @@ from .. import adapters, precision
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
 from ..training import memory
+from ..training.cuda_graphs import Recorder
 from .cache import Data
 from .load import Loaded
 from .progress import StageProgress
 from .resume import State
 from .session import Session
-from .step import compute_weighted_losses, name_files_not_finite
+from .step import backward_, name_files_not_finite
 
-MOST_COMPILED_OFF = 0.3
+MOST_OFF = 0.3
 """Largest relative difference between the gradients of compiled and uncompiled blocks. Rounding in another order makes
 0.01 to 0.02 in bf16 (measured); a wrong gradient had 3 and more."""
 
@@ -42,11 +45,11 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
 
     first = draw()
 
-    def attempt(batch: Batch | None = first) -> None:
+    def attempt(batch: Batch | None = first, recorder: Recorder | None = None) -> None:
         if batch is None:
             return
-        losses_B = compute_weighted_losses(session, loaded, batch)
-        losses_B.sum().backward()
+        with _explain_nondeterministic():
+            losses_B = backward_(session, loaded, batch, recorder)
         if not torch.isfinite(losses_B).all():
             files = name_files_not_finite(batch, losses_B)
             raise RunFailure(
@@ -56,22 +59,41 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
     if job.quantize.compute == "auto":
         _choose_compute(session, loaded, state, attempt)
     facts: dict[str, float] = {}
+    loaded.exchange.gradients.zero_()
     # With dropout, compiled and uncompiled blocks draw other elements.
-    if job.memory.compile == "blocks" and first is not None and not job.adapter.dropout:
+    is_special = job.memory.compile == "blocks" or loaded.recorder is not None
+    if is_special and first is not None and not job.adapter.dropout:
         # A batch draws its noise as it is used: each pass gets a new one, with the same noise.
-        off = _compare_compiled(session, loaded, lambda: attempt(draw()))
-        facts["compiled_off"] = round(off, 5)
+        off = _compare_with_plain(session, loaded, lambda recorder: attempt(draw(), recorder))
+        facts["gradient_off"] = round(off, 5)
     else:
         attempt()
     loaded.amax.forget_step_()
-    _clear_gradients(loaded)
     if job.quantize.kernels == "triton":
         facts["fused"] = adapters.num_fused(loaded.denoiser)
     run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3), **facts)
 
 
-def _compare_compiled(session: Session, loaded: Loaded, attempt: Callable[[], None]) -> float:
-    """Try the batch with uncompiled and with compiled blocks, and compare the gradients.
+@contextlib.contextmanager
+def _explain_nondeterministic() -> Iterator[None]:
+    """Turn torch's error for an operation that has no deterministic kernel into a RunFailure with what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        name = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+        if name is None:
+            raise
+        raise RunFailure(
+            Message(
+                "train.deterministic = true: {name} of this model has no deterministic kernel; use "
+                "train.deterministic = false",
+                name=name[1],
+            )
+        ) from error
+
+
+def _compare_with_plain(session: Session, loaded: Loaded, attempt: Callable[[Recorder | None], None]) -> float:
+    """Try the batch as training will, compiled or from a recording, and compare the gradients with those of plain code.
 
     Returns:
         The relative difference.
@@ -79,28 +101,29 @@ def _compare_compiled(session: Session, loaded: Loaded, attempt: Callable[[], No
     Raises:
         RunFailure: they differ by more than rounding explains. Losses do not show it (see `set_torch_options`).
     """
-    gradients, processes = loaded.exchange.gradients, session.processes
-    _clear_gradients(loaded)
-    gradients.zero_()
+    gradients, device = loaded.exchange.gradients, session.processes.device
     with memory.uncompiled(loaded.denoiser):
-        attempt()
-    gradients.collect_()
-    exact = gradients.values.norm().item()
-    gradients.scale_(-1.0)
-    memory.reset_peak(processes.device)  # uncompiled blocks are not part of this job's memory
-    for _ in range(3 if session.job.memory.cuda_graphs else 1):  # graphs are recorded in the second pass
-        _clear_gradients(loaded)
-        attempt()
-    gradients.collect_()
-    difference = gradients.values.norm().item()
-    gradients.zero_()
-    off = difference / exact if exact else difference
-    if not off <= MOST_COMPILED_OFF:
+        attempt(None)
+    exact = gradients.values.to("cpu", copy=True)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a recording has memory of its own
+    memory.reset_peak(device)  # plain code is not part of this job's memory
+    for _ in range(1 if loaded.recorder is None else 2):  # the second pass is recorded
+        gradients.zero_()
+        attempt(loaded.recorder)
+    difference, size = (gradients.values.cpu() - exact).norm().item(), exact.norm().item()
+    off = difference / size if size else difference
+    if not off <= MOST_OFF:
+        section = session.job.memory
+        setting = "memory.compile = 'blocks'" if section.compile == "blocks" else "memory.cuda_graphs = true"
+        usual = "memory.compile = 'off'" if section.compile == "blocks" else "memory.cuda_graphs = false"
         raise RunFailure(
             Message(
-                "memory.compile = 'blocks': compiled blocks have another gradient than uncompiled ones on this machine "
-                "(relative difference {value}); use memory.compile = 'off'",
+                "{setting}: on this machine, the gradient differs from that without it (relative difference {value}); "
+                "use {usual}",
+                setting=setting,
                 value=f"{off:.3g}",
+                usual=usual,
             )
         )
     return off
@@ -122,7 +145,6 @@ def _choose_compute(session: Session, loaded: Loaded, state: State, attempt: Cal
         state.compute = ""
     state.compute = state.compute or _find_fastest(session, loaded, attempt)
     switch_compute(session, loaded, state.compute)
-    _clear_gradients(loaded)
     memory.reset_peak(processes.device)  # the slower matmuls are not part of this job's memory
 
 
@@ -169,8 +191,3 @@ def switch_compute(session: Session, loaded: Loaded, mode: str) -> None:
     """Make the frozen layers use this matmul."""
     compute, section = precision.chosen(mode, session.job.quantize)
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute(compute), section)
-
-
-def _clear_gradients(loaded: Loaded) -> None:
-    for _, parameter in adapters.parameters(loaded.adapted):
-        parameter.grad = None

@@ -4,14 +4,16 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
-from ..families.base import ModelFamily
+from ..families.base import Inputs, ModelFamily
 from ..objectives import Objective
+from ..training.cuda_graphs import Recorder
 from ..training.text_encoders import TextEncoders
 from .cache import Data
 from .load import Loaded
@@ -20,6 +22,52 @@ from .session import Session
 
 REQUESTS = ("stop", "save", "preview", "prompts", "sample")
 """Requests that are acted on at the end of a step; "prompts" and "sample" are those of `live_previews`."""
+
+
+class Noised(NamedTuple):
+    """A batch with noise, as the denoiser and the loss get it; all tensors are on the denoiser's device.
+
+    Attributes:
+        inputs: arguments of the denoiser.
+        noisy_BCHW: noisy latents.
+        target_BCHW: what the denoiser should predict.
+        t_B: timesteps.
+        mask_BHW: loss masks, if there are any.
+    """
+
+    inputs: Inputs
+    noisy_BCHW: Tensor
+    target_BCHW: Tensor
+    t_B: Tensor
+    mask_BHW: Tensor | None
+
+
+def add_noise(
+    family: ModelFamily,
+    denoiser: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    guidance: float,
+    text: TextEncoders | None = None,
+) -> Noised:
+    """Draw the timesteps of a batch, and add noise to its latents; the arguments are those of `diffusion_loss`."""
+    device = next(denoiser.parameters()).device
+    latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
+    noise = objective.shaped(noise, batch.t_generators)
+    noisy = objective.add_noise(latents, noise, t_B).to(family.dtype)
+    cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
+    if text is not None:
+        cond = text.cond(batch.captions, cond)
+    mask = None if batch.mask_BHW is None else batch.mask_BHW.to(device)
+    inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
+    return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, mask)
+
+
+def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Objective, noised: Noised) -> Tensor:
+    """Return the loss of each sample, (B,) float32."""
+    prediction = family.answer(denoiser, noised.inputs, noised.noisy_BCHW)
+    return objective.loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
 
 
 def diffusion_loss(
@@ -43,24 +91,37 @@ def diffusion_loss(
     Returns:
         Loss of each sample, (B,) float32.
     """
-    device = next(denoiser.parameters()).device
-    latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
-    noise = objective.shaped(noise, batch.t_generators)
-    noisy = objective.add_noise(latents, noise, t_B)
-    cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
-    if text is not None:
-        cond = text.cond(batch.captions, cond)
-    prediction = family.predict(denoiser, noisy.to(family.dtype), t_B, cond, guidance)
-    mask = None if batch.mask_BHW is None else batch.mask_BHW.to(device)
-    return objective.loss(prediction, objective.target(latents, noise, t_B), t_B, mask)
+    noised = add_noise(family, denoiser, objective, batch, guidance, text)
+    return predict_and_compare(family, denoiser, objective, noised)
 
 
-def compute_weighted_losses(session: Session, loaded: Loaded, batch: Batch) -> Tensor:
-    """Return the loss of each sample times the weight of its folder, (B,) float32."""
-    guidance = session.job.objective.guidance
-    losses_B = diffusion_loss(session.family, loaded.denoiser, loaded.objective, batch, guidance, loaded.text)
-    return losses_B * torch.tensor(batch.weights, device=losses_B.device)
+def backward_(session: Session, loaded: Loaded, batch: Batch, recorder: Recorder | None) -> Tensor:
+    """Run a batch forward and backward, and add its gradients to `loaded.exchange.gradients`.
+
+    Args:
+        session, loaded: of the run.
+        batch: latents, noise and conditioning.
+        recorder: replays the pass, from the second with the same shapes on; None runs it each time.
+
+    Returns:
+        The loss of each sample times the weight of its folder, (B,) float32.
+    """
+    family, guidance = session.family, session.job.objective.guidance
+    denoiser, objective, gradients = loaded.denoiser, loaded.objective, loaded.exchange.gradients
+    weights_B = torch.tensor(batch.weights).to(session.processes.device)
+
+    def collect(losses_B: Tensor, weights_B: Tensor) -> Tensor:
+        losses_B = losses_B * weights_B
+        losses_B.sum().backward()
+        gradients.collect_()
+        return losses_B.detach()
+
+    if recorder is None:
+        return collect(diffusion_loss(family, denoiser, objective, batch, guidance, loaded.text), weights_B)
+    noised = add_noise(family, denoiser, objective, batch, guidance, loaded.text)
+    return recorder.run(
+        lambda given: collect(predict_and_compare(family, denoiser, objective, given[0]), given[1]), (noised, weights_B)
+    )
 
 
 @dataclass(frozen=True)
@@ -128,10 +189,8 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
         if job.adapter.dropout:
             # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
             torch.manual_seed(_make_seed(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-        losses_B = compute_weighted_losses(session, loaded, batch)
-        losses_B.sum().backward()
-        gradients.collect_()
-        micro_loss = losses_B.detach().sum().item()  # waits for the device: once per micro-batch
+        losses_B = backward_(session, loaded, batch, loaded.recorder)
+        micro_loss = losses_B.sum().item()  # waits for the device: once per micro-batch
         loss_sum += micro_loss
         if not math.isfinite(micro_loss):
             faults.append(name_files_not_finite(batch, losses_B))
@@ -165,7 +224,7 @@ def require_finite(session: Session, step: int, gradient: Gradient, norm: float)
 
 def name_files_not_finite(batch: Batch, losses_B: Tensor) -> str:
     """Name the files of a batch whose loss is not finite."""
-    losses = losses_B.detach().tolist()
+    losses = losses_B.tolist()
     paths = (str(path) for path, loss in zip(batch.paths, losses, strict=True) if not math.isfinite(loss))
     return Message("files: {names}", names=", ".join(paths))
 

@@ -10,12 +10,13 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import precision, settings
 from ..common import system
@@ -25,12 +26,23 @@ RECOMPILES = 128
 """How often torch may compile a block: kinds of blocks times bucket shapes. torch's own limit of 8 is below the number
 of buckets of a usual dataset; beyond it, a block that must be one graph raises."""
 
+_aten = torch.ops.aten
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+)
+"""The operations of torch's attention kernels, as far as training uses them."""
+Call = Callable[..., Any]
+
 
 @dataclass(frozen=True)
 class MemoryReport:
     """What `apply_` switched on."""
 
     gradient_checkpointing: bool
+    keeps_attention: bool = False
     compiled: str = ""
     """The compiled blocks: "19 FluxTransformerBlock, ..."; "" if there are none."""
 
@@ -39,6 +51,8 @@ class MemoryReport:
         line = Message("gradient checkpointing on")
         if not self.gradient_checkpointing:
             line = Message("gradient checkpointing off")
+        elif self.keeps_attention:
+            line = Message("gradient checkpointing on, but attention is kept")
         return [line, Message("compiled: {names}", names=self.compiled)] if self.compiled else [line]
 
 
@@ -72,22 +86,54 @@ def problem(section: settings.Memory, device: torch.device) -> str:
     )
 
 
-def apply_(denoiser: nn.Module, section: settings.Memory) -> MemoryReport:
+def apply_(denoiser: nn.Module, section: settings.Memory, *, is_random: bool = False) -> MemoryReport:
     """Switch on what the section asks for, in place.
 
     Checkpointing is non-reentrant (diffusers' default): adapters get gradients even if a region's inputs need none. The
     frozen FP8 layers dequantize again in the recomputation, with bit-identical results.
 
+    Args:
+        denoiser: with its adapters.
+        section: the job's `[memory]` table.
+        is_random: the denoiser draws random numbers, for dropout.
+
     Raises:
         UserError: this denoiser has nothing to compile.
     """
-    if section.gradient_checkpointing:
-        denoiser.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of diffusers' models
-    compiled = _compile_blocks_(denoiser, section) if section.compile == "blocks" else ""
-    return MemoryReport(section.gradient_checkpointing, compiled)
+    compiled, kept = "", ATTENTION if section.keeps_attention else ()
+    recompute = _recomputation(kept, is_random) if section.gradient_checkpointing else None
+    if section.compile == "blocks":
+        compiled = _compile_blocks_(denoiser, recompute and _recomputation(kept, is_random, has_policy=True))
+    if recompute is not None:
+        # diffusers calls this with each block and its arguments.
+        checkpointed = functools.partial(_checkpointed, recompute)
+        denoiser.enable_gradient_checkpointing(checkpointed)  # type: ignore[operator]  # a method of diffusers' models
+    return MemoryReport(section.gradient_checkpointing, section.keeps_attention, compiled)
 
 
-def _compile_blocks_(denoiser: nn.Module, section: settings.Memory) -> str:
+def _recomputation(kept: Sequence[Any], is_random: bool, *, has_policy: bool = False) -> Call:
+    """Return what runs a module so that its activations are recomputed in the backward pass.
+
+    Args:
+        kept: operations whose results are not recomputed.
+        is_random: the module draws random numbers.
+        has_policy: say of each operation whether it is kept, also if none is. Compiled by torch 2.11, a module without
+            a policy kept 3.7 times the bytes (measured). Uncompiled, a policy costs time.
+    """
+    # The state of the random numbers is restored only where it matters: a CUDA graph cannot record that.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": is_random}
+    if kept or has_policy:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(kept))
+    return functools.partial(checkpoint, **options)
+
+
+def _checkpointed(recompute: Call, block: nn.Module, *args: Any) -> Any:
+    compiled = block._compiled_call_impl
+    # Compiled code recomputes by itself: from outside, its operations could not be told apart.
+    return compiled(*args, checkpointed=True) if compiled and block.training else recompute(block, *args)
+
+
+def _compile_blocks_(denoiser: nn.Module, recompute: Call | None) -> str:
     """Compile the repeated blocks, each kind once for all of its blocks.
 
     The first bucket shape gets code of its own; it is the preflight's and therefore the heaviest. The second shape gets
@@ -108,14 +154,24 @@ def _compile_blocks_(denoiser: nn.Module, section: settings.Memory) -> str:
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     for block in blocks:
-        block.compile(fullgraph=True, mode="reduce-overhead" if section.cuda_graphs else None)
-        block._compiled_call_impl = functools.partial(_in_training, block, block._compiled_call_impl)
-    if section.cuda_graphs:
-        # A recorded graph's outputs live until its next replay: this marks that the previous forward is done.
-        denoiser.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        block._compiled_call_impl = _Compiled(block, recompute)
     counted = Counter(type(block).__name__ for block in blocks)
-    names = ", ".join(f"{count} {name}" for name, count in counted.items())
-    return Message("{names} with CUDA graphs", names=names) if section.cuda_graphs else names
+    return ", ".join(f"{count} {name}" for name, count in counted.items())
+
+
+class _Compiled:
+    """What a block's call runs: compiled code in training, and the block itself in eval mode."""
+
+    def __init__(self, block: nn.Module, recompute: Call | None) -> None:
+        self.block = block
+        self._plain = torch.compile(block._call_impl, fullgraph=True)
+        if recompute is not None:
+            self._checkpointed = torch.compile(lambda *args: recompute(block._call_impl, *args), fullgraph=True)
+
+    def __call__(self, *args: Any, checkpointed: bool = False, **kwargs: Any) -> Any:
+        if not self.block.training:
+            return self.block._call_impl(*args, **kwargs)
+        return self._checkpointed(*args) if checkpointed else self._plain(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -129,10 +185,6 @@ def uncompiled(denoiser: nn.Module) -> Iterator[None]:
     finally:
         for module, code in compiled.items():
             module._compiled_call_impl = code
-
-
-def _in_training(block: nn.Module, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    return (compiled if block.training else block._call_impl)(*args, **kwargs)
 
 
 def reset_peak(device: torch.device) -> None:
