@@ -3,7 +3,8 @@
     python scripts/prove_gpu.py --minutes 9              every stage, most important first
     python scripts/prove_gpu.py --toy --minutes 9        small shapes; runs on a CPU too, to try the script itself
     python scripts/prove_gpu.py --stages numerics demo   only these
-    python scripts/prove_gpu.py --stages numerics --questions block graphs   only questions whose name contains a word
+    python scripts/prove_gpu.py --stages numerics models --questions compile "^flux 1024: fp8"
+                                                         only questions in whose name a regular expression is found
     python scripts/prove_gpu.py --report FOLDER          draw the table and the plot of results that are there; of
                                                          several runs in results.jsonl, the newest row of each question
 
@@ -84,7 +85,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="time for everything (default: %(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--questions", nargs="+", default=[], metavar="WORD", help="only these questions of numerics")
+    parser.add_argument(
+        "--questions", nargs="+", default=[], metavar="REGEX", help="only these of numerics, rates, models"
+    )
     parser.add_argument("--toy", action="store_true", help="small shapes and few repeats; runs on a CPU too")
     parser.add_argument("--device", help="cuda or cpu (default: cuda if there is one)")
     parser.add_argument("--out", type=Path, help="folder for the results (default: benchmarks/gpu_<name>)")
@@ -106,6 +109,7 @@ def start(stage: str, args: argparse.Namespace, out: Path, limit: float) -> subp
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # leaves the GPU and the cores to others
     else:
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic kernels; read once
     with open(out / f"{stage}.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True

@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ path = "demo"
 
 [quantize]
 compute = "{compute}"
+
+[memory]
+cuda_graphs = {recorded}
 
 [adapter]
 targets = ["attn1.to_q", "attn2.to_v", "conv1"]
@@ -49,22 +54,46 @@ steps = 4
 """
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A way to train: the matmul, and whether passes are recorded as CUDA graphs."""
+
+    compute: str
+    recorded: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in the rows of results."""
+        return self.compute + " recorded" * self.recorded
+
+
+UPCAST = Kind("upcast")
+KINDS = (UPCAST, Kind("upcast", recorded=True), Kind("fp8"))
+
+
 def run(record: Record, context: Context) -> None:
-    """Train the demo base with decoded and with FP8 matmuls."""
+    """Train the demo base in several ways, all at the same time: most of a short job is starting it."""
     steps = 6 if context.toy else 60
-    for compute in ("upcast",) if context.toy else ("upcast", "fp8"):
-        if context.seconds_left <= 0:
-            record.write(f"{compute}: a job trained through", None, note="not asked: no time left")
-            continue
-        record.ask(f"{compute}: a job trained through, verified", lambda c=compute: train_through(c, steps, context))
-        record.ask(
-            f"{compute}: stopped and resumed, the same bytes", lambda c=compute: stop_and_resume(c, steps, context)
-        )
+    kinds = [UPCAST] if context.device.type == "cpu" else KINDS
+    with ThreadPoolExecutor(2 * len(kinds)) as threads:
+        through = {kind: threads.submit(train_through, kind, steps, context) for kind in kinds}
+        stopped = {kind: threads.submit(stop_and_resume, kind, steps, context) for kind in kinds}
+    for kind in kinds:
+        record.ask(f"{kind.name}: a job trained through, verified", through[kind].result)
+        record.ask(f"{kind.name}: stopped and resumed, the same bytes", lambda kind=kind: compare(stopped[kind]))
+        if kind.recorded:
+            pair = [place(one, "through", context) for one in (kind, replace(kind, recorded=False))]
+            record.ask(f"{kind.name}: the same bytes as unrecorded", lambda pair=pair: same(*pair))
 
 
-def train_through(compute: str, steps: int, context: Context) -> dict[str, Any]:
+def place(kind: Kind, how: str, context: Context) -> Path:
+    """Return the run folder of a job."""
+    return context.out / f"{how}_{kind.name.replace(' ', '_')}"
+
+
+def train_through(kind: Kind, steps: int, context: Context) -> dict[str, Any]:
     """Run the job to its end and check the verification of its exported file."""
-    folder = write_config(f"through_{compute}", compute, steps, context)
+    folder = write_config(place(kind, "through", context), kind, steps, context)
     started = time.perf_counter()
     code, words = command(["train", str(folder.with_suffix(".toml"))], context)
     verified = (folder / "verify.json").is_file()
@@ -73,10 +102,18 @@ def train_through(compute: str, steps: int, context: Context) -> dict[str, Any]:
     return {"ok": ok, "value": seconds, "unit": "s", "note": "" if ok else f"exit code {code}: {words}"}
 
 
-def stop_and_resume(compute: str, steps: int, context: Context) -> dict[str, Any]:
-    """Ask a second run of the same job to stop at half of its steps, resume it, and compare the exported tensors."""
-    folder = write_config(f"stopped_{compute}", compute, steps, context)
-    with open(context.out / f"stopped_{compute}.log", "wb") as log:
+def stop_and_resume(kind: Kind, steps: int, context: Context) -> tuple[str, Path]:
+    """Ask a second run of the same job to stop at half of its steps, and resume it.
+
+    Returns:
+        How it went and the run folder.
+
+    Raises:
+        RuntimeError: it did not end as it should.
+    """
+    folder = write_config(place(kind, "stopped", context), kind, steps, context)
+    log_file = folder.with_suffix(".log")
+    with open(log_file, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "lora_fp8", "train", str(folder.with_suffix(".toml"))],
             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
@@ -86,32 +123,41 @@ def stop_and_resume(compute: str, steps: int, context: Context) -> dict[str, Any
         if process.poll() is None and newest_step(folder) == 0:
             process.kill()
             process.wait()
-            return {"ok": False, "note": f"no step within the time; see stopped_{compute}.log"}
+            raise RuntimeError(f"no step within the time; see {log_file.name}")
         if process.poll() is None:
             (folder / "control" / "stop").touch()
         code = process.wait()
     stopped_at = newest_step(folder)
     if code not in (0, STOPPED):
-        return {"ok": False, "note": f"exit code {code}; see stopped_{compute}.log"}
-    if code == STOPPED:
-        code, words = command(["resume", str(folder)], context)
-        if code != 0:
-            return {"ok": False, "note": f"resume: exit code {code}: {words}"}
-    one, other = export_hash(folder), export_hash(context.out / f"through_{compute}")
-    how = (
-        f"stopped after step {stopped_at} of {steps}"
-        if stopped_at < steps
-        else "it was done before it could be stopped"
-    )
+        raise RuntimeError(f"exit code {code}; see {log_file.name}")
+    if code == 0:
+        return "it was done before it could be stopped", folder
+    code, words = command(["resume", str(folder)], context)
+    if code != 0:
+        raise RuntimeError(f"resume: exit code {code}: {words}")
+    return f"stopped after step {stopped_at} of {steps}", folder
+
+
+def compare(stopped: "Future[tuple[str, Path]]") -> dict[str, Any]:
+    """Compare the exported tensors of a resumed run with those of the one that trained through."""
+    how, folder = stopped.result()
+    one, other = export_hash(folder), export_hash(folder.with_name(folder.name.replace("stopped", "through")))
     return {"ok": bool(one) and one == other, "note": f"{how}; {one[:12]} and {other[:12]}"}
 
 
-def write_config(name: str, compute: str, steps: int, context: Context) -> Path:
+def same(one: Path, other: Path) -> dict[str, Any]:
+    """Compare the exported tensors of two runs."""
+    hashes = export_hash(one), export_hash(other)
+    return {"ok": bool(hashes[0]) and hashes[0] == hashes[1], "note": " and ".join(word[:12] for word in hashes)}
+
+
+def write_config(folder: Path, kind: Kind, steps: int, context: Context) -> Path:
     """Write a job beside its run folder. Return the folder."""
-    settings = {"name": name, "compute": compute, "steps": steps, "every": max(2, steps // 3)}
+    settings = {"name": folder.name, "compute": kind.compute, "recorded": str(kind.recorded).lower()}
+    settings |= {"steps": steps, "every": max(2, steps // 3)}
     places = {"folder": json.dumps(str(context.out)), "images": json.dumps(str(ROOT / "lora_fp8/demo/dataset"))}
-    (context.out / f"{name}.toml").write_text(CONFIG.format(**settings, **places), encoding="utf-8")
-    return context.out / name
+    folder.with_suffix(".toml").write_text(CONFIG.format(**settings, **places), encoding="utf-8")
+    return folder
 
 
 def command(arguments: list[str], context: Context) -> tuple[int, str]:

@@ -20,6 +20,7 @@ import torch
 from lora_fp8 import adapters, families, precision, settings
 from lora_fp8.plan import dry_run
 from lora_fp8.training import flat, memory, optim
+from lora_fp8.training.cuda_graphs import Recorder
 from lora_fp8.training.torch_options import set_torch_options
 
 from .record import Context, NotHere, Record, need_cuda, read_rows, wait
@@ -38,12 +39,16 @@ class Mode:
         quantize: settings of `[quantize]`.
         compiled: torch.compile of the repeated blocks.
         offload: share of the frozen bytes that is offloaded to RAM.
+        recorded: forward and backward pass replayed as a CUDA graph.
+        keeps_attention: attention is not recomputed.
     """
 
     title: str
     quantize: dict[str, Any] = field(default_factory=dict)
     compiled: bool = False
     offload: float = 0.0
+    recorded: bool = False
+    keeps_attention: bool = False
 
     @property
     def storage(self) -> str:
@@ -53,16 +58,36 @@ class Mode:
     @property
     def name(self) -> str:
         """Name of the mode in tables."""
-        return self.title + " compiled" * self.compiled
+        return (
+            self.title
+            + " compiled" * self.compiled
+            + " recorded" * self.recorded
+            + ", attention kept" * self.keeps_attention
+        )
 
 
 PLAIN = Mode("bf16", {"storage": "bf16"})
 UPCAST = Mode("fp8 upcast", {"storage": "fp8", "compute": "upcast"})
 FP8 = Mode("fp8 matmul", {"storage": "fp8", "compute": "fp8"})
 TRITON = Mode("fp8 matmul + triton", {"storage": "fp8", "compute": "fp8", "kernels": "triton"})
-OFFLOADED = [Mode(f"fp8 upcast, offload {share:g}", UPCAST.quantize, offload=share) for share in (0.5, 1.0)]
-MODES = (PLAIN, FP8, UPCAST, TRITON)
-"""Modes, the most important first. Each is measured compiled and uncompiled."""
+
+
+def variants(mode: Mode, keeps_attention: bool = False) -> list[Mode]:
+    """Return a mode compiled and compiled and recorded; if attention is recomputed, also neither and only recorded."""
+    mode = replace(mode, keeps_attention=keeps_attention)
+    compiled = [replace(mode, compiled=True), replace(mode, compiled=True, recorded=True)]
+    return compiled if keeps_attention else [*compiled, mode, replace(mode, recorded=True)]
+
+
+PROCESSES = (
+    variants(PLAIN),
+    variants(FP8),
+    variants(UPCAST) + [replace(UPCAST, title=f"fp8 upcast, offload {share:g}", offload=share) for share in (0.5, 1.0)],
+    variants(FP8, keeps_attention=True),
+    variants(PLAIN, keeps_attention=True),
+    variants(TRITON),
+)
+"""The modes that each process measures, the most important first. The last one may change the base for good."""
 NEEDS = {"flux": (27, 16), "sdxl": (8, 6), "qwen": (44, 25)}
 """GiB that a process takes with the base in bf16 and in FP8, its CUDA context included (H100, 2026-11)."""
 SPARE = 4
@@ -85,8 +110,8 @@ class Bench:
         self.plan = precision.quantize_(self.denoiser, planned, self.keep, BF16, self.modulation)
         bench_step.fill_(self.denoiser, model, size, device)
         bench_step.with_adapters(self.denoiser, model).train()
-        if checkpointing:
-            self.denoiser.enable_gradient_checkpointing()
+        self.checkpointing = checkpointing
+        memory.apply_(self.denoiser, settings.Memory(gradient_checkpointing=checkpointing))
         named = adapters.parameters(self.denoiser)
         section = settings.Optimizer(name="adamw8bit")
         if device != META:
@@ -95,6 +120,7 @@ class Bench:
         self.optimizer_bytes = optim.state_bytes([one for _, one in named], section)
         self.inputs = bench_step.inputs(model, pixels, size, device)
         self.number = 0
+        self.recorder: Recorder | None = None
         self.loss = self.norm = torch.zeros(())
 
     def switch_(self, mode: Mode) -> None:
@@ -110,6 +136,7 @@ class Bench:
             raise NotHere(text)
         if mode.offload and self.device.type != "cuda":
             raise NotHere("offloading needs a CUDA GPU")
+        self.record_(mode.recorded)
         torch._dynamo.reset()
         for module in self.denoiser.modules():
             module._compiled_call_impl = None
@@ -117,14 +144,31 @@ class Bench:
             precision.set_compute_(self.denoiser, self.plan.with_compute(section.compute), section)
         if mode.offload:
             precision.offload_(self.denoiser, mode.offload)
-        if mode.compiled:
-            memory.apply_(self.denoiser, settings.Memory(gradient_checkpointing=False, compile="blocks"))
+        compiled = "blocks" if mode.compiled else "off"
+        section = settings.Memory(
+            gradient_checkpointing=self.checkpointing, keep_attention=mode.keeps_attention, compile=compiled
+        )
+        memory.apply_(self.denoiser, section)
+
+    def record_(self, recorded: bool) -> None:
+        """Replay passes as CUDA graphs from now on, or do not."""
+        if self.recorder is not None:
+            self.recorder.forget()
+        if recorded:
+            need_cuda(self.device)
+        self.recorder = Recorder() if recorded else None
 
     def forward_backward(self) -> None:
-        """Run one forward and backward pass."""
-        answer = self.denoiser(**self.inputs, return_dict=False)[0]
-        self.loss = answer.float().square().mean()
-        self.loss.backward()
+        """Run one forward and backward pass, and add its gradients to the sums."""
+        self.loss = self.recorder.run(self._pass, self.inputs) if self.recorder else self._pass(self.inputs)
+
+    def _pass(self, inputs: dict[str, Any]) -> torch.Tensor:
+        answer = self.denoiser(**inputs, return_dict=False)[0]
+        loss = answer.float().square().mean()
+        loss.backward()
+        if self.device != META:
+            self.gradients.collect_()
+        return loss.detach()
 
     def step(self) -> None:
         """Run one step as the trainer does."""
@@ -135,7 +179,6 @@ class Bench:
 
     def update_(self) -> None:
         """Do what follows the backward pass."""
-        self.gradients.collect_()
         self.norm = optim.clip_(self.gradients.values, 1.0)
         self.optimizer.step(self.gradients.values, 1e-9, self.number)
 
@@ -148,30 +191,47 @@ class Bench:
 def run(record: Record, context: Context) -> None:
     """Measure every mode of every model, as far as time allows."""
     facts = next(row["facts"] for row in read_rows(record.file) if row["stage"] == "facts")
-    for wave in list_waves(facts.get("memory_gib"), context.toy, record):
+    for wave in list_waves(context, facts.get("memory_gib"), record):
         if context.seconds_left <= 0:
-            for model, pixels, mode in wave:
-                record.write(f"{model} {pixels}: {mode.title}", None, note="not asked: no time left")
+            for task in wave:
+                record.write(f"{task.name}: {task.modes[0].title}", None, note="not asked: no time left")
             continue
         side_by_side(wave, needs_checkpointing(facts.get("memory_gib")), record, context)
 
 
-def list_waves(memory_gib: float | None, toy: bool, record: Record) -> list[list[tuple[str, int, Mode]]]:
+@dataclass(frozen=True)
+class Task:
+    """What one process measures of one model."""
+
+    model: str
+    pixels: int
+    modes: list[Mode]
+
+    @property
+    def name(self) -> str:
+        """Begin of the names of its rows."""
+        return f"{self.model} {self.pixels}"
+
+
+def list_waves(context: Context, memory_gib: float | None, record: Record) -> list[list[Task]]:
     """Return which modes of which models are prepared together."""
-    if toy or memory_gib is None:
-        return [[(model, pixels, mode) for model, pixels in TOY for mode in (PLAIN, UPCAST)]]
-    waves: list[list[tuple[str, int, Mode]]] = [[]]
+    if context.toy or memory_gib is None:
+        return [[Task(model, pixels, modes) for model, pixels in TOY for modes in (variants(PLAIN), PROCESSES[2])]]
+    waves: list[list[Task]] = [[]]
     taken = 0
     for model, pixels in ORDER:
-        for mode in MODES:
-            need = NEEDS[model][mode.storage == "fp8"]
+        for modes in PROCESSES:
+            task = Task(model, pixels, [mode for mode in modes if context.asks(f"{model} {pixels}: {mode.name}")])
+            if not task.modes:
+                continue
+            need = NEEDS[model][modes[0].storage == "fp8"] + 2 * modes[0].keeps_attention
             if need > memory_gib - SPARE:
-                record.write(f"{model} {pixels}: {mode.title}", None, note=f"not asked: needs about {need} GiB")
+                record.write(f"{task.name}: {modes[0].title}", None, note=f"not asked: needs about {need} GiB")
                 continue
             if taken + need > memory_gib - SPARE:
                 waves.append([])
                 taken = 0
-            waves[-1].append((model, pixels, mode))
+            waves[-1].append(task)
             taken += need
     return [wave for wave in waves if wave]
 
@@ -185,7 +245,7 @@ class Turns:
         self.done = [system.Event(), system.Event()]
 
 
-def side_by_side(wave: list[tuple[str, int, Mode]], checkpointing: bool, record: Record, context: Context) -> None:
+def side_by_side(wave: list[Task], checkpointing: bool, record: Record, context: Context) -> None:
     """Prepare these modes in processes of their own, then let one after the other be measured."""
     # A fork is quicker but cannot use a GPU that its parent has looked at.
     system: Any = multiprocessing.get_context("fork" if context.device.type == "cpu" else "spawn")
@@ -203,35 +263,36 @@ def side_by_side(wave: list[tuple[str, int, Mode]], checkpointing: bool, record:
             break
         time.sleep(0.05)
     for turn in range(2):
-        for (model, pixels, mode), worker, own in zip(wave, workers, turns, strict=True):
+        for task, worker, own in zip(wave, workers, turns, strict=True):
             own.go[turn].set()
             while worker.is_alive() and not own.done[turn].wait(0.05) and context.seconds_left > -10:
                 pass
             if not own.done[turn].is_set() and turn == 0:
                 how = "not done in time" if worker.is_alive() else f"its process ended with {worker.exitcode}"
-                record.write(f"{model} {pixels}: {mode.title}: its process", False, note=how)
+                record.write(f"{task.name}: {task.modes[0].name}: its process", False, note=how)
     for worker in workers:
         worker.kill()
         worker.join()
 
 
-def work(one: tuple[str, int, Mode], checkpointing: bool, turns: Turns, file: Path, context: Context) -> None:
-    """Build a model, compile it in this mode, and measure it when it is its turn: compiled, and then all else."""
+def work(task: Task, checkpointing: bool, turns: Turns, file: Path, context: Context) -> None:
+    """Build a model, compile it, and measure its modes when it is its turn: the compiled ones, and then the others."""
     set_torch_options()
-    model, pixels, mode = one
-    record, name = Record(file, "models"), f"{model} {pixels}"
+    record, name, first = Record(file, "models"), task.name, task.modes[0]
     bench = None
     compiled: dict[str, float] | None = None
-    with record.guard(f"{name}: {mode.title}: preparing"):
+    with record.guard(f"{name}: {first.name}: preparing"):
         started = time.perf_counter()
-        bench = Bench(model, pixels, "tiny" if context.toy else "full", mode.storage, checkpointing, context.device)
+        size = "tiny" if context.toy else "full"
+        bench = Bench(task.model, task.pixels, size, first.storage, checkpointing, context.device)
         wait(context.device)
         record.write(
-            f"{name}: build {mode.storage} for {mode.title}", None, value=time.perf_counter() - started, unit="s",
+            f"{name}: build for {first.name}", None, value=time.perf_counter() - started, unit="s",
             held_bytes=bench.held_bytes(), checkpointing=checkpointing,
         )  # fmt: skip
-        if not (context.toy and mode.storage == "bf16"):  # as a toy, one compiled mode shows that it works
-            compiled = prepare_compiled(bench, replace(mode, compiled=True), context)
+        # As a toy, one compiled mode shows that it works.
+        if first.compiled and not (context.toy and first.storage == "bf16"):
+            compiled = prepare_compiled(bench, replace(first, recorded=False), context)
     empty_cache(context.device)
     turns.ready.set()
 
@@ -241,14 +302,14 @@ def work(one: tuple[str, int, Mode], checkpointing: bool, turns: Turns, file: Pa
         empty_cache(context.device)
 
     turns.go[0].wait()
-    if bench is not None and compiled is not None:
-        ask(replace(mode, compiled=True), compiled)
+    for mode in task.modes:
+        if bench is not None and compiled is not None and mode.compiled:
+            ask(mode, {} if mode.recorded else compiled)
     turns.done[0].set()
     turns.go[1].wait()
-    if bench is not None:
-        ask(mode)
-        for offloaded in OFFLOADED if mode == UPCAST else ():  # last: what was moved to RAM stays there
-            ask(offloaded)
+    for mode in task.modes:
+        if bench is not None and not mode.compiled:
+            ask(mode)
     turns.done[1].set()
 
 
@@ -279,15 +340,17 @@ def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -
     begun = time.perf_counter()
     if not mode.compiled:
         bench.switch_(mode)
-    for _ in range(3 if mode.offload else 2):  # offload learns the order of use in two steps
+    empty_cache(context.device)
+    if mode.recorded:
+        off = off | compare_with_unrecorded(bench)
+    memory.reset_peak(context.device)
+    for _ in range(3 if mode.offload else 2):  # offload learns the order of use in two steps, recording takes two
         bench.step()
     wait(context.device)
     warmup = time.perf_counter() - begun
     # Updates are too small to show, so every mode should find about the same.
     loss = bench.loss.item()
     gradient = float(bench.norm)
-    empty_cache(context.device)
-    memory.reset_peak(context.device)
     taken = []
     begun = time.perf_counter()
     while len(taken) < (2 if context.toy else 6) and (len(taken) < 3 or time.perf_counter() - begun < 6):
@@ -295,14 +358,30 @@ def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -
         bench.step()
         wait(context.device)
         taken.append(time.perf_counter() - started)
+    peak = memory.peak_gib(context.device)
+    if mode.recorded:  # replaying allocates nothing; what the recording holds is reserved
+        empty_cache(context.device)
+        peak = torch.cuda.memory_reserved(context.device) / 2**30
     facts = {"value": statistics.median(taken), "unit": "s/step", "fastest": min(taken), "slowest": max(taken)}
-    facts |= {"warmup_seconds": warmup, "peak_gib": memory.peak_gib(context.device), "steps": len(taken)}
+    facts |= {"warmup_seconds": warmup, "peak_gib": peak, "steps": len(taken)}
     note = f"loss {loss:.4f}, gradient {gradient:.4g}"
     if off:
-        note += f", off eager's by {off['gradient_off']:.3g}"
+        note += f", off {'the unrecorded' if mode.recorded else 'eager'}'s by {off['gradient_off']:.3g}"
+    if "repeated_off" in off:
+        note += f", which is off itself by {off['repeated_off']:.3g} when repeated"
+        note += (
+            f" and by {off['deterministic_off']:.3g} with deterministic kernels ({off['deterministic_seconds']:.3f} s)"
+        )
     facts |= off | {"held_bytes": bench.held_bytes(), "loss": loss, "gradient": gradient, "note": note}
     # A wrong gradient has an error of 1 or more; rounding in another order has 0.01 to 0.05.
     return facts | ({"ok": off["gradient_off"] < 0.15} if off else {})
+
+
+def find_gradient(bench: Bench) -> torch.Tensor:
+    """Return the gradient of one pass."""
+    bench.gradients.zero_()
+    bench.forward_backward()
+    return bench.gradients.values.clone()
 
 
 def compare_with_eager(bench: Bench, mode: Mode) -> dict[str, float]:
@@ -310,11 +389,35 @@ def compare_with_eager(bench: Bench, mode: Mode) -> dict[str, float]:
     found = []
     for one in (replace(mode, compiled=False), mode):
         bench.switch_(one)
-        bench.gradients.zero_()
-        bench.forward_backward()
-        bench.gradients.collect_()
-        found.append(bench.gradients.values.clone())
+        found.append(find_gradient(bench))
     return {"gradient_off": ((found[1] - found[0]).norm() / found[0].norm()).item()}
+
+
+def compare_with_unrecorded(bench: Bench) -> dict[str, float]:
+    """Record the pass, and return the relative error of its gradient.
+
+    Also that of repeating the unrecorded pass, as it is and with deterministic kernels, and the seconds of the latter.
+    """
+    need_cuda(bench.device)
+    bench.record_(False)
+    exact, again = find_gradient(bench), find_gradient(bench)
+    size = exact.norm()
+    found = {"repeated_off": ((again - exact).norm() / size).item()}
+    set_torch_options(deterministic=True)
+    try:
+        first = find_gradient(bench)
+        wait(bench.device)
+        started = time.perf_counter()
+        again = find_gradient(bench)
+        wait(bench.device)
+        found["deterministic_seconds"] = time.perf_counter() - started
+        found["deterministic_off"] = ((again - first).norm() / size).item()
+    finally:
+        set_torch_options()
+    bench.record_(True)
+    for _ in range(2):
+        replayed = find_gradient(bench)
+    return found | {"gradient_off": ((replayed - exact).norm() / size).item()}
 
 
 def profile(bench: Bench) -> dict[str, Any]:
@@ -347,7 +450,7 @@ def profile(bench: Bench) -> dict[str, Any]:
             "seconds": statistics.median(seconds[name]),
             "gpu_seconds": sum(one.self_device_time_total for one in kernels) / 1e6,
             "launches": sum(one.count for one in kernels),
-            "kernels": [[one.key[:90], one.self_device_time_total / 1e6, one.count] for one in kernels[:16]],
+            "kernels": [[one.key[:90], one.self_device_time_total / 1e6, one.count] for one in kernels[:80]],
         }
     busy = sum(half["gpu_seconds"] for half in facts.values())
     words = [f"{name} {half['seconds']:.3f} s, {half['launches']} launches" for name, half in facts.items()]
@@ -368,7 +471,8 @@ def predict(record: Record, context: Context) -> None:
     checkpointing = needs_checkpointing(facts.get("memory_gib"))
     for model, pixels in TOY if context.toy else ORDER:
         for storage, computes in (("bf16", [PLAIN]), ("fp8", [UPCAST, FP8])):
-            for mode in computes:
+            kept = [replace(mode, keeps_attention=True) for mode in computes] if checkpointing else []
+            for mode in [*computes, *kept]:
                 if context.seconds_left > 0:
                     record.ask(
                         f"{model} {pixels}: {mode.name}",

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from lora_fp8.precision import formats, matmul, stream
 from lora_fp8.precision.formats import Format
 from lora_fp8.precision.linear import FrozenLinear
 from lora_fp8.training import memory, optim
+from lora_fp8.training.cuda_graphs import Recorder
+from lora_fp8.training.flat import Gradients
 
 from .record import Context, NotHere, Record, need_cuda, wait
 
@@ -45,7 +48,7 @@ def question(name: str) -> Callable[[Question], Question]:
 def run(record: Record, context: Context) -> None:
     """Ask every question."""
     for name, function in QUESTIONS.items():
-        if context.questions and not any(word in name for word in context.questions):
+        if not context.asks(name):
             continue
         if context.seconds_left <= 0:
             record.write(name, None, note="not asked: no time left")
@@ -595,51 +598,106 @@ for _name in BACKENDS:
     )
 
 
+@question("attention, flash: the same bits each time")
+def repeated_attention(context: Context) -> dict[str, Any]:
+    """Compare the gradients of two equal backward passes, and of two with torch's deterministic kernels; time both."""
+    need_cuda(context.device)
+    generator = torch.Generator(context.device).manual_seed(0)
+    shape = (1, 24, 4608, 128)
+    tensors = [
+        torch.randn(shape, device=context.device, dtype=BF16, generator=generator).requires_grad_() for _ in range(3)
+    ]
+
+    def run() -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            y = F.scaled_dot_product_attention(*tensors)
+        return list(torch.autograd.grad(y, tensors, torch.ones_like(y)))
+
+    same, seconds = {}, {}
+    for name, deterministic in (("as it is", False), ("deterministic", True)):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            same[name] = all(map(torch.equal, run(), run()))
+            wait(context.device)
+            started = time.perf_counter()
+            for _ in range(20):
+                run()
+            wait(context.device)
+            seconds[name] = (time.perf_counter() - started) / 20
+        finally:
+            torch.use_deterministic_algorithms(False)
+    words = [
+        f"{name}: {'the same bits' if same[name] else 'other bits'}, {1e3 * seconds[name]:.2f} ms" for name in same
+    ]
+    return {"ok": same["deterministic"], "same": same, "milliseconds": seconds, "note": "; ".join(words)}
+
+
 # -- compiled: last, because compiling takes long ----------------------------------------------------------------------
 
 
-def flux_step(device: torch.device, compiled: bool, graphs: bool) -> dict[str, Tensor]:
-    """Return the answer and the adapters' gradients of a miniature FLUX after four steps without updates."""
+def flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dict[str, Tensor]]:
+    """Return the adapters' gradients of a miniature FLUX without updates: six passes of two sizes, in turn."""
     torch._dynamo.reset()
-    section = settings.Memory(gradient_checkpointing=False, compile="blocks" if compiled else "off", cuda_graphs=graphs)
+    section = settings.Memory(compile="blocks" if compiled else "off")
     model = bench_step.ours(storage="fp8")("flux", "tiny", device).train()
     memory.apply_(model, section)
-    inputs = bench_step.inputs("flux", 64, "tiny", device)
-    for _ in range(4):  # graphs are recorded in the second or third
-        model.zero_grad()
+    gradients = Gradients(adapters.parameters(model))
+    recorder = Recorder()
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
         y = model(**inputs, return_dict=False)[0]
-        y.float().square().mean().backward()
-    return {"y": y.detach().clone()} | {name: one.grad.clone() for name, one in adapters.parameters(model)}
+        loss = y.float().square().mean()
+        loss.backward()
+        gradients.collect_()
+        return loss.detach()
+
+    found = []
+    for number in range(6):
+        gradients.zero_()
+        inputs = bench_step.inputs("flux", (64, 96)[number % 2], "tiny", device)
+        inputs["hidden_states"] *= 1 + 0.25 * number
+        loss = recorder.run(run, inputs) if recorded else run(inputs)
+        found.append({"loss": loss, "gradient": gradients.values.clone()})
+    if recorded and recorder.count != 2:
+        raise AssertionError(f"{recorder.count} recordings instead of 2")
+    return found
 
 
-def ask_compiled(context: Context, graphs: bool, cudnn: bool) -> dict[str, Any]:
-    """Compare a compiled FLUX with the same model uncompiled: the answer, and all gradients as one vector."""
+def compare_steps(context: Context, *, compiled: bool, recorded: bool, cudnn: bool = False) -> dict[str, Any]:
+    """Compare a compiled or recorded FLUX with the same model run plainly: the losses, and all gradients as one."""
     need_cuda(context.device)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:
-        exact, found = (flux_step(context.device, *how) for how in ((False, False), (True, graphs)))
+        exact = flux_steps(context.device, False, False)
+        found = flux_steps(context.device, compiled, recorded)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-    whole = [torch.cat([one[name].flatten().float() for name in exact if name != "y"]) for one in (found, exact)]
-    worst = max((error(found[name], exact[name]), name) for name in exact if exact[name].any())
-    note = f"y {error(found['y'], exact['y']):.3g}, gradients {error(*whole):.3g}, worst {worst[0]:.3g} at {worst[1]}"
-    return within(max(error(found["y"], exact["y"]), error(*whole)), 0.05, note=note)
+    off = {key: max(error(a[key], b[key]) for a, b in zip(found, exact, strict=True)) for key in exact[0]}
+    same = all(torch.equal(a["gradient"], b["gradient"]) for a, b in zip(found, exact, strict=True))
+    note = f"loss {off['loss']:.3g}, gradient {off['gradient']:.3g}" + ", the same bits" * same
+    return within(max(off.values()), 0.05, note=note)
+
+
+@question("recorded: passes of two sizes replayed as CUDA graphs, against unrecorded")
+def recorded(context: Context) -> dict[str, Any]:
+    """Compare a model replayed from CUDA graphs with the same model unrecorded."""
+    return compare_steps(context, compiled=False, recorded=True)
 
 
 @question("compile: a FLUX block as eager, attention without cuDNN")
 def compiled(context: Context) -> dict[str, Any]:
     """Compare a compiled model with the same model uncompiled, as training runs it."""
-    return ask_compiled(context, graphs=False, cudnn=False)
+    return compare_steps(context, compiled=True, recorded=False)
 
 
-@question("compile with CUDA graphs: a FLUX block as eager, attention without cuDNN")
-def cuda_graphs(context: Context) -> dict[str, Any]:
-    """Compare a model replayed from CUDA graphs with the same model uncompiled."""
-    return ask_compiled(context, graphs=True, cudnn=False)
+@question("compile and record: a FLUX block as eager, attention without cuDNN")
+def compiled_and_recorded(context: Context) -> dict[str, Any]:
+    """Compare a compiled model replayed from CUDA graphs with the same model run plainly."""
+    return compare_steps(context, compiled=True, recorded=True)
 
 
 @question("compile: a FLUX block as eager, attention with cuDNN")
 def compiled_cudnn(context: Context) -> dict[str, Any]:
     """Compare a compiled model with the same model uncompiled, with torch's own choice for attention."""
-    return ask_compiled(context, graphs=False, cudnn=True)
+    return compare_steps(context, compiled=True, recorded=False, cudnn=True)

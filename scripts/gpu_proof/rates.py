@@ -41,6 +41,8 @@ def run(record: Record, context: Context) -> None:
     """Time every operation at every shape, the most important shapes first."""
     for name, shape in (TOY if context.toy else SHAPES).items():
         for operation, (function, work, unit) in operations(*shape, context.device).items():
+            if not context.asks(f"{name}: {operation}"):
+                continue
             if context.seconds_left <= 0:
                 record.write(f"{name}: {operation}", None, note="not asked: no time left")
                 continue
@@ -49,7 +51,7 @@ def run(record: Record, context: Context) -> None:
             )
     for name, size in (ATTENTION_TOY if context.toy else ATTENTION).items():
         for backend, kernel in BACKENDS.items():
-            if context.seconds_left > 0:
+            if context.seconds_left > 0 and context.asks(f"attention, {name}: {backend}"):
                 record.ask(
                     f"attention, {name}: {backend}, forward and backward",
                     lambda s=size, k=kernel: time_attention(s, k, context),

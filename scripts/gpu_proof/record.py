@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ class Context:
         toy: small shapes and few repeats, to try the script itself.
         deadline: `time.monotonic()` after which no new measurement begins.
         out: folder for the stage's own files.
-        questions: only questions of `numerics` whose name contains one of these; () means all.
+        questions: only questions of `numerics`, `rates` and `models` in whose name one of these regular expressions is
+            found; () means all.
     """
 
     device: torch.device
@@ -38,6 +40,10 @@ class Context:
     def seconds_left(self) -> float:
         """Return the seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
+
+    def asks(self, name: str) -> bool:
+        """Return True if a question with this name is to be asked."""
+        return not self.questions or any(re.search(word, name) for word in self.questions)
 
 
 class Record:
