@@ -169,6 +169,20 @@ def test_any_micro_batch_can_be_asked_for_in_any_order():
         assert fresh.position(micro) == divmod(micro, fresh.batches_per_epoch)
 
 
+def test_a_prepared_batch_is_the_one_that_would_be_made_and_is_given_once(monkeypatch):
+    loader, _ = make(3, flip=True)
+    plain = loader.micro(2, 1)
+    loader.prepare(2, 1)
+    monkeypatch.setattr(loader.cache, "latents", lambda *_: pytest.fail("it was made already"))
+    batch = loader.micro(2, 1)
+    monkeypatch.undo()
+    assert batch.uids == plain.uids and torch.equal(batch.noise_BCHW, plain.noise_BCHW)
+    drawn = [torch.rand(3, generator=given.t_generators[0]) for given in (plain, batch, loader.micro(2, 1))]
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+    loader.prepare(2, 1)
+    assert loader.micro(2, 2).uids == make(3, flip=True)[0].micro(2, 2).uids  # another one is asked for instead
+
+
 def test_epochs_seeds_and_repeats_differ():
     loader, _ = make(2, repeats=(2,))
     first, second = seen(loader, 0), seen(loader, 1)

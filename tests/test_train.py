@@ -23,6 +23,7 @@ from lora_fp8.cli import jobs, training
 from lora_fp8.cli.events import print_event
 from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
+from lora_fp8.data.loader import Loader
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.lora_files import export, layer_names, safetensors_file
 from lora_fp8.run import Run
@@ -86,7 +87,8 @@ def test_a_poisoned_picture_is_named(job, monkeypatch):
     monkeypatch.setattr(Cache, "latents", latents)
     mine = job(*SMALL, "dataset.buckets=false", "train.batch_size=5", "train.accumulate=2")
     text = failure_of(mine, at_step(3, lambda: poisoned.append("b.jpg")))
-    assert text.startswith("step 4: loss nan is not finite") and text.count("b.jpg") == 2  # in each micro-batch
+    # The first micro-batch was made before.
+    assert text.startswith("step 4: loss nan is not finite") and text.count("b.jpg") == 1
     assert not re.search(r"[acde]\.(png|jpg)", text)
     assert "last good checkpoint: step-000002" in text
     assert [event["step"] for event in events(mine, "step")] == [1, 2, 3]
@@ -94,6 +96,33 @@ def test_a_poisoned_picture_is_named(job, monkeypatch):
     poisoned.clear()
     run(mine, resume=True)
     assert events(mine, "done")
+
+
+def test_the_next_batch_is_made_before_the_loss_is_read(job, monkeypatch):
+    """Reading the loss waits for the GPU, and until then the CPU is free."""
+    order = []
+    real_prepare, real_backward, real_stack = Loader.prepare, step_stage.backward_, torch.stack
+
+    def prepare(loader, step, position, *more):
+        order.append(f"prepare {step} {position}")
+        return real_prepare(loader, step, position, *more)
+
+    def backward(session, loaded, batch, recorder):
+        order.append(f"backward {batch.step}")
+        return real_backward(session, loaded, batch, recorder)
+
+    class Noted(torch.Tensor):
+        def tolist(self):
+            order.append("read")
+            return super().tolist()
+
+    monkeypatch.setattr(Loader, "prepare", prepare)
+    monkeypatch.setattr(step_stage, "backward_", backward)
+    monkeypatch.setattr(step_stage.torch, "stack", lambda tensors: real_stack(tensors).as_subclass(Noted))
+    run(job(*SMALL, "train.steps=2", "train.accumulate=2"))
+    steps = [line for line in order if line != "backward 0"]
+    expected = ["backward 1", "backward 1", "prepare 2 2", "read", "backward 2", "backward 2", "read"]
+    assert [line for line in steps if line in expected] == expected
 
 
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])

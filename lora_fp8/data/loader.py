@@ -21,7 +21,7 @@ Shape legend: B batch, C channels, H height, W width (of latents; those of clips
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,20 @@ class Batch:
         return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch with its tensors on a device."""
+        """Return the batch with its tensors on a device. A GPU copies pinned ones when it gets there."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """Return the batch in page-locked memory, from which a GPU copies while the CPU goes on."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         return replace(
             self,
-            latents_BCHW=self.latents_BCHW.to(device),
-            noise_BCHW=self.noise_BCHW.to(device),
-            mask_BHW=None if self.mask_BHW is None else self.mask_BHW.to(device),
-            cond={name: tensor.to(device) for name, tensor in self.cond.items()},
+            latents_BCHW=function(self.latents_BCHW),
+            noise_BCHW=function(self.noise_BCHW),
+            mask_BHW=None if self.mask_BHW is None else function(self.mask_BHW),
+            cond={name: function(tensor) for name, tensor in self.cond.items()},
         )
 
 
@@ -165,6 +172,7 @@ class Loader:
         if not self.samples_per_epoch:
             raise UserError(Message("dataset: there are no examples to train on"))
         self._epochs: dict[int, list[list[Item]]] = {}
+        self._prepared: dict[tuple[int, ...], Batch | None] = {}  # one at most
 
     def position(self, micro_index: int) -> tuple[int, int]:
         """Return (epoch, batch within it) of a micro-batch, both from 0."""
@@ -183,6 +191,14 @@ class Loader:
         """Return the number of samples of a micro-batch over all processes, also for a rank that gets none of them."""
         return len(self.batch_at(micro_index))
 
+    def prepare(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> None:
+        """Make the batch that `micro` will be asked for next, in page-locked memory where there is a GPU."""
+        self._prepared.clear()
+        batch = self.micro(step, micro_index, rank, world)
+        if batch is not None and torch.cuda.is_available():
+            batch = batch.pinned()
+        self._prepared = {(step, micro_index, rank, world): batch}
+
     def micro(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> Batch | None:
         """Return this process's share of a micro-batch, on the CPU; None if it has no sample in it.
 
@@ -191,6 +207,9 @@ class Loader:
             micro_index: number of the micro-batch from the start of the training: step * accumulate + i.
             rank, world: index of this process, and the number of processes.
         """
+        key = (step, micro_index, rank, world)
+        if key in self._prepared:
+            return self._prepared.pop(key)  # its generators are drawn from once
         items = self.batch_at(micro_index)
         mine = items[rank::world]
         if not mine:

@@ -90,6 +90,9 @@ class Exchange:
         Returns:
             The sums of the figures over all processes.
         """
+        if self.processes.world == 1:  # nothing to wait for
+            self.gradients.scale_(1 / num_samples)
+            return {name: float(figure) for name, figure in figures.items()}
         flat, size = self.gradients.flat, self.gradients.size
         mine = torch.tensor([float(figure) for figure in figures.values()], dtype=torch.float32)
         flat[size : size + len(mine)] = mine

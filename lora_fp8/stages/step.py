@@ -52,16 +52,14 @@ def add_noise(
 ) -> Noised:
     """Draw the timesteps of a batch, and add noise to its latents; the arguments are those of `diffusion_loss`."""
     device = next(denoiser.parameters()).device
-    latents, noise = batch.latents_BCHW.to(device), batch.noise_BCHW.to(device)
+    batch = batch.to(device)
+    latents, noise = batch.latents_BCHW, batch.noise_BCHW
     t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
     noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, noise, t_B).to(family.dtype)
-    cond = {name: tensor.to(device) for name, tensor in batch.cond.items()}
-    if text is not None:
-        cond = text.cond(batch.captions, cond)
-    mask = None if batch.mask_BHW is None else batch.mask_BHW.to(device)
+    cond = batch.cond if text is None else text.cond(batch.captions, batch.cond)
     inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
-    return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, mask)
+    return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, batch.mask_BHW)
 
 
 def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Objective, noised: Noised) -> Tensor:
@@ -181,7 +179,7 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
     """
     job, processes, gradients = session.job, session.processes, loaded.exchange.gradients
     gradients.zero_()
-    loss_sum, faults = 0.0, []
+    own: list[tuple[Batch, Tensor]] = []
     for micro, position in enumerate(positions):
         batch = data.loader.micro(step, position, processes.rank, processes.world)
         if batch is None:
@@ -189,12 +187,18 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
         if job.adapter.dropout:
             # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
             torch.manual_seed(_make_seed(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-        losses_B = backward_(session, loaded, batch, loaded.recorder)
-        micro_loss = losses_B.sum().item()  # waits for the device: once per micro-batch
-        loss_sum += micro_loss
-        if not math.isfinite(micro_loss):
-            faults.append(name_files_not_finite(batch, losses_B))
-    return loss_sum, faults
+        own.append((batch, backward_(session, loaded, batch, loaded.recorder)))
+    if step < job.train.steps:
+        data.loader.prepare(step + 1, positions.stop, processes.rank, processes.world)  # while a GPU still works
+    if not own:
+        return 0.0, []
+    micro_losses = torch.stack([losses_B.sum() for _, losses_B in own]).tolist()  # waits for the device
+    faults = [
+        name_files_not_finite(batch, losses_B)
+        for (batch, losses_B), loss in zip(own, micro_losses, strict=True)
+        if not math.isfinite(loss)
+    ]
+    return sum(micro_losses), faults
 
 
 def require_finite(session: Session, step: int, gradient: Gradient, norm: float) -> None:
