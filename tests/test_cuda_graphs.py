@@ -60,6 +60,7 @@ def double(x: Tensor) -> Tensor:
             (
                 "objective.min_snr_gamma=5.0",
                 "memory.gradient_checkpointing=false",
+                "quantize.compute=fp8",
                 "export.formats=['diffusers']",
                 "adapter.type=dora",
             ),
