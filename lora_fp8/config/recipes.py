@@ -446,7 +446,7 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fi
     side = next((side for side in sizes.sides if held + sizes.decode.get(str(side), 0) <= usable), sizes.sides[-1])
     side = min(side, choice.side)
     values = [*_weight_values(sizes, choice, usable), *_text_values(sizes, text or "nf4", usable)]
-    values += [*_step_values(sizes, choice, usable), *_side_values(sizes, choice, side, usable)]
+    values += [*_step_values(sizes, choice, frames), *_side_values(sizes, choice, side, usable)]
     note = "" if sizes.steps else Message("What a training step takes is not known before it is tried.")
     return Fit(values, max(peak, held + sizes.decode.get(str(side), 0)), usable, problem, note)
 
@@ -579,8 +579,8 @@ def _text_values(sizes: Sizes, storage: str, usable: int) -> Iterator[Value]:
     yield Value("model.text_storage", storage, why)
 
 
-def _step_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
-    size = gib(choice.step)
+def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
+    size, of_clips = gib(choice.step), bool(sizes.clips) and frames > 1
     plain = sizes.steps.get(f"{choice.side} x1")
     if not choice.checkpointing:
         why = Message(
@@ -594,6 +594,14 @@ def _step_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
         )
     elif plain is None:
         why = Message("Recomputes activations, so that a step takes {size} GiB.", size=size)
+    elif of_clips:
+        why = Message(
+            "Recomputes activations: a step takes {size} GiB; without, one clip of {frames} frames alone takes {plain} "
+            "GiB.",
+            size=size,
+            frames=frames,
+            plain=gib(plain),
+        )
     else:
         why = Message(
             "Recomputes activations: a step takes {size} GiB; without, one image alone takes {plain} GiB.",
@@ -601,16 +609,15 @@ def _step_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
             plain=gib(plain),
         )
     yield Value("memory.gradient_checkpointing", choice.checkpointing, why)
-    if choice.batch == IMAGES_PER_STEP:
-        why = Message("Two images at once are faster than one after the other, and fit.")
-    else:
-        why = Message("One image at a time, as two at once do not fit.")
-    yield Value("train.batch_size", choice.batch, why)
-    yield Value(
-        "train.accumulate",
-        IMAGES_PER_STEP // choice.batch,
-        Message("Two images a step on every GPU, so that the number of steps means the same."),
-    )
+    at_once = Message("Two images at once are faster than one after the other, and fit.")
+    in_turn = Message("One image at a time, as two at once do not fit.")
+    a_step = Message("Two images a step on every GPU, so that the number of steps means the same.")
+    if of_clips:
+        at_once = Message("Two clips at once are faster than one after the other, and fit.")
+        in_turn = Message("One clip at a time, as two at once do not fit.")
+        a_step = Message("Two clips a step on every GPU, so that the number of steps means the same.")
+    yield Value("train.batch_size", choice.batch, at_once if choice.batch == IMAGES_PER_STEP else in_turn)
+    yield Value("train.accumulate", IMAGES_PER_STEP // choice.batch, a_step)
 
 
 def _side_values(sizes: Sizes, choice: Choice, preview: int, usable: int) -> Iterator[Value]:

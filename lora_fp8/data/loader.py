@@ -194,7 +194,7 @@ class Loader:
     def prepare(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> None:
         """Make the batch that `micro` will be asked for next, in page-locked memory where there is a GPU."""
         self._prepared.clear()
-        batch = self.micro(step, micro_index, rank, world)
+        batch = self._make(step, micro_index, rank, world)
         if batch is not None and torch.cuda.is_available():
             batch = batch.pinned()
         self._prepared = {(step, micro_index, rank, world): batch}
@@ -208,8 +208,10 @@ class Loader:
             rank, world: index of this process, and the number of processes.
         """
         key = (step, micro_index, rank, world)
-        if key in self._prepared:
-            return self._prepared.pop(key)  # its generators are drawn from once
+        # A batch is given once: its generators are drawn from.
+        return self._prepared.pop(key) if key in self._prepared else self._make(*key)
+
+    def _make(self, step: int, micro_index: int, rank: int, world: int) -> Batch | None:
         items = self.batch_at(micro_index)
         mine = items[rank::world]
         if not mine:
