@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lora_fp8.errors import Stopped, UserError
-from lora_fp8.jobs import ENDED, JobView, Queue, Worker, find_worker, procs
+from lora_fp8.jobs import ENDED, JobView, Queue, Worker, find_worker, job_endings, procs
 from lora_fp8.run import Run, StopSignal
 
 TRUE_WITHIN_S = 3.0
@@ -300,7 +300,8 @@ def rebooted(field: Field) -> None:
     pids = field.members(id)
     field.kill_worker()
     procs.send(pids, signal.SIGKILL)
-    field.until(lambda: not field.members(id), 5)
+    # A killed trainer is no member any more while it exits, and may still hold its lock for seconds.
+    field.until(lambda: not job_endings.is_alive(field.queue.store.row(id)), 30)
     done = field.see(id).state == "done"
     stranger = subprocess.Popen(["sleep", "120"])
     try:

@@ -67,6 +67,8 @@ STYLE = """
 table.estimate td { text-align: right !important; font-weight: 600; }
 table.estimate th { width: auto !important; }
 @media (min-width: 900px) {
+  /* The list below the button says it in full. */
+  #new-state:has(.open) { display: none; }
   #new-side { position: sticky; top: 12px; max-height: calc(100vh - 84px); overflow-y: auto; flex-wrap: nowrap; }
   #new-start-box {
     position: sticky; top: -14px; width: calc(100% + 28px); margin: -14px -14px 0; padding: 14px 14px 8px;
