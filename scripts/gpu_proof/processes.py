@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .demo import ROOT, export_hash, write_config
+from .demo import ROOT, UPCAST, export_hash, write_config
 from .record import Context, NotHere, Record
 
 
@@ -19,7 +19,7 @@ def launch(context: Context) -> dict[str, Any]:
     """Run `accelerate launch train_lora.py` with two processes and look at the exit code and the export."""
     if context.device.type == "cuda" and torch.cuda.device_count() < 2:
         raise NotHere("needs two GPUs")
-    folder = write_config("two_processes", "upcast", 4 if context.toy else 20, context)
+    folder = write_config(context.out / "two_processes", UPCAST, 4 if context.toy else 20, context)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     command += ["--cpu"] if context.device.type == "cpu" else ["--multi_gpu"]
