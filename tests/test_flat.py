@@ -86,6 +86,10 @@ def test_gradients_arrive_at_their_parameters_though_some_have_none() -> None:
         assert all(parameter.grad is None for _, parameter in params)
     assert all(torch.equal(gradients.named[name], value) for name, value in expected.items())
     assert not gradients.values[gap_mask(mine.layout)].any() and not gradients.flat[mine.layout.size :].any()
+    params[0][1].grad = torch.ones_like(params[0][1])  # what a backward pass left that failed, as on a full GPU
+    gradients.zero_()
+    gradients.collect_()
+    assert not gradients.flat.any()
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "lion8bit"])

@@ -54,7 +54,8 @@ def add_noise(
     device = next(denoiser.parameters()).device
     batch = batch.to(device)
     latents, noise = batch.latents_BCHW, batch.noise_BCHW
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:]))).to(device)
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:])))
+    t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
     noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, noise, t_B).to(family.dtype)
     cond = batch.cond if text is None else text.cond(batch.captions, batch.cond)
@@ -106,7 +107,7 @@ def backward_(session: Session, loaded: Loaded, batch: Batch, recorder: Recorder
     """
     family, guidance = session.family, session.job.objective.guidance
     denoiser, objective, gradients = loaded.denoiser, loaded.objective, loaded.exchange.gradients
-    weights_B = torch.tensor(batch.weights).to(session.processes.device)
+    weights_B = torch.tensor(batch.weights).to(session.processes.device, non_blocking=True)
 
     def collect(losses_B: Tensor, weights_B: Tensor) -> Tensor:
         losses_B = losses_B * weights_B

@@ -150,8 +150,10 @@ class Gradients:
         self._zeros: dict[torch.dtype, Tensor] = {}
 
     def zero_(self) -> None:
-        """Set all sums to zero, before a step."""
+        """Set all sums to zero, before a step, and drop what a backward pass that failed left in `.grad`."""
         self.flat.zero_()
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @torch.no_grad()
     def collect_(self) -> None:
