@@ -4,6 +4,7 @@
       plan       everything that is known before a weight is loaded, and all problems of the job
       download   what is missing of a base model on a hub
       cache      encoders only: images and captions -> latents and conditioning on disk; encoders freed
+      memory     the memory settings that are left to "auto", by the free memory of the device
       load       the denoiser, streamed into its storage; adapters; memory settings
       preflight  one real forward and backward pass at the largest bucket, to see whether it fits
       train      batch -> loss -> backward -> clip -> step; at intervals: log, checkpoint, preview, stop
@@ -31,6 +32,7 @@ from .settings import Job
 from .stages.cache import Data, cache
 from .stages.download import download
 from .stages.finish import Result, finish
+from .stages.fit_memory import fit_memory
 from .stages.load import Loaded, load
 from .stages.measure import find_layers_to_move
 from .stages.milestones import Milestones, find_missed
@@ -102,6 +104,7 @@ def _run_stages(session: Session, resume: bool) -> Result:
         data = cache(session)
         session.stop_if_asked()
     with session.together():
+        session = fit_memory(session)
         moved = find_layers_to_move(session, data, resume)
         loaded = load(session, moved)
         state = begin_or_resume(session, data, loaded, resume)

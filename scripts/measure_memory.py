@@ -18,19 +18,16 @@ from typing import Any
 import tomlkit
 from PIL import Image
 
-from lora_fp8 import adapters, config, families, precision
+from lora_fp8 import config, families
 from lora_fp8.common.writing import atomic_write
 from lora_fp8.families import _released
 from lora_fp8.families.sources import BaseDescription, parse
-from lora_fp8.plan import dry_run, estimate
+from lora_fp8.plan import dry_run, training_memory
 from lora_fp8.plan.placement import place_images, scan
 from lora_fp8.plan.plan import Plan, plan_layers
 from lora_fp8.plan.resolve import resolve_auto
-from lora_fp8.precision import stream
 from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.settings import Job
-from lora_fp8.training import optim
-from lora_fp8.training.text_encoders import Adapted
 
 FILE = Path(config.__file__).with_name("memory.json")
 
@@ -91,43 +88,30 @@ class Released:
     def __init__(self, name: str, folder: Path):
         self.name, self.folder, self.sides = name, folder, list_sides(name)
         self.plan = make_plan(name, folder, {"dataset.resolution": self.sides[0], **PLAIN})
-        self.denoiser = estimate._build_denoiser(self.plan.job, self.plan.family)[0]
+        self.denoiser = training_memory.build_denoiser(self.plan.job, self.plan.family)
+        self.training = training_memory.measure_training(self.plan, None, [])
 
     def count_weights(self) -> dict[str, list[int]]:
-        """Return, by share of offload, the bytes of the base on the GPU and of its part in RAM."""
-        frozen = (one for one in (*self.denoiser.parameters(), *self.denoiser.buffers()) if not one.requires_grad)
-        everything = sum(map(estimate._count_bytes, frozen))
-        sizes = {name: layer.qweight.nbytes for name, layer in precision.frozen_layers(self.denoiser).items()}
-        found = {}
-        for share in OFFLOADS:
-            waiting = [sizes[layer] for layer in stream.chosen(sizes, share)]
-            buffers = stream.BUFFERS * max(waiting, default=0)
-            found[f"{share:g}"] = [everything - sum(waiting) + buffers, sum(waiting)]
-        return found
+        """Return, by share of offload, the MiB of the base on the GPU and of its part in RAM."""
+        return {f"{share:g}": [mib(size) for size in self.training.base.count(share)] for share in OFFLOADS}
 
     def count_trained(self) -> int:
         """Return the bytes of adapters and optimizer."""
-        parameters = [parameter for _, parameter in adapters.parameters(Adapted(self.denoiser, {}))]
-        values = sum(parameter.numel() for parameter in parameters)
-        state = optim.state_bytes(parameters, self.plan.job.optimizer)
-        return sum(parameter.nbytes for parameter in parameters) + 4 * values + state
+        return self.training.adapter_bytes + self.training.optimizer_bytes
 
     def measure_step(self, side: int, batch: int, frames: int = 1) -> int | None:
         """Return the bytes of a training step beside the weights; None if only trying tells."""
         plan = self.plan
         if side != self.sides[0]:
             plan = make_plan(self.name, self.folder, {"dataset.resolution": side, **PLAIN})
-        bucket, controls = estimate._find_heaviest_bucket(plan)
-        latents = estimate._measure_vae(plan.family, bucket, "encode", [])[1]
+        bucket = training_memory.find_heaviest_bucket(plan)[0]
+        latents = training_memory.measure_vae(plan.family, bucket, "encode", [])[1]
         assert latents is not None
         if frames > 1:
             latents = (latents[0], plan.family.latent_frames(frames), *latents[1:])
-        per_side = bucket[0] // latents[-1]
-        conds = plan.family.longest_cond(dict(self.denoiser.config))  # type: ignore[arg-type]
-        for number, (width, height) in enumerate(controls):
-            conds[f"control_{number}"] = (latents[0], height // per_side, width // per_side)
+        conds = training_memory.find_cond_shapes(plan, self.denoiser, latents)
         try:
-            return estimate._measure_step(plan.job, plan.family, self.denoiser, latents, conds, batch)
+            return training_memory.measure_step(plan.job, plan.family, self.denoiser, latents, conds, batch)
         except dry_run.Undecided:
             return None
 
@@ -160,7 +144,7 @@ class Released:
         found = {}
         for side in self.sides:
             bucket = (side, side) if frames == 1 else (side, side, frames)
-            if (size := estimate._measure_vae(self.plan.family, bucket, "encode", [])[0]) is not None:
+            if (size := training_memory.measure_vae(self.plan.family, bucket, "encode", [])[0]) is not None:
                 found[str(side)] = mib(size)
         return found
 
@@ -184,17 +168,21 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     model = Released(name, folder)
     sides, family = model.sides, model.plan.family
     trained = model.count_trained()
-    decode = {side: estimate._measure_vae(family, (side, side), "decode", [])[0] for side in sides}
+    decode, tiles = (
+        {side: training_memory.measure_vae(family, (side, side), "decode", [], tiled=tiled)[0] for side in sides}
+        for tiled in (False, True)
+    )
     steps, clips = model.measure_steps(trained), model.measure_clips(trained)
     return {
         "base": families.get(name).example_base,
         "sides": sides,
-        "weights": {share: [mib(size) for size in sizes] for share, sizes in model.count_weights().items()},
+        "weights": model.count_weights(),
         "trained": mib(trained),
         "steps": steps,
         "vae": mib(family.vae_bytes()),
         "encode": model.measure_encoding(),
         "decode": {str(side): mib(size) for side, size in decode.items() if size is not None},
+        "decode_tiled": {str(side): mib(size) for side, size in tiles.items() if size is not None},
         "text": {
             storage: mib(_released.count_text_bytes(families.get(name), storage)) for storage in ("none", "fp8", "nf4")
         },

@@ -128,7 +128,7 @@ def _accepts(language: str, one: form.Setting) -> str:
     if one.kind in KINDS:
         return KINDS[one.kind][language]
     words = ", ".join(f"`{word}`" for word in one.choices)
-    if one.kind in ("choice", "choices"):
+    if one.kind in ("choice", "choices", "switch"):
         return LIST_OF[language] * (one.kind == "choices") + words
     if one.kind == "entries" and words:
         return TABLE_OF[language] + words

@@ -147,7 +147,7 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[export]\nformats = []", "export.formats: is empty"),
         ("[export]\nformats = ['auto', 'kohya']", "export.formats: auto chooses the layouts and cannot stand beside"),
         ("[export]\nformats = ['kohya', 'kohya']", "export.formats: names a format twice"),
-        ("[memory]\ngradient_checkpointing = 1", "memory.gradient_checkpointing: expected true or false, got 1"),
+        ("[memory]\ngradient_checkpointing = 1", "memory.gradient_checkpointing: expected auto | true | false, got 1"),
         ("[adapter]\nrank = 0", "adapter.rank: must be at least 1 and at most 1024, got 0"),
         ("[adapter]\nranks = {attn = -1}", "adapter.ranks.attn: must be at least 0 and at most 1024, got -1"),
         ("[optimizer]\nlrs = {attn = 0}", "optimizer.lrs.attn: must be above 0 and at most 100, got 0"),

@@ -101,6 +101,7 @@ def random_value(draw: random.Random, one: form.Setting) -> Any:
     return {
         "flag": lambda: draw.random() < 0.5,
         "choice": lambda: draw.choice(one.choices),
+        "switch": lambda: draw.choice(["auto", True, False]),
         "mixed": lambda: draw.choice([*one.choices, number]),
         "number": lambda: draw.choice([number, one.default]),
         "text": lambda: odd(draw),

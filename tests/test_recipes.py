@@ -87,7 +87,7 @@ def test_a_larger_gpu_is_never_slower_and_a_refusal_names_one_that_would_do(fami
         cost[card] = (
             bool(fit.problem),
             less,
-            job.memory.offload,
+            job.memory.share_in_ram,
             job.memory.gradient_checkpointing,
             job.train.accumulate,
         )
@@ -147,7 +147,7 @@ def test_the_stored_sizes_are_those_of_the_released_model(family: str, tmp_path:
     import measure_memory
 
     model, sizes = measure_memory.Released(family, tmp_path), recipes.read_sizes()[family]
-    found = {share: [size / 2**20 for size in pair] for share, pair in model.count_weights().items()}
+    found = model.count_weights()
     for share, pair in sizes.weights.items():
         assert found[share] == pytest.approx(pair, rel=0.005, abs=2), share
     assert model.count_trained() / 2**20 == pytest.approx(sizes.trained, rel=0.005, abs=2)
@@ -165,7 +165,7 @@ def test_presets_of_recipes_know_the_family_and_the_config_wins() -> None:
     assert load("sdxl", ["character"]).dataset.shuffle_tags and not load("flux", ["character"]).dataset.shuffle_tags
     assert load("sdxl", ["style"]).objective.min_snr_gamma == 5 and load("flux", ["style"]).objective.min_snr_gamma == 0
     small, large = (load("flux", [name]).memory for name in ("vram_12gb", "vram_80gb"))
-    assert small.offload > 0 and large.offload == 0 and small.gradient_checkpointing
+    assert small.share_in_ram > 0 and large.share_in_ram == 0 and small.gradient_checkpointing
     assert load("flux", ["vram_12gb"], memory={"offload": 0.0}).memory.offload == 0
     job = config.loads(
         'preset = ["vram_12gb"]\nmodel = {family = "sd15", path = "demo"}\ndataset = {folders = [{path = "p"}]}',

@@ -31,6 +31,7 @@ from lora_fp8 import config, families, precision, run, train
 from lora_fp8.adapters import kinds
 from lora_fp8.distributed import exchange
 from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.families import _latents
 from lora_fp8.plan import disk_budget, resolve
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.precision import kernels, matmul, stream
@@ -223,6 +224,7 @@ OWN_TEST = {
     "train.deterministic": "test_deterministic_kernels",
     "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
     "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
+    "preview.tiled": "test_tiles_reach_the_previews",
     "memory.compile": "test_compile_reaches_the_blocks",
     "memory.keep_attention": "test_kept_attention_is_computed_once",
     "memory.cuda_graphs": "test_cuda_graphs_replay_the_passes",
@@ -684,6 +686,17 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
     assert courier.early > 5 * courier.late > 0
     (told,) = [event for event in moved.run.events() if event["event"] == "model"]
     assert "wait in main memory" in " ".join(told["memory"])
+
+
+def test_tiles_reach_the_previews(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_latents, "TILE", 32)
+    drawn = {}
+    for tiled in ("false", "true", "auto"):
+        settings = ("train.steps=1", "preview.prompts=['a']", "preview.at_start=false", "preview.steps=1")
+        result = train.run(job(*settings, f"preview.tiled={tiled}", f"name=run-{tiled}"), progress=False)
+        with Image.open(result.run.samples / "step-000001-0.png") as image:
+            drawn[tiled] = image.tobytes()
+    assert drawn["true"] != drawn["false"] == drawn["auto"], "a CPU needs no tiles"
 
 
 def test_deterministic_kernels(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

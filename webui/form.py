@@ -37,9 +37,9 @@ class Setting:
 
     Attributes:
         key: "adapter.rank". "dataset.folders" is a table whose columns have keys that continue its own.
-        kind: its field: flag, choice, number, mixed (a choice or a number), text, lines (one text per line), numbers
-            (integers with commas), entries (a table of layers, one "NAME = VALUE" per line), choices (several), table
-            (rows of `columns`), or toml (anything else, as in the file).
+        kind: its field: flag, choice, switch (true, false or a choice), number, mixed (a choice or a number), text,
+            lines (one text per line), numbers (integers with commas), entries (a table of layers, one "NAME = VALUE"
+            per line), choices (several), table (rows of `columns`), or toml (anything else, as in the file).
         choices: accepted words, for kinds with a choice.
         whole: integers stay integers; for other numbers a final ".0" may be left out.
         default: the value without a line; None if a value is required.
@@ -68,6 +68,10 @@ class Setting:
     def name(self) -> str:
         """Its name in that table."""
         return self.key.rpartition(".")[2]
+
+
+SWITCH = {"true": True, "false": False}
+"""What a switch that has other words too shows for a bool."""
 
 
 class Problem(NamedTuple):
@@ -128,6 +132,8 @@ def _find_kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
     parts = tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
     words = tuple(str(w) for part in parts if get_origin(part) is Literal for w in get_args(part))
     plain = {part for part in parts if get_origin(part) is not Literal}
+    if words and plain == {bool}:
+        return "switch", (*words, *SWITCH)
     if words and all(isinstance(w, str) for part in parts if get_origin(part) is Literal for w in get_args(part)):
         if not plain:
             return "choice", words
@@ -164,6 +170,8 @@ def to_component(setting: Setting, value: Any) -> Any:
         return [[to_component(column, _get_cell(row, column)) for column in setting.columns] for row in rows]
     if setting.kind == "flag" and isinstance(value, bool):
         return value
+    if setting.kind == "switch" and isinstance(value, bool):
+        return config.toml_value(value)
     if setting.kind == "choices" and isinstance(value, list):
         return [str(item) for item in value]
     if setting.kind == "lines" and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -193,6 +201,8 @@ def from_component(setting: Setting, held: Any) -> Any:
         return [row for row in (_read_row(setting, cells) for cells in held or []) if row]
     if setting.kind == "flag":
         return bool(held)
+    if setting.kind == "switch" and held in SWITCH:
+        return SWITCH[held]
     if setting.kind == "choices" or isinstance(held, list):  # presets are chosen, not typed
         return list(held or [])
     text = "" if held is None else str(held)

@@ -80,11 +80,23 @@ def translate_stage(ui: Ui, name: str) -> str:
     return ui.say(f"stage.{name}") if name in STAGES else ui.translate(name)
 
 
-STAGES = ("start", "download", "cache", "load", "sensitivity", "preflight", "train", "export", "verify", "running")
+STAGES = (
+    "start",
+    "download",
+    "cache",
+    "memory",
+    "load",
+    "sensitivity",
+    "preflight",
+    "train",
+    "export",
+    "verify",
+    "running",
+)
 PARTS = {
     "download": ("start", "download"),
     "cache": ("cache",),
-    "load": ("load", "sensitivity", "preflight"),
+    "load": ("memory", "load", "sensitivity", "preflight"),
     "train": ("train",),
     "verify": ("export", "verify"),
 }

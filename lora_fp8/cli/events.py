@@ -28,6 +28,7 @@ def print_event(event: dict[str, Any]) -> None:
         "stage": lambda e: Message("== {stage}", stage=e["stage"]),
         "warning": lambda e: Message("warning: {line}", line=e["text"]),
         "progress": lambda e: Message("  {done} of {total}", done=e["done"], total=e["total"]),
+        "memory": lambda e: Joined("\n", e["lines"]),
         "cache": lambda e: Message("cache: {count} encoded, {kept} reused", count=e["encoded"], kept=e["reused"]),
         "data": _describe_data,
         "model": lambda e: Joined(

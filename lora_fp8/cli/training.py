@@ -120,12 +120,14 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     from ..plan import resolve
     from ..plan.estimate import estimate as estimate_plan
     from ..run import ownership
+    from ..training.memory import free_bytes
 
     folder = resolve.get_run_folder(job)
     if not ownership.is_run(folder):  # an existing run may be estimated again
         ownership.require_new(folder)
     plan = planning.make(job, base=resolve.describe_for_estimate(job))
-    estimated = estimate_plan(plan, "cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    estimated = estimate_plan(plan, device.type, free_bytes(device))
     if as_json:
         print_json(estimated.to_json())
     else:

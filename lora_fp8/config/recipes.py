@@ -327,7 +327,7 @@ class Sizes:
         trained: adapters and optimizer.
         steps: "SIDE xBATCH" or "SIDE xBATCH checkpointed" -> a training step; empty if only trying tells.
         vae: the VAE.
-        encode, decode: side -> the VAE's work on one image.
+        encode, decode, decode_tiled: side -> the VAE's work on one image.
         text: storage -> the largest text encoder.
         clips: number of frames -> {"steps", "encode"} of clips with that many; empty for families of images.
     """
@@ -340,6 +340,7 @@ class Sizes:
     vae: int
     encode: dict[str, int]
     decode: dict[str, int]
+    decode_tiled: dict[str, int]
     text: dict[str, int]
     clips: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
@@ -443,12 +444,12 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fi
     choice = choice or choices[-1]
     peak = _peak(sizes, choice, text or "nf4")
     held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
-    side = next((side for side in sizes.sides if held + sizes.decode.get(str(side), 0) <= usable), sizes.sides[-1])
-    side = min(side, choice.side)
+    tiled = held + sizes.decode.get(str(choice.side), 0) > usable
     values = [*_weight_values(sizes, choice, usable), *_text_values(sizes, text or "nf4", usable)]
-    values += [*_step_values(sizes, choice, frames), *_side_values(sizes, choice, side, usable)]
+    values += [*_step_values(sizes, choice, frames), *_side_values(sizes, choice, tiled, usable)]
     note = "" if sizes.steps else Message("What a training step takes is not known before it is tried.")
-    return Fit(values, max(peak, held + sizes.decode.get(str(side), 0)), usable, problem, note)
+    decode = 0 if tiled else sizes.decode.get(str(choice.side), 0)  # in tiles it is part of the peak already
+    return Fit(values, max(peak, held + decode), usable, problem, note)
 
 
 def _unknown_values() -> list[Value]:
@@ -484,10 +485,10 @@ UNKNOWN_STEP = 6 * 1024
 
 
 def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
-    """Return the highest peak of encoding, training and the smallest preview, in MiB."""
+    """Return the highest peak of encoding, training and a preview in tiles, in MiB."""
     held = sizes.weights[choice.share][0] + sizes.trained
     encode = max(sizes.vae + sizes.encode.get(str(choice.side), 0), sizes.text[text])
-    preview = held + sizes.vae + sizes.decode.get(str(sizes.sides[-1]), 0)
+    preview = held + sizes.vae + sizes.decode_tiled.get(str(choice.side), 0)
     return max(held + choice.step, encode, preview)
 
 
@@ -620,7 +621,7 @@ def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
     yield Value("train.accumulate", IMAGES_PER_STEP // choice.batch, a_step)
 
 
-def _side_values(sizes: Sizes, choice: Choice, preview: int, usable: int) -> Iterator[Value]:
+def _side_values(sizes: Sizes, choice: Choice, tiled: bool, usable: int) -> Iterator[Value]:
     native = sizes.sides[0]
     if choice.side == native:
         why = Message("The resolution that the base was trained at: {side} pixels.", side=native)
@@ -628,11 +629,13 @@ def _side_values(sizes: Sizes, choice: Choice, preview: int, usable: int) -> Ite
     else:
         why = Message("{native} pixels do not fit this GPU, so details are lost.", native=native)
         yield Value("dataset.resolution", choice.side, why)
-    if preview < choice.side:
+    if tiled:
         why = Message(
-            "Decoding a preview of {side} pixels beside the training does not fit into {usable} GiB.",
+            "A whole preview of {side} pixels takes {size} GiB to decode beside the training, in tiles {less}. A job "
+            "can use {usable} GiB.",
             side=choice.side,
+            size=gib(sizes.decode[str(choice.side)]),
+            less=gib(sizes.decode_tiled[str(choice.side)]),
             usable=gib(usable),
         )
-        yield Value("preview.width", preview, why, drawn=True)
-        yield Value("preview.height", preview, why, drawn=True)
+        yield Value("preview.tiled", True, why, drawn=True)

@@ -503,8 +503,7 @@ def _check_memory(job: Job) -> Problems:
                 "memory.compile",
                 Message("'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"),
             )
-        if section.gradient_checkpointing and quantize.recipe == "delayed":
-            # The history is updated when the forward ends, so the recomputation would multiply with other scales.
+        if section.gradient_checkpointing is True and excludes_recomputing(quantize):
             yield (
                 "memory.gradient_checkpointing",
                 Message(
@@ -520,34 +519,51 @@ def _check_memory(job: Job) -> Problems:
                 "memory.compile = 'off'"
             ),
         )
-    if section.offload:
-        # Only our own frozen layers can be offloaded, and Python code fetches their bytes.
-        for key, clash, usual in (
-            ("quantize.storage", quantize.storage in ("bf16", "none"), "'fp8'"),
-            ("quantize.backend", quantize.backend != "own", "'own'"),
-            ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
-            ("memory.compile", section.compile != "off", "'off'"),
-        ):
-            if clash:
-                value = getattr(quantize if key.startswith("quantize") else section, key.partition(".")[2])
-                yield (
-                    "memory.offload",
-                    Message(
-                        "{value} excludes {setting}; use {usual}, or offload = 0",
-                        value=f"{section.offload:g}",
-                        setting=f"{key} = {value!r}",
-                        usual=usual,
-                    ),
-                )
+    if section.share_in_ram:
+        for key, usual in find_offload_clashes(job):
+            value = getattr(quantize if key.startswith("quantize") else section, key.partition(".")[2])
+            yield (
+                "memory.offload",
+                Message(
+                    "{value} excludes {setting}; use {usual}, or offload = 0",
+                    value=f"{section.share_in_ram:g}",
+                    setting=f"{key} = {value!r}",
+                    usual=usual,
+                ),
+            )
     if section.cuda_graphs:
         for key, clash, usual in (
-            ("memory.offload", bool(section.offload), "0"),  # fetching waits for copies that Python starts
+            ("memory.offload", bool(section.share_in_ram), "0"),  # fetching waits for copies that Python starts
             ("quantize.backend", quantize.backend != "own", "'own'"),
             ("adapter.dropout", bool(job.adapter.dropout), "0"),  # a recording would drop the same elements each time
             ("adapter.text_encoder", job.adapter.text_encoder, "false"),  # tokenizing is no work of the GPU
         ):
             if clash:
                 yield "memory.cuda_graphs", Message("true needs {setting}", setting=f"{key} = {usual}")
+
+
+def excludes_recomputing(quantize: Quantize) -> bool:
+    """Return True if this [quantize] table excludes gradient checkpointing.
+
+    TransformerEngine updates its history when the forward ends, so the recomputation would multiply with other scales.
+    """
+    return quantize.backend == "te" and quantize.recipe == "delayed"
+
+
+def find_offload_clashes(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield each setting that excludes offloading, with the value to use instead.
+
+    Only our own frozen layers can be offloaded, and Python code fetches their bytes.
+    """
+    quantize = job.quantize
+    for key, clash, usual in (
+        ("quantize.storage", quantize.storage in ("bf16", "none"), "'fp8'"),
+        ("quantize.backend", quantize.backend != "own", "'own'"),
+        ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
+        ("memory.compile", job.memory.compile != "off", "'off'"),
+    ):
+        if clash:
+            yield key, usual
 
 
 RULES = (

@@ -230,7 +230,7 @@ def _choices(annotation: Any) -> list[str]:
         return [str(a) for a in get_args(annotation)]
     if get_origin(annotation) is Annotated:
         return _choices(get_args(annotation)[0])
-    return [c for a in get_args(annotation) for c in _choices(a)]
+    return [c for a in get_args(annotation) for c in (["true", "false"] if a is bool else _choices(a))]
 
 
 def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:

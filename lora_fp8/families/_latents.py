@@ -6,13 +6,20 @@ lose detail. A family states the rest as facts; the VAE's own config says how it
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
 from ._facts import Facts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
+
+TILE = 512
+"""Side in pixels of the tiles of an AutoencoderKL, whose own are as large as the images it was trained on. The other
+VAEs have smaller ones of their own."""
 
 
 class Latents(Facts):
@@ -34,15 +41,19 @@ class Latents(Facts):
             latents = answer.latent if hasattr(answer, "latent") else answer.latent_dist.mode()
             return self.normalise(as_picture(latents) if _takes_clips(vae) else latents)
 
-    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
-        """Decode latents to float32 pixels in about [-1, 1]; the inverse of `encode_images`."""
+    def decode_latents(self, latents_BCHW: Tensor, *, tiled: bool = False) -> Tensor:
+        """Decode latents to float32 pixels in about [-1, 1]; the inverse of `encode_images`, nearly so in tiles."""
         import torch
 
-        with torch.no_grad():
-            vae = self._loaded_vae("decode_latents")
+        vae = self._loaded_vae("decode_latents")
+        with torch.no_grad(), tiles(vae) if tiled else contextlib.nullcontext():
             latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
-            pixels = vae.decode(as_clip(latents) if _takes_clips(vae) else latents, return_dict=False)[0]
+            pixels = self.decode_plain(vae, as_clip(latents) if _takes_clips(vae) else latents)
             return as_picture(pixels) if _takes_clips(vae) else pixels
+
+    def decode_plain(self, vae: Any, latents: Tensor) -> Tensor:
+        """Decode the VAE's own latents."""
+        return vae.decode(latents, return_dict=False)[0]
 
     def _loaded_vae(self, wanted: str) -> Any:
         if self.vae is None:
@@ -109,6 +120,19 @@ class Latents(Facts):
         """
         *num_frames, height, width = latent_hw
         return math.prod(num_frames) * (height // self.patch) * (width // self.patch)
+
+
+@contextlib.contextmanager
+def tiles(vae: Any) -> Iterator[None]:
+    """Decode in overlapping tiles inside this context, as diffusers does it: less memory, and sometimes faint seams."""
+    if hasattr(vae, "tile_latent_min_size"):
+        vae.tile_sample_min_size = TILE
+        vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
+    vae.enable_tiling()
+    try:
+        yield
+    finally:
+        vae.disable_tiling()
 
 
 def normalised(vae: Any, latents: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ with `clips`, the latents of a clip of several frames are BCFHW wherever this co
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import re
@@ -39,7 +40,7 @@ from ..errors import Message, UserError, UserErrors
 from ..lora_files import naming
 from . import _checks, _components, _files
 from ._files import Header, checkpoint_prefix, native_header
-from ._latents import Latents
+from ._latents import Latents, tiles
 from ._prompts import Cond, Prompts
 
 if TYPE_CHECKING:
@@ -580,7 +581,7 @@ class ModelFamily(Latents, Prompts):
             scheduler["rescale_betas_zero_snr"] = True
         return scheduler
 
-    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False) -> Any:
+    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False, tiled: bool = False) -> Any:
         """Return the diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
 
         Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeddings; the VAE widens them to
@@ -590,17 +591,15 @@ class ModelFamily(Latents, Prompts):
             denoiser: the model to generate with; None: the pipeline has none.
             text: True adds `trained_text_parts`, so that a LoRA can be loaded into them; otherwise the pipeline has no
                 text encoders.
+            tiled: True decodes in tiles, see `_latents.tiles`. Control images are encoded whole.
         """
-        import torch
-
         self.load_vae()
         vae = self.vae
         if "decode" not in vars(vae):
-            decode = vae.decode
-            # Pipelines pass latents, and control images to encode, in the denoiser's dtype; this VAE is always float32.
-            vae.decode = lambda z, *args, **kwargs: decode(z.to(torch.float32), *args, **kwargs)
+            vae.decode = _decoding_as_given(vae)
             if self.controls[1]:
                 vae.encode = _encoding_as_given(vae.encode)
+        vae.decodes_in_tiles = tiled
         scheduler = self.scheduler_config()
         scheduler_class = _files.find_scheduler(f"{self.folder}/scheduler", scheduler)
         parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
@@ -650,6 +649,22 @@ class ModelFamily(Latents, Prompts):
         pipeline = cls(**{**arguments, **self.pipeline_arguments()})
         self.mend_(pipeline)
         return pipeline
+
+
+def _decoding_as_given(vae: Any) -> Callable[..., Any]:
+    """Return the VAE's decode, for latents in any dtype: pipelines pass the denoiser's, and this VAE is always float32.
+
+    It decodes in tiles while `vae.decodes_in_tiles` is true.
+    """
+    import torch
+
+    plain = vae.decode
+
+    def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with tiles(vae) if vae.decodes_in_tiles else contextlib.nullcontext():
+            return plain(z.to(torch.float32), *args, **kwargs)
+
+    return decode
 
 
 def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

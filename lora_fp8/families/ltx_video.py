@@ -10,7 +10,7 @@ end. diffusers generates with them in a pipeline of its own (LTXConditionPipelin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Message, UserError
 from ..lora_files import naming
@@ -107,16 +107,13 @@ class Family(ModelFamily):
         # The VAE stores them as buffers, not in its config.
         return self.vae.latents_mean, self.vae.latents_std, self.vae.config.scaling_factor
 
-    def decode_latents(self, latents_BCHW: Tensor) -> Tensor:
+    def decode_plain(self, vae: Any, latents: Tensor) -> Tensor:
         import torch
 
-        with torch.no_grad():
-            vae = self._loaded_vae("decode_latents")
-            latents = as_clip(self.denormalise(latents_BCHW.to(self.device, torch.float32)))
-            timestep_B = None
-            if vae.config.timestep_conditioning:
-                timestep_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
-            return as_picture(vae.decode(latents, timestep_B, return_dict=False)[0])
+        timestep_B = None
+        if vae.config.timestep_conditioning:
+            timestep_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
+        return vae.decode(latents, timestep_B, return_dict=False)[0]
 
     def caveats(self) -> list[str]:
         caveats = ModelFamily.caveats(self)

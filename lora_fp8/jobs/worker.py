@@ -43,7 +43,7 @@ from .store import BESIDE, CONFIG, Row, Store, StoreError, now, parse_command
 TICK_SECONDS = 0.25
 PROGRAM = ("-m", "lora_fp8")
 """Arguments with which `ensure_worker` runs Python; test doubles replace them."""
-NOTHING_TO_SAVE = ("", "start", "download", "cache", "load", "preflight")
+NOTHING_TO_SAVE = ("", "start", "download", "cache", "memory", "load", "preflight")
 """Stages in which a request to stop is followed by SIGTERM at once."""
 
 

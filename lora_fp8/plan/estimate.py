@@ -8,29 +8,18 @@ its libraries are included there (`PROCESS_BYTES`).
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import adapters, precision
 from ..common.numbers import digits
 from ..data.buckets import Bucket, named
-from ..data.cache import Cache
 from ..data.caption_style import warn_of_sentences
 from ..data.images import captions_of_files
 from ..errors import Joined, Message
-from ..families.base import ModelFamily
-from ..precision import stream
-from ..precision.dtypes import DTYPES
 from ..run import disk_space
 from ..settings import Job
-from ..training import memory, optim
-from ..training.text_encoders import Adapted, checkpoint_, inject_
-from . import disk_budget, dry_run
-from .disk_budget import count_pixels
-from .dry_run import META
+from . import disk_budget, training_memory
+from .memory_choice import choose_memory
 from .plan import Plan
 
 GIB = 2**30
@@ -169,48 +158,29 @@ class Estimate:
         return [*lines, *(Message("note: {line}", line=line) for line in [*self.notes, *warnings, *problems])]
 
 
-def estimate(plan: Plan, device: str = "cpu") -> Estimate:
+def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estimate:
     """Estimate memory, steps and sizes of a job that runs as one process.
 
     Args:
+        plan: of the job.
         device: "cuda" or "cpu", on which the job will run. The family's own device may differ: nothing is computed.
+        free: free bytes of that GPU, for settings that are left to "auto"; None if there is none here.
     """
-    job, family, images = plan.job, plan.family, plan.images
+    choice = choose_memory(plan, free)
+    preview = plan.job.preview.model_copy(update={"tiled": choice.tiled})
+    job = plan.job.model_copy(update={"memory": choice.section, "preview": preview})
+    plan = replace(plan, job=job)
+    family, images = plan.family, plan.images
     buckets = images.buckets
     in_bucket = [sum(placed.example.repeats for placed in members) for members in buckets.values()]
     steps = sum(math.ceil(num / job.train.batch_size) for num in in_bucket) / job.train.accumulate
-    heaviest, controls = _find_heaviest_bucket(plan)
+    heaviest = training_memory.find_heaviest_bucket(plan)[0]
     notes: list[str] = []
 
-    denoiser, waiting, buffers = _build_denoiser(job, family)
-    denoiser_config: Any = denoiser.config  # of diffusers, a dict
-    cond_shapes = family.longest_cond(dict(denoiser_config))
-    vae_encode, latents = _measure_vae(family, heaviest, "encode", notes)
-    previews = job.preview.width or heaviest[0], job.preview.height or heaviest[1], job.preview.frames
-    vae_decode = _measure_vae(family, previews, "decode", notes)[0] if job.preview.prompts else 0
-    encoders_trained = _build_text_encoders(job, family)
-    adapted = Adapted(denoiser, encoders_trained)
-    named = adapters.parameters(adapted)
-    num_trained = sum(parameter.numel() for _, parameter in named)
-    step = None
-    if latents is not None:
-        per_side = heaviest[0] // latents[-1]
-        sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in controls]
-        cond_shapes = cond_shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
-        num = _count_in_batch(job, buckets[heaviest])
-        try:
-            step = _measure_step(job, family, denoiser, latents, cond_shapes, num)
-        except dry_run.Undecided as error:
-            notes.append(
-                Message(
-                    "what a step takes is not known before it is tried: {error}; training tries it before step 1",
-                    error=error,
-                )
-            )
-        else:  # activations of the text encoders stay until the denoiser's backward pass has ended
-            step += sum(_measure_text_step(encoder, num) for encoder in encoders_trained.values())
-    adapter_bytes = sum(parameter.nbytes for _, parameter in named)
-    everything = sum(_count_bytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
+    vae_encode, latents = training_memory.measure_vae(family, heaviest, "encode", notes)
+    vae_decode = training_memory.measure_preview(plan, notes, tiled=choice.tiled) if job.preview.prompts else 0
+    training = training_memory.measure_training(plan, latents, notes)
+    base, waiting = training.base.count(job.memory.share_in_ram)
     writes = plan.writes()
     estimated = Estimate(
         pictures=len(images.examples),
@@ -219,22 +189,24 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
         steps_per_epoch=steps,
         epochs=job.train.steps / steps,
         heaviest_bucket=heaviest,
-        base_bytes=everything - adapter_bytes + buffers,
+        base_bytes=base,
         waiting_bytes=waiting,
-        adapter_bytes=adapter_bytes,
-        optimizer_bytes=4 * num_trained + optim.state_bytes([p for _, p in named], job.optimizer),
-        step_bytes=step,
+        adapter_bytes=training.adapter_bytes,
+        optimizer_bytes=training.optimizer_bytes,
+        step_bytes=training.step_bytes,
         text_bytes=max(family.text_bytes().values()),
         vae_bytes=family.vae_bytes(),
         vae_encode_bytes=vae_encode,
         vae_decode_bytes=vae_decode,
         cache_bytes=writes[-1].likely,
-        file_bytes=disk_budget.count_file_bytes(job, named),
-        checkpoint_bytes=disk_budget.count_checkpoint_bytes(job, named),
+        file_bytes=disk_budget.count_file_bytes(job, training.trainable),
+        checkpoint_bytes=disk_budget.count_checkpoint_bytes(job, training.trainable),
         writes=writes,
         device=device,
         process_bytes=PROCESS_BYTES if device == "cpu" else 0,
         notes=[
+            *choice.lines(),
+            *filter(None, [choice.warning()]),
             *notes,
             *plan.warnings,
             *warn_of_sentences(captions_of_files([*images.examples, *images.held_out]), job.dataset),
@@ -255,144 +227,3 @@ def _is_text_largest(estimated: Estimate, job: Job) -> bool:
     text, step = estimated.text_bytes, estimated.step_bytes
     train = step and estimated.held_bytes + step
     return bool(train and text > train and job.model.text_storage == "none" and text > GIB)
-
-
-def _find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
-    """Return the bucket whose batch has the most pixels, and the (width, height) of the control images in it."""
-    buckets = plan.images.buckets
-    controls = {bucket: _find_largest_controls(plan.cache, members) for bucket, members in buckets.items()}
-
-    def weigh(bucket: Bucket) -> int:
-        pixels = count_pixels(plan.family, bucket) + sum(map(math.prod, controls[bucket]))
-        return pixels * _count_in_batch(plan.job, buckets[bucket])
-
-    heaviest = max(buckets, key=lambda bucket: (weigh(bucket), bucket))
-    return heaviest, controls[heaviest]
-
-
-def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
-    """Return the (width, height) of the control images of the example with the most control pixels."""
-    sizes = [[control.size for control in store.control_crops(placed)] for placed in members]
-    return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
-
-
-def _count_in_batch(job: Job, members: list[Any]) -> int:
-    return min(job.train.batch_size, sum(placed.example.repeats for placed in members))
-
-
-def _build_denoiser(job: Job, family: ModelFamily) -> tuple[torch.nn.Module, int, int]:
-    """Build the denoiser as training does, on the meta device.
-
-    Returns:
-        The denoiser, its bytes that are offloaded to RAM, and the bytes of the buffers on the device for them.
-    """
-    denoiser = family.empty_denoiser()
-    keep, modulation = family.keep_precise, family.modulation
-    precision.quantize_(denoiser, job.quantize, keep, family.dtype, modulation, family.file_scale())
-    waiting = precision.offload_(denoiser, job.memory.offload)
-    sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values() if layer.waits]
-    names = family.adapter_names(denoiser, job.adapter.targets)
-    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
-    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off"}))
-    return denoiser.train(), waiting, stream.BUFFERS * max(sizes, default=0)
-
-
-def _build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
-    """Build the trained text encoders with their adapters as `text_encoders.TextEncoders` does, on the meta device."""
-    if not job.adapter.text_encoder:
-        return {}
-    encoders = family.empty_trained_text()
-    inject_(encoders, family, job.adapter, job.seed)
-    for encoder in encoders.values():
-        if job.memory.gradient_checkpointing:
-            checkpoint_(encoder)
-        encoder.train()
-    return encoders
-
-
-def _measure_text_step(encoder: torch.nn.Module, num: int) -> int:
-    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
-    encoder_config: Any = encoder.config  # of transformers
-    tokens = torch.zeros(num, encoder_config.max_position_embeddings, dtype=torch.long, device=META)
-    with dry_run.on_meta(), dry_run.Tally() as tally:
-        encoder(tokens, output_hidden_states=True)[0].sum().backward()
-    return tally.most
-
-
-def _measure_vae(
-    family: ModelFamily, bucket: Bucket, operation: str, notes: list[str]
-) -> tuple[int | None, tuple[int, ...] | None]:
-    """Measure the peak of encoding or decoding one image or clip with the VAE.
-
-    Args:
-        family: of the job; its VAE is replaced by one on the meta device meanwhile.
-        bucket: (width, height) or (width, height, frames) of the image or clip.
-        operation: "encode" or "decode".
-        notes: gets a line if the memory cannot be estimated.
-
-    Returns:
-        Bytes, and the shape (C, H, W) or (C, F, H, W) of the latents; both None if they cannot be estimated.
-    """
-    family.vae = family.empty_vae()
-    try:
-        with dry_run.on_meta():
-            width, height, *frames = bucket
-            pixels = torch.empty(1, 3, *(num for num in frames if num > 1), height, width, device=META)
-            with dry_run.Tally() as tally:
-                latents = family.encode_images(pixels)
-            if operation == "decode":
-                with dry_run.Tally() as tally:
-                    family.decode_latents(latents)
-    except dry_run.Undecided as error:
-        notes.append(Message("the VAE's memory is not known: {error}", error=error))
-        return None, None
-    finally:
-        family.vae = None
-    return tally.most, tuple(latents.shape[1:])
-
-
-def _measure_step(
-    job: Job,
-    family: ModelFamily,
-    denoiser: torch.nn.Module,
-    latents: tuple[int, ...],
-    cond_shapes: dict[str, tuple[int, ...]],
-    num: int,
-) -> int:
-    """Measure the peak bytes of a forward and backward pass of the denoiser over `num` images.
-
-    Args:
-        job: with its sections model and objective.
-        family: makes the conditioning and predicts.
-        denoiser: on the meta device, with its adapters.
-        latents: (C, H, W) or (C, F, H, W) of one image or clip.
-        cond_shapes: name -> shape of the conditioning of one image.
-        num: batch size.
-
-    Raises:
-        Undecided: activations decide what is computed.
-    """
-    dtype = DTYPES[job.model.dtype]
-    # Facts about an image are small tensors of numbers, and stay real.
-    facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
-    sample = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
-    cond = {
-        name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
-        for name, tensor in family.collate([sample] * num).items()
-    }
-    objective = family.make_objective(job.objective)
-    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
-    latents_BCHW = torch.empty(num, *latents, device=META)
-    with dry_run.on_meta(), dry_run.Tally() as tally:
-        noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
-        answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
-        target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
-        objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
-    return tally.most
-
-
-def _count_bytes(tensor: Tensor) -> int:
-    """Count the bytes of a tensor. A tensor made of others, like torchao's, reports the dtype that it represents."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(_count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.numel() * tensor.element_size()

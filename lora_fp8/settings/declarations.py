@@ -760,10 +760,10 @@ class Objective(Section):
 class Memory(Section):
     """Trade-offs between memory and speed."""
 
-    gradient_checkpointing: bool = setting(
-        True,
+    gradient_checkpointing: Literal["auto"] | bool = setting(
+        "auto",
         "Gradient checkpointing: recompute activations in the backward pass. It needs less memory and is about 40 % "
-        "slower.",
+        "slower. auto: only if the training does not fit into the free VRAM without; on a CPU always.",
         also="diffusion-pipe: activation_checkpointing",
     )
     keep_attention: bool = setting(
@@ -771,14 +771,12 @@ class Memory(Section):
         "With gradient checkpointing, keep the results of attention instead of recomputing them. Faster where "
         "attention takes a large part of a step, as in transformers on large images; needs one activation per block "
         "more.",
-        when={"memory.gradient_checkpointing": (True,)},
+        when={"memory.gradient_checkpointing": (True, "auto")},
     )
-    offload: float = setting(
-        0.0,
+    offload: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = setting(
+        "auto",
         "Share of the frozen weights that stays in RAM and is copied to the GPU for each use; 1: all. For models "
-        "that do not fit into VRAM; slower.",
-        ge=0,
-        le=1,
+        "that do not fit into VRAM; slower. auto: as little as the free VRAM allows.",
         also="kohya: blocks_to_swap / num_blocks; ai-toolkit: layer_offloading; OneTrainer: "
         "layer_offload_fraction; diffusion-pipe: blocks_to_swap / num_blocks",
     )
@@ -794,9 +792,24 @@ class Memory(Section):
     )
 
     @property
+    def recomputes(self) -> bool:
+        """True if activations are recomputed in the backward pass; so they are where "auto" was not decided."""
+        return self.gradient_checkpointing is not False
+
+    @property
     def keeps_attention(self) -> bool:
         """True if activations are recomputed, but for the results of attention."""
-        return self.gradient_checkpointing and self.keep_attention
+        return self.recomputes and self.keep_attention
+
+    @property
+    def share_in_ram(self) -> float:
+        """The share of the frozen weights that is offloaded; none where "auto" was not decided."""
+        return 0.0 if self.offload == "auto" else float(self.offload)
+
+    @property
+    def is_auto(self) -> bool:
+        """True if a setting is left to "auto"."""
+        return "auto" in (self.gradient_checkpointing, self.offload)
 
 
 class Preview(Section):
@@ -854,6 +867,12 @@ class Preview(Section):
     )
     frames: int = setting(
         1, "Number of frames of each preview: 1 for an image, more for a clip.", ge=1, when=DRAWN | CLIPS
+    )
+    tiled: Literal["auto"] | bool = setting(
+        "auto",
+        "Decode the previews in tiles: less memory, and sometimes faint seams. auto: only where a whole preview does "
+        "not fit into the free VRAM.",
+        when=DRAWN,
     )
     seed: int = setting(
         42,

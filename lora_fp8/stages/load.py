@@ -103,14 +103,14 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     run.log_event("stage", stage="load")
     progress = StageProgress(run, "load")
     section = add_moved_layers(job.quantize, moved)
-    denoiser, layers, waiting = load_base(family, section, job.memory.offload, progress.update)
+    denoiser, layers, waiting = load_base(family, section, session.memory.share_in_ram, progress.update)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
-    applied = memory.apply_(denoiser, job.memory, is_random=job.adapter.dropout > 0)
+    applied = memory.apply_(denoiser, session.memory, is_random=job.adapter.dropout > 0)
     denoiser.train()
     encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
     if encoders is not None:
-        if job.memory.gradient_checkpointing:
+        if session.memory.recomputes:
             encoders.checkpoint_()
         encoders.train()
 

@@ -245,7 +245,7 @@ def _choose_storages(session: Session, data: Data) -> dict[str, str]:
     first_errors: list[layerwise.LayerError] = []
     while True:
         errors = _measure_held_errors(
-            family, add_moved_layers(section, _format_lines(storages)), job.memory.offload, questions
+            family, add_moved_layers(section, _format_lines(storages)), session.memory.share_in_ram, questions
         )
         first_errors = first_errors or errors
         fixed, movable = _find_above_bound(errors, section)
@@ -350,7 +350,7 @@ def _measure(session: Session, data: Data, moved: list[str], num_pictures: int, 
         _free_memory(family.device)
     run.log_event("stage", stage=Message("the quantized base"))
     section = add_moved_layers(job.quantize, moved)
-    denoiser, plan, _ = load_base(family, section, job.memory.offload)
+    denoiser, plan, _ = load_base(family, section, job.memory.share_in_ram)
     errors = _measure_layer_errors(family, denoiser.eval(), section, questions)
     prediction, multiplied = {}, {}
     if whole:

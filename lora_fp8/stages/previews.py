@@ -125,7 +125,7 @@ def _draw_into(
     drawn: list[list[Image.Image]] = []
     progress = StageProgress(session.run, "previews")
     try:
-        pipeline = family.pipeline(denoiser) if numbers else None
+        pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if numbers else None
         for number in numbers:
             drawn += draw_clips(family, pipeline, prompts, section, side, [number])
             progress.update(len(drawn), len(numbers))

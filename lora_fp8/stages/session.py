@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from .. import settings
 from ..distributed.processes import Processes
 from ..errors import Message, RunFailure, Stopped, reason
 from ..families.base import ModelFamily
+from ..plan.memory_choice import MemoryChoice
 from ..plan.plan import Plan
 from ..run import Run, StopSignal
 from ..settings import Job
@@ -28,6 +30,18 @@ class Session:
     processes: Processes
     stop: StopSignal = field(default_factory=StopSignal)
     shows_progress: bool = False
+    choice: MemoryChoice | None = None
+    """the memory settings of this run; None before they are chosen"""
+
+    @property
+    def memory(self) -> settings.Memory:
+        """The `[memory]` table in force, with a value for every "auto" once they are chosen."""
+        return self.job.memory if self.choice is None else self.choice.section
+
+    @property
+    def tiles_previews(self) -> bool:
+        """True if previews are decoded in tiles."""
+        return self.job.preview.tiled is True if self.choice is None else self.choice.tiled
 
     @property
     def job(self) -> Job:

@@ -27,13 +27,15 @@ from ..errors import Message, RunFailure, UserError, UserErrors
 from ..families.base import ModelFamily
 from ..families.sources import describe
 from ..lora_files import layer_names
+from ..plan.memory_choice import choose_for_drawing
 from ..plan.resolve import get_resolution, make_family, resolve_auto
 from ..precision.dtypes import DTYPES
 from ..run import drawings
-from ..settings import Job
+from ..settings import Job, Quantize
 from ..stages import previews
 from ..stages.cache import PreviewPrompts, list_texts, read_preview_prompts
 from ..stages.load import add_moved_layers, load_base
+from ..training import memory
 from ..training.text_encoders import Adapted, answers
 from .draw_sources import Lora, load_job, load_loras
 
@@ -150,11 +152,11 @@ class _Drawing:
         section = add_moved_layers(job.quantize, [line for lora in self.loras for line in lora.moved])
         # Only this library's own layers compute on every device.
         section = section.model_copy(update={"compute": "upcast", "backend": "own", "kernels": "torch"})
-        offload = job.memory.offload if family.device.type == "cuda" else 0.0
-        denoiser, layers, _ = load_base(family, section, offload)
+        share, tiled = self._choose_memory(section)
+        denoiser, layers, _ = load_base(family, section, share)
         precision.set_compute_(denoiser, layers.with_compute("upcast"), section)
         denoiser.requires_grad_(False).eval()
-        pipeline = family.pipeline(denoiser)
+        pipeline = family.pipeline(denoiser, tiled=tiled)
         pipeline.scheduler.step = self._count_steps(pipeline.scheduler.step)
         self._enter("draw")
         images = []
@@ -164,6 +166,13 @@ class _Drawing:
         self.record |= {"grid": drawings.GRID, "state": "done", "stage": ""}
         self._write()
         return self.record
+
+    def _choose_memory(self, section: Quantize) -> tuple[float, bool]:
+        """Return the share of the base to offload, and whether to decode in tiles; on a CPU nothing is offloaded."""
+        job, record = self.job.model_copy(update={"quantize": section}), self.record
+        free = memory.free_bytes(self.family.device)
+        share, tiled = choose_for_drawing(job, self.family, (record["width"], record["height"]), free)
+        return (0.0 if free is None else share), tiled
 
     def _describe(self) -> dict[str, Any]:
         """Make the record of a drawing before anything is drawn."""

@@ -58,10 +58,10 @@ class MemoryReport:
 
 def problem(section: settings.Memory, device: torch.device) -> str:
     """Return why this machine cannot do what the section asks for, and what to choose instead; "" if it can."""
-    if section.offload and device.type != "cuda":
+    if section.share_in_ram and device.type != "cuda":
         return Message(
             "memory.offload = {share}: a {device} has no memory of its own; use memory.offload = 0",
-            share=f"{section.offload:g}",
+            share=f"{section.share_in_ram:g}",
             device=device.type,
         )
     if section.cuda_graphs and device.type != "cuda":
@@ -101,14 +101,14 @@ def apply_(denoiser: nn.Module, section: settings.Memory, *, is_random: bool = F
         UserError: this denoiser has nothing to compile.
     """
     compiled, kept = "", ATTENTION if section.keeps_attention else ()
-    recompute = _recomputation(kept, is_random) if section.gradient_checkpointing else None
+    recompute = _recomputation(kept, is_random) if section.recomputes else None
     if section.compile == "blocks":
         compiled = _compile_blocks_(denoiser, recompute and _recomputation(kept, is_random, has_policy=True))
     if recompute is not None:
         # diffusers calls this with each block and its arguments.
         checkpointed = functools.partial(_checkpointed, recompute)
         denoiser.enable_gradient_checkpointing(checkpointed)  # type: ignore[operator]  # a method of diffusers' models
-    return MemoryReport(section.gradient_checkpointing, section.keeps_attention, compiled)
+    return MemoryReport(section.recomputes, section.keeps_attention, compiled)
 
 
 def _recomputation(kept: Sequence[Any], is_random: bool, *, has_policy: bool = False) -> Call:

@@ -221,7 +221,7 @@ class Layout:
             part = gr.Dropdown([], value=None, allow_custom_value=True, visible=False, **common)
         elif setting.kind == "flag":
             part = gr.Checkbox(**common)
-        elif setting.kind == "choice":
+        elif setting.kind in ("choice", "switch"):
             part = gr.Dropdown(choices, value=None, **common)
         elif setting.kind == "mixed":
             part = gr.Dropdown(choices, value=None, allow_custom_value=True, **common)

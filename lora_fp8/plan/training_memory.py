@@ -1,0 +1,263 @@
+"""Count the memory of a training from its Plan, on the meta device: the model as training builds it, and one step.
+
+What a step takes is measured with `dry_run`: all bytes that are alive at one time. The workspaces of libraries and the
+reserve of torch's allocator are not included.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import adapters, precision
+from ..data.buckets import Bucket
+from ..data.cache import Cache
+from ..errors import Message
+from ..families.base import ModelFamily
+from ..precision import stream
+from ..precision.dtypes import DTYPES
+from ..settings import Job
+from ..training import memory, optim
+from ..training.text_encoders import Adapted, checkpoint_, inject_
+from . import dry_run
+from .disk_budget import Named, count_pixels
+from .dry_run import META
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class BaseMemory:
+    """What the frozen base takes, in bytes."""
+
+    whole_bytes: int
+    """all of it"""
+    layer_bytes: dict[str, int]
+    """the weight of each layer that can be offloaded, in the order of use"""
+
+    def count(self, share: float) -> tuple[int, int]:
+        """Count the bytes with this share offloaded: on the device, with the buffers for it, and in RAM."""
+        waiting = [self.layer_bytes[name] for name in stream.chosen(self.layer_bytes, share)]
+        return self.whole_bytes - sum(waiting) + stream.BUFFERS * max(waiting, default=0), sum(waiting)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """What a training takes, in bytes on the device of one process."""
+
+    base: BaseMemory
+    adapter_bytes: int
+    optimizer_bytes: int
+    """moments, masters and float32 gradients"""
+    step_bytes: int | None
+    """peak of a forward and backward pass, beside the weights and the optimizer; None if it is unknown"""
+    trainable: Named
+    """trained parameters by name, on the meta device"""
+
+    def count_held(self, share: float) -> int:
+        """Count the bytes on the device for the whole training: base, adapters and optimizer."""
+        return self.base.count(share)[0] + self.adapter_bytes + self.optimizer_bytes
+
+
+def measure_base(model: torch.nn.Module) -> BaseMemory:
+    """Measure the frozen part of a model on the meta device."""
+    frozen = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad)
+    layers = precision.frozen_layers(model)
+    return BaseMemory(sum(map(count_bytes, frozen)), {name: layer.qweight.nbytes for name, layer in layers.items()})
+
+
+def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[str]) -> TrainingMemory:
+    """Build the models of a job as training does, and measure one step at its heaviest bucket.
+
+    Args:
+        plan: of the job.
+        latents: shape of the latents of an image in the heaviest bucket, from `measure_vae`; None leaves the step out.
+        notes: gets a line if the step cannot be measured.
+    """
+    job, family = plan.job, plan.family
+    denoiser, encoders = build_denoiser(job, family), build_text_encoders(job, family)
+    adapted = Adapted(denoiser, encoders)
+    named = adapters.parameters(adapted)
+    step = None
+    if latents is not None:
+        num = count_in_batch(job, plan.images.buckets[find_heaviest_bucket(plan)[0]])
+        try:
+            step = measure_step(job, family, denoiser, latents, find_cond_shapes(plan, denoiser, latents), num)
+        except dry_run.Undecided as error:
+            notes.append(
+                Message(
+                    "what a step takes is not known before it is tried: {error}; training tries it before step 1",
+                    error=error,
+                )
+            )
+        else:  # activations of the text encoders stay until the denoiser's backward pass has ended
+            step += sum(measure_text_step(encoder, num) for encoder in encoders.values())
+    return TrainingMemory(
+        base=measure_base(adapted),
+        adapter_bytes=sum(parameter.nbytes for _, parameter in named),
+        optimizer_bytes=4 * sum(parameter.numel() for _, parameter in named)
+        + optim.state_bytes([parameter for _, parameter in named], job.optimizer),
+        step_bytes=step,
+        trainable=named,
+    )
+
+
+def find_cond_shapes(plan: Plan, denoiser: torch.nn.Module, latents: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the longest conditioning of an image in the heaviest bucket, whose latents these are."""
+    heaviest, controls = find_heaviest_bucket(plan)
+    per_side = heaviest[0] // latents[-1]
+    sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in controls]
+    denoiser_config: Any = denoiser.config  # of diffusers, a dict
+    shapes = plan.family.longest_cond(dict(denoiser_config))
+    return shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
+
+
+def find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
+    """Return the bucket whose batch has the most pixels, and the (width, height) of the control images in it."""
+    buckets = plan.images.buckets
+    controls = {bucket: _find_largest_controls(plan.cache, members) for bucket, members in buckets.items()}
+
+    def weigh(bucket: Bucket) -> int:
+        pixels = count_pixels(plan.family, bucket) + sum(map(math.prod, controls[bucket]))
+        return pixels * count_in_batch(plan.job, buckets[bucket])
+
+    heaviest = max(buckets, key=lambda bucket: (weigh(bucket), bucket))
+    return heaviest, controls[heaviest]
+
+
+def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
+    """Return the (width, height) of the control images of the example with the most control pixels."""
+    sizes = [[control.size for control in store.control_crops(placed)] for placed in members]
+    return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
+
+
+def count_in_batch(job: Job, members: list[Any]) -> int:
+    """Count the samples of the largest batch of a bucket with these members."""
+    return min(job.train.batch_size, sum(placed.example.repeats for placed in members))
+
+
+def build_base(job: Job, family: ModelFamily) -> torch.nn.Module:
+    """Build the denoiser without adapters in its storage, on the meta device, with nothing offloaded."""
+    denoiser = family.empty_denoiser()
+    keep, modulation = family.keep_precise, family.modulation
+    precision.quantize_(denoiser, job.quantize, keep, family.dtype, modulation, family.file_scale())
+    return denoiser
+
+
+def build_denoiser(job: Job, family: ModelFamily) -> torch.nn.Module:
+    """Build the denoiser as training does, on the meta device, with nothing offloaded."""
+    denoiser = build_base(job, family)
+    names = family.adapter_names(denoiser, job.adapter.targets)
+    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off"}))
+    return denoiser.train()
+
+
+def build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Module]:
+    """Build the trained text encoders with their adapters as `text_encoders.TextEncoders` does, on the meta device."""
+    if not job.adapter.text_encoder:
+        return {}
+    encoders = family.empty_trained_text()
+    inject_(encoders, family, job.adapter, job.seed)
+    for encoder in encoders.values():
+        if job.memory.recomputes:
+            checkpoint_(encoder)
+        encoder.train()
+    return encoders
+
+
+def measure_preview(plan: Plan, notes: list[str], *, tiled: bool) -> int | None:
+    """Measure the peak of decoding one preview of the job; None if it cannot be estimated."""
+    section, heaviest = plan.job.preview, find_heaviest_bucket(plan)[0]
+    bucket = section.width or heaviest[0], section.height or heaviest[1], section.frames
+    return measure_vae(plan.family, bucket, "decode", notes, tiled=tiled)[0]
+
+
+def measure_text_step(encoder: torch.nn.Module, num: int) -> int:
+    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
+    encoder_config: Any = encoder.config  # of transformers
+    tokens = torch.zeros(num, encoder_config.max_position_embeddings, dtype=torch.long, device=META)
+    with dry_run.on_meta(), dry_run.Tally() as tally:
+        encoder(tokens, output_hidden_states=True)[0].sum().backward()
+    return tally.most
+
+
+def measure_vae(
+    family: ModelFamily, bucket: Bucket, operation: str, notes: list[str], *, tiled: bool = False
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """Measure the peak of encoding or decoding one image or clip with the VAE.
+
+    Args:
+        family: of the job; its VAE is replaced by one on the meta device meanwhile.
+        bucket: (width, height) or (width, height, frames) of the image or clip.
+        operation: "encode" or "decode".
+        notes: gets a line if the memory cannot be estimated.
+        tiled: decode in tiles.
+
+    Returns:
+        Bytes, and the shape (C, H, W) or (C, F, H, W) of the latents; both None if they cannot be estimated.
+    """
+    family.vae = family.empty_vae()
+    try:
+        with dry_run.on_meta():
+            width, height, *frames = bucket
+            pixels = torch.empty(1, 3, *(num for num in frames if num > 1), height, width, device=META)
+            with dry_run.Tally() as tally:
+                latents = family.encode_images(pixels)
+            if operation == "decode":
+                with dry_run.Tally() as tally:
+                    family.decode_latents(latents, tiled=tiled)
+    except dry_run.Undecided as error:
+        notes.append(Message("the VAE's memory is not known: {error}", error=error))
+        return None, None
+    finally:
+        family.vae = None
+    return tally.most, tuple(latents.shape[1:])
+
+
+def measure_step(
+    job: Job,
+    family: ModelFamily,
+    denoiser: torch.nn.Module,
+    latents: tuple[int, ...],
+    cond_shapes: dict[str, tuple[int, ...]],
+    num: int,
+) -> int:
+    """Measure the peak bytes of a forward and backward pass of the denoiser over `num` images.
+
+    Args:
+        job: with its sections model and objective.
+        family: makes the conditioning and predicts.
+        denoiser: on the meta device, with its adapters.
+        latents: (C, H, W) or (C, F, H, W) of one image or clip.
+        cond_shapes: name -> shape of the conditioning of one image.
+        num: batch size.
+
+    Raises:
+        Undecided: activations decide what is computed.
+    """
+    dtype = DTYPES[job.model.dtype]
+    # Facts about an image are small tensors of numbers, and stay real.
+    facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
+    sample = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
+    cond = {
+        name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
+        for name, tensor in family.collate([sample] * num).items()
+    }
+    objective = family.make_objective(job.objective)
+    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
+    latents_BCHW = torch.empty(num, *latents, device=META)
+    with dry_run.on_meta(), dry_run.Tally() as tally:
+        noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
+        answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
+        target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
+        objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
+    return tally.most
+
+
+def count_bytes(tensor: Tensor) -> int:
+    """Count the bytes of a tensor. A tensor made of others, like torchao's, reports the dtype that it represents."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
