@@ -341,7 +341,7 @@ def test_another_base_at_the_same_place_is_told(make_job, tmp_path, settings, st
     miniatures.save("sd15", tmp_path / "other", seed=1)
     job = make_job(tmp_path, *settings, f"model.path='{tmp_path / 'other'}'")
     run(job, resume=True)
-    assert [event["text"] for event in events(job, "warning") if "base model's files" in event["text"]]
+    assert [event["text"] for event in events(job, "warning") if "its training adapter is another" in event["text"]]
 
 
 def test_a_moved_base_and_pictures_are_no_change(make_job, tmp_path, settings, stopped, whole, tiny, pictures):

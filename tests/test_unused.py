@@ -15,6 +15,7 @@ from webui import translations
 
 ALWAYS = {
     "model.files",
+    "model.training_adapter",
     *("name", "output_dir", "seed", "preset"),
     *("model.family", "model.path", "model.dtype", "model.text_storage", "quantize.storage"),
     *("adapter.type", "adapter.rank", "adapter.ranks", "adapter.alpha", "adapter.dropout", "adapter.targets"),

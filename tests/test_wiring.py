@@ -207,6 +207,7 @@ OWN_TEST = {
     "model.components": "test_components",
     "model.files": "test_components",
     "model.revision": "test_revision",
+    "model.training_adapter": "test_a_training_adapter_changes_what_training_sees",
     "adapter.init_from": "test_init_from",
     "quantize.fast_accum": "test_fast_accum_reaches_the_kernel",
     "quantize.kernels": "test_kernels_reach_the_layers",
@@ -505,6 +506,15 @@ def test_revision(
         train.run(job("model.path=somebody/base", "train.steps=1"), progress=False)
     train.run(job("model.path=somebody/base", "model.revision=v2", "train.steps=1"), progress=False)
     assert any("/revision/v2" in request.path for request in hub.seen())
+
+
+def test_a_training_adapter_changes_what_training_sees(job: Callable[..., Job]) -> None:
+    short = ("train.steps=2", "preview.prompts=[]", "export.verify=false", "optimizer.lr=0.01")
+    first = train.run(job(*short), progress=False)
+    given = f"model.training_adapter='{first.files[0]}'"
+    second = train.run(job(*short, given, "name=second"), progress=False)
+    losses = [next(event["loss"] for event in of.run.events() if event["event"] == "step") for of in (first, second)]
+    assert losses[0] != losses[1]
 
 
 def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:

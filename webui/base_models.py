@@ -215,7 +215,9 @@ def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
-    paths = [(key, values[key]) for key in ("output_dir", "dataset.cache_dir", "adapter.init_from")]
+    paths = [
+        (key, values[key]) for key in ("output_dir", "dataset.cache_dir", "adapter.init_from", "model.training_adapter")
+    ]
     for key, word in (("model.path", "demo"), ("model.components", "auto")):
         if isinstance(values[key], str) and values[key] != word and not is_remote(values[key]):
             paths.append((key, values[key]))

@@ -17,6 +17,7 @@ from .context import Place
 
 PATHS = (
     *("output_dir", "model.path", "model.components", "model.files", "dataset.cache_dir", "adapter.init_from"),
+    "model.training_adapter",
     *("dataset.folders.path", "dataset.folders.control", "dataset.folders.mask", "preview.controls"),
 )
 """Settings that name a file or folder. tests/test_page_submit.py finds those that are missing here."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from . import kinds
 
@@ -29,32 +30,88 @@ def attached(
     strength: float,
     device: torch.device,
 ) -> Iterator[None]:
-    """Add an adapter to a model inside this context.
-
-    Args:
-        layers: the model's modules by the names that the adapter uses.
-        state: the adapter's tensors, in internal naming.
-        scaling: alpha / rank of each layer.
-        strength: factor of the adapter's whole effect, as in programs that load it.
-        device: device on which the layers compute.
-    """
-    handles = []
+    """Add an adapter to a model inside this context; the arguments are those of `attach_`."""
+    handles = attach_(layers, state, scaling, strength, device)
     try:
-        for name, parts in kinds.grouped(state).items():
-            layer: Any = layers[name]
-            moved = {part: tensor.to(device) for part, tensor in parts.items()}
-            handles.append(layer.register_forward_hook(_Addition(layer, moved, scaling[name], strength)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
+def attach_(
+    layers: Mapping[str, nn.Module],
+    state: Mapping[str, Tensor],
+    scaling: Mapping[str, float] | float,
+    strength: float,
+    device: torch.device,
+) -> list[RemovableHandle]:
+    """Add an adapter to a model.
+
+    Args:
+        layers: the model's modules by the names that the adapter uses.
+        state: the adapter's tensors, in internal naming.
+        scaling: alpha / rank of each layer, or of all.
+        strength: factor of the adapter's whole effect, as in programs that load it.
+        device: device on which the layers compute.
+
+    Returns:
+        What removes it.
+    """
+    handles = []
+    for name, parts in kinds.grouped(state).items():
+        layer: Any = layers[name]
+        moved = {part: tensor.to(device) for part, tensor in parts.items()}
+        factor = scaling[name] if isinstance(scaling, Mapping) else scaling
+        handles.append(layer.register_forward_hook(_Addition(layer, moved, factor, strength)))
+    return handles
+
+
+def attach_beneath_(
+    model: nn.Module, state: Mapping[str, Tensor], scaling: Mapping[str, float] | float, dtype: torch.dtype
+) -> None:
+    """Add an adapter to the frozen layers of a model for good, beneath the adapters that are trained.
+
+    Args:
+        model: with its weights, and with the adapters to train or without.
+        state: see `attach_`.
+        scaling: see `attach_`.
+        dtype: dtype in which the adapter is held and computed.
+    """
+    layers = {_plain_name(name): module for name, module in model.named_modules() if _takes_adapter(module)}
+    converted = {name: tensor.to(dtype) for name, tensor in state.items()}
+    attach_(layers, converted, scaling, 1.0, next(model.parameters()).device)
+
+
+@contextmanager
+def without_attached(model: nn.Module) -> Iterator[None]:
+    """Compute without the adapters of `attach_beneath_` inside this context."""
+    additions = [
+        hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, _Addition)
+    ]
+    for addition in additions:
+        addition.is_on = False
+    try:
+        yield
+    finally:
+        for addition in additions:
+            addition.is_on = True
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a layer in the plain model."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Conv2d)
+
+
 class _Addition:
     """A forward hook that adds an adapter's effect to a layer's output."""
 
     def __init__(self, layer: Any, parts: dict[str, Tensor], scaling: float, strength: float) -> None:
-        self.parts, self.scaling, self.strength = parts, scaling, strength
+        self.parts, self.scaling, self.strength, self.is_on = parts, scaling, strength, True
         self.is_linear = not isinstance(layer, nn.Conv2d)
         self.ratio_N: Tensor | None = None
         if "lora_magnitude_vector" in parts:
@@ -63,6 +120,8 @@ class _Addition:
             self.ratio_N = kinds.length_ratio(layer, a, b, scaling, magnitude_N)
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
+        if not self.is_on:
+            return answer
         x = inputs[0]
         added = self._compute_product(layer, x)
         if self.ratio_N is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import Message
 from ..settings import Job
 
-PATHS = ("path", "components", "output_dir", "cache_dir", "init_from", "mask", "control")
+PATHS = ("path", "components", "output_dir", "cache_dir", "init_from", "training_adapter", "mask", "control")
 """Names of settings that are paths."""
 _ASSIGNMENT = re.compile(r"""\s*(?P<key>[\w.-]+|"[^"]*"|'[^']*')\s*=\s*(?P<value>.*?)\s*$""")
 _WINDOWS = re.compile(r'"(?P<path>[A-Za-z]:\\(?!\\)[^"]*|\\\\[^"\\][^"]*)"')
@@ -62,6 +62,7 @@ def find_variables(job: Job) -> Iterator[tuple[tuple[str | int, ...], Message]]:
         ("output_dir",): job.output_dir,
         ("dataset", "cache_dir"): job.dataset.cache_dir,
         ("adapter", "init_from"): job.adapter.init_from,
+        ("model", "training_adapter"): job.model.training_adapter,
     }
     for index, folder in enumerate(job.dataset.folders):
         for name in ("path", "mask", "control"):

@@ -197,6 +197,7 @@ def _check_paths(job: Job) -> Problems:
     paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
     paths |= {f"model.files.{part}": path for part, path in job.model.files.items()}
     paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
+    paths |= {"model.training_adapter": job.model.training_adapter}
     for part in ("path", "control", "mask"):
         paths |= {f"dataset.folders.{i}.{part}": getattr(folder, part) for i, folder in enumerate(job.dataset.folders)}
     paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}

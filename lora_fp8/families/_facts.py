@@ -210,6 +210,8 @@ class Facts:
     caveats_by_name: ClassVar[dict[str, Template]] = {}
     """Pattern in a single file's name -> what the file, {name}, then is, where its tensors do not tell: see
     `caveats`."""
+    training_adapter: ClassVar[str] = ""
+    """page of a training adapter for the distilled model, see `settings.Model.training_adapter`; "" if none is known"""
     distilled_advice: ClassVar[str]
     """What users must know before they train on a model for which `is_distilled` is true."""
     distilled_name: ClassVar[str] = ""

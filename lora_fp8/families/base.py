@@ -94,6 +94,7 @@ class ModelFamily(Latents, Prompts):
 
         self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
         self.given_prediction = prediction
+        self.has_training_adapter = bool(model.training_adapter)
         parts = _components.find(type(self), model, base)
         self.folder, self.checkpoint, self.warnings = parts.folder, parts.checkpoint, parts.notes
         self.absent, self.bases = parts.absent, parts.bases
@@ -195,7 +196,23 @@ class ModelFamily(Latents, Prompts):
             for pattern, caveat in self.caveats_by_name.items()
             if self.file_is_called(pattern)
         ]
-        return caveats + ([self.distilled_advice] if self.is_distilled() else [])
+        if self.has_training_adapter:
+            return caveats
+        if self.is_distilled():
+            caveats.append(self.distilled_advice)
+        if url := self.find_training_adapter():
+            caveats.append(
+                Message(
+                    "a training adapter keeps this base drawing in few steps: download {url} and name the file in "
+                    "model.training_adapter",
+                    url=url,
+                )
+            )
+        return caveats
+
+    def find_training_adapter(self) -> str:
+        """Return the page of a training adapter for this base; "" if it is not distilled, or none is known."""
+        return self.training_adapter if self.is_distilled() else ""
 
     def warn_of_missing_word(self, word: str, other: str) -> Message:
         """Return the warning that a single file's name lacks the word by which it differs from another family's."""

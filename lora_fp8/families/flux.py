@@ -110,6 +110,10 @@ class Family(ModelFamily):
         """Return the name that sd-scripts writes (sai_model_spec.py): schnell's if there is no guidance input."""
         return "flux-1-dev" if self.denoiser_config().get("guidance_embeds", False) else "flux-1-schnell"
 
+    def find_training_adapter(self) -> str:
+        is_schnell = not self.denoiser_config().get("guidance_embeds", False)
+        return "https://huggingface.co/ostris/FLUX.1-schnell-training-adapter" if is_schnell else ""
+
     def trained_length(self) -> int:
         """Return the length that the model was trained with: 512 for dev, 256 for schnell (their model cards).
 

@@ -83,6 +83,7 @@ class Family(ModelFamily):
         "lacks": ("siglip_embedder.1.weight",),
     }
     distilled_mark = ("scheduler", "shift", 3.0)  # Z-Image's is 6
+    training_adapter = "https://huggingface.co/ostris/zimage_turbo_training_adapter"
     distilled_advice = Message(
         "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
         "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with "

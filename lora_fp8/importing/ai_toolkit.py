@@ -190,9 +190,7 @@ SHORT: dict[str, Rule] = {
     "model.dtype": idle(remarks.COUNTS(key="train.dtype")),
     "model.vae_path": JOINT,
     "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
-    "model.assistant_lora_path": none(
-        Message("no LoRA is merged into the base while training; train on an undistilled base")
-    ),
+    "model.assistant_lora_path": to("model.training_adapter", text, remarks.LOCAL_FILE),
     "model.inference_lora_path": none(remarks.NOT_MERGED),
     "model.lora_path": none(remarks.NOT_MERGED),
     "model.layer_offloading": JOINT,

@@ -276,5 +276,5 @@ def relocate(made: Import, start: Path) -> None:
         )
 
 
-PATHS = {"model": ("path", "components"), "adapter": ("init_from",), "preview": ("controls",)}
+PATHS = {"model": ("path", "components", "training_adapter"), "adapter": ("init_from",), "preview": ("controls",)}
 """Settings with paths of files and folders, besides those of the dataset."""

@@ -541,7 +541,7 @@ def _make_resume_arguments(text: str, overrides: Sequence[str]) -> list[str]:
     return arguments
 
 
-PATHS = ("output_dir", "dataset.cache_dir", "adapter.init_from", "preview.controls")
+PATHS = ("output_dir", "dataset.cache_dir", "adapter.init_from", "model.training_adapter", "preview.controls")
 FOLDER_PATHS = ("path", "control", "mask")
 """Settings with a path on this machine, or a list of paths: those of a job, and those of each image folder."""
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from ..adapters import kinds
 from ..common.numbers import sides
 from ..errors import Joined, Message, UserError, first_few
-from .layer_names import LAYOUTS, get_prefix, get_prefixes, get_rule, has_layout
+from .layer_names import LAYOUTS, get_prefix, get_prefixes, get_rule, has_layout, text_encoder_of
 
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 """kohya's names of the two matrices -> the names in the other layouts."""
@@ -525,3 +525,21 @@ def _rows(
         pairs[member][1].shape[0] if member in pairs else family.layer_shapes(denoiser_config)[member][0]
         for member in members
     ]
+
+
+def find_misfits(state: Mapping[str, Tensor], family: Any) -> list[str]:
+    """Return the layers of an adapter that this base model lacks, or has in another size; text encoders are left out.
+
+    Args:
+        state: tensors in internal naming.
+        family: of the base model.
+    """
+    shapes = family.layer_shapes(family.denoiser_config())
+    misfits = []
+    for layer, parts in kinds.grouped(state).items():
+        if text_encoder_of(layer, family):
+            continue
+        shape = shapes.get(layer)
+        if shape is None or (shape[0], math.prod(shape[1:])) != kinds.shape_of(parts):
+            misfits.append(layer)
+    return misfits

@@ -4,6 +4,7 @@
 job. Problems are collected, so that the user sees all of them at once.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,6 +25,7 @@ from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
+from ..lora_files.export import Adapter
 from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
@@ -32,7 +34,7 @@ from ..training import memory, optim
 from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images, scan
 from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
-from .start import read_start_values
+from .start import read_start_values, read_training_adapter
 
 T = TypeVar("T")
 
@@ -90,6 +92,20 @@ class Plan:
     def start(self) -> dict[str, Tensor]:
         """The tensors of `adapter.init_from`; {} without one. Raises UserError."""
         return read_start_values(self.job, self.family, self.trainable) if self.job.adapter.init_from else {}
+
+    @cached_property
+    def training_adapter(self) -> Adapter | None:
+        """The LoRA of `model.training_adapter`; None without one. Raises UserError."""
+        return read_training_adapter(self.job, self.family)
+
+    @cached_property
+    def base_identity(self) -> str:
+        """The SHA-256 of the denoiser's files, and of the training adapter if there is one."""
+        identity, adapter = self.family.base_identity(), self.job.model.training_adapter
+        if not adapter:
+            return identity
+        with Path(adapter).expanduser().open("rb") as file:
+            return f"{identity}+{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
     def writes(self, world: int = 1) -> list[Need]:
         """Estimate the bytes that the job will still write: the base model, checkpoints, LoRA files, previews, cache.
@@ -209,6 +225,7 @@ def attempt(
     plan = Plan(resolved, family, placed, layers)
     if not resume:
         problems.collect(lambda: plan.start)
+    problems.collect(lambda: plan.training_adapter)
     captions = dataset_captions(report.examples, resolved.dataset, job.seed)
     placed.warnings[:0] = report.warnings
     placed.warnings.extend(family.caption_caveats(captions))

@@ -1,4 +1,7 @@
-"""Read the LoRA file that a training starts from (`adapter.init_from`): a part of the Plan."""
+"""Read the LoRA files that a job names, as a part of the Plan.
+
+A training starts from that of `adapter.init_from`; that of `model.training_adapter` acts beneath the one being trained.
+"""
 
 import os
 from pathlib import Path
@@ -29,16 +32,9 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     section = job.adapter
     if not section.init_from:
         return {}
-    path = Path(os.path.expanduser(section.init_from))
-    where = f"adapter.init_from = {str(path)!r}"
-    if not path.is_file():
-        raise UserError(Message("{setting}: no such file (looked in {folder})", setting=where, folder=Path.cwd()))
-    try:
-        tensors, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
-        layers = kinds.grouped(tensors)
-        file_kinds = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
-    except UserError as error:
-        raise UserError(Message("{key}: {line}", key=where, line=error)) from None
+    where = f"adapter.init_from = {section.init_from!r}"
+    tensors, scaling, layers = _read(section.init_from, where, family)
+    file_kinds = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
     if file_kinds != {section.type}:
         kind = " and ".join(sorted(file_kinds))
         raise UserError(
@@ -72,6 +68,62 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
             )
         )
     return values
+
+
+def read_training_adapter(job: Job, family: ModelFamily) -> export.Adapter | None:
+    """Read the LoRA of `model.training_adapter`; None without one.
+
+    Raises:
+        UserError: there is no such file, it is no LoRA for this base, or it changes text encoders.
+    """
+    given = job.model.training_adapter
+    if not given:
+        return None
+    where = f"model.training_adapter = {given!r}"
+    tensors, scaling, layers = _read(given, where, family)
+    if text := [layer for layer in layers if layer_names.text_encoder_of(layer, family)]:
+        raise UserError(
+            Message(
+                "{key}: changes text encoders ({names}), and only the denoiser can have a training adapter",
+                key=where,
+                names=first_few(text),
+            )
+        )
+    if misfits := layouts.find_misfits(tensors, family):
+        raise UserError(
+            Message(
+                "{key}: {count} of its {total} layers are missing in this base model or have another size, as {names}",
+                key=where,
+                count=len(misfits),
+                total=len(layers),
+                names=first_few(misfits),
+            )
+        )
+    return export.Adapter(tensors, scaling)
+
+
+def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tensor], dict[str, float], Layers]":
+    """Read a LoRA file in internal naming.
+
+    Args:
+        given: its path, as the user wrote it.
+        where: beginning of the messages.
+        family: the base model.
+
+    Returns:
+        Its tensors, alpha / rank of each layer, and the tensors by layer.
+
+    Raises:
+        UserError: there is no such file, or it is no LoRA of this family.
+    """
+    path = Path(os.path.expanduser(given))
+    if not path.is_file():
+        raise UserError(Message("{setting}: no such file (looked in {folder})", setting=where, folder=Path.cwd()))
+    try:
+        tensors, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
+        return tensors, scaling, kinds.grouped(tensors)
+    except UserError as error:
+        raise UserError(Message("{key}: {line}", key=where, line=error)) from None
 
 
 Layers = dict[str, dict[str, Tensor]]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import adapters, precision
+from ..adapters.attach import attach_beneath_
 from ..data.buckets import Bucket
 from ..data.cache import Cache
 from ..errors import Message
@@ -60,11 +61,13 @@ class TrainingMemory:
         return self.base.count(share)[0] + self.adapter_bytes + self.optimizer_bytes
 
 
-def measure_base(model: torch.nn.Module) -> BaseMemory:
-    """Measure the frozen part of a model on the meta device."""
+def measure_base(model: torch.nn.Module, more: int = 0) -> BaseMemory:
+    """Measure the frozen part of a model on the meta device, with so many bytes that its hooks hold."""
     frozen = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad)
     layers = precision.frozen_layers(model)
-    return BaseMemory(sum(map(count_bytes, frozen)), {name: layer.qweight.nbytes for name, layer in layers.items()})
+    return BaseMemory(
+        sum(map(count_bytes, frozen)) + more, {name: layer.qweight.nbytes for name, layer in layers.items()}
+    )
 
 
 def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[str]) -> TrainingMemory:
@@ -77,6 +80,11 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[st
     """
     job, family = plan.job, plan.family
     denoiser, encoders = build_denoiser(job, family), build_text_encoders(job, family)
+    beneath = 0
+    if plan.training_adapter is not None:
+        state = {name: tensor.to(META) for name, tensor in plan.training_adapter.state.items()}
+        attach_beneath_(denoiser, state, plan.training_adapter.scaling, family.dtype)
+        beneath = sum(tensor.numel() for tensor in state.values()) * family.dtype.itemsize
     adapted = Adapted(denoiser, encoders)
     named = adapters.parameters(adapted)
     step = None
@@ -94,7 +102,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[st
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
             step += sum(measure_text_step(encoder, num) for encoder in encoders.values())
     return TrainingMemory(
-        base=measure_base(adapted),
+        base=measure_base(adapted, beneath),
         adapter_bytes=sum(parameter.nbytes for _, parameter in named),
         optimizer_bytes=4 * sum(parameter.numel() for _, parameter in named)
         + optim.state_bytes([parameter for _, parameter in named], job.optimizer),

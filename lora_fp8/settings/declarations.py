@@ -127,6 +127,12 @@ class Model(Section):
         "Compute dtype. Parts that are not quantized are also stored in it.",
         also="kohya: mixed_precision; OneTrainer: train_dtype",
     )
+    training_adapter: str = setting(
+        "",
+        "For distilled base models: a LoRA file that acts beneath the one being trained, in training only. Previews "
+        "and LoRA files are without it, so that the base keeps drawing in few steps.",
+        also="ai-toolkit: assistant_lora_path",
+    )
     text_storage: Literal["none", "fp8", "int8", "nf4"] = setting(
         "none",
         "Storage format of the text encoders while captions are encoded. fp8 needs half the memory of bf16, nf4 a "

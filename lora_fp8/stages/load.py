@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from .. import adapters, precision, settings
+from ..adapters import kinds
+from ..adapters.attach import attach_beneath_
 from ..distributed import exchange
 from ..distributed.exchange import Exchange
 from ..errors import Message
 from ..families.base import ModelFamily
+from ..lora_files.export import Adapter
 from ..lora_files.layer_names import text_encoder_of
 from ..objectives import Objective
 from ..training import memory, optim
@@ -106,6 +109,9 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     denoiser, layers, waiting = load_base(family, section, session.memory.share_in_ram, progress.update)
     names = family.adapter_names(denoiser, job.adapter.targets)
     injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+    beneath = session.plan.training_adapter
+    if beneath is not None:
+        attach_beneath_(denoiser, beneath.state, beneath.scaling, family.dtype)
     applied = memory.apply_(denoiser, session.memory, is_random=job.adapter.dropout > 0)
     denoiser.train()
     encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
@@ -139,6 +145,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         memory=[
             *applied.lines(),
             *_describe_waiting(waiting),
+            *_describe_beneath(beneath),
             *(encoders.lines() if encoders else []),
             *(recorder.lines() if recorder else []),
         ],
@@ -151,6 +158,13 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     exchanged = exchange.build(job.train.gradient_exchange, gradients, session.processes)
     amax = precision.amax_history(denoiser)
     return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders, recorder)
+
+
+def _describe_beneath(beneath: Adapter | None) -> list[str]:
+    if beneath is None:
+        return []
+    layers = len(kinds.grouped(beneath.state))
+    return [Message("a training adapter beneath {count} layers, in training only", count=layers)]
 
 
 def _describe_waiting(waiting: int) -> list[str]:

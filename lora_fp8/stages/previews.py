@@ -17,6 +17,7 @@ from PIL import Image, ImageDraw, PngImagePlugin
 from torch import nn
 
 from .. import settings
+from ..adapters.attach import without_attached
 from ..common.writing import atomic_write
 from ..errors import Message
 from ..families.base import ModelFamily
@@ -126,9 +127,10 @@ def _draw_into(
     progress = StageProgress(session.run, "previews")
     try:
         pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if numbers else None
-        for number in numbers:
-            drawn += draw_clips(family, pipeline, prompts, section, side, [number])
-            progress.update(len(drawn), len(numbers))
+        with without_attached(denoiser):
+            for number in numbers:
+                drawn += draw_clips(family, pipeline, prompts, section, side, [number])
+                progress.update(len(drawn), len(numbers))
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:

@@ -63,7 +63,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-    content |= checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
+    content |= checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
     path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
     for line in warnings:
         session.warn(line)
@@ -107,7 +107,7 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
     if newest is None:
         session.warn(Message("there is no checkpoint yet; training begins at step 0"))
         return _begin(session, loaded)
-    current = checkpoint.remember(job, session.family.base_identity(), data.fingerprint, data.files)
+    current = checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
     refusals, changes = checkpoint.compare(newest.state, current)
     if refusals:
         raise UserErrors(refusals, Message("{path} cannot go on with another", path=newest.path))

@@ -1,6 +1,5 @@
 """What `lora-fp8 draw` draws with: the LoRAs of run folders and files, and the base model beside which they act."""
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from .. import config, families
 from ..adapters import kinds
 from ..errors import Message, RunFailure, UserError, UserErrors
 from ..families.base import ModelFamily
-from ..lora_files import export, layer_names, layouts, safetensors_file
+from ..lora_files import export, layouts, safetensors_file
 from ..run import Run
 from ..settings import Job
 from ..training import checkpoint
@@ -152,14 +151,7 @@ def _check_layers(lora: Lora, family: ModelFamily) -> None:
     Raises:
         UserError: it has not.
     """
-    shapes = family.layer_shapes(family.denoiser_config())
-    wrong = []
-    for layer, parts in kinds.grouped(lora.adapter.state).items():
-        if layer_names.text_encoder_of(layer, family):
-            continue
-        shape = shapes.get(layer)
-        if shape is None or (shape[0], math.prod(shape[1:])) != kinds.shape_of(parts):
-            wrong.append(layer)
+    wrong = layouts.find_misfits(lora.adapter.state, family)
     if wrong:
         raise UserError(
             Message(

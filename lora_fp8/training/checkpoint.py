@@ -301,7 +301,7 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
         if was[key] != value
     ]
     if before.get("base") != now["base"]:
-        warnings.append(Message("the base model's files are not those that the checkpoint was trained on"))
+        warnings.append(Message("the base model or its training adapter is another than the checkpoint's"))
     if before["data"] != now["data"]:
         warnings.append(
             Message(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import precision
+from ..adapters.attach import without_attached
 from ..lora_files import export, safetensors_file
 from ..training.text_encoders import answer
 from .report import Check
@@ -62,7 +63,8 @@ def make_probe(
     if text is not None:
         captions = tuple(batch.captions)
         cond = answer(family, text.pipeline, captions, cond)
-    prediction_BCHW = _predict(family, denoiser, noisy_BCHW, t_B, cond, guidance)
+    with without_attached(denoiser):
+        prediction_BCHW = _predict(family, denoiser, noisy_BCHW, t_B, cond, guidance)
     return Probe(noisy_BCHW, t_B, cond, prediction_BCHW, guidance, captions)
 
 

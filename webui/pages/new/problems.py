@@ -20,7 +20,12 @@ NEXT_STEPS = {
     "no picture folder given; add a [[dataset.folders]] table with a path": "new.pictures.missing",
 }
 """Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
-KINDS = {"model.path": "file or folder", "preview.controls": "file or folder", "adapter.init_from": "file"}
+KINDS = {
+    "model.path": "file or folder",
+    "preview.controls": "file or folder",
+    "adapter.init_from": "file",
+    "model.training_adapter": "file",
+}
 """Settings that name a file or either. Every other setting with a path names a folder."""
 
 
