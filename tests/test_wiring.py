@@ -702,7 +702,13 @@ def test_tiles_reach_the_previews(job: Callable[..., Job], monkeypatch: pytest.M
     monkeypatch.setattr(_latents, "TILE", 32)
     drawn = {}
     for tiled in ("false", "true", "auto"):
-        settings = ("train.steps=1", "preview.prompts=['a']", "preview.at_start=false", "preview.steps=1")
+        settings = (
+            "train.steps=1",
+            "preview.prompts=['a']",
+            "preview.at_start=false",
+            "preview.steps=1",
+            "export.verify=true",
+        )
         result = train.run(job(*settings, f"preview.tiled={tiled}", f"name=run-{tiled}"), progress=False)
         with Image.open(result.run.samples / "step-000001-0.png") as image:
             drawn[tiled] = image.tobytes()

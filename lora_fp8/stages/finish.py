@@ -146,7 +146,7 @@ def verify_files(
     device = _choose_device(family.device, loaded.layers.plain_num_bytes, run)
     redrawn = None
     if drawn and device == family.device:
-        redrawn = verify.Previews(drawn, partial(_redraw, job, family, data))
+        redrawn = verify.Previews(drawn, partial(_redraw, session, data))
     adapter = export.Adapter(state, _compute_scaling(job, state))
     progress = StageProgress(run, "verify", seconds=0)
     reports: list[verify.Report] = []
@@ -192,9 +192,10 @@ def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.devi
     return torch.device("cpu")
 
 
-def _redraw(job: Job, family: ModelFamily, data: Data, pipeline: Any) -> list[Image.Image]:
+def _redraw(session: Session, data: Data, pipeline: Any) -> list[Image.Image]:
     """Draw the previews with another pipeline; if text encoders are trained, its own ones encode the prompts."""
-    prompts = data.previews
+    job, family, prompts = session.job, session.family, data.previews
+    pipeline.vae.decodes_in_tiles = session.tiles_previews
     if job.adapter.text_encoder:
         prompts = prompts.encode(partial(answers, family, pipeline))
     return previews.render(family, pipeline, prompts, data.preview, get_resolution(job))
