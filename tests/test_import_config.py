@@ -630,8 +630,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
-        "conv_dim|conv_alpha|max_train_epochs"
-        "|save_every_n_epochs|sample_every_n_epochs|sample_sampler|max_token_length|clip_skip",
+        "conv_dim|conv_alpha|max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
     ),
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
@@ -1020,6 +1019,55 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
     model = 'pretrained_model_name_or_path = "black-forest-labs/FLUX.1-dev"\nnetwork_module = "networks.lora_flux"\n'
     path.write_text(model + text, encoding="utf-8")
     return importing.import_file(path)
+
+
+@pytest.mark.parametrize("given", [75, 100, 150, 225, 255])
+def test_captions_have_as_many_chunks_as_in_sd_scripts(tmp_path: Path, given: int) -> None:
+    """Its strategy_base.py begins a chunk at each of these positions, of `given` tokens with BOS and EOS."""
+    length = given + 2
+    chunks = len(range(1, length - 77 + 2, 75)) if length > 77 else 1
+    for model in ("runwayml/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0"):
+        path = tmp_path / "a.toml"
+        path.write_text(f'pretrained_model_name_or_path = "{model}"\nmax_token_length = {given}\n', encoding="utf-8")
+        made = importing.import_file(path, "sd-scripts")
+        assert settings(made)["model"]["caption_tokens"] == 75 * chunks
+        assert "max_token_length" in {entry.key for entry in made.mapped}
+
+
+@pytest.mark.parametrize(
+    ("tool", "model", "line", "expected"),
+    [
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 2", 2),
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "", None),
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 0", None),
+        ("sd-scripts", "stabilityai/stable-diffusion-xl-base-1.0", "clip_skip = 2", None),  # ignored there
+        ("lora-scripts", "runwayml/stable-diffusion-v1-5", "", 2),  # its page's default
+        ("lora-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 1", 1),
+    ],
+)
+def test_clip_skip_counts_as_in_sd_scripts(
+    tmp_path: Path, tool: str, model: str, line: str, expected: int | None
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f'pretrained_model_name_or_path = "{model}"\n{line}\n', encoding="utf-8")
+    made = importing.import_file(path, tool)
+    assert settings(made)["model"].get("clip_skip") == expected
+    lost = [entry.key for entry in made.no_counterpart if not entry.off]
+    assert ("clip_skip" in lost) == (line == "clip_skip = 0")
+    assert settings(made)["model"].get("caption_tokens") == (225 if tool == "lora-scripts" else None)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("STABLE_DIFFUSION_15", 2), ("STABLE_DIFFUSION_XL_10_BASE", None)])
+def test_onetrainers_layer_skip_begins_at_0(tmp_path: Path, kind: str, expected: int | None) -> None:
+    """Its models take hidden_states[-(1 + skip)], and SDXL's [-(2 + skip)], which is not done here."""
+    path = tmp_path / "a.json"
+    for skip in (0, 1):
+        data = {"model_type": kind, "training_method": "LORA", "base_model_name": "a", "text_encoder_layer_skip": skip}
+        path.write_text(json.dumps(data), encoding="utf-8")
+        made = importing.import_file(path, "onetrainer")
+        assert settings(made)["model"].get("clip_skip") == (expected and skip + 1)
+        lost = [entry.key for entry in made.no_counterpart if not entry.off]
+        assert ("text_encoder_layer_skip" in lost) == (skip == 1 and expected is None)
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.0])

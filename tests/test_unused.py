@@ -56,7 +56,7 @@ def others_than(default: Any, annotation: Any, avoid: tuple[Any, ...] = ()) -> I
     parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list, dict) else (annotation,)
     parts = tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
     words_known = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    wanted = [*words_known, False, True, 7, 48, 1.5, 0.25, "x", ["x"], [5], {"x": 1}, {"x": "bf16"}]
+    wanted = [*words_known, False, True, 7, 48, 150, 1.5, 0.25, "x", ["x"], [5], {"x": 1}, {"x": "bf16"}]
     fitting = {bool: bool, int: int, float: float, str: str}
     for value in wanted:
         plain = [fitting[part] for part in parts if part in fitting]

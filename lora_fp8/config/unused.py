@@ -158,6 +158,8 @@ def _of_family(rule: Rule) -> Message:
         if epsilon
         else Message("which is trained with flow matching"),
         "family.text_encoder": Message("which has no text encoder that is trained here"),
+        "family.long_captions": Message("which has no CLIP that reads captions in chunks"),
+        "family.clip_skip": Message("whose text encoders are always read at the layer that it was trained with"),
         "family.controls": Message("which takes no control pictures"),
         "family.clips": Message("which draws no clips"),
         "family.guidance": Message("which has no guidance embedding"),

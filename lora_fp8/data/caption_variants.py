@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import settings
-from ..errors import Message, first_few
+from ..errors import Message, Template, first_few
 from . import keyed_seed, permutation
 from .caption_operations import split_tags
 from .caption_text import CHOICE, with_trigger
@@ -34,18 +34,20 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
         Message("{lost} of {caption}", lost=repr(shorten(cut.lost)), caption=repr(shorten(cut.prompt, 40)))
         for cut in truncated
     ]
-    return [
-        Message(
+    template = Template(
+        "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
+        "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
+        "Lost: {what_lost}"
+    )
+    values: dict[str, Any] = {"count": len(lost), "total": num_texts, "limit": limit, "most": max(lost)}
+    if tokens := max(cut.caption_tokens for cut in truncated):
+        values["tokens"] = tokens
+        template = Template(
             "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
-            "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
-            "Lost: {what_lost}",
-            count=len(lost),
-            total=num_texts,
-            limit=limit,
-            most=max(lost),
-            what_lost=first_few(examples, most),
+            "reads: up to {most} tokens at the end have no effect; set model.caption_tokens = {tokens}, shorten them, "
+            "or put what matters first. Lost: {what_lost}"
         )
-    ]
+    return [template(**values, what_lost=first_few(examples, most))]
 
 
 def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:

@@ -79,11 +79,12 @@ class Target:
         """Return a job's target, with the family's numbers where the config says "auto"."""
         section = job.dataset
         models = [name for name in Family.text_parts.values() if not name.endswith("Tokenizer")]
+        tokens = job.model.caption_tokens if Family.long_captions else CLIP_TOKENS
         return cls(
             resolution=Family.native_resolution if section.resolution == "auto" else section.resolution,
             bucket_step=Family.bucket_step if section.bucket_step == "auto" else section.bucket_step,
             # Beside CLIP, other families have an encoder that reads longer captions.
-            caption_tokens=CLIP_TOKENS if all(name.startswith("CLIPText") for name in models) else 0,
+            caption_tokens=tokens if all(name.startswith("CLIPText") for name in models) else 0,
             clip_rate=Family.clips[1],
             unmasked_weight=job.objective.unmasked_weight,
         )

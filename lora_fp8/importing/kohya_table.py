@@ -143,10 +143,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "face_crop_aug_range": none(remarks.CENTER_CROP),
     "alpha_mask": JOINT,
     "masked_loss": JOINT,
-    "max_token_length": none(
-        Message("captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which"), 75
-    ),
-    "clip_skip": none(remarks.CLIP_SKIP, 1),
+    "max_token_length": JOINT,
+    "clip_skip": JOINT,
     "t5xxl_max_token_length": none(remarks.PROMPT_LENGTH, 512),
     "apply_t5_attn_mask": none(remarks.OWN_ATTENTION),
     "cache_latents": cached(remarks.ALWAYS_CACHED),

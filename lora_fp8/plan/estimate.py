@@ -208,7 +208,7 @@ def estimate(plan: Plan, device: str = "cpu") -> Estimate:
                 )
             )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
-            step += sum(_measure_text_step(encoder, num) for encoder in encoders_trained.values())
+            step += sum(_measure_text_step(encoder, num * family.num_chunks) for encoder in encoders_trained.values())
     adapter_bytes = sum(parameter.nbytes for _, parameter in named)
     everything = sum(_count_bytes(tensor) for tensor in (*adapted.parameters(), *adapted.buffers()))
     writes = plan.writes()
@@ -311,7 +311,7 @@ def _build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Mo
 
 
 def _measure_text_step(encoder: torch.nn.Module, num: int) -> int:
-    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
+    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` chunks of captions."""
     encoder_config: Any = encoder.config  # of transformers
     tokens = torch.zeros(num, encoder_config.max_position_embeddings, dtype=torch.long, device=META)
     with dry_run.on_meta(), dry_run.Tally() as tally:

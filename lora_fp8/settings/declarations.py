@@ -133,6 +133,25 @@ class Model(Section):
         "third.",
         also="kohya: fp8_t5, fp8_llm; ai-toolkit: quantize_te; SimpleTuner: text_encoder_1_precision",
     )
+    caption_tokens: int = setting(
+        75,
+        "Maximum caption length in tokens: 75, 150 or 225. CLIP reads 75; longer captions are encoded in chunks of 75, "
+        "which are concatenated.",
+        ge=75,
+        le=225,
+        multiple_of=75,
+        when={"family.long_captions": (True,)},
+        also="kohya: max_token_length",
+    )
+    clip_skip: int = setting(
+        1,
+        "Hidden layer of CLIP that is used, counted from the end: 1 is the last layer, 2 the one before it, as most "
+        "anime models need. SDXL always uses the latter.",
+        ge=1,
+        le=12,
+        when={"family.clip_skip": (True,)},
+        also="kohya: clip_skip; OneTrainer: text_encoder_layer_skip",
+    )
 
 
 class Quantize(Section):

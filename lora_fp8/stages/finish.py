@@ -357,6 +357,8 @@ def _make_facts(
         noise_offset=job.objective.noise_offset,
         max_grad_norm=job.train.max_grad_norm,
         caption_dropout=job.dataset.caption_dropout,
+        caption_tokens=job.model.caption_tokens if family.num_chunks > 1 else 0,
+        clip_skip=family.clip_skip if family.clip_skip > 1 else 0,
         buckets=sizes,
         config_toml=config.dumps(job),
     )
