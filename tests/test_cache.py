@@ -484,6 +484,37 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     )
 
 
+@pytest.mark.parametrize(
+    ("caption", "front", "middle", "end"),
+    [
+        ("sks, girl ||| hat, red, sky", "sks, girl", "hat, red, sky", ""),
+        ("sks ||| hat, red, sky ||| best, new", "sks", "hat, red, sky", "best, new"),
+        ("||| hat, red, sky|||best", "", "hat, red, sky", "best"),
+        ("sks ||| hat, red, sky ||| best ||| new", "sks", "hat, red, sky", "best, new"),
+        ("sks, hat, red, sky", "sks", "hat, red, sky", ""),  # without the mark, keep_tokens counts
+    ],
+)
+def test_tags_outside_the_marks_stay_where_they_are(caption, front, middle, end):
+    """The rule of sd-scripts' keep_tokens_separator: fixed ||| shuffled ||| fixed."""
+    section = tag_section(keep_separator="|||", keep_tokens=1, caption_variants=8)
+    head, own, tail = ([tag for tag in part.split(", ") if tag] for part in (front, middle, end))
+    variants = [caption_variants.caption_variant(caption, v, section, 5).split(", ") for v in range(8)]
+    for tags in variants:
+        assert tags[: len(head)] == head and tags[len(tags) - len(tail) :] == tail
+        assert sorted(tags[len(head) : len(tags) - len(tail)]) == sorted(own)
+    assert len(set(map(tuple, variants))) > 1
+    dropping = section.model_copy(update={"shuffle_tags": False, "tag_dropout": 0.9})
+    kept = [caption_variants.caption_variant(caption, v, dropping, 5).split(", ") for v in range(8)]
+    assert all(set(head + tail) <= set(tags) for tags in kept) and min(map(len, kept)) < len(variants[0])
+    # Validation, and a section that shuffles nothing, keep the order; the mark itself is never trained.
+    whole = ", ".join(head + own + tail)
+    for plain in (caption_variants.plain_captions(section), section.model_copy(update={"shuffle_tags": False})):
+        assert caption_variants.caption_variant(caption, 0, plain, 5) == whole
+    texts = caption_variants.dataset_captions([SimpleNamespace(caption=caption)], section, 5)
+    assert not any("|" in text for text in texts) and whole in texts
+    assert caption_variants.caption_variant(caption, 0, Dataset(), 5) == caption  # without the setting it is text
+
+
 def test_all_orders_are_equally_likely():
     section = tag_section(keep_tokens=0)
     counts = {}

@@ -1021,6 +1021,36 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
     return importing.import_file(path)
 
 
+def test_what_is_around_captions_and_the_mark_of_fixed_tags(tmp_path: Path) -> None:
+    """sd-scripts: prefix + " " + caption + " " + suffix; keep_tokens_separator has an effect with shuffle_caption."""
+    data = """
+[general]
+keep_tokens_separator = "|||"
+shuffle_caption = true
+caption_suffix = "best"
+[[datasets]]
+[[datasets.subsets]]
+image_dir = "a"
+caption_prefix = "zibo, "
+[[datasets.subsets]]
+image_dir = "b"
+is_reg = true
+"""
+    (tmp_path / "data.toml").write_text(data, encoding="utf-8")
+    made = kohya(tmp_path, "dataset_config = 'data.toml'\n")
+    first, second = settings(made)["dataset"]["folders"]
+    assert (first["prefix"], first["suffix"], "trigger" in first) == ("zibo,", "best", False)
+    assert ("prefix" in second, second["suffix"]) == (False, "best")
+    assert settings(made)["dataset"]["keep_separator"] == "|||"
+    lost = {entry.key.split(".")[-1] for entry in made.no_counterpart if not entry.off}
+    assert not lost & {"caption_prefix", "caption_suffix", "keep_tokens_separator"}
+    (tmp_path / "a" / "5_x").mkdir(parents=True)
+    text = "train_data_dir = 'a'\ncaption_prefix = 'zibo'\nkeep_tokens_separator = '|||'\n"
+    made = kohya(tmp_path, text)
+    assert [folder["prefix"] for folder in settings(made)["dataset"]["folders"]] == ["zibo"]
+    assert "keep_separator" not in settings(made)["dataset"]  # nothing is shuffled: the mark is text there
+
+
 @pytest.mark.parametrize("given", [75, 100, 150, 225, 255])
 def test_captions_have_as_many_chunks_as_in_sd_scripts(tmp_path: Path, given: int) -> None:
     """Its strategy_base.py begins a chunk at each of these positions, of `given` tokens with BOS and EOS."""

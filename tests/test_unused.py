@@ -21,7 +21,14 @@ ALWAYS = {
     *("adapter.init_from", "adapter.dtype"),
     *("dataset.folders", "dataset.resolution", "dataset.buckets", "dataset.bucket_step", "dataset.upscale"),
     *("dataset.flip", "dataset.background", "dataset.trigger", "dataset.missing_caption", "dataset.caption_dropout"),
-    *("dataset.shuffle_tags", "dataset.tag_dropout", "dataset.wildcards", "dataset.cache_dir", "dataset.max_pixels"),
+    *(
+        "dataset.shuffle_tags",
+        "dataset.keep_separator",
+        "dataset.tag_dropout",
+        "dataset.wildcards",
+        "dataset.cache_dir",
+        "dataset.max_pixels",
+    ),
     *(
         "train.steps",
         "train.batch_size",
@@ -40,7 +47,7 @@ ALWAYS = {
 }
 FOLDER = {
     f"dataset.folders.{name}"
-    for name in ("path", "repeats", "trigger", "regularization", "weight", "resolution", "control")
+    for name in ("path", "repeats", "trigger", "prefix", "suffix", "regularization", "weight", "resolution", "control")
 }
 CONDITIONAL = [(key, rule) for key, when in unused.conditions().items() for rule in when.items()]
 

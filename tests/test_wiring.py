@@ -104,6 +104,8 @@ FLIPS = {
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
     "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
+    "dataset.folders.0.prefix": Flip("so good,", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.folders.0.suffix": Flip("so bad", ("losses", "encoded"), ("buckets", "samples", "rates")),
     # A trigger that no other row has; what it then encodes, captions as they are, the others have encoded already.
     "dataset.folders.0.regularization": Flip("true", ("losses",), ("buckets", "samples"), ("dataset.trigger=zubi",)),
     "dataset.folders.0.resolution": Flip("80", ("losses", "encoded", "buckets")),
@@ -123,6 +125,7 @@ FLIPS = {
     "dataset.tag_dropout": Flip("0.6", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.wildcards": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.keep_tokens": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
+    "dataset.keep_separator": Flip("g, ", ("losses",), ("buckets", "samples", "rates"), under=SHUFFLED),
     "dataset.tag_separator": Flip("-", ("losses",), ("buckets",), under=SHUFFLED),
     "dataset.caption_variants": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
     "train.steps": Flip("3", ("checkpoints", "losses", "tensors")),

@@ -2,7 +2,7 @@
 
 The caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces. If there
 is a trigger word (`Dataset.trigger_of`) and the caption does not contain it as a separate word (case matters), it is
-prepended: "trigger, caption".
+prepended: "trigger, caption". Before that, the caption is put between its folder's `prefix` and `suffix`, with spaces.
 """
 
 from __future__ import annotations
@@ -76,3 +76,8 @@ def with_trigger(caption: str, trigger: str) -> str:
     if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
+
+
+def trained_caption(text: str, trigger: str, prefix: str = "", suffix: str = "") -> str:
+    """Return the caption to train with: the text between a folder's prefix and suffix, and the trigger word in it."""
+    return with_trigger(" ".join(part for part in (prefix.strip(), text, suffix.strip()) if part), trigger)

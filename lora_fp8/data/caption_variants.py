@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import settings
 from ..errors import Message, Template, first_few
 from . import keyed_seed, permutation
-from .caption_operations import split_tags
+from .caption_operations import split_tags, tag_glue
 from .caption_text import CHOICE, with_trigger
 from .examples import Example
 
@@ -53,9 +53,8 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
 def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
     """Return variant number `variant` of a caption.
 
-    With `wildcards`, one alternative is drawn for each `{a|b}`. The first `keep_tokens` tags stay in place; of the
-    others, `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the
-    rest.
+    With `wildcards`, one alternative is drawn for each `{a|b}`. The tags of `split_fixed` stay in place; of the others,
+    `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the rest.
 
     The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
     """
@@ -68,11 +67,10 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
             return words[int(draw() * len(words))]
 
         text = CHOICE.sub(one_of, text)
-    if not section.shuffle_tags and not section.tag_dropout:
+    has_mark = bool(section.keep_separator) and section.keep_separator in text
+    if not section.shuffle_tags and not section.tag_dropout and not has_mark:
         return text
-    separator = section.tag_separator
-    tags = split_tags(text, separator)
-    kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
+    front, rest, end = split_fixed(text, section)
     if section.tag_dropout:
         draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
         kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
@@ -80,7 +78,30 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
         rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
     if section.shuffle_tags:
         rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
-    return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
+    return tag_glue(section.tag_separator).join(front + rest + end)
+
+
+def split_fixed(caption: str, section: settings.Dataset) -> tuple[list[str], list[str], list[str]]:
+    """Return the tags of a caption that stay in front, those that may be shuffled, and those that stay at the end.
+
+    In a caption with `keep_separator`, these are the parts before the first, between the two, and after the second of
+    them; any further ones separate tags. In other captions, the first `keep_tokens` tags stay in front.
+    """
+    separator, mark = section.tag_separator, section.keep_separator
+    if not mark or mark not in caption:
+        tags = split_tags(caption, separator)
+        return tags[: section.keep_tokens], tags[section.keep_tokens :], []
+    front, middle, end = (caption.split(mark, 2) + [""])[:3]
+    return (
+        split_tags(front, separator),
+        split_tags(middle, separator),
+        split_tags(end.replace(mark, separator), separator),
+    )
+
+
+def without_keep_separator(caption: str, section: settings.Dataset) -> str:
+    """Return a caption in which `keep_separator` is a separator of tags like any other, to count its tags."""
+    return caption.replace(section.keep_separator, section.tag_separator) if section.keep_separator else caption
 
 
 def plain_captions(section: settings.Dataset) -> settings.Dataset:

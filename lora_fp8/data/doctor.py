@@ -32,6 +32,7 @@ from .. import settings
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
+from .caption_variants import without_keep_separator
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
 from .measurements import Facts, Memory, measure_pixels
@@ -134,7 +135,7 @@ def examine(
         pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
         findings=findings.in_order(),
         buckets=placed,
-        tags=_count_tags(texts.values(), section.tag_separator),
+        tags=_count_tags((without_keep_separator(text, section) for text in texts.values()), section.tag_separator),
         counts={
             "pictures": len(images),
             "readable": len(usable),
@@ -349,7 +350,7 @@ def _look_at_captions(
             findings.add("trigger_missing", name, repr(trigger))
         if not section.wildcards and (choice := caption_text.choice_in(text)):
             findings.add("choice_unused", name, choice)
-        if limit and (tokens := rough_tokens(caption_text.with_trigger(text, trigger))) > limit:
+        if limit and (tokens := rough_tokens(_as_trained(text, section, index))) > limit:
             findings.add("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():
@@ -359,12 +360,19 @@ def _look_at_captions(
     return texts
 
 
+def _as_trained(text: str, section: settings.Dataset, index: int) -> str:
+    """Return a caption as it is trained, before its tags are shuffled."""
+    folder = section.folders[index]
+    caption = caption_text.trained_caption(text, section.trigger_of(index), folder.prefix, folder.suffix)
+    return without_keep_separator(caption, section)
+
+
 def _look_for_sentences(
     section: settings.Dataset, images: list[Any], names: list[str], texts: dict[str, str], findings: Findings
 ) -> None:
     """Report sentences that training would change as if they were tags, judging each caption with its trigger word."""
     trained = {
-        name: caption_text.with_trigger(texts[name], section.trigger_of(index))
+        name: _as_trained(texts[name], section, index)
         for name, (index, *_) in zip(names, images, strict=True)
         if name in texts
     }

@@ -266,9 +266,9 @@ class Facts:
     device: torch.device
     dtype: torch.dtype
     text_storage: str
-    num_chunks: int
+    num_chunks: int = 1
     """Chunks of a caption, of 75 tokens each; 1 without `long_captions`."""
-    clip_skip: int
+    clip_skip: int = 1
     """The layer of CLIP that is read, counted from the last, which is 1; always 1 without `skips_layers`."""
     given_prediction: str
     folder: Path

@@ -325,6 +325,12 @@ class Folder(Section):
         "Trigger word of this folder; empty: dataset.trigger.",
         also="kohya: class_tokens",
     )
+    prefix: str = setting(
+        "",
+        "Text before every caption of this folder, such as 'masterpiece, best quality,'.",
+        also="kohya: caption_prefix; diffusion-pipe: caption_prefix",
+    )
+    suffix: str = setting("", "Text after every caption of this folder.", also="kohya: caption_suffix")
     regularization: bool = setting(
         False,
         "Regularization images: of the same class, without your subject. They get no trigger word and are not held "
@@ -459,6 +465,12 @@ class Dataset(Section):
     )
     keep_tokens: int = setting(
         1, "Number of tags at the start of a caption that are neither shuffled nor dropped.", ge=0, when=TAGGED
+    )
+    keep_separator: str = setting(
+        "",
+        "Mark in captions, such as '|||': tags before the first mark stay in front, tags after the second one stay at "
+        "the end. It replaces keep_tokens in captions that have it, and is never trained.",
+        also="kohya: keep_tokens_separator",
     )
     tag_separator: str = setting(
         ",",
