@@ -374,3 +374,24 @@ def test_a_kit_says_the_clip_skip(long_job: Any, tmp_path: Path) -> None:
     with Image.open(image) as opened:
         assert re.search(r", Clip skip: 2, ", opened.text["parameters"])  # type: ignore[attr-defined]
     assert "clip skip 2." in (made.folder / kit.CARD).read_text(encoding="utf-8")
+
+
+def test_it_starts_from_a_file_with_all_layers_of_the_text_encoder(long_job: Any, tmp_path: Path) -> None:
+    """sd-scripts writes the layers behind the one that is read too, with an up matrix of zeros."""
+    whole = long_job("adapter.text_encoder=true", "model.clip_skip=1", "export.formats=['kohya']", "name='whole'")
+    train.run(whole, progress=False)
+    (file,) = (folder_of(whole) / "export").glob("*.safetensors")
+    tensors = load_file(file)
+    last = [name for name in tensors if "lora_te_text_model_encoder_layers_1_" in name]
+    assert len(last) == 6 * 3
+    for name in last:
+        if "lora_up" in name:
+            tensors[name].zero_()
+    theirs = tmp_path / "theirs.safetensors"
+    save_file(tensors, theirs, safetensors_file.read_header(file).metadata)
+    options = ("adapter.text_encoder=true", "export.verify=false")
+    onward = long_job(*options, f"adapter.init_from='{theirs}'", "name='onward'")
+    train.run(onward, progress=False)
+    refused = long_job(*options, f"adapter.init_from='{file}'", "name='refused'")
+    with pytest.raises(UserError, match="12 tensors have no place here"):
+        train.run(refused, progress=False)

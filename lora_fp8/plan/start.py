@@ -1,7 +1,9 @@
 """Read the LoRA file that a training starts from (`adapter.init_from`): a part of the Plan."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +52,8 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
                 other=repr(kind),
             )
         )
+    shapes = {name: parameter.shape for name, parameter in trainable}
+    layers = {layer: parts for layer, parts in layers.items() if not _is_unread(layer, parts, shapes, family)}
     names = family.adapter_names(family.outline, section.targets)
     job_ranks = adapters.ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
@@ -60,7 +64,6 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         for layer, parts in layers.items()
         for part, tensor in parts.items()
     }
-    shapes = {name: parameter.shape for name, parameter in trainable}
     misfits = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if misfits:
         raise UserError(
@@ -72,6 +75,18 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
             )
         )
     return values
+
+
+def _is_unread(layer: str, parts: Mapping[str, Tensor], shapes: Mapping[str, Any], family: ModelFamily) -> bool:
+    """Return True for a layer of a text encoder that changes nothing and gets no adapter here.
+
+    sd-scripts writes all layers of a text encoder, also those behind the one that is read (SDXL, `model.clip_skip`).
+    """
+    return (
+        bool(layer_names.text_encoder_of(layer, family))
+        and not any(f"{layer}.{part}" in shapes for part in parts)
+        and not any(tensor.any() for part, tensor in parts.items() if part in kinds.ZERO_AT_START)
+    )
 
 
 Layers = dict[str, dict[str, Tensor]]
