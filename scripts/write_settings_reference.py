@@ -141,7 +141,7 @@ def _accepts(language: str, one: form.Setting) -> str:
 def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
     if keys in NEEDS:
         return ", ".join(NEEDS[keys][value][language] for value in accepted)
-    if not accepted:
+    if not accepted or " | " in keys:
         return OR[language].join(f"`{key}`" for key in keys.split(" | ")) + SET[language]
     values = ", ".join(config.toml_value(value) for value in accepted)
     return f"`{keys} {'!=' if isinstance(accepted, Except) else '='} {values}`"

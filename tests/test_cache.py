@@ -484,6 +484,25 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     )
 
 
+def test_a_line_of_a_caption_is_drawn_each_time(tmp_path):
+    """All lines equally often, each with what the folder adds; validation always sees the same one."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("red\n\n blue \ngreen, sks\n", encoding="utf-8")
+    folder = Folder(path=str(tmp_path), prefix="a", trigger="sks")
+    lines = ["sks, a red", "sks, a blue", "a green, sks"]
+    for mode, whole in (("join", "a red blue green, sks"), ("first", "sks, a red"), ("one", "\n".join(lines))):
+        section = Dataset(folders=[folder], caption_lines=mode, caption_variants=64)
+        (example,) = images.scan(section).examples
+        assert example.caption == whole
+        texts = caption_variants.dataset_captions([example], section, 3)
+        assert sorted(texts) == (sorted(lines) if mode == "one" else [whole])
+    counts = Counter(caption_variants.caption_variant(whole, v, section, 3) for v in range(3000))
+    assert counts.keys() == set(lines)
+    assert all(abs(count / 3000 - 1 / 3) < 5 * (2 / 9 / 3000) ** 0.5 for count in counts.values())
+    plain = caption_variants.plain_captions(section)
+    assert caption_variants.caption_variant(whole, 0, plain, 3) in lines
+
+
 @pytest.mark.parametrize(
     ("caption", "front", "middle", "end"),
     [

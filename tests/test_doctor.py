@@ -71,6 +71,16 @@ def test_what_a_folder_adds_counts_and_marks_are_no_tags(folder: Path) -> None:
     }
 
 
+def test_each_line_is_a_caption_where_one_is_drawn(folder: Path) -> None:
+    put(picture(9), folder / "odd.png", "zibo, " + "a cat " * 25 + "\nzibo, " + "a dog " * 25)
+    assert by_kind(examined(folder))["caption_long"][0][0] == "odd.png"
+    for lines in ("one", "first"):
+        assert examined(folder, caption_lines=lines).findings == []
+    put(picture(9), folder / "odd.png", "zibo, hat\nred")
+    assert by_kind(examined(folder, caption_lines="one"))["trigger_missing"] == [("odd.png", "'zibo'")]
+    assert examined(folder, caption_lines="one").tags["hat"] == 1
+
+
 def planted(kind: str, root: Path) -> str | None:
     """Put one odd picture or caption into the folder; what its detail has to say."""
     odd, path = picture(9), root / "odd.png"

@@ -577,6 +577,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "quantize": {"storage": "fp8", "compute": "fp8"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
         "dataset": {
+            "caption_lines": "one",
             "resolution": 1024,
             "buckets": True,
             "caption_dropout": 0.1,
@@ -1541,14 +1542,24 @@ def test_onetrainers_range_of_noise(here: Path, tmp_path: Path, shift: float, ki
         assert drawn.quantile(share).item() == pytest.approx(theirs.quantile(share).item(), abs=0.01)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(True, "join"), (False, "one")])
+def test_lines_of_simpletuners_captions(here: Path, tmp_path: Path, value: bool, expected: str) -> None:
+    """Its documentation of dataloaders: text files are split by newlines unless disable_multiline_split is set."""
+    shutil.copytree(here, tmp_path / "copy")
+    backend = tmp_path / "copy" / "simpletuner_backend.json"
+    tables = json.loads(backend.read_text(encoding="utf-8"))
+    for table in tables:
+        table["disable_multiline_split"] = value
+    backend.write_text(json.dumps(tables), encoding="utf-8")
+    made = importing.import_file(tmp_path / "copy" / "simpletuner_flux.json")
+    assert settings(made)["dataset"]["caption_lines"] == expected
+
+
 def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
     made = kohya(tmp_path, "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
     found = settings(made)
-    assert (found["dataset"]["tag_dropout"], found["dataset"]["keep_tokens"], found["dataset"]["wildcards"]) == (
-        0.1,
-        2,
-        True,
-    )
+    varied = ("tag_dropout", "keep_tokens", "wildcards", "caption_lines")
+    assert [found["dataset"][name] for name in varied] == [0.1, 2, True, "one"]
     path = tmp_path / "concepts.json"
     concepts = json.loads((here / "onetrainer_concepts.json").read_text(encoding="utf-8"))
     drop = {"tag_dropout_enable": True, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.3}

@@ -24,6 +24,7 @@ ALWAYS = {
     *(
         "dataset.shuffle_tags",
         "dataset.keep_separator",
+        "dataset.caption_lines",
         "dataset.tag_dropout",
         "dataset.wildcards",
         "dataset.cache_dir",
@@ -119,7 +120,8 @@ def job_where(setting: str, rule: unused.Rule) -> Job:
             if not key.startswith("dataset.folders.") and unused.defaults()[key]:
                 put(key, 0)
         elif isinstance(accepted, Except):
-            put(key, accepted[0])
+            if unused.defaults().get(key) not in accepted:
+                put(key, accepted[0])
         elif accepted:
             put(key, next(others_than(None, annotation_of(key), accepted)))
     for value in others_than(field_of(setting).get_default(call_default_factory=True), annotation_of(setting)):

@@ -123,6 +123,7 @@ FLIPS = {
     "dataset.caption_dropout": Flip("1.0", ("losses",), ("buckets", "samples")),
     "dataset.shuffle_tags": Flip("true", ("losses", "encoded"), ("buckets",)),
     "dataset.tag_dropout": Flip("0.6", ("losses", "encoded"), ("buckets", "samples")),
+    "dataset.caption_lines": Flip("one", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.wildcards": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.keep_tokens": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
     "dataset.keep_separator": Flip("g, ", ("losses",), ("buckets", "samples", "rates"), under=SHUFFLED),
@@ -266,7 +267,7 @@ def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     image = Image.new("RGBA", (48, 48), (200, 30, 30, 255))
     image.paste((0, 0, 0, 0), (0, 0, 24, 48))
     image.save(folder / "transparent.png")
-    (folder / "transparent.txt").write_text("a cup, {red|blue}, on nothing", encoding="utf-8")
+    (folder / "transparent.txt").write_text("a cup, {red|blue},\non nothing", encoding="utf-8")
     return folder
 
 

@@ -144,7 +144,7 @@ def _reason(rule: Rule, title: str) -> Message:
         return FACTS[key]
     if key.startswith("family."):
         return Message("with {title}, {line}", title=title, line=_of_family(rule))
-    if isinstance(accepted, Except):
+    if isinstance(accepted, Except) and " | " not in key:
         return Message("with {setting}", setting=_setting(key, accepted))
     return Message("without {setting}", setting=_needed(rule))
 
@@ -169,7 +169,8 @@ def _of_family(rule: Rule) -> Message:
 
 def _needed(rule: Rule) -> str:
     keys, accepted = rule
-    return _setting(keys, accepted) if accepted else Joined(" or ", keys.split(" | "))
+    names = keys.split(" | ")
+    return _setting(keys, accepted) if accepted and len(names) == 1 else Joined(" or ", names)
 
 
 def _setting(keys: str, values: Iterable[Any]) -> Message:

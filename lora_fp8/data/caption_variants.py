@@ -53,12 +53,16 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
 def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
     """Return variant number `variant` of a caption.
 
-    With `wildcards`, one alternative is drawn for each `{a|b}`. The tags of `split_fixed` stay in place; of the others,
-    `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the rest.
+    Of a caption with several lines (`caption_lines = "one"`), one is drawn. With `wildcards`, one alternative is drawn
+    for each `{a|b}`. The tags of `split_fixed` stay in place; of the others, `tag_dropout` leaves some out (never one
+    that contains a trigger word), and `shuffle_tags` shuffles the rest.
 
     The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
     """
-    text = caption
+    lines = caption.split("\n")
+    text = lines[0]
+    if len(lines) > 1:
+        text = lines[int(random.Random(keyed_seed("line", seed, caption, variant)).random() * len(lines))]
     if section.wildcards:
         draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
 
@@ -99,9 +103,12 @@ def split_fixed(caption: str, section: settings.Dataset) -> tuple[list[str], lis
     )
 
 
-def without_keep_separator(caption: str, section: settings.Dataset) -> str:
-    """Return a caption in which `keep_separator` is a separator of tags like any other, to count its tags."""
-    return caption.replace(section.keep_separator, section.tag_separator) if section.keep_separator else caption
+def countable(caption: str, section: settings.Dataset) -> str:
+    """Return a caption to count its tags in: `keep_separator` and line ends separate tags like any other separator."""
+    marks = ("\n", section.keep_separator) if section.keep_separator else ("\n",)
+    for mark in marks:
+        caption = caption.replace(mark, section.tag_separator)
+    return caption
 
 
 def plain_captions(section: settings.Dataset) -> settings.Dataset:

@@ -32,7 +32,7 @@ from .. import settings
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
-from .caption_variants import without_keep_separator
+from .caption_variants import countable
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
 from .measurements import Facts, Memory, measure_pixels
@@ -135,7 +135,7 @@ def examine(
         pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
         findings=findings.in_order(),
         buckets=placed,
-        tags=_count_tags((without_keep_separator(text, section) for text in texts.values()), section.tag_separator),
+        tags=_count_tags((countable(text, section) for text in texts.values()), section.tag_separator),
         counts={
             "pictures": len(images),
             "readable": len(usable),
@@ -335,22 +335,22 @@ def _look_at_captions(
             findings.add("caption_missing", name, f"{path.stem}.txt", level=level)
             continue
         try:
-            text = caption_text.read_caption(caption_path)
+            lines = caption_text.read_lines(caption_path, section.caption_lines)
         except OSError as error:
             findings.add("caption_encoding", name, Message("cannot be read: {why}", why=reason(error)))
             continue
         except ValueError as error:
             findings.add("caption_encoding", name, about(caption_path.name, error))
             continue
-        if not text:
+        if not lines:
             findings.add("caption_empty", name, caption_path.name, level=level)
             continue
-        texts[name] = text
-        if caption_text.with_trigger(text, trigger) != text:
+        texts[name] = text = "\n".join(lines)
+        if any(caption_text.with_trigger(line, trigger) != line for line in lines):
             findings.add("trigger_missing", name, repr(trigger))
         if not section.wildcards and (choice := caption_text.choice_in(text)):
             findings.add("choice_unused", name, choice)
-        if limit and (tokens := rough_tokens(_as_trained(text, section, index))) > limit:
+        if limit and (tokens := max(rough_tokens(_as_trained(line, section, index)) for line in lines)) > limit:
             findings.add("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():
@@ -364,7 +364,7 @@ def _as_trained(text: str, section: settings.Dataset, index: int) -> str:
     """Return a caption as it is trained, before its tags are shuffled."""
     folder = section.folders[index]
     caption = caption_text.trained_caption(text, section.trigger_of(index), folder.prefix, folder.suffix)
-    return without_keep_separator(caption, section)
+    return countable(caption, section)
 
 
 def _look_for_sentences(

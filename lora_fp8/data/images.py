@@ -34,7 +34,7 @@ from ..errors import Joined, Message, Plural, Template, about, first_few, reason
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
-from .caption_text import choice_in, read_caption, trained_caption, with_trigger
+from .caption_text import choice_in, read_lines, trained_caption, with_trigger
 from .control_files import find_controls, preview_controls
 from .decoding import EXTENSIONS, Looked, look_all, opacity_of
 from .examples import Control, Example, ScanReport
@@ -241,19 +241,20 @@ def _caption(
     path: Path, caption_path: Path | None, index: int, section: settings.Dataset, report: ScanReport
 ) -> str | None:
     """Return the caption to train with; None if there is none, and the report then says why."""
-    text, trigger, folder = "", section.trigger_of(index), section.folders[index]
+    trigger, folder = section.trigger_of(index), section.folders[index]
+    lines: list[str] = []
     if caption_path is not None:
         try:
-            text = read_caption(caption_path)
+            lines = read_lines(caption_path, section.caption_lines)
         except OSError as error:
             report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=reason(error)))
             return None
         except ValueError as error:
             report.problems.append(about(caption_path, error))
             return None
-    if text:
-        report.counts["triggered"] += with_trigger(text, trigger) != text
-        return trained_caption(text, trigger, folder.prefix, folder.suffix)
+    if lines:
+        report.counts["triggered"] += any(with_trigger(line, trigger) != line for line in lines)
+        return "\n".join(trained_caption(line, trigger, folder.prefix, folder.suffix) for line in lines)
     what = Message("no caption ({file})", file=f"{path.stem}.txt")
     if caption_path:
         what = Message("an empty caption ({file})", file=caption_path.name)

@@ -281,8 +281,9 @@ def set_pictures(draft: Draft) -> None:
             continue
         dataset_settings.share(draft, *collect_values(draft, name, places), setting, read)
     dataset_settings.set_bucket_step(draft, *collect_values(draft, "bucket_reso_steps", places))
-    note = Message("theirs also draws one line of a caption with several")
-    dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
+    dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag)
+    if draft.settings.get("dataset.wildcards"):  # it also draws a line of a caption with several
+        draft.set("dataset.caption_lines", "one", "enable_wildcard")
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)

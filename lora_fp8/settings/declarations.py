@@ -92,7 +92,11 @@ BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", 
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
-VARIED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards": ()}
+VARIED: dict[str, tuple[Any, ...]] = {
+    "dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards | dataset.caption_lines": Except(
+        (False, 0.0, "join", "first")
+    )
+}
 WITH_METADATA: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
@@ -439,6 +443,11 @@ class Dataset(Section):
         "What to do with images that have no caption: stop with an error, use the trigger word as caption, or skip "
         "them.",
     )
+    caption_lines: Literal["join", "first", "one"] = setting(
+        "join",
+        "Captions of several lines: join them into one, use the first line, or draw one line anew each time (one).",
+        also="kohya: enable_wildcard; SimpleTuner: disable_multiline_split = false",
+    )
     caption_dropout: float = setting(
         0.0,
         "Probability of training a sample without its caption.",
@@ -481,7 +490,7 @@ class Dataset(Section):
     )
     caption_variants: int = setting(
         8,
-        "Number of cached versions of each caption: shuffled, with tags dropped, or with other wildcard words.",
+        "Number of cached versions of each caption: shuffled, with tags dropped, with another line or wildcard word.",
         ge=1,
         le=64,
         when=VARIED,
@@ -496,7 +505,7 @@ class Dataset(Section):
     @property
     def varies_captions(self) -> bool:
         """Whether a caption is read in `caption_variants` versions."""
-        return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards
+        return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards or self.caption_lines == "one"
 
     @property
     def triggers(self) -> list[str]:

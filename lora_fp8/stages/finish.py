@@ -19,7 +19,7 @@ from ..adapters import kinds
 from ..common.messages import add_translations, get_language, translate
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
-from ..data.caption_variants import without_keep_separator
+from ..data.caption_variants import countable
 from ..data.examples import Example
 from ..errors import Joined, Message, Plural, RunFailure, UserError, reason
 from ..families.base import ModelFamily
@@ -321,9 +321,7 @@ def _make_facts(
     """Collect the facts about a run for the metadata of its files."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
-        captions = [
-            without_keep_separator(example.caption, job.dataset) for example in examples if example.folder_index == i
-        ]
+        captions = [countable(example.caption, job.dataset) for example in examples if example.folder_index == i]
         counted = export_metadata.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
         # Tags of regularization images do not describe the subject, so they are no prompts for the LoRA.
         folders.append(replace(counted, tags={}) if folder.regularization else counted)
