@@ -8,8 +8,8 @@ which Illustrious, NoobAI and most anime LoRAs were trained:
 
 * Of the chunks' states, the first BOS, the 75 states of each chunk, and the state at the end of the last chunk are
   kept: 152 states for 150 tokens, 227 for 225. A1111 and ComfyUI keep BOS and EOS of every chunk (154, 231), and
-  diffusers' lpw_stable_diffusion does either (`no_boseos_middle`). The denoiser is trained with what it was trained
-  with before; the few states more in those programs make no visible difference.
+  diffusers' lpw_stable_diffusion does either (`no_boseos_middle`). A LoRA is trained here on what its base model was
+  trained on.
 * SDXL's pooled embedding is that of the first chunk, in all of them.
 * Chunks are cut after 75 tokens wherever that is, as in sd-scripts; A1111 prefers the last comma before it.
 * A chunk of 75 tokens always ends with EOS. sd-scripts leaves the padding there if the 75th token is "!", which is the
