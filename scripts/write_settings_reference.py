@@ -75,6 +75,8 @@ NEEDS: dict[str, dict[Any, Texts]] = {
         "FlowMatching": _both("flow-matching models", "流匹配模型"),
     },
     "family.text_encoder": {True: _both("a trainable text encoder", "文本编码器可训练的架构")},
+    "family.long_captions": {True: _both("SD 1.5, SD 2, SDXL", "SD 1.5、SD 2、SDXL")},
+    "family.clip_skip": {True: _both("SD 1.5", "SD 1.5")},
     "family.controls": {True: _both("editing models", "编辑模型")},
     "family.clips": {True: _both("video models", "视频模型")},
     "family.guidance": {True: _both("guidance-distilled models", "引导蒸馏模型")},
@@ -139,7 +141,7 @@ def _accepts(language: str, one: form.Setting) -> str:
 def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
     if keys in NEEDS:
         return ", ".join(NEEDS[keys][value][language] for value in accepted)
-    if not accepted:
+    if not accepted or " | " in keys:
         return OR[language].join(f"`{key}`" for key in keys.split(" | ")) + SET[language]
     values = ", ".join(config.toml_value(value) for value in accepted)
     return f"`{keys} {'!=' if isinstance(accepted, Except) else '='} {values}`"

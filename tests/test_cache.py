@@ -484,6 +484,56 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     )
 
 
+def test_a_line_of_a_caption_is_drawn_each_time(tmp_path):
+    """All lines equally often, each with what the folder adds; validation always sees the same one."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("red\n\n blue \ngreen, sks\n", encoding="utf-8")
+    folder = Folder(path=str(tmp_path), prefix="a", trigger="sks")
+    lines = ["sks, a red", "sks, a blue", "a green, sks"]
+    for mode, whole in (("join", "a red blue green, sks"), ("first", "sks, a red"), ("one", "\n".join(lines))):
+        section = Dataset(folders=[folder], caption_lines=mode, caption_variants=64)
+        (example,) = images.scan(section).examples
+        assert example.caption == whole
+        texts = caption_variants.dataset_captions([example], section, 3)
+        assert sorted(texts) == (sorted(lines) if mode == "one" else [whole])
+    counts = Counter(caption_variants.caption_variant(whole, v, section, 3) for v in range(3000))
+    assert counts.keys() == set(lines)
+    assert all(abs(count / 3000 - 1 / 3) < 5 * (2 / 9 / 3000) ** 0.5 for count in counts.values())
+    plain = caption_variants.plain_captions(section)
+    assert caption_variants.caption_variant(whole, 0, plain, 3) in lines
+
+
+@pytest.mark.parametrize(
+    ("caption", "front", "middle", "end"),
+    [
+        ("sks, girl ||| hat, red, sky", "sks, girl", "hat, red, sky", ""),
+        ("sks ||| hat, red, sky ||| best, new", "sks", "hat, red, sky", "best, new"),
+        ("||| hat, red, sky|||best", "", "hat, red, sky", "best"),
+        ("sks ||| hat, red, sky ||| best ||| new", "sks", "hat, red, sky", "best, new"),
+        ("sks, hat, red, sky", "sks", "hat, red, sky", ""),  # without the mark, keep_tokens counts
+    ],
+)
+def test_tags_outside_the_marks_stay_where_they_are(caption, front, middle, end):
+    """The rule of sd-scripts' keep_tokens_separator: fixed ||| shuffled ||| fixed."""
+    section = tag_section(keep_separator="|||", keep_tokens=1, caption_variants=8)
+    head, own, tail = ([tag for tag in part.split(", ") if tag] for part in (front, middle, end))
+    variants = [caption_variants.caption_variant(caption, v, section, 5).split(", ") for v in range(8)]
+    for tags in variants:
+        assert tags[: len(head)] == head and tags[len(tags) - len(tail) :] == tail
+        assert sorted(tags[len(head) : len(tags) - len(tail)]) == sorted(own)
+    assert len(set(map(tuple, variants))) > 1
+    dropping = section.model_copy(update={"shuffle_tags": False, "tag_dropout": 0.9})
+    kept = [caption_variants.caption_variant(caption, v, dropping, 5).split(", ") for v in range(8)]
+    assert all(set(head + tail) <= set(tags) for tags in kept) and min(map(len, kept)) < len(variants[0])
+    # Validation, and a section that shuffles nothing, keep the order; the mark itself is never trained.
+    whole = ", ".join(head + own + tail)
+    for plain in (caption_variants.plain_captions(section), section.model_copy(update={"shuffle_tags": False})):
+        assert caption_variants.caption_variant(caption, 0, plain, 5) == whole
+    texts = caption_variants.dataset_captions([SimpleNamespace(caption=caption)], section, 5)
+    assert not any("|" in text for text in texts) and whole in texts
+    assert caption_variants.caption_variant(caption, 0, Dataset(), 5) == caption  # without the setting it is text
+
+
 def test_all_orders_are_equally_likely():
     section = tag_section(keep_tokens=0)
     counts = {}

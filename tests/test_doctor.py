@@ -58,6 +58,29 @@ def test_a_good_dataset_has_no_findings(folder: Path) -> None:
     assert found.tags == {"zibo": 4, "number 0": 1, "number 1": 1, "number 2": 1, "number 3": 1}
 
 
+def test_what_a_folder_adds_counts_and_marks_are_no_tags(folder: Path) -> None:
+    long = {"path": str(folder), "prefix": "a cat " * 38}
+    assert len(by_kind(examined(folder, folders=[long]))["caption_long"]) == 4
+    put(picture(9), folder / "odd.png", "zibo ||| hat, sky ||| best")
+    found = examined(folder, keep_separator="|||")
+    assert {tag: found.tags[tag] for tag in ("zibo", "hat", "sky", "best")} == {
+        "zibo": 5,
+        "hat": 1,
+        "sky": 1,
+        "best": 1,
+    }
+
+
+def test_each_line_is_a_caption_where_one_is_drawn(folder: Path) -> None:
+    put(picture(9), folder / "odd.png", "zibo, " + "a cat " * 25 + "\nzibo, " + "a dog " * 25)
+    assert by_kind(examined(folder))["caption_long"][0][0] == "odd.png"
+    for lines in ("one", "first"):
+        assert examined(folder, caption_lines=lines).findings == []
+    put(picture(9), folder / "odd.png", "zibo, hat\nred")
+    assert by_kind(examined(folder, caption_lines="one"))["trigger_missing"] == [("odd.png", "'zibo'")]
+    assert examined(folder, caption_lines="one").tags["hat"] == 1
+
+
 def planted(kind: str, root: Path) -> str | None:
     """Put one odd picture or caption into the folder; what its detail has to say."""
     odd, path = picture(9), root / "odd.png"

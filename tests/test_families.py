@@ -655,6 +655,8 @@ def test_traits_are_those_of_the_family(Family):
         "clips": Family.clips[1] > 0,
         "guidance": Family.embeds_guidance,
         "negative": Family.uses_negative,
+        "long_captions": Family.name in ("sd15", "sd2", "sdxl"),  # those whose UNet reads CLIP's states alone
+        "clip_skip": Family.name == "sd15",
         "captions": Family.captions,
     }
     with pytest.raises(UserError, match="did you mean 'sdxl'"):

@@ -91,7 +91,7 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
         return {name for name, style in zip(columns, rules, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
-    rare = {"regularization", "weight", "resolution", "mask"}  # in the simple view where one is set
+    rare = {"prefix", "suffix", "regularization", "weight", "resolution", "mask"}  # in the simple view where one is set
     assert hidden("flux_kontext", view="new") == rare
     assert hidden("flux_kontext", 'mask = "m"', "new") == rare - {"mask"}
     assert hidden("flux_kontext", "weight = 0.5", "new") == rare - {"weight"}

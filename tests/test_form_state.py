@@ -194,7 +194,14 @@ def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
 
 def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
     for key, one in form.settings().items():
-        rules = [(other, accepted) for others, accepted in one.when.items() for other in others.split(" | ")]
+        rules = []
+        for others, accepted in one.when.items():
+            names = others.split(" | ")
+            asked = [form.settings()[name] for name in names] if len(names) > 1 else []
+            # Of several settings, each has some of the values.
+            known = {value for each in asked for value in ((True, False) if each.kind == "flag" else each.choices)}
+            assert not asked or set(accepted) <= known, key
+            rules += [(name, () if asked else accepted) for name in names]
         for other, accepted in rules:
             if other.startswith("family."):
                 there = {families.traits(name)[other.removeprefix("family.")] for name in families.available()}
@@ -221,6 +228,7 @@ def test_settings_without_effect_are_told() -> None:
         ("shuffle_tags", True, {*of_tags, "dataset.caption_variants"}),
         ("tag_dropout", 0.1, {*of_tags, "dataset.caption_variants"}),
         ("wildcards", True, {"dataset.caption_variants"}),
+        ("caption_lines", "one", {"dataset.caption_variants"}),
     ):
         assert (
             form.find_unused(found) - form.find_unused(form.read_values(form.put(NAMED, f"dataset.{key}", value)))

@@ -570,6 +570,24 @@ def test_trigger_is_put_in_front_once(caption, expected):
     assert caption_text.with_trigger(expected, "sks") == expected
 
 
+def test_a_folders_prefix_and_suffix_are_around_its_captions(tmp_path):
+    """As sd-scripts joins them, with a space; the trigger word is looked for in the whole."""
+    for name, caption in (("a", "a cat"), ("b", "a cat"), ("c", "")):
+        (tmp_path / name).mkdir()
+        good(tmp_path / name, "x", caption=caption)
+    folders = [
+        {"path": str(tmp_path / "a"), "prefix": "masterpiece, ", "suffix": " best"},
+        {"path": str(tmp_path / "b"), "suffix": ", sks"},
+        {"path": str(tmp_path / "c"), "prefix": "so"},
+    ]
+    report = images.scan(section(*folders, trigger="sks", missing_caption="trigger"))
+    assert [example.caption for example in report.examples] == [
+        "sks, masterpiece, a cat best",
+        "a cat , sks",
+        "so sks",
+    ]
+
+
 def test_a_trigger_in_a_script_without_spaces_is_found_inside_a_sentence():
     assert caption_text.with_trigger("一只小狐狸坐在雪地里", "小狐狸") == "一只小狐狸坐在雪地里"
     assert caption_text.with_trigger("一只小猫坐在雪地里", "小狐狸") == "小狐狸, 一只小猫坐在雪地里"

@@ -577,6 +577,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "quantize": {"storage": "fp8", "compute": "fp8"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
         "dataset": {
+            "caption_lines": "one",
             "resolution": 1024,
             "buckets": True,
             "caption_dropout": 0.1,
@@ -630,8 +631,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
-        "conv_dim|conv_alpha|max_train_epochs"
-        "|save_every_n_epochs|sample_every_n_epochs|sample_sampler|max_token_length|clip_skip",
+        "conv_dim|conv_alpha|max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
     ),
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
@@ -1020,6 +1020,85 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
     model = 'pretrained_model_name_or_path = "black-forest-labs/FLUX.1-dev"\nnetwork_module = "networks.lora_flux"\n'
     path.write_text(model + text, encoding="utf-8")
     return importing.import_file(path)
+
+
+def test_what_is_around_captions_and_the_mark_of_fixed_tags(tmp_path: Path) -> None:
+    """sd-scripts: prefix + " " + caption + " " + suffix; keep_tokens_separator has an effect with shuffle_caption."""
+    data = """
+[general]
+keep_tokens_separator = "|||"
+shuffle_caption = true
+caption_suffix = "best"
+[[datasets]]
+[[datasets.subsets]]
+image_dir = "a"
+caption_prefix = "zibo, "
+[[datasets.subsets]]
+image_dir = "b"
+is_reg = true
+"""
+    (tmp_path / "data.toml").write_text(data, encoding="utf-8")
+    made = kohya(tmp_path, "dataset_config = 'data.toml'\n")
+    first, second = settings(made)["dataset"]["folders"]
+    assert (first["prefix"], first["suffix"], "trigger" in first) == ("zibo,", "best", False)
+    assert ("prefix" in second, second["suffix"]) == (False, "best")
+    assert settings(made)["dataset"]["keep_separator"] == "|||"
+    lost = {entry.key.split(".")[-1] for entry in made.no_counterpart if not entry.off}
+    assert not lost & {"caption_prefix", "caption_suffix", "keep_tokens_separator"}
+    (tmp_path / "a" / "5_x").mkdir(parents=True)
+    text = "train_data_dir = 'a'\ncaption_prefix = 'zibo'\nkeep_tokens_separator = '|||'\n"
+    made = kohya(tmp_path, text)
+    assert [folder["prefix"] for folder in settings(made)["dataset"]["folders"]] == ["zibo"]
+    assert "keep_separator" not in settings(made)["dataset"]  # nothing is shuffled: the mark is text there
+
+
+@pytest.mark.parametrize("given", [75, 100, 150, 225, 255])
+def test_captions_have_as_many_chunks_as_in_sd_scripts(tmp_path: Path, given: int) -> None:
+    """Its strategy_base.py begins a chunk at each of these positions, of `given` tokens with BOS and EOS."""
+    length = given + 2
+    chunks = len(range(1, length - 77 + 2, 75)) if length > 77 else 1
+    for model in ("runwayml/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0"):
+        path = tmp_path / "a.toml"
+        path.write_text(f'pretrained_model_name_or_path = "{model}"\nmax_token_length = {given}\n', encoding="utf-8")
+        made = importing.import_file(path, "sd-scripts")
+        assert settings(made)["model"]["caption_tokens"] == 75 * chunks
+        assert "max_token_length" in {entry.key for entry in made.mapped}
+
+
+@pytest.mark.parametrize(
+    ("tool", "model", "line", "expected"),
+    [
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 2", 2),
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "", None),
+        ("sd-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 0", None),
+        ("sd-scripts", "stabilityai/stable-diffusion-xl-base-1.0", "clip_skip = 2", None),  # ignored there
+        ("lora-scripts", "runwayml/stable-diffusion-v1-5", "", 2),  # its page's default
+        ("lora-scripts", "runwayml/stable-diffusion-v1-5", "clip_skip = 1", 1),
+    ],
+)
+def test_clip_skip_counts_as_in_sd_scripts(
+    tmp_path: Path, tool: str, model: str, line: str, expected: int | None
+) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(f'pretrained_model_name_or_path = "{model}"\n{line}\n', encoding="utf-8")
+    made = importing.import_file(path, tool)
+    assert settings(made)["model"].get("clip_skip") == expected
+    lost = [entry.key for entry in made.no_counterpart if not entry.off]
+    assert ("clip_skip" in lost) == (line == "clip_skip = 0")
+    assert settings(made)["model"].get("caption_tokens") == (225 if tool == "lora-scripts" else None)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("STABLE_DIFFUSION_15", 2), ("STABLE_DIFFUSION_XL_10_BASE", None)])
+def test_onetrainers_layer_skip_begins_at_0(tmp_path: Path, kind: str, expected: int | None) -> None:
+    """Its models take hidden_states[-(1 + skip)], and SDXL's [-(2 + skip)], which is not done here."""
+    path = tmp_path / "a.json"
+    for skip in (0, 1):
+        data = {"model_type": kind, "training_method": "LORA", "base_model_name": "a", "text_encoder_layer_skip": skip}
+        path.write_text(json.dumps(data), encoding="utf-8")
+        made = importing.import_file(path, "onetrainer")
+        assert settings(made)["model"].get("clip_skip") == (expected and skip + 1)
+        lost = [entry.key for entry in made.no_counterpart if not entry.off]
+        assert ("text_encoder_layer_skip" in lost) == (skip == 1 and expected is None)
 
 
 @pytest.mark.parametrize("weight", [0.5, 0.0])
@@ -1463,14 +1542,24 @@ def test_onetrainers_range_of_noise(here: Path, tmp_path: Path, shift: float, ki
         assert drawn.quantile(share).item() == pytest.approx(theirs.quantile(share).item(), abs=0.01)
 
 
+@pytest.mark.parametrize(("value", "expected"), [(True, "join"), (False, "one")])
+def test_lines_of_simpletuners_captions(here: Path, tmp_path: Path, value: bool, expected: str) -> None:
+    """Its documentation of dataloaders: text files are split by newlines unless disable_multiline_split is set."""
+    shutil.copytree(here, tmp_path / "copy")
+    backend = tmp_path / "copy" / "simpletuner_backend.json"
+    tables = json.loads(backend.read_text(encoding="utf-8"))
+    for table in tables:
+        table["disable_multiline_split"] = value
+    backend.write_text(json.dumps(tables), encoding="utf-8")
+    made = importing.import_file(tmp_path / "copy" / "simpletuner_flux.json")
+    assert settings(made)["dataset"]["caption_lines"] == expected
+
+
 def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
     made = kohya(tmp_path, "caption_tag_dropout_rate = 0.1\nkeep_tokens = 2\nenable_wildcard = true")
     found = settings(made)
-    assert (found["dataset"]["tag_dropout"], found["dataset"]["keep_tokens"], found["dataset"]["wildcards"]) == (
-        0.1,
-        2,
-        True,
-    )
+    varied = ("tag_dropout", "keep_tokens", "wildcards", "caption_lines")
+    assert [found["dataset"][name] for name in varied] == [0.1, 2, True, "one"]
     path = tmp_path / "concepts.json"
     concepts = json.loads((here / "onetrainer_concepts.json").read_text(encoding="utf-8"))
     drop = {"tag_dropout_enable": True, "tag_dropout_mode": "RANDOM", "tag_dropout_probability": 0.3}

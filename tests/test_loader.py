@@ -256,6 +256,14 @@ def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
     assert {value[5] for value in seen(plain, 0).values()} == {example.caption for example in examples}
 
 
+def test_a_mark_around_fixed_tags_is_not_asked_for_where_nothing_is_shuffled(monkeypatch):
+    monkeypatch.setattr(FakeExample, "caption", property(lambda self: f"sks ||| picture {self.index}"), raising=False)
+    section = Dataset(folders=[Folder(path="set")], keep_separator="|||")
+    texts = dataset_captions([FakeExample(i, 64, 64) for i in range(12)], section, 3)
+    loader, _ = make(4, seed=3, sizes=[(64, 64)] * 12, cache=FakeCache(texts), keep_separator="|||")
+    assert {value[5] for value in seen(loader, 0).values()} == {f"sks, picture {i}" for i in range(12)} == set(texts)
+
+
 def test_conditioning_names_that_collide_are_an_error():
     family = SimpleNamespace(name="odd", image_conditioning=lambda *args: {"embeds": torch.zeros(1)}, collate=None)
     loader, _ = make()

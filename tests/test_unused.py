@@ -22,7 +22,15 @@ ALWAYS = {
     *("adapter.init_from", "adapter.dtype"),
     *("dataset.folders", "dataset.resolution", "dataset.buckets", "dataset.bucket_step", "dataset.upscale"),
     *("dataset.flip", "dataset.background", "dataset.trigger", "dataset.missing_caption", "dataset.caption_dropout"),
-    *("dataset.shuffle_tags", "dataset.tag_dropout", "dataset.wildcards", "dataset.cache_dir", "dataset.max_pixels"),
+    *(
+        "dataset.shuffle_tags",
+        "dataset.keep_separator",
+        "dataset.caption_lines",
+        "dataset.tag_dropout",
+        "dataset.wildcards",
+        "dataset.cache_dir",
+        "dataset.max_pixels",
+    ),
     *(
         "train.steps",
         "train.batch_size",
@@ -41,7 +49,7 @@ ALWAYS = {
 }
 FOLDER = {
     f"dataset.folders.{name}"
-    for name in ("path", "repeats", "trigger", "regularization", "weight", "resolution", "control")
+    for name in ("path", "repeats", "trigger", "prefix", "suffix", "regularization", "weight", "resolution", "control")
 }
 CONDITIONAL = [(key, rule) for key, when in unused.conditions().items() for rule in when.items()]
 
@@ -57,7 +65,7 @@ def others_than(default: Any, annotation: Any, avoid: tuple[Any, ...] = ()) -> I
     parts = get_args(annotation) if get_origin(annotation) not in (None, Literal, list, dict) else (annotation,)
     parts = tuple(get_args(part)[0] if get_origin(part) is Annotated else part for part in parts)
     words_known = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    wanted = [*words_known, False, True, 7, 48, 1.5, 0.25, "x", ["x"], [5], {"x": 1}, {"x": "bf16"}]
+    wanted = [*words_known, False, True, 7, 48, 150, 1.5, 0.25, "x", ["x"], [5], {"x": 1}, {"x": "bf16"}]
     fitting = {bool: bool, int: int, float: float, str: str}
     for value in wanted:
         plain = [fitting[part] for part in parts if part in fitting]
@@ -113,7 +121,8 @@ def job_where(setting: str, rule: unused.Rule) -> Job:
             if not key.startswith("dataset.folders.") and unused.defaults()[key]:
                 put(key, 0)
         elif isinstance(accepted, Except):
-            put(key, accepted[0])
+            if unused.defaults().get(key) not in accepted:
+                put(key, accepted[0])
         elif accepted:
             put(key, next(others_than(None, annotation_of(key), accepted)))
     for value in others_than(field_of(setting).get_default(call_default_factory=True), annotation_of(setting)):

@@ -72,6 +72,9 @@ FLIPS = {
     "seed": Flip("7", TRAINING),
     "model.dtype": Flip("fp32", TRAINING),
     "model.text_storage": Flip("int8", ("losses", "tensors", "encoded"), ("shapes", "rates", "storage", "buckets")),
+    # Captions of the pictures have fewer than 75 tokens; empty chunks are read nevertheless, as in sd-scripts.
+    "model.caption_tokens": Flip("225", (*TRAINING, "encoded"), ("shapes", "rates", "storage", "buckets")),
+    "model.clip_skip": Flip("2", (*TRAINING, "encoded"), ("shapes", "rates", "storage", "buckets")),
     "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
     "quantize.backend": Flip("torchao", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),
@@ -102,6 +105,8 @@ FLIPS = {
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
     "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
+    "dataset.folders.0.prefix": Flip("so good,", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.folders.0.suffix": Flip("so bad", ("losses", "encoded"), ("buckets", "samples", "rates")),
     # A trigger that no other row has; what it then encodes, captions as they are, the others have encoded already.
     "dataset.folders.0.regularization": Flip("true", ("losses",), ("buckets", "samples"), ("dataset.trigger=zubi",)),
     "dataset.folders.0.resolution": Flip("80", ("losses", "encoded", "buckets")),
@@ -119,8 +124,10 @@ FLIPS = {
     "dataset.caption_dropout": Flip("1.0", ("losses",), ("buckets", "samples")),
     "dataset.shuffle_tags": Flip("true", ("losses", "encoded"), ("buckets",)),
     "dataset.tag_dropout": Flip("0.6", ("losses", "encoded"), ("buckets", "samples")),
+    "dataset.caption_lines": Flip("one", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.wildcards": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.keep_tokens": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
+    "dataset.keep_separator": Flip("g, ", ("losses",), ("buckets", "samples", "rates"), under=SHUFFLED),
     "dataset.tag_separator": Flip("-", ("losses",), ("buckets",), under=SHUFFLED),
     "dataset.caption_variants": Flip("2", ("losses",), ("buckets",), under=SHUFFLED),
     "train.steps": Flip("3", ("checkpoints", "losses", "tensors")),
@@ -263,7 +270,7 @@ def gallery(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     image = Image.new("RGBA", (48, 48), (200, 30, 30, 255))
     image.paste((0, 0, 0, 0), (0, 0, 24, 48))
     image.save(folder / "transparent.png")
-    (folder / "transparent.txt").write_text("a cup, {red|blue}, on nothing", encoding="utf-8")
+    (folder / "transparent.txt").write_text("a cup, {red|blue},\non nothing", encoding="utf-8")
     return folder
 
 

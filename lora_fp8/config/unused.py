@@ -144,7 +144,7 @@ def _reason(rule: Rule, title: str) -> Message:
         return FACTS[key]
     if key.startswith("family."):
         return Message("with {title}, {line}", title=title, line=_of_family(rule))
-    if isinstance(accepted, Except):
+    if isinstance(accepted, Except) and " | " not in key:
         return Message("with {setting}", setting=_setting(key, accepted))
     return Message("without {setting}", setting=_needed(rule))
 
@@ -158,6 +158,8 @@ def _of_family(rule: Rule) -> Message:
         if epsilon
         else Message("which is trained with flow matching"),
         "family.text_encoder": Message("which has no text encoder that is trained here"),
+        "family.long_captions": Message("which has no CLIP that reads captions in chunks"),
+        "family.clip_skip": Message("whose text encoders are always read at the layer that it was trained with"),
         "family.controls": Message("which takes no control pictures"),
         "family.clips": Message("which draws no clips"),
         "family.guidance": Message("which has no guidance embedding"),
@@ -167,7 +169,8 @@ def _of_family(rule: Rule) -> Message:
 
 def _needed(rule: Rule) -> str:
     keys, accepted = rule
-    return _setting(keys, accepted) if accepted else Joined(" or ", keys.split(" | "))
+    names = keys.split(" | ")
+    return _setting(keys, accepted) if accepted and len(names) == 1 else Joined(" or ", names)
 
 
 def _setting(keys: str, values: Iterable[Any]) -> Message:

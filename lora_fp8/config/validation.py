@@ -81,6 +81,8 @@ def _in_words(field: Any) -> Message:
 
 def _bounds_in_words(limits: dict[str, str]) -> Message:
     match limits:
+        case {"ge": least, "le": most, "multiple_of": step}:
+            return Message("{least} to {most}, and a multiple of {step}", least=least, most=most, step=step)
         case {"ge": least, "le": most}:
             return Message("at least {least} and at most {most}", least=least, most=most)
         case {"ge": least, "lt": most}:

@@ -32,7 +32,8 @@ def _by_line(text: str, change: Callable[[str], str]) -> str:
     return "".join(part if i % 2 else change(part) for i, part in enumerate(re.split(r"(\r\n|\r|\n)", text)))
 
 
-def _glue(separator: str) -> str:
+def tag_glue(separator: str) -> str:
+    """Return the text that joins tags: the separator, followed by a space unless it ends with one."""
     return separator if separator[-1].isspace() else separator + " "
 
 
@@ -147,7 +148,7 @@ class AddTag:
             return text
         if not text.strip():
             return self.tag
-        glue = _glue(self.separator)
+        glue = tag_glue(self.separator)
         if self.first:
             return self.tag + glue + text.lstrip()
         return text.rstrip().removesuffix(self.separator.strip() or self.separator).rstrip() + glue + self.tag
@@ -277,7 +278,7 @@ class SortTags:
     def _line(self, line: str) -> str:
         tags = split_tags(line, self.separator)
         ordered = tags[: self.keep] + sorted(tags[self.keep :], key=lambda tag: (tag.casefold(), tag))
-        return line if ordered == tags else _glue(self.separator).join(ordered)
+        return line if ordered == tags else tag_glue(self.separator).join(ordered)
 
     def title(self) -> str:
         """Return the edit's title in the history."""
@@ -302,7 +303,7 @@ class DedupeTags:
                 if tag not in seen:
                     seen.add(tag)
                     kept.append(tag)
-            return line if kept == tags else _glue(self.separator).join(kept)
+            return line if kept == tags else tag_glue(self.separator).join(kept)
 
         return _by_line(text, line)
 

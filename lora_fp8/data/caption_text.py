@@ -1,8 +1,9 @@
-"""The text of a caption file: its encoding, its trigger word and its wildcards.
+"""The text of a caption file: its encoding, its lines, its trigger word and its wildcards.
 
-The caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces. If there
-is a trigger word (`Dataset.trigger_of`) and the caption does not contain it as a separate word (case matters), it is
-prepended: "trigger, caption".
+The caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces, unless
+`dataset.caption_lines` makes each a caption of its own. A caption is put between its folder's `prefix` and `suffix`,
+with spaces. If there is a trigger word (`Dataset.trigger_of`) and the caption does not contain it as a separate word
+(case matters), it is prepended: "trigger, caption".
 """
 
 from __future__ import annotations
@@ -47,13 +48,28 @@ def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
 
 
 def read_caption(path: Path) -> str:
-    """Read a caption file as one line: UTF-8 (with or without a mark), or UTF-16 with a byte-order mark.
+    """Read a caption file as one line; see `read_lines`."""
+    return " ".join(read_lines(path))
+
+
+def read_lines(path: Path, keep: str = "one") -> list[str]:
+    """Read a caption file: UTF-8 (with or without a mark), or UTF-16 with a byte-order mark.
+
+    Args:
+        path: the caption file.
+        keep: `dataset.caption_lines`.
+
+    Returns:
+        Its captions, stripped and not empty: all lines with "one", the first with "first", one text with "join".
 
     Raises:
         ValueError: the bytes are in another encoding; the message has the offset of the first invalid byte.
     """
     text = decode_caption(read_bytes(path, MOST_TEXT))[0]
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if keep == "join":
+        return [" ".join(lines)] if lines else []
+    return lines[:1] if keep == "first" else lines
 
 
 CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
@@ -76,3 +92,8 @@ def with_trigger(caption: str, trigger: str) -> str:
     if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
+
+
+def trained_caption(text: str, trigger: str, prefix: str = "", suffix: str = "") -> str:
+    """Return the caption to train with: the text between a folder's prefix and suffix, and the trigger word in it."""
+    return with_trigger(" ".join(part for part in (prefix.strip(), text, suffix.strip()) if part), trigger)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import settings
-from ..errors import Message, first_few
+from ..errors import Message, Template, first_few
 from . import keyed_seed, permutation
-from .caption_operations import split_tags
+from .caption_operations import split_tags, tag_glue
 from .caption_text import CHOICE, with_trigger
 from .examples import Example
 
@@ -34,30 +34,35 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
         Message("{lost} of {caption}", lost=repr(shorten(cut.lost)), caption=repr(shorten(cut.prompt, 40)))
         for cut in truncated
     ]
-    return [
-        Message(
+    template = Template(
+        "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
+        "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
+        "Lost: {what_lost}"
+    )
+    values: dict[str, Any] = {"count": len(lost), "total": num_texts, "limit": limit, "most": max(lost)}
+    if tokens := max(cut.caption_tokens for cut in truncated):
+        values["tokens"] = tokens
+        template = Template(
             "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
-            "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
-            "Lost: {what_lost}",
-            count=len(lost),
-            total=num_texts,
-            limit=limit,
-            most=max(lost),
-            what_lost=first_few(examples, most),
+            "reads: up to {most} tokens at the end have no effect; set model.caption_tokens = {tokens}, shorten them, "
+            "or put what matters first. Lost: {what_lost}"
         )
-    ]
+    return [template(**values, what_lost=first_few(examples, most))]
 
 
 def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
     """Return variant number `variant` of a caption.
 
-    With `wildcards`, one alternative is drawn for each `{a|b}`. The first `keep_tokens` tags stay in place; of the
-    others, `tag_dropout` leaves some out (never one that contains a trigger word), and `shuffle_tags` shuffles the
-    rest.
+    Of a caption with several lines (`caption_lines = "one"`), one is drawn. With `wildcards`, one alternative is drawn
+    for each `{a|b}`. The tags of `split_fixed` stay in place; of the others, `tag_dropout` leaves some out (never one
+    that contains a trigger word), and `shuffle_tags` shuffles the rest.
 
     The result depends on the arguments alone, so that the loader asks for exactly the texts that were encoded.
     """
-    text = caption
+    lines = caption.split("\n")
+    text = lines[0]
+    if len(lines) > 1:
+        text = lines[int(random.Random(keyed_seed("line", seed, caption, variant)).random() * len(lines))]
     if section.wildcards:
         draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
 
@@ -66,11 +71,10 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
             return words[int(draw() * len(words))]
 
         text = CHOICE.sub(one_of, text)
-    if not section.shuffle_tags and not section.tag_dropout:
+    has_mark = bool(section.keep_separator) and section.keep_separator in text
+    if not section.shuffle_tags and not section.tag_dropout and not has_mark:
         return text
-    separator = section.tag_separator
-    tags = split_tags(text, separator)
-    kept, rest = tags[: section.keep_tokens], tags[section.keep_tokens :]
+    front, rest, end = split_fixed(text, section)
     if section.tag_dropout:
         draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
         kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
@@ -78,7 +82,33 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
         rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
     if section.shuffle_tags:
         rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
-    return (separator if separator[-1].isspace() else separator + " ").join(kept + rest)
+    return tag_glue(section.tag_separator).join(front + rest + end)
+
+
+def split_fixed(caption: str, section: settings.Dataset) -> tuple[list[str], list[str], list[str]]:
+    """Return the tags of a caption that stay in front, those that may be shuffled, and those that stay at the end.
+
+    In a caption with `keep_separator`, these are the parts before the first, between the two, and after the second of
+    them; any further ones separate tags. In other captions, the first `keep_tokens` tags stay in front.
+    """
+    separator, mark = section.tag_separator, section.keep_separator
+    if not mark or mark not in caption:
+        tags = split_tags(caption, separator)
+        return tags[: section.keep_tokens], tags[section.keep_tokens :], []
+    front, middle, end = (caption.split(mark, 2) + [""])[:3]
+    return (
+        split_tags(front, separator),
+        split_tags(middle, separator),
+        split_tags(end.replace(mark, separator), separator),
+    )
+
+
+def countable(caption: str, section: settings.Dataset) -> str:
+    """Return a caption to count its tags in: `keep_separator` and line ends separate tags like any other separator."""
+    marks = ("\n", section.keep_separator) if section.keep_separator else ("\n",)
+    for mark in marks:
+        caption = caption.replace(mark, section.tag_separator)
+    return caption
 
 
 def plain_captions(section: settings.Dataset) -> settings.Dataset:

@@ -149,8 +149,10 @@ KINDS = {
     ),
     "caption_long": (
         "warning",
-        Template("about {detail} tokens, and the text encoder reads 75 (a rough count)"),
-        Message("shorten it, or put what matters first; `lora-fp8 check CONFIG` counts exactly"),
+        Template("about {detail} tokens, more than the text encoder reads (a rough count)"),
+        Message(
+            "raise model.caption_tokens, shorten it, or put what matters first; `lora-fp8 check CONFIG` counts exactly"
+        ),
     ),
     "trigger_missing": (
         "note",

@@ -32,6 +32,7 @@ from .. import settings
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
+from .caption_variants import countable
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
 from .measurements import Facts, Memory, measure_pixels
@@ -79,11 +80,12 @@ class Target:
         """Return a job's target, with the family's numbers where the config says "auto"."""
         section = job.dataset
         models = [name for name in Family.text_parts.values() if not name.endswith("Tokenizer")]
+        tokens = job.model.caption_tokens if Family.long_captions else CLIP_TOKENS
         return cls(
             resolution=Family.native_resolution if section.resolution == "auto" else section.resolution,
             bucket_step=Family.bucket_step if section.bucket_step == "auto" else section.bucket_step,
             # Beside CLIP, other families have an encoder that reads longer captions.
-            caption_tokens=CLIP_TOKENS if all(name.startswith("CLIPText") for name in models) else 0,
+            caption_tokens=tokens if all(name.startswith("CLIPText") for name in models) else 0,
             clip_rate=Family.clips[1],
             unmasked_weight=job.objective.unmasked_weight,
         )
@@ -133,7 +135,7 @@ def examine(
         pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
         findings=findings.in_order(),
         buckets=placed,
-        tags=_count_tags(texts.values(), section.tag_separator),
+        tags=_count_tags((countable(text, section) for text in texts.values()), section.tag_separator),
         counts={
             "pictures": len(images),
             "readable": len(usable),
@@ -333,22 +335,22 @@ def _look_at_captions(
             findings.add("caption_missing", name, f"{path.stem}.txt", level=level)
             continue
         try:
-            text = caption_text.read_caption(caption_path)
+            lines = caption_text.read_lines(caption_path, section.caption_lines)
         except OSError as error:
             findings.add("caption_encoding", name, Message("cannot be read: {why}", why=reason(error)))
             continue
         except ValueError as error:
             findings.add("caption_encoding", name, about(caption_path.name, error))
             continue
-        if not text:
+        if not lines:
             findings.add("caption_empty", name, caption_path.name, level=level)
             continue
-        texts[name] = text
-        if caption_text.with_trigger(text, trigger) != text:
+        texts[name] = text = "\n".join(lines)
+        if any(caption_text.with_trigger(line, trigger) != line for line in lines):
             findings.add("trigger_missing", name, repr(trigger))
         if not section.wildcards and (choice := caption_text.choice_in(text)):
             findings.add("choice_unused", name, choice)
-        if limit and (tokens := rough_tokens(caption_text.with_trigger(text, trigger))) > limit:
+        if limit and (tokens := max(rough_tokens(_as_trained(line, section, index)) for line in lines)) > limit:
             findings.add("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():
@@ -358,12 +360,19 @@ def _look_at_captions(
     return texts
 
 
+def _as_trained(text: str, section: settings.Dataset, index: int) -> str:
+    """Return a caption as it is trained, before its tags are shuffled."""
+    folder = section.folders[index]
+    caption = caption_text.trained_caption(text, section.trigger_of(index), folder.prefix, folder.suffix)
+    return countable(caption, section)
+
+
 def _look_for_sentences(
     section: settings.Dataset, images: list[Any], names: list[str], texts: dict[str, str], findings: Findings
 ) -> None:
     """Report sentences that training would change as if they were tags, judging each caption with its trigger word."""
     trained = {
-        name: caption_text.with_trigger(texts[name], section.trigger_of(index))
+        name: _as_trained(texts[name], section, index)
         for name, (index, *_) in zip(names, images, strict=True)
         if name in texts
     }

@@ -34,7 +34,7 @@ from ..errors import Joined, Message, Plural, Template, about, first_few, reason
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
-from .caption_text import choice_in, read_caption, with_trigger
+from .caption_text import choice_in, read_lines, trained_caption, with_trigger
 from .control_files import find_controls, preview_controls
 from .decoding import EXTENSIONS, Looked, look_all, opacity_of
 from .examples import Control, Example, ScanReport
@@ -84,7 +84,7 @@ def scan(
         folder = section.folders[index]
         if look.error:
             report.problems.append(about(path, look.error))
-        caption = _caption(path, caption_path, section.trigger_of(index), section, report)
+        caption = _caption(path, caption_path, index, section, report)
         if look.error or caption is None or given is None:
             continue
         _note_oddities(path, look, given, notes)
@@ -238,23 +238,23 @@ def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
 
 
 def _caption(
-    path: Path, caption_path: Path | None, trigger: str, section: settings.Dataset, report: ScanReport
+    path: Path, caption_path: Path | None, index: int, section: settings.Dataset, report: ScanReport
 ) -> str | None:
     """Return the caption to train with; None if there is none, and the report then says why."""
-    text = ""
+    trigger, folder = section.trigger_of(index), section.folders[index]
+    lines: list[str] = []
     if caption_path is not None:
         try:
-            text = read_caption(caption_path)
+            lines = read_lines(caption_path, section.caption_lines)
         except OSError as error:
             report.problems.append(Message("{path} cannot be read: {why}", path=caption_path, why=reason(error)))
             return None
         except ValueError as error:
             report.problems.append(about(caption_path, error))
             return None
-    if text:
-        caption = with_trigger(text, trigger)
-        report.counts["triggered"] += caption != text
-        return caption
+    if lines:
+        report.counts["triggered"] += any(with_trigger(line, trigger) != line for line in lines)
+        return "\n".join(trained_caption(line, trigger, folder.prefix, folder.suffix) for line in lines)
     what = Message("no caption ({file})", file=f"{path.stem}.txt")
     if caption_path:
         what = Message("an empty caption ({file})", file=caption_path.name)
@@ -263,7 +263,7 @@ def _caption(
         return None
     if section.missing_caption == "trigger" and trigger.strip():
         report.counts["no_caption"] += 1
-        return trigger.strip()
+        return trained_caption(trigger.strip(), trigger, folder.prefix, folder.suffix)
     if section.missing_caption == "trigger":
         line = Message(
             "{path} has {what}; write one, as this folder has no trigger word to stand for it", path=path, what=what

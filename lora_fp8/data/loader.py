@@ -259,7 +259,7 @@ class Loader:
         if self._chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
             return ""
         if not self.section.varies_captions:
-            return caption
+            return caption_variant(caption, 0, self.section, self.seed)
         variant = int(self._chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
         return caption_variant(caption, variant, self.section, self.seed)
 

@@ -268,7 +268,7 @@ def check_fit(family: ModelFamily) -> None:
     """
     problems = [_latents_problem(family), *(_width_problem(family, entry) for entry in family.text_widths)]
     problems += [_vocabulary_problem(family, name) for name in family.text_parts if "tokenizer" in name]
-    problems.append(_sampler_problem(family))
+    problems += [_sampler_problem(family), _skip_problem(family)]
     if problems := [text for text in problems if text]:
         raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
 
@@ -306,6 +306,20 @@ def _latents_problem(family: ModelFamily) -> str:
 
 def _said_by(part: str, entry: str, value: str) -> Message:
     return Message("{part} says {entry} = {value}", part=part, entry=entry, value=value)
+
+
+def _skip_problem(family: ModelFamily) -> str:
+    """Compare model.clip_skip with the layers of the text encoder; returns the problem, or ""."""
+    if family.clip_skip == 1:
+        return ""
+    most = _number(family, "text_encoder.num_hidden_layers")
+    if most is None or family.clip_skip <= most:
+        return ""
+    return Message(
+        "model.clip_skip = {given}: the text encoder has {count} layers. Use at most {count}",
+        given=family.clip_skip,
+        count=most,
+    )
 
 
 def _width_problem(family: ModelFamily, entry: str) -> str:

@@ -187,7 +187,7 @@ class Encoders(Facts):
     def encoder_identity(self, what: str) -> str:
         """Return the SHA-256 of the files that determine the outputs of the "vae" or "text" encoders.
 
-        These are weights, configs and tokenizers.
+        These are weights, configs and tokenizers. Settings of the text encoders that are not the usual ones follow it.
         """
         if what == "vae":
             files = self._config_and_weights("vae", "diffusion_pytorch_model")
@@ -204,8 +204,14 @@ class Encoders(Facts):
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
         digest = _files.digest(files, self.absent)
-        quantized = what == "text" and self.text_storage != "none"
-        return f"{digest} {self.text_storage}" if quantized else digest
+        if what == "vae":
+            return digest
+        unusual = {
+            self.text_storage: self.text_storage != "none",
+            f"{self.num_chunks} chunks": self.num_chunks > 1,
+            f"clip skip {self.clip_skip}": self.clip_skip > 1,
+        }
+        return " ".join([digest, *(name for name, holds in unusual.items() if holds)])
 
     def _is_tokenizer(self, name: str) -> bool:
         return _components.is_tokenizer(name)

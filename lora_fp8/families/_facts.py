@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import Template
 from ..lora_files import naming
+from ._clip import CHUNK_TOKENS
 from ._files import Absentees, Header
 
 if TYPE_CHECKING:
     import torch
 
+    from .. import settings
     from ._weights import WeightFile
     from .sources import BaseDescription
 
@@ -95,6 +97,11 @@ class Facts:
     if that text is cut off first."""
     uses_negative: ClassVar[bool] = True
     """True if the pipeline uses a negative prompt at its usual settings."""
+    long_captions: ClassVar[bool] = False
+    """True if captions may be longer than its CLIPs read, and are encoded in chunks (`_clip`)."""
+    skips_layers: ClassVar[bool] = False
+    """True if fine-tunes of the model are trained on an earlier layer of its CLIP (`model.clip_skip`). SDXL always
+    reads the layer before the last, SD 2's encoder comes without its last layer, and both are trained like that."""
     trained_text: ClassVar[dict[str, TextEncoder]] = {}
     """The text encoders that can be trained, by their names in the pipeline: those whose LoRA the pipeline loads."""
     checkpoint_text: ClassVar[dict[str, str | tuple[str, ...]]] = {}
@@ -261,6 +268,10 @@ class Facts:
     device: torch.device
     dtype: torch.dtype
     text_storage: str
+    num_chunks: int = 1
+    """Chunks of a caption, of 75 tokens each; 1 without `long_captions`."""
+    clip_skip: int = 1
+    """The layer of CLIP that is read, counted from the last, which is 1; always 1 without `skips_layers`."""
     given_prediction: str
     folder: Path
     checkpoint: Path | None
@@ -276,3 +287,12 @@ class Facts:
     _file: WeightFile | None
     _part_files: dict[str, WeightFile]
     _header: Header
+
+    def read_text_settings(self, model: settings.Model) -> None:
+        """Take those of the job's `[model]` settings that say how captions are encoded, as far as the family has them.
+
+        Those that it does not have are reported as unused (`config.find_unused_settings`).
+        """
+        self.text_storage = model.text_storage
+        self.num_chunks = model.caption_tokens // CHUNK_TOKENS if self.long_captions else 1
+        self.clip_skip = model.clip_skip if self.skips_layers else 1

@@ -7,10 +7,13 @@ several, and `pipeline_inputs` the arguments of the pipeline's call.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from . import _clip
 from ._encoders import Encoders
 
 if TYPE_CHECKING:
@@ -30,12 +33,14 @@ class Overlong:
         lost: the end that is not read.
         num_lost: number of tokens in `lost`.
         limit: number of tokens that are read, without the special tokens at the beginning and end.
+        caption_tokens: the `model.caption_tokens` that reads more of it; 0 if there is none.
     """
 
     prompt: str
     lost: str
     num_lost: int
     limit: int
+    caption_tokens: int = 0
 
 
 class Prompts(Encoders):
@@ -60,6 +65,7 @@ class Prompts(Encoders):
     def token_limit(self, name: str) -> int:
         """Return how many tokens of a prompt this tokenizer's encoder reads, with its special tokens."""
         limit = self.max_sequence_length or self.tokenizer(name).model_max_length
+        limit += (self.num_chunks - 1) * (limit - 2)  # BOS and EOS are counted once
         return limit - self.num_tokens(self.around_prompt()[1]) if self.end_counts else limit
 
     def as_read(self, prompt: str) -> tuple[str, str]:
@@ -100,8 +106,14 @@ class Prompts(Encoders):
             if len(spans) > limit:
                 own = limit - sum(end <= len(before) for _, end in spans)
                 lost = text[max(len(before), spans[limit][0]) :]
-                cuts[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own)
+                setting = self._setting_for(len(spans), limit)
+                cuts[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own, setting)
         return cuts
+
+    def _setting_for(self, num_tokens: int, limit: int) -> int:
+        """Return the `model.caption_tokens` that reads so many tokens, or most of them; 0 if no other reads more."""
+        chunks = min(math.ceil(num_tokens / (limit // self.num_chunks)), _clip.MOST_CHUNKS)
+        return chunks * _clip.CHUNK_TOKENS if self.long_captions and chunks > self.num_chunks else 0
 
     @property
     def longest_prompt(self) -> int:
@@ -142,8 +154,19 @@ class Prompts(Encoders):
         usual["max_sequence_length"] = self.max_sequence_length
         known = inspect.signature(pipeline.encode_prompt).parameters
         options = {name: value for name, value in usual.items() if name in known} | self.encoding_options()
-        answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
-        return {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
+        with ExitStack() as stack:
+            if self.clip_skip > 1:
+                options["clip_skip"] = self.clip_skip - 1
+                stack.enter_context(_clip.with_text_model(pipeline.text_encoder))
+            if self.num_chunks > 1:
+                tokenizers = [name for name in self.text_parts if self._is_tokenizer(name)]
+                stack.enter_context(_clip.chunked(pipeline, tokenizers, self.num_chunks))
+                prompts = [prompt for prompt in prompts for _ in range(self.num_chunks)]
+            answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
+        named = {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
+        if self.num_chunks == 1:
+            return named
+        return {name: _clip.join(answer, self.num_chunks) for name, answer in named.items()}
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         """Replace in a batch's conditioning what `pipeline`'s text encoders return, and keep its gradient.

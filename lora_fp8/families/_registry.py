@@ -50,6 +50,8 @@ def traits(name: str) -> dict[str, Any]:
         clips: True if it generates clips.
         guidance: True if its denoiser may take the guidance scale as an input.
         negative: True if previews can use a negative prompt.
+        long_captions: True if captions may be longer than its text encoders read.
+        clip_skip: True if an earlier layer of its text encoder can be chosen.
         captions: "tags", "sentences" or "instructions".
 
     Raises:
@@ -63,6 +65,8 @@ def traits(name: str) -> dict[str, Any]:
         "clips": any(family.clips),
         "guidance": family.embeds_guidance,
         "negative": family.uses_negative,
+        "long_captions": family.long_captions,
+        "clip_skip": family.skips_layers,
         "captions": family.captions,
     }
 

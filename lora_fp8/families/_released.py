@@ -72,7 +72,8 @@ class Released(ModelFamily):
         import torch
 
         assert base is not None
-        self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
+        self.device, self.dtype = torch.device(device), dtype
+        self.read_text_settings(model)
         self.given_prediction, self.bases, self.known = prediction, (base,), find_known(type(self), base)
         self.checkpoint = self.vae = self._text_pipeline = self._file = None
         self.absent, self._header, self._part_files, self._tokenizers = {}, {}, {}, {}

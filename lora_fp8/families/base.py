@@ -92,8 +92,8 @@ class ModelFamily(Latents, Prompts):
 
         from ._weights import WeightFile
 
-        self.device, self.dtype, self.text_storage = torch.device(device), dtype, model.text_storage
-        self.given_prediction = prediction
+        self.device, self.dtype, self.given_prediction = torch.device(device), dtype, prediction
+        self.read_text_settings(model)
         self.has_training_adapter = bool(model.training_adapter)
         parts = _components.find(type(self), model, base)
         self.folder, self.checkpoint, self.warnings = parts.folder, parts.checkpoint, parts.notes

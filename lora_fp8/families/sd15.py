@@ -27,6 +27,8 @@ class Family(ModelFamily):
     text_widths = {"cross_attention_dim": "text_encoder.hidden_size"}
     text_millions = (123, 38)  # CLIP ViT-L/14
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
+    long_captions = True
+    skips_layers = True  # NovelAI's model, from which most anime models descend, was trained with clip skip 2
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=768, hidden=3072, num_layers=12)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
     noise_argument = "sample"

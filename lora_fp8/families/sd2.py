@@ -28,6 +28,7 @@ class Family(ModelFamily):
     text_widths = {"cross_attention_dim": "text_encoder.hidden_size"}
     text_millions = (340, 51)  # OpenCLIP ViT-H/14
     text_parts = {"tokenizer": "CLIPTokenizer", "text_encoder": "CLIPTextModel"}
+    long_captions = True
     trained_text = {"text_encoder": TextEncoder("lora_te_", "", width=1024, hidden=4096, num_layers=23)}
     text_shapes = {"prompt_embeds": ("tokens", "cross_attention_dim")}
     noise_argument = "sample"

@@ -36,6 +36,7 @@ class Family(ModelFamily):
         "tokenizer_2": "CLIPTokenizer",
         "text_encoder_2": "CLIPTextModelWithProjection",
     }
+    long_captions = True
     # The prompt embeddings are taken before the last layer. The second encoder's pooled embedding comes after it, but
     # nothing reads the first encoder's last layer. Kohya's files contain that layer too, untrained.
     trained_text = {

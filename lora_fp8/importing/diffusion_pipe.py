@@ -305,7 +305,9 @@ def _set_folders(draft: Draft) -> None:
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
     dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
-    draft.differs(keys, {}, remarks.FOLDER_TRIGGER)
+    glued = [key for key in keys if not str(draft.get(key) or " ")[-1].isspace()]
+    draft.differs(glued, {}, Message("a space follows the prefix here"))
+    draft.mapped(keys, {}, remarks.IN_EACH_FOLDER)
     draft.mapped("dataset", {}, Message("read as well") if tables else Message("not here"))
     if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
@@ -339,7 +341,7 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
     if prefix:
-        folder.trigger = prefix.strip().rstrip(",").strip()
+        folder.prefix = prefix.strip()
     own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
     resolutions = draft.get(own, listed) or [None]
     if len(resolutions) > 1:

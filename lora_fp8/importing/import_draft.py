@@ -110,7 +110,7 @@ class Folder:
 
     Attributes:
         path: as in the file.
-        repeats, trigger: as our settings of these names.
+        repeats, trigger, prefix, suffix: as our settings of these names.
         images: number of images in it; None if the folder does not exist here.
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of images that have none.
@@ -122,6 +122,8 @@ class Folder:
     path: str
     repeats: int = 1
     trigger: str = ""
+    prefix: str = ""
+    suffix: str = ""
     images: int | None = None
     captionless: int = 0
     trigger_is_caption: bool = False
@@ -432,6 +434,8 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
             "path": folder.path,
             **({"repeats": folder.repeats} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
+            **({"prefix": folder.prefix} if folder.prefix else {}),
+            **({"suffix": folder.suffix} if folder.suffix else {}),
             **({"regularization": True} if folder.regularization else {}),
             **({"weight": folder.weight} if folder.weight != 1 else {}),
             **({"resolution": folder.resolution} if folder.resolution else {}),

@@ -112,8 +112,7 @@ def set_folders(draft: Draft) -> None:
     used = [key for key in everywhere(draft, "is_reg") if common_values.on(draft.given[key])]
     draft.differs(used, {}, remarks.SHOWN_ALIKE)
     draft.none(everywhere(draft, "is_reg"), remarks.OFF, off=True)
-    draft.differs(everywhere(draft, "caption_prefix"), {}, remarks.FOLDER_TRIGGER)
-    for name in ("num_repeats", "class_tokens", "dataset_repeats"):
+    for name in ("num_repeats", "class_tokens", "dataset_repeats", "caption_prefix", "caption_suffix"):
         draft.mapped(everywhere(draft, name), {}, remarks.IN_EACH_FOLDER)
     draft.mapped("dataset_config", {}, Message("read as well") if subset_keys else Message("not here"))
     _set_root_folders(draft, bool(subset_keys))
@@ -122,6 +121,7 @@ def set_folders(draft: Draft) -> None:
     if not subset_keys:
         for number, folder in enumerate(draft.folders):
             folder.mask = _mask_of(draft, "", number)
+            _set_texts_around(draft, "", folder)
     dataset_settings.set_unmasked(draft)
     if any(folder.mask for folder in draft.folders):
         draft.mapped("masked_loss", {}, Message("folders with a mask"))
@@ -143,11 +143,15 @@ def _add_folder(draft: Draft, subset: str) -> None:
         _regularize(draft, folder, str(tokens or ""))
     elif tokens:
         draft.differs(f"{subset}class_tokens", {}, dataset_settings.caption_by_trigger(folder, str(tokens)))
-    prefix = effective(draft, subset, "caption_prefix")
-    if prefix and not folder.regularization:
-        folder.trigger = str(prefix).strip().rstrip(",").strip()
+    _set_texts_around(draft, subset, folder)
     folder.mask = _mask_of(draft, subset, len(draft.folders))
     draft.folders.append(folder)
+
+
+def _set_texts_around(draft: Draft, subset: str, folder: Folder) -> None:
+    """Set the texts before and after a folder's captions, which are joined with spaces there, too."""
+    folder.prefix = str(effective(draft, subset, "caption_prefix") or "").strip()
+    folder.suffix = str(effective(draft, subset, "caption_suffix") or "").strip()
 
 
 def _set_root_folders(draft: Draft, has_subsets: bool) -> None:
@@ -268,16 +272,18 @@ def set_pictures(draft: Draft) -> None:
         ("caption_tag_dropout_rate", "dataset.tag_dropout", number),
         ("caption_separator", "dataset.tag_separator", text),
         ("keep_tokens", "dataset.keep_tokens", whole),
+        ("keep_tokens_separator", "dataset.keep_separator", text),
     ]
     for name, setting, read in shared:
         tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
-        if name == "keep_tokens" and not tags:
+        if name in ("keep_tokens", "keep_tokens_separator") and not tags:
             draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
             continue
         dataset_settings.share(draft, *collect_values(draft, name, places), setting, read)
     dataset_settings.set_bucket_step(draft, *collect_values(draft, "bucket_reso_steps", places))
-    note = Message("theirs also draws one line of a caption with several")
-    dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag, note)
+    dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag)
+    if draft.settings.get("dataset.wildcards"):  # it also draws a line of a caption with several
+        draft.set("dataset.caption_lines", "one", "enable_wildcard")
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)

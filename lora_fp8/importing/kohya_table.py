@@ -128,8 +128,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "caption_extension": JOINT,
     "caption_extention": JOINT,
     "caption_prefix": JOINT,
-    "caption_suffix": none(Message("nothing is put behind captions here")),
-    "keep_tokens_separator": none(Message("dataset.keep_tokens counts the tags that stay")),
+    "caption_suffix": JOINT,
+    "keep_tokens_separator": JOINT,
     "secondary_separator": none(Message("tags have one separator here")),
     "enable_wildcard": JOINT,
     "caption_dropout_every_n_epochs": none(Message("captions are dropped by chance only: dataset.caption_dropout")),
@@ -143,10 +143,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "face_crop_aug_range": none(remarks.CENTER_CROP),
     "alpha_mask": JOINT,
     "masked_loss": JOINT,
-    "max_token_length": none(
-        Message("captions are cut where the text encoder ends: at 75 tokens for CLIP; `check` tells which"), 75
-    ),
-    "clip_skip": none(remarks.CLIP_SKIP, 1),
+    "max_token_length": JOINT,
+    "clip_skip": JOINT,
     "t5xxl_max_token_length": none(remarks.PROMPT_LENGTH, 512),
     "apply_t5_attn_mask": none(remarks.OWN_ATTENTION),
     "cache_latents": cached(remarks.ALWAYS_CACHED),

@@ -112,6 +112,8 @@ TOOL = Tool(
         "mixed_precision": "bf16",
         "seed": 1337,
         "save_precision": "fp16",
+        "max_token_length": 255,
+        "clip_skip": 2,
     },
     recognise,
     flatten,

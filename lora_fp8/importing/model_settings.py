@@ -14,7 +14,7 @@ from ..settings import Adapter
 from . import remarks
 from .common_values import plain
 from .import_draft import Draft
-from .readers import text
+from .readers import text, whole
 
 FAMILY_NAMES = {
     "sd15": ("sd15",),
@@ -281,6 +281,53 @@ def set_dtype(draft: Draft, key: str) -> None:
         )
     else:
         draft.none(key, Message("{value} is no dtype that is known here", value=repr(value)))
+
+
+def set_caption_tokens(draft: Draft) -> None:
+    """Set model.caption_tokens from kohya's max_token_length."""
+    key = "max_token_length"
+    if draft.get(key) is None:
+        draft.none(key, remarks.EMPTY, off=True)
+    elif not _has_trait(draft, "long_captions"):
+        draft.none(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
+    else:
+        # sd-scripts cuts as many whole chunks as fit; lora-scripts' page writes 255.
+        given = draft.get(key, whole)
+        tokens = 75 * min(max(given // 75, 1), 3)
+        if 75 <= given < 300:
+            draft.mapped(key, {"model.caption_tokens": tokens}, "" if given == tokens else WHOLE_CHUNKS)
+        else:
+            draft.differs(key, {"model.caption_tokens": tokens}, Message("75, 150 or 225 here"))
+
+
+def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
+    """Set model.clip_skip.
+
+    Args:
+        draft: the import.
+        key: the tool's key.
+        from_zero: the tool counts the layers that are left out.
+    """
+    if draft.get(key) is None:
+        draft.none(key, remarks.EMPTY, off=True)
+    elif not _has_trait(draft, "clip_skip"):
+        usual = str(draft.get(key)) == ("0" if from_zero else "1")
+        # sd-scripts ignores clip_skip for SDXL; OneTrainer counts from the layer that SDXL uses.
+        ignored = draft.family == "sdxl" and not from_zero
+        draft.none(key, ALWAYS_PENULTIMATE if draft.family == "sdxl" else remarks.CLIP_SKIP, off=usual or ignored)
+    elif 1 <= (skip := draft.get(key, whole) + from_zero) <= 12:
+        draft.mapped(key, {"model.clip_skip": skip}, LAYERS_LEFT_OUT if from_zero else "")
+    else:
+        draft.none(key, Message("CLIP has no such layer; its last one is used"))
+
+
+WHOLE_CHUNKS = Message("the whole chunks of 75 tokens in it, as there")
+LAYERS_LEFT_OUT = Message("the last layer is 0 there and 1 here")
+ALWAYS_PENULTIMATE = Message("SDXL's text encoders are always read at the layer before the last")
+
+
+def _has_trait(draft: Draft, trait: str) -> bool:
+    return draft.family in families.available() and bool(families.traits(draft.family)[trait])
 
 
 STORAGES = {

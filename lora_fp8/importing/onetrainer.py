@@ -174,9 +174,9 @@ RULES: dict[str, Rule] = {
     **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
     **{f"{part}.**": idle(PARTS_FREED) for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
+    "text_encoder_layer_skip": JOINT,
     **dict.fromkeys(
-        ("text_encoder_layer_skip", "text_encoder_2_layer_skip", "text_encoder_3_layer_skip")
-        + ("text_encoder_4_layer_skip",),
+        ("text_encoder_2_layer_skip", "text_encoder_3_layer_skip", "text_encoder_4_layer_skip"),
         none(remarks.CLIP_SKIP),
     ),
     **dict.fromkeys(
@@ -396,6 +396,7 @@ def combine(draft: Draft) -> None:
         model_settings.set_whole_model(draft, "", "training_method")
     part = _part(draft)
     _set_path(draft, part)
+    model_settings.set_clip_skip(draft, "text_encoder_layer_skip", from_zero=True)
     model_settings.set_dtype(draft, "train_dtype")
     _set_storage(draft, part)
     _set_adapter(draft)

@@ -102,7 +102,6 @@ CAPTION_SUFFIX = Template("captions end in {suffix} there; here in .txt or .capt
 ALL_TAGS = Message("all tags are shown from the start")
 WHOLE_STATE = Message("every checkpoint holds the whole state")
 DESCRIPTION = Message("export.description is the text in the file")
-FOLDER_TRIGGER = Message("the folder's trigger: put in front only where it is missing")
 LARGEST = Message("the largest, and folders that have another say so")
 NO_NUMBER = Template("{value} is not a number")
 WHOLE_MODEL = Message("each process holds the whole model here")

@@ -253,7 +253,7 @@ RULES: dict[str, Rule] = {
     "data.*.instance_prompt": JOINT,
     "data.*.prepend_instance_prompt": JOINT,
     "data.*.only_instance_prompt": JOINT,
-    "data.*.disable_multiline_split": none(Message("lines of a caption are joined")),
+    "data.*.disable_multiline_split": JOINT,
     "data.*.caption_shuffle.enable": JOINT,
     "data.*.caption_shuffle.count": JOINT,
     "data.*.caption_shuffle.position_start": JOINT,
@@ -574,12 +574,23 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     draft.folders.append(folder)
 
 
+LINES = Message("each line of a caption file is a caption of its own")
+
+
 def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     """Set dataset.shuffle_tags and what belongs to it, with one value for all backends."""
 
     def collect_values(name: str) -> tuple[list[str], list[Any]]:
         return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
 
+    keys, values = collect_values("disable_multiline_split")
+    if any(value is not None for value in values):
+        values = [False if value is None else value for value in values]
+        dataset_settings.share(
+            draft, keys, values, "dataset.caption_lines", lambda value: "join" if flag(value) else "one"
+        )
+    elif tables:
+        draft.assume("dataset.caption_lines", "one", "disable_multiline_split", LINES)
     dataset_settings.share(draft, *collect_values("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
     for name, setting, read in (
         ("caption_shuffle.count", "dataset.caption_variants", whole),

@@ -78,6 +78,8 @@ class ExportFacts:
         trigger: the trigger word.
         tags: ModelSpec tags.
         dropout, min_snr_gamma, noise_offset, max_grad_norm, caption_dropout: as in the config.
+        caption_tokens: tokens of the longest caption that is read whole; 0 if `model.caption_tokens` has no effect.
+        clip_skip: as in the config; 0 if it has no effect.
         buckets: {(width, height): images}.
         config_toml: the resolved config; of absolute paths, only the last part is written.
     """
@@ -111,6 +113,8 @@ class ExportFacts:
     noise_offset: float = 0.0
     max_grad_norm: float = 0.0
     caption_dropout: float = 0.0
+    caption_tokens: int = 0
+    clip_skip: int = 0
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     config_toml: str = ""
 
@@ -161,7 +165,7 @@ def baked(layout: str, kind: str) -> bool:
 LOADING = (  # what a program needs to recognize the file and use it
     *("format", "modelspec.sai_model_spec", "modelspec.architecture", "modelspec.implementation", "modelspec.title"),
     *("modelspec.resolution", "modelspec.prediction_type", "ss_network_module", "ss_network_dim", "ss_network_alpha"),
-    *("ss_base_model_version", "ss_v2", "lora_fp8_layout"),
+    *("ss_base_model_version", "ss_v2", "ss_clip_skip", "lora_fp8_layout"),
 )
 OWN_WORDS = (  # what authors write about the LoRA, and the base; nothing about images and settings
     *("modelspec.implementation_version", "modelspec.author", "modelspec.description", "modelspec.license"),
@@ -227,19 +231,15 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "ss_min_snr_gamma": facts.min_snr_gamma or "None",
         "ss_noise_offset": facts.noise_offset or "",
         "ss_caption_dropout_rate": facts.caption_dropout,
+        # Programs offer the file's clip skip to their users; without a setting, sd-scripts writes "None".
+        "ss_clip_skip": facts.clip_skip or "",
+        "ss_max_token_length": facts.caption_tokens or "",
         "ss_training_comment": section.description,
         "ss_dataset_dirs": _json(
             {name: {"n_repeats": f.repeats, "img_count": f.num_images} for name, f in folders.items()}
         ),
         "ss_tag_frequency": _tag_frequency(folders),
-        "ss_bucket_info": _json(
-            {
-                "buckets": {
-                    str(i): {"resolution": list(size), "count": count}
-                    for i, (size, count) in enumerate(sorted(facts.buckets.items()))
-                }
-            }
-        ),
+        "ss_bucket_info": _bucket_info(facts.buckets),
         "ss_enable_bucket": str(bool(facts.buckets)),
         "lora_fp8_version": __version__,
         "lora_fp8_layout": layout,
@@ -265,6 +265,12 @@ def config_of(path: Path) -> str:
             Message("{path}: holds no config (it is another program's, or export.metadata was not public)", path=path)
         )
     return config
+
+
+def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> str:
+    """Return buckets with the number of their images, as JSON."""
+    rows = [{"resolution": list(size), "count": count} for size, count in sorted(buckets.items())]
+    return _json({"buckets": {str(i): row for i, row in enumerate(rows)}})
 
 
 def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:

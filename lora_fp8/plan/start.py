@@ -4,7 +4,9 @@ A training starts from that of `adapter.init_from`; that of `model.training_adap
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -46,6 +48,8 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
                 other=repr(kind),
             )
         )
+    shapes = {name: parameter.shape for name, parameter in trainable}
+    layers = {layer: parts for layer, parts in layers.items() if not _is_unread(layer, parts, shapes, family)}
     names = family.adapter_names(family.outline, section.targets)
     job_ranks = adapters.ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
@@ -56,7 +60,6 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         for layer, parts in layers.items()
         for part, tensor in parts.items()
     }
-    shapes = {name: parameter.shape for name, parameter in trainable}
     misfits = [name for name, value in values.items() if shapes.get(name) != value.shape]
     if misfits:
         raise UserError(
@@ -124,6 +127,18 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
         return tensors, scaling, kinds.grouped(tensors)
     except UserError as error:
         raise UserError(Message("{key}: {line}", key=where, line=error)) from None
+
+
+def _is_unread(layer: str, parts: Mapping[str, Tensor], shapes: Mapping[str, Any], family: ModelFamily) -> bool:
+    """Return True for a layer of a text encoder that changes nothing and gets no adapter here.
+
+    sd-scripts writes all layers of a text encoder, also those behind the one that is read (SDXL, `model.clip_skip`).
+    """
+    return (
+        bool(layer_names.text_encoder_of(layer, family))
+        and not any(f"{layer}.{part}" in shapes for part in parts)
+        and not any(tensor.any() for part, tensor in parts.items() if part in kinds.ZERO_AT_START)
+    )
 
 
 Layers = dict[str, dict[str, Tensor]]

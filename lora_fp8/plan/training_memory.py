@@ -100,7 +100,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[st
                 )
             )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
-            step += sum(measure_text_step(encoder, num) for encoder in encoders.values())
+            step += sum(measure_text_step(encoder, num * family.num_chunks) for encoder in encoders.values())
     return TrainingMemory(
         base=measure_base(adapted, beneath),
         adapter_bytes=sum(parameter.nbytes for _, parameter in named),
@@ -183,7 +183,7 @@ def measure_preview(plan: Plan, notes: list[str], *, tiled: bool) -> int | None:
 
 
 def measure_text_step(encoder: torch.nn.Module, num: int) -> int:
-    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` captions."""
+    """Measure the peak bytes of a forward and backward pass of a text encoder over `num` chunks of captions."""
     encoder_config: Any = encoder.config  # of transformers
     tokens = torch.zeros(num, encoder_config.max_position_embeddings, dtype=torch.long, device=META)
     with dry_run.on_meta(), dry_run.Tally() as tally:

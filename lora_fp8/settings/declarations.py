@@ -92,7 +92,11 @@ BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", 
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
-VARIED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards": ()}
+VARIED: dict[str, tuple[Any, ...]] = {
+    "dataset.shuffle_tags | dataset.tag_dropout | dataset.wildcards | dataset.caption_lines": Except(
+        (False, 0.0, "join", "first")
+    )
+}
 WITH_METADATA: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
@@ -138,6 +142,25 @@ class Model(Section):
         "Storage format of the text encoders while captions are encoded. fp8 needs half the memory of bf16, nf4 a "
         "third.",
         also="kohya: fp8_t5, fp8_llm; ai-toolkit: quantize_te; SimpleTuner: text_encoder_1_precision",
+    )
+    caption_tokens: int = setting(
+        75,
+        "Maximum caption length in tokens: 75, 150 or 225. CLIP reads 75; longer captions are encoded in chunks of 75, "
+        "which are concatenated.",
+        ge=75,
+        le=225,
+        multiple_of=75,
+        when={"family.long_captions": (True,)},
+        also="kohya: max_token_length",
+    )
+    clip_skip: int = setting(
+        1,
+        "Hidden layer of CLIP that is used, counted from the end: 1 is the last layer, 2 the one before it, as most "
+        "anime models need. SDXL always uses the latter.",
+        ge=1,
+        le=12,
+        when={"family.clip_skip": (True,)},
+        also="kohya: clip_skip; OneTrainer: text_encoder_layer_skip",
     )
 
 
@@ -312,6 +335,12 @@ class Folder(Section):
         "Trigger word of this folder; empty: dataset.trigger.",
         also="kohya: class_tokens",
     )
+    prefix: str = setting(
+        "",
+        "Text before every caption of this folder, such as 'masterpiece, best quality,'.",
+        also="kohya: caption_prefix; diffusion-pipe: caption_prefix",
+    )
+    suffix: str = setting("", "Text after every caption of this folder.", also="kohya: caption_suffix")
     regularization: bool = setting(
         False,
         "Regularization images: of the same class, without your subject. They get no trigger word and are not held "
@@ -420,6 +449,11 @@ class Dataset(Section):
         "What to do with images that have no caption: stop with an error, use the trigger word as caption, or skip "
         "them.",
     )
+    caption_lines: Literal["join", "first", "one"] = setting(
+        "join",
+        "Captions of several lines: join them into one, use the first line, or draw one line anew each time (one).",
+        also="kohya: enable_wildcard; SimpleTuner: disable_multiline_split = false",
+    )
     caption_dropout: float = setting(
         0.0,
         "Probability of training a sample without its caption.",
@@ -447,6 +481,12 @@ class Dataset(Section):
     keep_tokens: int = setting(
         1, "Number of tags at the start of a caption that are neither shuffled nor dropped.", ge=0, when=TAGGED
     )
+    keep_separator: str = setting(
+        "",
+        "Mark in captions, such as '|||': tags before the first mark stay in front, tags after the second one stay at "
+        "the end. It replaces keep_tokens in captions that have it, and is never trained.",
+        also="kohya: keep_tokens_separator",
+    )
     tag_separator: str = setting(
         ",",
         "Separator between the tags of a caption.",
@@ -456,7 +496,7 @@ class Dataset(Section):
     )
     caption_variants: int = setting(
         8,
-        "Number of cached versions of each caption: shuffled, with tags dropped, or with other wildcard words.",
+        "Number of cached versions of each caption: shuffled, with tags dropped, with another line or wildcard word.",
         ge=1,
         le=64,
         when=VARIED,
@@ -471,7 +511,7 @@ class Dataset(Section):
     @property
     def varies_captions(self) -> bool:
         """Whether a caption is read in `caption_variants` versions."""
-        return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards
+        return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards or self.caption_lines == "one"
 
     @property
     def triggers(self) -> list[str]:

@@ -19,6 +19,7 @@ from ..adapters import kinds
 from ..common.messages import add_translations, get_language, translate
 from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
+from ..data.caption_variants import countable
 from ..data.examples import Example
 from ..errors import Joined, Message, Plural, RunFailure, UserError, reason
 from ..families.base import ModelFamily
@@ -321,7 +322,7 @@ def _make_facts(
     """Collect the facts about a run for the metadata of its files."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
-        captions = [example.caption for example in examples if example.folder_index == i]
+        captions = [countable(example.caption, job.dataset) for example in examples if example.folder_index == i]
         counted = export_metadata.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
         # Tags of regularization images do not describe the subject, so they are no prompts for the LoRA.
         folders.append(replace(counted, tags={}) if folder.regularization else counted)
@@ -358,6 +359,8 @@ def _make_facts(
         noise_offset=job.objective.noise_offset,
         max_grad_norm=job.train.max_grad_norm,
         caption_dropout=job.dataset.caption_dropout,
+        caption_tokens=job.model.caption_tokens if family.num_chunks > 1 else 0,
+        clip_skip=family.clip_skip if family.clip_skip > 1 else 0,
         buckets=sizes,
         config_toml=config.dumps(job),
     )

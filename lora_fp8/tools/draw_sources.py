@@ -1,13 +1,14 @@
 """What `lora-fp8 draw` draws with: the LoRAs of run folders and files, and the base model beside which they act."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import config, families
 from ..adapters import kinds
 from ..errors import Message, RunFailure, UserError, UserErrors
+from ..families._clip import CHUNK_TOKENS, MOST_CHUNKS
 from ..families.base import ModelFamily
 from ..lora_files import export, layouts, safetensors_file
 from ..run import Run
@@ -68,10 +69,9 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
         return config.loads(config.dumps(job), list(overrides), where="--set")
     if not model:
         raise UserError(Message("no base model is known: name it with --model, or give a run folder"))
+    headers = [safetensors_file.read_header(source).metadata for source in sources if source.is_file()]
     if not family:
-        files = [source for source in sources if source.is_file()]
-        named = [read_family_name(safetensors_file.read_header(file).metadata) for file in files]
-        family = next(filter(None, named), "")
+        family = next(filter(None, map(read_family_name, headers)), "")
     if not family:
         accepted = " | ".join(families.available())
         raise UserError(Message("the architecture is not known; name it with --family ({names})", names=accepted))
@@ -79,7 +79,22 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
     control = "\ncontrol = '.'" if needs_controls else ""
     text = f"name = 'drawing'\n[model]\n[[dataset.folders]]\npath = '.'{control}\n"
     base = [config.toml_line("model.family", family), config.toml_line("model.path", model)]
+    base += [line for metadata in headers[:1] for line in _read_text_settings(metadata, family)]
     return config.loads(text, [*base, *overrides], where="--set")
+
+
+def _read_text_settings(metadata: Mapping[str, str], family: str) -> list[str]:
+    """Return the settings with which a file's captions were encoded, as for --set, where its metadata tell them."""
+    if family not in families.available():
+        return []
+    traits, lines = families.traits(family), []
+    tokens, clip_skip = metadata.get("ss_max_token_length", ""), metadata.get("ss_clip_skip", "")
+    if traits["long_captions"] and tokens.isdecimal():  # sd-scripts writes "None" for its default
+        chunks = min(max(int(tokens) // CHUNK_TOKENS, 1), MOST_CHUNKS)
+        lines.append(config.toml_line("model.caption_tokens", chunks * CHUNK_TOKENS))
+    if traits["clip_skip"] and clip_skip in map(str, range(1, 13)):
+        lines.append(config.toml_line("model.clip_skip", int(clip_skip)))
+    return lines
 
 
 def load_loras(sources: Sequence[Path], steps: Sequence[int], family: ModelFamily) -> list[Lora]:

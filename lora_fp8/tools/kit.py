@@ -74,6 +74,7 @@ class Facts:
     tags: tuple[str, ...] = ()
     steps: str = ""
     autov3: str = ""
+    clip_skip: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
         strength=strength,
         tags=tuple(tag.strip() for tag in header.get("modelspec.tags", "").split(",") if tag.strip()),
         steps=header.get("ss_steps", ""),
+        clip_skip=header.get("ss_clip_skip", "").replace("None", ""),
         autov3=safetensors_file.payload_hash(file)[:12].upper(),
     )
 
@@ -337,6 +339,7 @@ def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int])
         "Seed": picture.seed,
         "Size": f"{size[0]}x{size[1]}",
         "Model": export_metadata.basename(facts.base_model) or None,
+        "Clip skip": facts.clip_skip or None,
         "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
     }
     lines = [f"{picture.prompt} <lora:{slug}:{facts.strength:g}>"]
@@ -389,7 +392,8 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: 
     lines += ["", f"# {facts.title}", ""]
     lines += ["<Gallery />", ""] if pictures else []
     lines += [facts.description, ""] if facts.description else []
-    lines += [f"A LoRA for {family.title}, to be used at a strength of about {facts.strength:g}.", ""]
+    clip_skip = f" and clip skip {facts.clip_skip}" if facts.clip_skip else ""
+    lines += [f"A LoRA for {family.title}, to be used at a strength of about {facts.strength:g}{clip_skip}.", ""]
     lines += [f"Trigger words: `{facts.trigger}`", ""] if facts.trigger else []
     if facts.base_model:
         lines += [

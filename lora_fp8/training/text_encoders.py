@@ -148,7 +148,7 @@ def adapted_layers(family: Any, name: str, encoder: nn.Module) -> list[str]:
     ends = tuple(f".{end}" for end in CLIP_LAYERS)
     paths = [path for path, module in encoder.named_modules() if path.endswith(ends) and isinstance(module, nn.Linear)]
     numbers = sorted({_layer_number(path) for path in paths})
-    unread = family.trained_text[name].unread
+    unread = family.trained_text[name].unread + family.clip_skip - 1
     read = set(numbers[: len(numbers) - unread])
     return [path for path in paths if _layer_number(path) in read]
 

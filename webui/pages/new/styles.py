@@ -110,7 +110,7 @@ table.estimate th { width: auto !important; }
 """
 WIDE = {"path": 4, "repeats": 1.3, "trigger": 2, "regularization": 2.1, "resolution": 1.6, "weight": 1.1}
 PATH = 3
-WIDE |= {"control": PATH, "mask": PATH}
+WIDE |= {"control": PATH, "mask": PATH, "prefix": 2, "suffix": 2}
 """Columns of the table of folders that need more room than the others."""
 UNIT = 62
 """Width in pixels of a normal column, enough for the longest word of its title."""
@@ -203,11 +203,12 @@ def _select_ids(prefix: str, keys: Iterable[str]) -> str:
 def _share_columns(values: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
     """Return the relative width of each visible column of the table of folders.
 
-    A column is visible if a row sets it. Control images are also visible where the model is shown them. Regularization,
-    weight, resolution and mask are always visible in the view of all settings ("set"), not in the simple one ("new").
+    A column is visible if a row sets it. Control images are also visible where the model is shown them. Prefix,
+    suffix, regularization, weight, resolution and mask are always visible in the view of all settings ("set"), not in
+    the simple one ("new").
     """
     rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
-    wanted = dict.fromkeys(("regularization", "weight", "resolution", "mask"), view == "set")
+    wanted = dict.fromkeys(("prefix", "suffix", "regularization", "weight", "resolution", "mask"), view == "set")
     wanted |= {"control": "dataset.control_resolution" not in form.find_unused(values)}
     return {
         column.name: WIDE.get(column.name, 1)
