@@ -282,6 +282,12 @@ def test_the_command_writes_the_best_again(job, plant, capsys):
     assert json.loads(capsys.readouterr().out)["kohya"]["ss_steps"] == "3"
     command(step=0, best=True, preview_metadata=False)
     assert json.loads(capsys.readouterr().out) == [str(path) for path in written]
+    # Step 3 has no checkpoint of its own, and is found all the same.
+    assert sorted(path.name for path in finish.export_run(folder, [], step=3)) == sorted(
+        f"lora_{layout}.safetensors" for layout in ("diffusers", "kohya")
+    )
+    drawn = {path: safetensors_file.payload_hash(path) for path in folder.glob("export/step-000003/*")}
+    assert sorted(drawn.values()) == sorted(before.values())
     with pytest.raises(UserError, match="--best is a step of its own"):
         command(step=2, best=True, preview_metadata=False)
 

@@ -23,7 +23,7 @@ from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.run import Run
 from lora_fp8.verify.report import Report
-from webui import chart, form, run_cards, run_log, run_monitor, setting_values, translations
+from webui import chart, drawings, form, run_cards, run_log, run_monitor, setting_values, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
@@ -485,6 +485,11 @@ def test_what_is_said_of_the_held_out_loss_is_shown_and_its_best_step_marked(tmp
     assert "lowest held-out loss" in run_page.render_file(pages["en"], file, Path(file.name), None)
     last = file.with_name("cat_kohya.safetensors")
     assert "lowest held-out loss" not in run_page.render_file(pages["en"], last, Path(last.name), None)
+
+    run.log_event("best", step=10, path="checkpoints/best-000010")
+    assert log.read().facts.best == 10
+    (run.checkpoints / "best-000010").mkdir()
+    assert drawings.list_steps(run.path) == [10]
 
     run.log_event("step", step=40, loss=1.0)  # with more patience it went on
     assert not log.read().facts.patience and log.facts.verdict

@@ -82,6 +82,8 @@ class RunFacts:
     exports: list[dict[str, Any]] = field(default_factory=list)
     verdict: dict[str, Any] = field(default_factory=dict)
     """What the newest event "verdict" says of the held-out losses; {} if training went on from before it."""
+    best: int | None = None
+    """Step of the newest LoRA that was kept as the best one."""
     patience: dict[str, Any] = field(default_factory=dict)
     """The event that `validation.patience` has ended training; {} if it went on since."""
 
@@ -153,6 +155,8 @@ class RunLog:
             setattr(facts, kind, event)
         elif kind == "validation":
             self._read_validation(event)
+        elif kind == "best" and isinstance(event.get("step"), int):
+            facts.best = event["step"]
         elif kind == "preview" and isinstance(event.get("step"), int):
             facts.previews[event["step"]] = event
         elif kind == "sample" and isinstance(event.get("step"), int):

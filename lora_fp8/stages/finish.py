@@ -329,7 +329,9 @@ def _open_checkpoint(
                 )
             )
         return run, job, checkpoint.read(path)
-    saved = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
+    saved = (
+        checkpoint.read(checkpoint.find_path(run.checkpoints, step)) if step else checkpoint.latest(run.checkpoints)[0]
+    )
     if saved is None:
         raise UserError(Message("{path}: there is no checkpoint to export yet", path=folder))
     return run, job, saved

@@ -123,6 +123,12 @@ def get_best_path(folder: Path, step: int) -> Path:
     return folder / f"best-{step:06d}"
 
 
+def find_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's bundle: the checkpoint, or the best LoRA where only that is kept."""
+    path, best = folder / f"step-{step:06d}", get_best_path(folder, step)
+    return best if best.is_dir() and not path.is_dir() else path
+
+
 def prune_best(folder: Path, step: int) -> list[str]:
     """Remove the bundles of `save_best` for all steps but this one. Returns lines as `save` does.
 
