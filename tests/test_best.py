@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lora_fp8 import train
 from lora_fp8.cli import lora_files as lora_commands
 from lora_fp8.common import messages
-from lora_fp8.errors import Message, Stopped, UserError
+from lora_fp8.errors import Message, RunFailure, Stopped, UserError
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run, ownership
 from lora_fp8.stages import finish, held_out, milestones, validate
@@ -290,6 +290,19 @@ def test_the_command_writes_the_best_again(job, plant, capsys):
     assert sorted(drawn.values()) == sorted(before.values())
     with pytest.raises(UserError, match="--best is a step of its own"):
         command(step=2, best=True, preview_metadata=False)
+
+
+def test_a_damaged_best_lora_does_not_hold_up_the_last_one(job, plant):
+    plant(TURNS)
+    mine = job(*HELD)
+    folder = run(mine).run.path
+    (folder / "checkpoints" / "best-000003" / "adapter.safetensors").write_bytes(b"damaged")
+    result = run(mine, resume=True)
+    assert [path.name for path in result.files] == ["lora_diffusers.safetensors", "lora_kohya.safetensors"]
+    (text,) = [event["text"] for event in events_of(folder, "warning") if "best step" in event["text"]]
+    assert text.startswith("the LoRA of the best step is not written: ") and "is not whole" in text
+    with pytest.raises(RunFailure, match="is not whole"):
+        finish.export_run(folder, [], best=True)
 
 
 def test_without_validation_there_is_no_best(job, capsys):

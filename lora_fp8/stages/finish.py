@@ -99,14 +99,15 @@ def _write_best(session: Session, state: State) -> list[Written]:
     if kept is None:
         return []
     held_out.prune(session, state.series)
-    path = checkpoint.get_best_path(run.checkpoints, kept.step)
-    if kept.step == state.step or not path.is_dir():
-        if kept.step != state.step:
-            session.warn(Message("{path}: no such checkpoint, so that the best LoRA is not written", path=path))
+    if kept.step == state.step:
         for layout in LAYOUTS:  # of an earlier end of this run, after fewer steps
             (run.export / f"{export_metadata.slug(job.name)}{BEST_SUFFIX}_{layout}.safetensors").unlink(missing_ok=True)
         return []
-    adapter = checkpoint.read(path).adapter
+    try:
+        adapter = checkpoint.read(checkpoint.get_best_path(run.checkpoints, kept.step)).adapter
+    except (UserError, RunFailure) as error:  # the last step's files do not depend on it
+        session.warn(Message("the LoRA of the best step is not written: {line}", line=error))
+        return []
     return [Written(kept.step, adapter, write_files(session, adapter, kept.step, run.export, BEST_SUFFIX))]
 
 
