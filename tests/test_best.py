@@ -350,3 +350,14 @@ def test_a_damaged_series_is_begun_again(job, plant, text):
     assert result.files and [
         entry[0] for entry in json.loads((folder / "validation.json").read_bytes())["measurements"]
     ] == [4, 5]
+
+
+def test_trained_text_encoders_are_those_of_the_best_step_too(job, plant):
+    """They are part of the LoRA: in a clean pipeline both files do what training did at their steps."""
+    plant([1.0, 0.5, 0.7, 0.8])
+    result = run(job(*HELD, "train.steps=3", "adapter.text_encoder=true", "export.verify=true"))
+    assert len(result.reports) == 4 and all(report.ok for report in result.reports)
+    folder = result.run.path
+    best, last = (load_file(folder / "export" / f"lora{kind}_kohya.safetensors") for kind in ("-best", ""))
+    names = [name for name in last if name.startswith("lora_te") and name.endswith("lora_up.weight")]
+    assert names and any(not best[name].equal(last[name]) for name in names)
