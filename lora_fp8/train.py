@@ -29,6 +29,7 @@ from .plan import plan as planning
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job
+from .stages import held_out
 from .stages.cache import Data, cache
 from .stages.download import download
 from .stages.finish import Result, finish
@@ -109,23 +110,26 @@ def _run_stages(session: Session, resume: bool) -> Result:
         loaded = load(session, moved)
         state = begin_or_resume(session, data, loaded, resume)
         require_same_step(state, run, processes)
+        state.series = held_out.read_series(session, data, state.step) if state.step else []
         if resume and processes.is_main:
             run.write_config(config.dumps(session.job))  # accepted only now
         session.stop_if_asked()
-    missed = find_missed(session, data, state.step)
-    if state.step < session.job.train.steps or missed:
+    missed = find_missed(session, data, state)
+    if missed or not held_out.has_ended(session, state):
         with session.together():
             preflight(session, data, loaded, state)
         fit(session, data, loaded, state, missed)
+    if state.step < session.job.train.steps:
+        run.log_event("patience", step=state.step, text=held_out.describe_end(state.series))
     session.stop.at_once = Message(
         "all steps are done and saved; `{command}` writes the files",
         command=f"lora-fp8 resume {quote_path(run.path)}",
     )
-    return finish(session, data, loaded, state.step)
+    return finish(session, data, loaded, state)
 
 
 def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: frozenset[str] = frozenset()) -> None:
-    """Train from `state.step` to `train.steps`: the loop.
+    """Train from `state.step` to `train.steps`, or until `validation.patience` is exhausted: the loop.
 
     Args:
         session, data, loaded: of the run.
@@ -138,7 +142,7 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
     session.stop.at_once = None  # from here on a step is finished and saved first
     milestones.before_first_step(missed)
     with Progress(job.name, state.step, steps, is_shown=session.shows_progress) as progress:
-        while state.step < steps:
+        while not milestones.is_over:
             started = time.perf_counter()
             lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
             gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.read_requests)

@@ -121,6 +121,21 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
         most.clear()
 
 
+def test_the_best_lora_is_counted_as_what_may_come(job: Callable[..., Job]) -> None:
+    """It lies beside the checkpoints at most twice, and is written as files unless it is the last one."""
+    held = ("validation.pictures=2", "validation.every=1")
+    mine, without = job(*held), job(*held, "validation.keep_best=false")
+    named = named_of(mine)
+    needs = [disk_budget.estimate_run(each, named, run_of(each)) for each in (mine, without)]
+    adapter = sum(parameter.nbytes for _, parameter in named)
+    assert [need.sure for need in needs[0]] == [need.sure for need in needs[1]]
+    more = [with_best.likely - plain.likely for with_best, plain in zip(*needs, strict=True)]
+    assert more == [2 * adapter, sum(disk_budget.count_file_bytes(mine, named).values()), 0]
+    result = train.run(mine, progress=False)
+    (best,) = result.run.checkpoints.glob("best-*")
+    assert size_of(best) < 2 * adapter
+
+
 # ------------------------------------------------------------------------------------------------- before it is started
 
 

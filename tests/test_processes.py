@@ -518,3 +518,36 @@ def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
     assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and "which is not whole" in told[0]
+
+
+CURVE = """
+from lora_fp8.stages import validate
+from lora_fp8.training.verdict import Measurement
+real = validate.measure
+def measure(session, data, loaded, step):
+    losses = real(session, data, loaded, step).losses
+    assert len(losses) == 2 and len(set(map(str, session.processes.gather(losses)))) == 1
+    curve = [1.0, 0.8, 0.6, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1]
+    return Measurement(step, tuple(tuple(curve[step] + 0.001 * i for _ in losses[0]) for i in range(2)))
+validate.measure = measure
+"""
+
+
+def test_two_processes_end_at_the_same_step_when_patience_is_exhausted(make_job, tmp_path):
+    """Best at step 3, four validations without an improvement: step 7, on both; resumed, both see that it has ended."""
+    job = make_job(
+        *(tmp_path, *SHARED, "validation.pictures=2", "validation.every=1", "validation.patience=4"),
+        *("train.steps=10", "dataset.folders.0.repeats=1"),
+    )
+    for more in ((), ("--resume",)):
+        done = run_forked(job, tmp_path, 2, *more, planted=CURVE)
+        assert done.returncode == 0, done.stderr[-3000:]
+        events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert [event["step"] for event in events if event["event"] == "patience"] == [7]
+        assert [event["step"] for event in events if event["event"] == "done"] == [7]
+        steps = [event["step"] for event in events if event["event"] == "step"]
+        assert steps == ([] if more else list(range(1, 8)))
+    assert len(noted(tmp_path, 0, "weights")) == len(noted(tmp_path, 1, "weights")) == 7
+    names = sorted(path.name for path in (folder_of(job) / "export").iterdir())
+    assert names == [f"lora{kind}_{layout}.safetensors" for kind in ("-best", "") for layout in ("diffusers", "kohya")]
+    assert (folder_of(job) / "checkpoints" / "best-000003").is_dir()

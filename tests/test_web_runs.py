@@ -23,7 +23,7 @@ from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.run import Run
 from lora_fp8.verify.report import Report
-from webui import chart, form, run_cards, run_log, run_monitor, setting_values, translations
+from webui import chart, drawings, form, run_cards, run_log, run_monitor, setting_values, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
@@ -455,6 +455,47 @@ def test_the_step_of_the_lowest_held_out_loss_is_told(ui: Ui, tmp_path: Path) ->
     log.read()
     assert run_page.find_best(log) == (20, 0.25)
     assert ui.say("run.best", step=20, loss="0.2500") in html.unescape(run_page.render_loss(ui, log, 0.9, False))
+
+
+def test_what_is_said_of_the_held_out_loss_is_shown_and_its_best_step_marked(tmp_path: Path) -> None:
+    """The sentence of the newest verdict, in the language of the page, until training goes on from before it."""
+    run = Run.create(tmp_path / "root" / "cat", "")
+    for number, loss in enumerate([0.5, 0.25, 0.4, 0.5]):
+        run.log_event("step", step=10 * number, loss=1.0)
+        run.log_event("validation", step=10 * number, loss=loss, bands={"low": loss})
+    from lora_fp8.stages import held_out
+    from lora_fp8.training.verdict import Measurement, Verdict
+
+    verdict = Verdict(best=10, loss=0.25, rise=0.25, error=0.01, risen_since=20, stale=2)
+    file = run.export / "cat-best_kohya.safetensors"
+    file.write_bytes(b"x")
+    run.log_event("verdict", step=30, **vars(verdict), text=held_out.describe(verdict, [file]))
+    series = [Measurement(10 * step, ((loss,),)) for step, loss in enumerate([0.5, 0.25, 0.4, 0.5])]
+    run.log_event("patience", step=30, text=held_out.describe_end(series))
+    log = run_log.RunLog(run.path / "events.jsonl").read()
+    pages = {language: Ui(language, Place(tmp_path / "home", [tmp_path / "root"])) for language in ("en", "zh-CN")}
+    shown = {language: run_page.render_loss(page, log, 0.9, False) for language, page in pages.items()}
+    wanted = "Held-out loss was best at step 10 (0.25) and has risen since step 20. The file of step 10 is "
+    assert f'<p class="verdict risen">{wanted}cat-best_kohya.safetensors. Training ends at step 30: ' in shown["en"]
+    assert "验证集 loss 在第 10 步最低（0.25），从第 20 步起上升。" in shown["zh-CN"]
+    assert "训练在第 30 步结束" in shown["zh-CN"] and "Held-out" not in shown["zh-CN"].replace("held-out", "")
+    # A third of the width: step 10 of 0 to 30.
+    assert all(text.count('<path class="mark" d="M333.3 0V300"/>') == 1 for text in shown.values())
+    assert "best: step 10" in shown["en"] and "最佳：第 10 步" in shown["zh-CN"]
+    assert "lowest held-out loss" in run_page.render_file(pages["en"], file, Path(file.name), None)
+    last = file.with_name("cat_kohya.safetensors")
+    assert "lowest held-out loss" not in run_page.render_file(pages["en"], last, Path(last.name), None)
+
+    run.log_event("best", step=10, path="checkpoints/best-000010")
+    assert log.read().facts.best == 10
+    (run.checkpoints / "best-000010").mkdir()
+    assert drawings.list_steps(run.path) == [10]
+
+    run.log_event("step", step=40, loss=1.0)  # with more patience it went on
+    assert not log.read().facts.patience and log.facts.verdict
+    run.log_event("step", step=20, loss=1.0)  # gone on from a checkpoint before the verdict
+    run.close()
+    assert not log.read().facts.verdict and run_page.find_best(log) == (10, 0.25)
 
 
 def test_messages_of_a_run_are_in_the_language_of_the_page(tmp_path: Path) -> None:

@@ -186,6 +186,13 @@ FLIPS = {
     "validation.pictures": Flip(
         "2", ("validated", "samples", *TRAINING), ("rates", "shapes"), ("validation.every=2", "validation.pictures=1")
     ),
+    "validation.keep_best": Flip("false", ("checkpoints",), ASIDE, ("validation.every=1", "validation.pictures=1")),
+    "validation.patience": Flip(
+        "1",
+        ("logged", "tensors"),
+        ("losses_1", "shapes"),
+        ("validation.every=1", "validation.pictures=1", "optimizer.lr=0.9"),
+    ),
     "export.metadata": Flip("none", ("author",), ASIDE, under=("export.author='Somebody'",)),
     "export.verify": Flip("true", ("verified",), ASIDE),
 }

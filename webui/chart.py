@@ -30,12 +30,29 @@ class Line:
     faint: bool = False
 
 
-def render_chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = False, x_label: str = "") -> str:
+@dataclass(frozen=True)
+class Mark:
+    """A place on the x axis that is marked by a vertical line, with its entry in the legend."""
+
+    x: float
+    label: str
+
+
+def render_chart(
+    title: str,
+    lines: Sequence[Line],
+    *,
+    empty: str,
+    log: bool = False,
+    x_label: str = "",
+    mark: Mark | None = None,
+) -> str:
     """Render a figure with axes, legend and lines.
 
     Args:
         empty: text while there is nothing to draw.
         log: use a logarithmic y axis, without values of 0 and below.
+        mark: left out if it lies outside the lines.
     """
     lines = [
         Line(line.label, [p for p in line.points if not log or p[1] > 0], line.colour, line.faint) for line in lines
@@ -58,6 +75,9 @@ def render_chart(title: str, lines: Sequence[Line], *, empty: str, log: bool = F
         return (_scale_y(y, log) - y_low) / (y_high - y_low)
 
     drawn, words, below = "", "", ""
+    if mark is not None and x_low <= mark.x <= x_high:
+        head += f'<span class="key mark"><i></i>{escape(mark.label)}</span>'
+        drawn += f'<path class="mark" d="M{WIDTH * across(mark.x):.1f} 0V{HEIGHT}"/>'
     for value in y_ticks:
         y = HEIGHT * (1 - up(value))
         drawn += f'<path class="grid" d="M0 {y:.1f}H{WIDTH}"/>'

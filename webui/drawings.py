@@ -148,8 +148,8 @@ def list_sources(ui: Ui) -> list[tuple[str, str]]:
 
 def list_steps(folder: Path) -> list[int]:
     """List the steps of a run whose LoRA can be drawn with, newest first."""
-    names = [*folder.glob("checkpoints/step-*"), *folder.glob("export/step-*")]
-    steps = {int(path.name.removeprefix("step-")) for path in names if re.fullmatch(r"step-\d{6,}", path.name)}
+    paths = [*folder.glob("checkpoints/*-*"), *folder.glob("export/step-*")]
+    steps = {int(match[1]) for path in paths if (match := re.fullmatch(r"(?:step|best)-(\d{6,})", path.name))}
     return sorted(steps, reverse=True)
 
 

@@ -80,6 +80,12 @@ class RunFacts:
     checkpoints: list[int] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     exports: list[dict[str, Any]] = field(default_factory=list)
+    verdict: dict[str, Any] = field(default_factory=dict)
+    """What the newest event "verdict" says of the held-out losses; {} if training went on from before it."""
+    best: int | None = None
+    """Step of the newest LoRA that was kept as the best one."""
+    patience: dict[str, Any] = field(default_factory=dict)
+    """The event that `validation.patience` has ended training; {} if it went on since."""
 
 
 class RunLog:
@@ -145,10 +151,12 @@ class RunLog:
             facts.stage = str(event.get("stage", ""))
             if isinstance(event.get("steps"), int):
                 facts.steps = event["steps"]
-        elif kind in ("data", "model"):
+        elif kind in ("data", "model", "verdict", "patience"):
             setattr(facts, kind, event)
         elif kind == "validation":
             self._read_validation(event)
+        elif kind == "best" and isinstance(event.get("step"), int):
+            facts.best = event["step"]
         elif kind == "preview" and isinstance(event.get("step"), int):
             facts.previews[event["step"]] = event
         elif kind == "sample" and isinstance(event.get("step"), int):
@@ -169,6 +177,9 @@ class RunLog:
         if step <= self._last_step:  # resumed from an earlier checkpoint: later steps are void
             for groups in (*self.measures.values(), *self.validation.values()):
                 groups.forget_from(step)
+            if not _is_before(self.facts.verdict, step):
+                self.facts.verdict = {}
+        self.facts.patience = {}  # the step came after it
         self._last_step = self.facts.step = step
         for name in MEASURES:
             if _is_finite(value := event.get(name)):
@@ -228,6 +239,10 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
         return list(points)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _is_before(event: dict[str, Any], step: int) -> bool:
+    return isinstance(event.get("step"), int) and event["step"] < step
 
 
 def _is_finite(value: Any) -> TypeGuard[float]:

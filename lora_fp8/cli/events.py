@@ -82,6 +82,8 @@ def print_event(event: dict[str, Any]) -> None:
             loss=f"{e['loss']:.4g}",
             bands=", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items()),
         ),
+        "verdict": lambda e: e["text"],
+        "patience": lambda e: e["text"],
         "resume": lambda e: Message("resuming from {checkpoint}", checkpoint=e["checkpoint"]),
         "captioner": lambda e: Message("captioning model: {model}, on {device}", model=e["model"], device=e["device"]),
         "caption": lambda e: Message(

@@ -37,6 +37,7 @@ def export(
     folder: Path = RUN,
     overrides: list[str] = SET,
     step: int = typer.Option(0, help="Step of the checkpoint. 0: the newest."),
+    best: bool = typer.Option(False, "--best", help="The step with the lowest held-out loss, as NAME-best."),
     formats: list[str] = typer.Option(
         [], "--format", help="Layout: auto, diffusers, comfy (ComfyUI) or kohya (A1111, Forge). Repeatable."
     ),
@@ -55,19 +56,21 @@ def export(
         raise errors.UserError(
             Message("--preview-metadata writes nothing, and --kit writes a folder: give one of them")
         )
+    if best and step:
+        raise errors.UserError(Message("--best is a step of its own, and --step names one: give one of them"))
     if kit:
         tool.check_free(kit)
 
     overrides = [*overrides, *([f"export.formats={json.dumps(formats)}"] if formats else [])]
     if preview_metadata:
-        metadata = finish.compute_metadata(folder, overrides, step)
+        metadata = finish.compute_metadata(folder, overrides, step, best)
         lines = [f"{layout}: {key} = {value}" for layout, values in metadata.items() for key, value in values.items()]
         if as_json:
             print_json(metadata)
         else:
             print_lines(*lines)
         return
-    written = finish.export_run(folder, overrides, step)
+    written = finish.export_run(folder, overrides, step, best)
     paths = [str(path) for path in written]
     if not kit:
         if as_json:

@@ -1,7 +1,9 @@
 """Writes and reads LoRA files. `layouts` decides the names of the tensors, `export_metadata` the header.
 
 File names are `<slug>_<layout>.safetensors`, where the slug is the ASCII part of the job's name without characters that
-are special in prompts and shells; the metadata keep the full name.
+are special in prompts and shells; the metadata keep the full name. The step with the lowest held-out loss is
+`<slug>-best_<layout>.safetensors`: the plain name is that of the last step, as with kohya and OneTrainer, so that what
+fetches a finished LoRA by its name gets the same as before.
 """
 
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from ..common.writing import make_folder
 from ..errors import Message, RunFailure, Template, UserError, first_few
 from ..precision.dtypes import DTYPES
 from . import header as adapter_header
-from .export_metadata import ExportFacts, metadata, slug
+from .export_metadata import ExportFacts, metadata
 from .layouts import (
     in_our_words,
     to_layout,
@@ -81,7 +83,7 @@ def write(
         _refuse_broken(contents[layout], name, section.dtype)
     paths = []
     for layout, tensors in contents.items():
-        path = folder / f"{slug(facts.name)}_{layout}.safetensors"
+        path = folder / f"{facts.output_name}_{layout}.safetensors"
         write_file(path, tensors, metadata(family, section, facts, layout), hashes=True)
         paths.append(path)
     return paths

@@ -82,6 +82,7 @@ class ExportFacts:
         clip_skip: as in the config; 0 if it has no effect.
         buckets: {(width, height): images}.
         config_toml: the resolved config; of absolute paths, only the last part is written.
+        suffix: end of the file name, such as "-best", which the name in programs has too.
     """
 
     name: str
@@ -117,6 +118,12 @@ class ExportFacts:
     clip_skip: int = 0
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     config_toml: str = ""
+    suffix: str = ""
+
+    @property
+    def output_name(self) -> str:
+        """The file name without layout and extension."""
+        return slug(self.name) + self.suffix
 
 
 def slug(name: str) -> str:
@@ -209,7 +216,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),  # A1111 sorts by it
-        "ss_output_name": slug(facts.name),
+        "ss_output_name": facts.output_name,
         "ss_sd_model_name": basename(facts.base_name),
         "ss_learning_rate": facts.learning_rate,
         "ss_unet_lr": facts.learning_rate,

@@ -88,14 +88,18 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
     new_checkpoints = min(saves, max(1, job.checkpoint.keep + 1 - present))
     every = job.export.every
     exports = 1 + sum(step % every == 0 for step in steps[:-1]) if every else 1
-    file_size = sum(count_file_bytes(job, named).values()) * exports
+    layouts_size = sum(count_file_bytes(job, named).values())
+    file_size = layouts_size * exports
     if any((folder / "export").glob("*.safetensors")):  # each is replaced, one after the other
         file_size -= sum(path.stat().st_size for path in (folder / "export").glob("*.safetensors"))
     checkpoint_size = new_checkpoints * count_checkpoint_bytes(job, named, world)
+    # The best LoRA is kept twice until a checkpoint is saved, and written at the end unless it is the last one.
+    keeps_best = job.validation.keep_best and job.validation.pictures > 0 and saves > 0
+    best_size = 2 * sum(parameter.nbytes for _, parameter in named) * keeps_best
     place = folder if folder.exists() else folder.parent  # a run folder may be a link to another disk
     return [
-        Need(place, Message("checkpoints"), checkpoint_size, checkpoint_size),
-        Need(place, Message("LoRA files"), max(0, file_size), max(0, file_size)),
+        Need(place, Message("checkpoints"), checkpoint_size, checkpoint_size + best_size),
+        Need(place, Message("LoRA files"), max(0, file_size), max(0, file_size + layouts_size * keeps_best)),
         Need(place, Message("previews"), 0, _count_preview_bytes(job, steps)),
     ]
 

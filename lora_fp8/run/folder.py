@@ -1,7 +1,7 @@
 """The run folder: where a job writes, and the only interface between the trainer and everything that watches it.
 
     runs/<name>/  .lora-fp8-run  config.toml  events.jsonl  status.json  lock  control/  samples/  checkpoints/  export/
-                  verify.json
+                  verify.json  validation.json
 
 * `.lora-fp8-run` marks the folder as one that we created; `ownership` decides which files in it are ours.
 * `config.toml` is the resolved job: a run can always be repeated from its own folder.
@@ -64,7 +64,7 @@ class Run:
             path / "config.toml",
         )
         self.verify_file, self.lock_file = path / "verify.json", path / "lock"
-        self.previews_file = path / "previews.json"
+        self.previews_file, self.validation_file = path / "previews.json", path / "validation.json"
         self.echo: Callable[[dict[str, Any]], None] | None = None  # called with each event, to print it
         self._lock: Any = None
         self._events: Any = None
@@ -251,6 +251,14 @@ class Run:
                 entries.append(restore(parse_json(line)))
         # It may be another program's log.
         return [entry for entry in entries if isinstance(entry, dict) and "event" in entry]
+
+    def read_validations(self) -> dict[str, Any]:
+        """Return the content of validation.json; {} if it is missing or damaged, as its validations can be repeated."""
+        try:
+            content = parse_json(read_bytes(self.validation_file))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}
 
     # -- internals
 

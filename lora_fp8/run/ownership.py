@@ -34,10 +34,11 @@ SAMPLE_REQUEST = r"sample-\d{19}\.json"
 """Names of requests for an image (`preview_requests`)."""
 
 _STEP = r"step-\d{6,}"
-_STAGED = rf"\.tmp-{_STEP}-(\d+|old)"
+_BUNDLE = r"(step|best)-\d{6,}"
+_STAGED = rf"\.tmp-{_BUNDLE}-(\d+|old)"
 _LORA = r"[A-Za-z0-9._-]+_(diffusers|comfy|kohya)\.safetensors"
 _REPLACED = re.compile(
-    r"(config\.toml|status\.json|log\.txt|verify\.json|probe\.safetensors|demo\.json|contact_sheet\.png"
+    r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|contact_sheet\.png"
     rf"|previews\.json|control/{SAMPLE_REQUEST}"
     rf"|samples/({_STEP}-(now-)?\d+\.(png|webp)|contact_sheet\.png)"
     rf"|export/(({_STEP}|average)/)?{_LORA})"
@@ -45,10 +46,10 @@ _REPLACED = re.compile(
 """Names of files that are written under a temporary name and then renamed."""
 _OTHERS = re.compile(
     rf"({re.escape(MARKER)}|lock|events\.jsonl|log\.\d+\.txt|control/({'|'.join(REQUESTS)})"
-    rf"|checkpoints/({_STEP}|{_STAGED})/(adapter\.safetensors|optimizer\.safetensors|state\.json|manifest\.json))"
+    rf"|checkpoints/({_BUNDLE}|{_STAGED})/(adapter\.safetensors|optimizer\.safetensors|state\.json|manifest\.json))"
 )
 _TEMPORARY = re.compile(r"((?:.*/)?)\.([^/]+)\.\d+\.tmp")
-_INNER = re.compile(rf"({'|'.join(FOLDERS)}|checkpoints/({_STEP}|{_STAGED})|export/({_STEP}|average))")
+_INNER = re.compile(rf"({'|'.join(FOLDERS)}|checkpoints/({_BUNDLE}|{_STAGED})|export/({_STEP}|average))")
 _KEPT_TO_THE_END = ("events.jsonl", "config.toml", MARKER)
 """Files that are deleted last, so that an interrupted removal can be repeated."""
 

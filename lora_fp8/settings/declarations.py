@@ -945,6 +945,19 @@ class Validation(Section):
         ge=0,
         also="kohya: validation_split * num_images; SimpleTuner: num_eval_images",
     )
+    keep_best: bool = setting(
+        True,
+        "Keep the LoRA of the step with the lowest held-out loss. At the end it is written beside the last one, as "
+        "NAME-best.",
+        when={"validation.pictures": ()},
+    )
+    patience: int = setting(
+        0,
+        "Early stopping: end after this number of validations without an improvement that is larger than noise. "
+        "0: train all steps.",
+        ge=0,
+        when={"validation.pictures": ()},
+    )
 
 
 class Checkpoint(Section):

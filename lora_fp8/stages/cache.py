@@ -23,6 +23,7 @@ from ..errors import Message, Stopped, UserError
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels
 from ..plan.placement import make_preview_prompts
+from ..plan.plan import Plan
 from ..run import Run, preview_requests
 from ..run.signals import STOPPED_EARLY
 from .progress import StageProgress
@@ -59,6 +60,7 @@ class Data:
     loader: Loader
     heaviest: int  # number of the micro-batch with the most pixels, for the preflight and the probe
     held_out: Loader | None  # the images that validation measures on, one a batch, the same each time
+    held_out_fingerprint: str  # of what the held-out loss depends on besides the LoRA
     preview: settings.Preview  # the table in force: a user may change it while the run trains
     preview_version: tuple[int, ...]  # of the file with the changes, from `preview_requests.read_version`
     previews: PreviewPrompts  # its prompts
@@ -114,6 +116,7 @@ def cache(session: Session) -> Data:
         loader=loader,
         heaviest=max(range(loader.batches_per_epoch), key=lambda i: _count_pixels(store, loader.batch_at(i))),
         held_out=held_out,
+        held_out_fingerprint=_hash_held_out(plan),
         preview=preview,
         preview_version=version,
         previews=read_preview_prompts(preview, store),
@@ -191,6 +194,13 @@ def _make_fingerprint(placed: bucketing.Placed, weight: float) -> list[Any]:
     facts += [example.frames] if example.frames else []
     facts += [f"mask {example.mask.sha256} {example.mask.alpha}"] if example.mask else []
     return [*facts, f"weight {weight:g}"] if weight != 1 else facts
+
+
+def _hash_held_out(plan: Plan) -> str:
+    """Hash the held-out images in their buckets and the settings of the loss; two losses of one hash are comparable."""
+    images = [_make_fingerprint(image, 1) for members in plan.images.held_out_buckets.values() for image in members]
+    text = json.dumps([images, plan.job.seed, plan.job.objective.model_dump(mode="json")])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _count_pixels(store: Cache, items: list[Item]) -> int:

@@ -24,6 +24,7 @@ from ..data.examples import Example
 from ..errors import Joined, Message, Plural, RunFailure, UserError, reason
 from ..families.base import ModelFamily
 from ..lora_files import export, export_metadata
+from ..lora_files.layer_names import LAYOUTS
 from ..objectives import PREDICTION_TYPES
 from ..plan.placement import find_holdout_candidates, place, scan, split
 from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
@@ -31,12 +32,15 @@ from ..run import Run, ownership
 from ..settings import Job
 from ..training import checkpoint, memory, optim
 from ..training.text_encoders import answers
-from . import previews
+from ..training.verdict import find_best_lora, judge
+from . import held_out, previews
 from .cache import Data
 from .load import Loaded, encode_preview_prompts
 from .progress import StageProgress
+from .resume import State
 from .session import Session
 
+BEST_SUFFIX = "-best"
 PLAIN_MEMORY_FACTOR = 1.25
 """Memory of a forward pass of the unquantized model, as a multiple of its weights; for activations and the VAE."""
 
@@ -50,9 +54,18 @@ class Result:
     reports: list[verify.Report]
 
 
-def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
+@dataclass(frozen=True)
+class Written:
+    """A LoRA that was written: the adapter of a step and its files, one per layout."""
+
+    step: int
+    state: dict[str, Tensor]
+    files: list[Path]
+
+
+def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result:
     """Draw the last previews with all processes; then the main one writes the files and verifies them."""
-    job, run, processes = session.job, session.run, session.processes
+    job, run, processes, step = session.job, session.run, session.processes, state.step
     run.log_event("stage", stage="export")
     loaded.free_recordings()
     # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
@@ -70,11 +83,44 @@ def finish(session: Session, data: Data, loaded: Loaded, step: int) -> Result:
         rows: dict[str, Sequence[Image.Image]] = {first: before, f"LoRA, step {step}": drawn}
         previews.write_png(previews.contact_sheet(rows, data.preview.prompts), run.samples / "contact_sheet.png")
 
-    state = adapters.state(loaded.adapted)
-    files = write_files(session, state, step, run.export)
-    reports = verify_files(session, data, loaded, state, drawn, files) if job.export.verify else []
+    adapter = adapters.state(loaded.adapted)
+    written = [Written(step, adapter, write_files(session, adapter, step, run.export))]
+    written += _write_best(session, state)
+    reports = verify_files(session, data, loaded, drawn, written) if job.export.verify else []
+    _log_verdict(session, state, written)
+    files = [path for lora in written for path in lora.files]
     run.log_event("done", step=step, files=[str(path.relative_to(run.path)) for path in files])
     return Result(run, files, reports)
+
+
+def _write_best(session: Session, state: State) -> list[Written]:
+    """Write the LoRA files of the step with the lowest held-out loss, unless that is the last step."""
+    job, run = session.job, session.run
+    kept = find_best_lora(state.series) if job.validation.keep_best else None
+    if kept is None:
+        return []
+    held_out.prune(session, state.series)
+    if kept.step == state.step:
+        for layout in LAYOUTS:  # of an earlier end of this run, after fewer steps
+            (run.export / f"{export_metadata.slug(job.name)}{BEST_SUFFIX}_{layout}.safetensors").unlink(missing_ok=True)
+        return []
+    try:
+        adapter = checkpoint.read(checkpoint.get_best_path(run.checkpoints, kept.step)).adapter
+    except (UserError, RunFailure) as error:  # the last step's files do not depend on it
+        session.warn(Message("the LoRA of the best step is not written: {line}", line=error))
+        return []
+    return [Written(kept.step, adapter, write_files(session, adapter, kept.step, run.export, BEST_SUFFIX))]
+
+
+def _log_verdict(session: Session, state: State, written: list[Written]) -> None:
+    """Log what the held-out losses say at the end, with the files of the best step."""
+    if len(state.series) < 2:
+        return
+    verdict = judge(state.series)
+    # The best one may be the base model.
+    files = next((lora.files for lora in written if lora.step == verdict.best), [])
+    text = held_out.describe(verdict, files)
+    session.run.log_event("verdict", step=state.step, **vars(verdict), text=text)
 
 
 def get_export_folder(run: Run, step: int) -> Path:
@@ -82,10 +128,10 @@ def get_export_folder(run: Run, step: int) -> Path:
     return run.export / f"step-{step:06d}"
 
 
-def write_files(session: Session, state: dict[str, Tensor], step: int, folder: Path) -> list[Path]:
-    """Write the LoRA files of an adapter's state at this step, and log them."""
+def write_files(session: Session, state: dict[str, Tensor], step: int, folder: Path, suffix: str = "") -> list[Path]:
+    """Write the LoRA files of an adapter's state at this step, and log them. `suffix` ends the files' names."""
     job, family, run, placed = session.job, session.family, session.run, session.plan.images
-    facts = _make_facts(job, family, placed.examples, placed.buckets, step)
+    facts = replace(_make_facts(job, family, placed.examples, placed.buckets, step), suffix=suffix)
     adapter = export.Adapter(state, _compute_scaling(job, state))
     files = export.write(adapter, family, family.denoiser_config(), job.export, facts, folder)
     for path in files:
@@ -110,12 +156,7 @@ def _read_first_previews(prompts: list[str], run: Run) -> list[Image.Image]:
 
 
 def verify_files(
-    session: Session,
-    data: Data,
-    loaded: Loaded,
-    state: dict[str, Tensor],
-    drawn: list[Image.Image],
-    files: list[Path],
+    session: Session, data: Data, loaded: Loaded, drawn: list[Image.Image], written: list[Written]
 ) -> list[verify.Report]:
     """Load each file into a clean pipeline and compare it with the training model, which is freed first.
 
@@ -123,20 +164,25 @@ def verify_files(
         session: of the run.
         data: from the cache stage.
         loaded: from the load stage; its training model is freed.
-        state: the adapter's tensors.
         drawn: the last previews.
-        files: the LoRA files.
+        written: the LoRAs, first that of the last step, which the training model has.
 
     Raises:
         RunFailure: a file does not do what training did. The files and the report stay for inspection.
     """
     job, family, run = session.job, session.family, session.run
     run.log_event("stage", stage="verify")
-    batch = data.loader.micro(0, data.heaviest)
-    probe = verify.make_probe(
-        family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
-    )
-    verify.save_probe(probe, run.path / "probe.safetensors")
+    probes = []
+    for lora in written:
+        if lora is not written[0]:
+            adapters.load_state_(loaded.adapted, lora.state)
+        batch = data.loader.micro(0, data.heaviest)
+        probes.append(
+            verify.make_probe(
+                family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
+            )
+        )
+    verify.save_probe(probes[0], run.path / "probe.safetensors")
     base_tensors = None
     if layers := {f"{layer.name}.weight": layer for layer in loaded.layers.quantized}:
         base_tensors = partial(_iterate_base, family, layers, job.quantize)
@@ -148,21 +194,22 @@ def verify_files(
     redrawn = None
     if drawn and device == family.device:
         redrawn = verify.Previews(drawn, partial(_redraw, session, data))
-    adapter = export.Adapter(state, _compute_scaling(job, state))
+    num_files = sum(len(lora.files) for lora in written)
     progress = StageProgress(run, "verify", seconds=0)
     reports: list[verify.Report] = []
-    reference = verify.Reference(
-        adapter,
-        probe,
-        redrawn,
-        base_tensors,
-        on_check=lambda check: progress.update(len(reports), len(files), check=check.name),
-    )
-    for path in files:
-        # All files hold the same adapter, so the effect of merging is measured once.
-        report = verify.check(path, family, reference, device=device, merged=path == files[0])
-        run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
-        reports.append(report)
+    for lora, probe in zip(written, probes, strict=True):
+        reference = verify.Reference(
+            export.Adapter(lora.state, _compute_scaling(job, lora.state)),
+            probe,
+            redrawn if lora is written[0] else None,
+            base_tensors,
+            on_check=lambda check: progress.update(len(reports), num_files, check=check.name),
+        )
+        for path in lora.files:
+            # All files of a step hold the same adapter, so the effect of merging is measured once.
+            report = verify.check(path, family, reference, device=device, merged=path == lora.files[0])
+            run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
+            reports.append(report)
     content = {report.file: add_translations(report.to_json()) for report in reports}
     atomic_write(run.verify_file, (json.dumps(content, indent=1) + "\n").encode())
     failures = [
@@ -202,13 +249,14 @@ def _redraw(session: Session, data: Data, pipeline: Any) -> list[Image.Image]:
     return previews.render(family, pipeline, prompts, data.preview, get_resolution(job))
 
 
-def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
+def export_run(folder: Path, overrides: list[str], step: int = 0, best: bool = False) -> list[Path]:
     """Write the LoRA files of a run's checkpoint again, under the run's config with `overrides` (such as export.dtype).
 
     Args:
         folder: the run folder.
         overrides: as for `--set`.
         step: step of the checkpoint; 0 is the newest. Files of a given step go into a folder of their own.
+        best: take the step with the lowest held-out loss instead. Its files go beside those of the newest.
 
     Returns:
         The paths of the files.
@@ -217,19 +265,21 @@ def export_run(folder: Path, overrides: list[str], step: int = 0) -> list[Path]:
         UserError: there is no such run or checkpoint.
         RunFailure: no checkpoint is complete, or a file could not be written.
     """
-    run, job, saved = _open_checkpoint(folder, overrides, step)
+    run, job, saved = _open_checkpoint(folder, overrides, step, best)
     ownership.require_ours(run.path)
-    return export_adapter(run, job, saved.adapter, saved.step, get_export_folder(run, step) if step else run.export)
+    target = get_export_folder(run, step) if step else run.export
+    return export_adapter(job, saved.adapter, saved.step, target, BEST_SUFFIX if best else "")
 
 
-def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, target: Path) -> list[Path]:
+def export_adapter(job: Job, adapter: dict[str, Tensor], step: int, target: Path, suffix: str = "") -> list[Path]:
     """Write the LoRA files of an adapter, with metadata about the run at this step.
 
     Args:
-        run, job: the run and its job.
+        job: the job of the run.
         adapter: tensors under internal names, at the job's alpha / rank.
         step: step to name in the metadata.
         target: folder of the files.
+        suffix: end of the files' names.
 
     Returns:
         The paths of the files.
@@ -240,6 +290,7 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
     job, family, facts = _resolve_run(job, step)
     try:
         trained = export.Adapter(adapter, _compute_scaling(job, adapter))
+        facts = replace(facts, suffix=suffix)
         return export.write(trained, family, family.denoiser_config(), job.export, facts, target)
     except OSError as error:
         raise RunFailure(
@@ -247,7 +298,9 @@ def export_adapter(run: Run, job: Job, adapter: dict[str, Tensor], step: int, ta
         ) from error
 
 
-def compute_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[str, dict[str, str]]:
+def compute_metadata(
+    folder: Path, overrides: list[str], step: int = 0, best: bool = False
+) -> dict[str, dict[str, str]]:
     """Compute the metadata that `export_run` would write, without the hashes of the files' bytes.
 
     Returns:
@@ -256,16 +309,32 @@ def compute_metadata(folder: Path, overrides: list[str], step: int = 0) -> dict[
     Raises:
         UserError: there is no such run or checkpoint.
     """
-    run, job, saved = _open_checkpoint(folder, overrides, step)
+    _, job, saved = _open_checkpoint(folder, overrides, step, best)
     job, family, facts = _resolve_run(job, saved.step)
+    facts = replace(facts, suffix=BEST_SUFFIX if best else "")
     return {layout: export_metadata.metadata(family, job.export, facts, layout) for layout in job.export.formats}
 
 
-def _open_checkpoint(folder: Path, overrides: list[str], step: int) -> tuple[Run, Job, checkpoint.Checkpoint]:
-    """Open a run. Returns it with its job and the checkpoint of a step; step 0 is the newest."""
+def _open_checkpoint(
+    folder: Path, overrides: list[str], step: int, best: bool
+) -> tuple[Run, Job, checkpoint.Checkpoint]:
+    """Open a run. Returns it with its job and the checkpoint of a step; step 0 is the newest, unless `best` is set."""
     run = Run.open(folder)
     job = config.load(run.config_file, overrides)
-    saved = checkpoint.read(run.checkpoints / f"step-{step:06d}") if step else checkpoint.latest(run.checkpoints)[0]
+    if best:
+        path = held_out.choose_best(run)
+        if path is None:
+            raise UserError(
+                Message(
+                    "{path}: no best LoRA is kept. Train with validation.pictures, validation.every and "
+                    "validation.keep_best",
+                    path=folder,
+                )
+            )
+        return run, job, checkpoint.read(path)
+    saved = (
+        checkpoint.read(checkpoint.find_path(run.checkpoints, step)) if step else checkpoint.latest(run.checkpoints)[0]
+    )
     if saved is None:
         raise UserError(Message("{path}: there is no checkpoint to export yet", path=folder))
     return run, job, saved

@@ -9,7 +9,7 @@ from ..errors import Message, Stopped
 from ..run import Run
 from ..settings import Job
 from ..training import checkpoint, memory, optim
-from . import previews, validate
+from . import held_out, previews, validate
 from .cache import Data
 from .finish import get_export_folder, write_files
 from .live_previews import LivePreviews
@@ -27,6 +27,12 @@ class Milestones:
         self._log_is_full: OSError | None = None
         self._first_step = state.step + 1
         self._live_previews = LivePreviews(session, data, loaded)
+        self._has_ended = held_out.has_ended(session, state)  # since the newest validation
+
+    @property
+    def is_over(self) -> bool:
+        """True if all steps are done, or `validation.patience` is exhausted."""
+        return self._has_ended or self.state.step >= self.session.job.train.steps
 
     def read_requests(self) -> frozenset[str]:
         """Read the requests to this process for the end of this step, of `step.REQUESTS`."""
@@ -59,23 +65,30 @@ class Milestones:
         """
         job, step, requests = self.session.job, self.state.step, gradient.requests
         steps = job.train.steps
+        logs = step % job.train.log_every == 0 or step == steps
+        saves = bool(requests & {"save", "stop"}) or step % job.checkpoint.every == 0 or step == steps
         if step == self._first_step and self.session.processes.world > 1:
             self.session.run.log_event("exchange", **self.loaded.exchange.cost(gradient.sent))
-        if step % job.train.log_every == 0 or step == steps:
+        if logs:
             self._log(step, figures)
-        if requests & {"save", "stop"} or step % job.checkpoint.every == 0 or step == steps:
+        if saves:
             self.save()
         if export_is_due(job, step):
             self.export(step)
         if validation_is_due(job, self.data, step):
             self.validate(step)
+        if self.is_over and step < steps:
+            if not logs:
+                self._log(step, figures)
+            if not saves:
+                self.save()
         changed = "prompts" in requests and self._live_previews.change_prompts(step)
         is_due = changed or "preview" in requests or preview_is_due(job, self.data.preview, step)
-        if self.data.preview.prompts and step < steps and is_due:
+        if self.data.preview.prompts and is_due and not self.is_over:
             self.draw(step)
         if "sample" in requests:
             self._live_previews.draw_samples(step)
-        if "stop" in requests and step < steps:
+        if "stop" in requests and not self.is_over:
             with self.session.together():
                 if self._log_is_full is not None:
                     raise self._log_is_full
@@ -102,6 +115,7 @@ class Milestones:
             residuals = self.loaded.exchange.collect()
             if self.session.processes.is_main:
                 save_checkpoint(self.session, self.data, self.loaded, self.state, residuals)
+                held_out.prune(self.session, self.state.series)
 
     def export(self, step: int) -> None:
         """Write the LoRA files of this step."""
@@ -111,9 +125,12 @@ class Milestones:
                 write_files(self.session, adapters.state(self.loaded.adapted), step, folder)
 
     def validate(self, step: int) -> None:
-        """Measure the loss on the held-out images."""
+        """Measure the loss on the held-out images, and keep the LoRA if it is the best one so far."""
         with self.session.together():
-            validate.measure(self.session, self.data, self.loaded, step)
+            measurement = validate.measure(self.session, self.data, self.loaded, step)
+            if measurement is not None:
+                held_out.record(self.session, self.data, self.loaded, self.state, measurement)
+                self._has_ended = held_out.has_ended(self.session, self.state)
 
     def draw(self, step: int) -> None:
         """Draw previews."""
@@ -140,7 +157,7 @@ def preview_is_due(job: Job, preview: settings.Preview, step: int) -> bool:
     return bool(preview.prompts and preview.every) and step < job.train.steps and step % preview.every == 0
 
 
-def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
+def find_missed(session: Session, data: Data, state: State) -> frozenset[str]:
     """Find the events that are due at the step of a checkpoint and are missing in the run's log.
 
     If a process was killed right after a checkpoint, LoRA files, held-out loss and previews of that step are missing.
@@ -149,15 +166,17 @@ def find_missed(session: Session, data: Data, step: int) -> frozenset[str]:
     Returns:
         A part of {"export", "validation", "preview"}.
     """
+    job, step = session.job, state.step
     if not step:
         return frozenset()
-    job = session.job
     due = {
         "export": export_is_due(job, step),
         "validation": validation_is_due(job, data, step),
         "preview": preview_is_due(job, data.preview, step),
     }
     logged = _find_logged(session.run, step)
+    if not any(measurement.step == step for measurement in state.series):
+        logged.discard("validation")
     # All processes use the main one's answer: the others might already read what it logs next.
     missed = frozenset(event for event, is_due in due.items() if is_due and event not in logged)
     return session.processes.gather(missed)[0]

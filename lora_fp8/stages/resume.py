@@ -1,6 +1,7 @@
 """Begin a run at the base model, at a LoRA file or at a checkpoint, and save its checkpoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..distributed.processes import Processes
 from ..errors import Message, RunFailure, UserError, UserErrors, first_few
 from ..run import Run
 from ..training import checkpoint
+from ..training.verdict import Measurement
 from .cache import Data
 from .load import Loaded
 from .session import Session
@@ -20,10 +22,14 @@ from .session import Session
 
 @dataclass
 class State:
-    """What changes while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint."""
+    """What changes while training; with the tensors of adapter, optimizer and exchange it is the whole checkpoint.
+
+    The series of held-out losses is in a file of its own, as a checkpoint is saved before its step is validated.
+    """
 
     step: int = 0
     compute: str = ""  # the matmul chosen by quantize.compute = "auto"
+    series: list[Measurement] = field(default_factory=list)  # of `held_out.read_series`
 
 
 def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, residuals: dict[str, Tensor]) -> None:
@@ -38,7 +44,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
         RunFailure: it could not be written, or the update left a value that is not finite. Earlier checkpoints stay.
         FileNotFoundError: the run folder does not exist any more, and is not created again.
     """
-    job, run = session.job, session.run
+    run = session.run
     run.check_place()
     tensors, scalars = loaded.optimizer.state()
     adapter = adapters.state(loaded.adapted)
@@ -55,19 +61,24 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
                 )
             )
     tensors |= loaded.amax.tensors() | residuals
+    content = describe_state(session, data, loaded, state) | {"optimizer": scalars}
+    path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=session.job.checkpoint.keep)
+    for line in warnings:
+        session.warn(line)
+    run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
+
+
+def describe_state(session: Session, data: Data, loaded: Loaded, state: State) -> dict[str, Any]:
+    """Return what a checkpoint's state.json has besides the optimizer."""
     content = {
         "step": state.step,
         "compute": state.compute,
         "moved": loaded.moved,
-        "optimizer": scalars,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-    content |= checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
-    path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=job.checkpoint.keep)
-    for line in warnings:
-        session.warn(line)
-    run.log_event("checkpoint", step=state.step, path=str(path.relative_to(run.path)))
+    identity = session.plan.base_identity
+    return content | checkpoint.remember(session.job, identity, data.fingerprint, data.files)
 
 
 def _begin(session: Session, loaded: Loaded) -> State:

@@ -14,6 +14,7 @@ import math
 import torch
 
 from ..errors import Message
+from ..training.verdict import Measurement
 from .cache import Data
 from .load import Loaded
 from .progress import StageProgress
@@ -23,13 +24,13 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Noise levels, from 0 (objective.t_min) to 1 (objective.t_max); each is a band of the curve."""
 
 
-def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str, float]:
+def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurement | None:
     """Measure the mean squared error on the held-out images; the main process logs it.
 
     The processes share the work, and all get the result.
 
     Returns:
-        Label of the noise level -> mean over the images. Empty, with a warning, if a loss is not finite.
+        The loss of each image at each noise level; None, with a warning, if one is not finite.
     """
     job, run, processes = session.job, session.run, session.processes
     loader, low, high = data.held_out, job.objective.t_min, job.objective.t_max
@@ -55,7 +56,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str
     )
     if not all(map(math.isfinite, losses.values())):
         session.warn(Message("the held-out loss at step {step} is not finite", step=step))
-        return {}
+        return None
     pictures = range(loader.batches_per_epoch)
     bands = {
         label: sum(losses[picture, level] for picture in pictures) / len(pictures)
@@ -63,7 +64,9 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> dict[str
     }
     mean = sum(bands.values()) / len(bands)
     run.log_event("validation", step=step, loss=mean, bands=bands, pictures=len(pictures))
-    return bands
+    return Measurement(
+        step, tuple(tuple(losses[picture, level] for level in range(len(levels))) for picture in pictures)
+    )
 
 
 @torch.no_grad()

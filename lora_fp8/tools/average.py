@@ -170,7 +170,7 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
                 kind=kinds.TITLES[job.adapter.type],
             )
         )
-    written = finish.export_adapter(opened, job, state, newest, opened.export / "average")
+    written = finish.export_adapter(job, state, newest, opened.export / "average")
     for path in written:
         report = verify.check_file(path, family_name=job.model.family)
         if not report.ok:

@@ -148,8 +148,8 @@ def _read_checkpoint(folder: Path, step: int, family: ModelFamily) -> Lora:
                 other=family.name,
             )
         )
-    bundle = run.checkpoints / f"step-{step:06d}"
-    files = sorted((run.export / bundle.name).glob("*.safetensors"))
+    bundle = checkpoint.find_path(run.checkpoints, step)
+    files = sorted((run.export / f"step-{step:06d}").glob("*.safetensors"))
     if step and not bundle.is_dir() and files:
         return replace(_read_file(files[0], family), name=f"step {step}", place=folder, step=step)
     saved = checkpoint.read(bundle) if step else checkpoint.latest(run.checkpoints)[0]

@@ -118,6 +118,7 @@ def from_run(
     job = config.load(run.config_file, [])
     wanted = [layout] if layout else list(families.get(job.model.family).layouts)
     among = among or sorted(run.export.glob("*.safetensors"))
+    # NAME-best comes before NAME, so that the file of the last step counts.
     made = {path.stem.rpartition("_")[2]: path for path in among}
     file = next((made[name] for name in wanted if name in made), None)
     if file is None:

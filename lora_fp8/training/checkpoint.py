@@ -2,6 +2,7 @@
 
     checkpoints/step-000500/  adapter.safetensors  optimizer.safetensors  state.json
                               manifest.json (SHA-256 of the others)
+    checkpoints/best-000350/  the same without optimizer.safetensors: the LoRA with the lowest held-out loss
 
 A bundle is written to a hidden folder beside its final place. Every file is written through our own descriptor and
 fsynced, the folder is fsynced and renamed, and the parent is fsynced: only then does the save count. If the process is
@@ -40,6 +41,7 @@ SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of the system for a full disk."""
 NAME = re.compile(r"step-(\d{6,})$")
+BEST = re.compile(r"best-(\d{6,})$")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         adapter: adapter tensors by internal name.
-        optimizer: optimizer tensors (moments, masters) by name.
+        optimizer: optimizer tensors (moments, masters) by name; {} of the best LoRA.
         state: content of state.json: step, optimizer scalars, fingerprints of config, data and base.
     """
 
@@ -86,11 +88,91 @@ def save(
         RunFailure: the disk refused. The newest bundle before it is untouched.
     """
     final = folder / f"step-{state['step']:06d}"
-    files = {
-        "adapter.safetensors": safetensors.torch.save(_plain(adapter)),
-        "optimizer.safetensors": safetensors.torch.save(_plain(optimizer)),
-        "state.json": json.dumps({"schema": SCHEMA, **state}, indent=1, sort_keys=True).encode(),
-    }
+    gone = _save(final, {"adapter.safetensors": adapter, "optimizer.safetensors": optimizer}, state)
+    try:
+        gone += _prune(folder, keep)
+    except OSError as error:
+        raise RunFailure(
+            Message(
+                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=reason(error)
+            )
+        ) from None
+    return final, gone
+
+
+def save_best(folder: Path, adapter: dict[str, Tensor], state: dict[str, Any]) -> tuple[Path, list[str]]:
+    """Write the LoRA of `state["step"]` as the best one so far, and verify it. Earlier ones stay: see `prune_best`.
+
+    Args:
+        folder: the run's checkpoint folder.
+        adapter: tensors by name.
+        state: content of state.json.
+
+    Returns:
+        The bundle's path; and a line for each checkpoint that was removed because the disk is full.
+
+    Raises:
+        RunFailure: the disk refused. Earlier bundles are untouched.
+    """
+    final = get_best_path(folder, state["step"])
+    return final, _save(final, {"adapter.safetensors": adapter}, {"optimizer": {}, **state})
+
+
+def get_best_path(folder: Path, step: int) -> Path:
+    """Return the path of the bundle that `save_best` writes for a step."""
+    return folder / f"best-{step:06d}"
+
+
+def find_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's bundle: the checkpoint, or the best LoRA where only that is kept."""
+    path, best = folder / f"step-{step:06d}", get_best_path(folder, step)
+    return best if best.is_dir() and not path.is_dir() else path
+
+
+def prune_best(folder: Path, step: int) -> list[str]:
+    """Remove the bundles of `save_best` for all steps but this one. Returns lines as `save` does.
+
+    Raises:
+        RunFailure: the disk refused.
+    """
+    lines: list[str] = []
+    for path in _list_best(folder):
+        if path != get_best_path(folder, step) and not _is_a_remnant(path):
+            try:
+                lines += _remove(path)
+            except OSError as error:
+                text = Message("{path}: could not be removed ({why})", path=path, why=reason(error))
+                raise RunFailure(text) from None
+    return lines
+
+
+def find_best(folder: Path) -> Path | None:
+    """Return the newest complete bundle of `save_best`, or None."""
+    return next((path for path in _list_best(folder) if _broken(path) is None), None)
+
+
+def _list_best(folder: Path) -> list[Path]:
+    """Return the bundles of `save_best`, the highest step first."""
+    paths = [path for path in folder.glob("best-*") if BEST.match(path.name) and not path.is_symlink()]
+    return sorted(paths, key=lambda path: -int(path.name.removeprefix("best-")))
+
+
+def _save(final: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> list[str]:
+    """Write a bundle and verify it.
+
+    Args:
+        final: its folder.
+        tensors: file name -> tensors by name.
+        state: content of state.json.
+
+    Returns:
+        A line for each older bundle that was removed because the disk is full.
+
+    Raises:
+        RunFailure: the disk refused.
+    """
+    files = {name: safetensors.torch.save(_plain(content)) for name, content in tensors.items()}
+    files["state.json"] = json.dumps({"schema": SCHEMA, **state}, indent=1, sort_keys=True).encode()
     manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
     gone = _write_or_make_room(final, files)
@@ -103,15 +185,7 @@ def save(
                 line=_before(final),
             )
         )
-    try:
-        gone += _prune(folder, keep)
-    except OSError as error:
-        raise RunFailure(
-            Message(
-                "{path} is saved, but older checkpoints could not be removed ({why})", path=final, why=reason(error)
-            )
-        ) from None
-    return final, gone
+    return gone
 
 
 def _write_or_make_room(final: Path, files: dict[str, bytes]) -> list[str]:
@@ -366,7 +440,7 @@ def _is_a_remnant(path: Path) -> bool:
 def _broken(path: Path) -> str | None:
     try:
         manifest = parse_json(read_bytes(path / "manifest.json", MOST_JSON))
-        for name in ("adapter.safetensors", "optimizer.safetensors", "state.json"):
+        for name in (*_list_tensor_files(path), "state.json"):
             if hashlib.sha256(read_bytes(path / name)).hexdigest() != manifest[name]:
                 return Message("{name} does not match its hash", name=name)
     except FileNotFoundError as error:
@@ -374,6 +448,11 @@ def _broken(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Message("unreadable ({kind})", kind=type(error).__name__)
     return None
+
+
+def _list_tensor_files(path: Path) -> tuple[str, ...]:
+    """Return the names of the safetensors files of a bundle."""
+    return ("adapter.safetensors",) if BEST.match(path.name) else ("adapter.safetensors", "optimizer.safetensors")
 
 
 def _before(final: Path) -> str:
@@ -422,14 +501,14 @@ def _read(path: Path) -> Checkpoint:
                 names=what,
             )
         )
-    tensors = []
-    for name in ("adapter.safetensors", "optimizer.safetensors"):
+    tensors: list[dict[str, Tensor]] = []
+    for name in _list_tensor_files(path):
         try:
             tensors.append(safetensors.torch.load(read_bytes(path / name)))
         except safetensors.SafetensorError as error:
             raise RunFailure(Message("{path} is not a safetensors file ({why})", path=path / name, why=error)) from None
-    adapter, optimizer = tensors
-    return Checkpoint(path, adapter, optimizer, state)
+    adapter, *optimizer = tensors
+    return Checkpoint(path, adapter, optimizer[0] if optimizer else {}, state)
 
 
 def _prune(folder: Path, keep: int) -> list[str]:

@@ -32,8 +32,10 @@ TRAINING = (
     "preview.every=3",
     "preview.steps=1",
     "preview.at_start=true",
+    "validation.pictures=1",
+    "validation.every=1",
 )
-"""8-bit AdamW, FP8, dropout, previews, checkpoints and files of a step: all that a run writes."""
+"""8-bit AdamW, FP8, dropout, previews, checkpoints, the best LoRA and files of a step: all that a run writes."""
 
 
 @dataclass

@@ -252,7 +252,11 @@ class Training(Scene):
         mark("done")
 
     def view(self, place: Path) -> Any:
-        """Read all that the run announces; -> hashes of the newest whole checkpoint and of the exported files."""
+        """Read all that the run announces.
+
+        Returns:
+            The newest whole checkpoint (name, hashes) with the best LoRA and the held-out losses; and the files.
+        """
         from PIL import Image
 
         from lora_fp8 import config
@@ -271,8 +275,11 @@ class Training(Scene):
             json.loads(run.verify_file.read_bytes())
         files = sorted(run.export.rglob("[!.]*.safetensors"))
         exported = {str(path.relative_to(run.export)): _hash(path) for path in files}
-        return (newest.path.name if newest else "", {path.name: _hash(path) for path in newest.path.iterdir()}
-                if newest else {}), exported  # fmt: skip
+        saved = {path.name: _hash(path) for path in newest.path.iterdir()} if newest else {}
+        best = {str(path.relative_to(run.path)): _hash(path) for path in sorted(run.checkpoints.glob("best-*/*"))}
+        if run.validation_file.exists():
+            best["validation.json"] = _hash(run.validation_file)
+        return (newest.path.name if newest else "", saved, best), exported
 
 
 def _hash(path: Path) -> str:

@@ -99,7 +99,7 @@ def test_a_training_goes_on_to_the_same_bytes(fault, rig, trained, draw, fresh):
         outcome = rig.play("training", place, fault, at, settings=trained.settings)
         try:
             in_words(outcome, fault)
-            (newest, _), _ = scene.view(place)
+            (newest, *_), _ = scene.view(place)
             saved = [mark for mark in outcome.marks if mark.startswith("step-")]
             assert newest >= max(saved, default=""), f"{saved[-1]} was acknowledged, the newest is {newest or 'none'}"
             if "done" not in outcome.marks:

@@ -81,14 +81,16 @@ def judge_training(trained: Any) -> Callable[[Path, list[str]], None]:
     scene = scenes.get("training", trained.settings)
 
     def judge(folder: Path, marks: list[str]) -> None:
-        (newest, bundle), exported = scene.view(folder)
+        (newest, bundle, best), exported = scene.view(folder)
         saved = max((mark for mark in marks if mark.startswith("step-")), default="")
         assert newest >= saved, f"{saved} was acknowledged, the newest is {newest or 'none'}"
         expected_bundle, expected = trained.view
         torn = [name for name, told in exported.items() if expected[name] != told]
         assert not torn, f"{torn}: not what training wrote"
         if "done" in marks:
-            assert (newest, bundle) == expected_bundle and exported == expected, "done was said, and files are missing"
+            assert (newest, bundle, best) == expected_bundle and exported == expected, (
+                "done was said, and files are missing"
+            )
 
     return judge
 

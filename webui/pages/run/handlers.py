@@ -18,6 +18,9 @@ from .. import runs
 from . import rendering
 from .preview_requests import render_samples
 
+BEST = -1
+"""Stands for the best LoRA in the menu of checkpoints."""
+
 
 class Handlers:
     """Handles the events of the components of one language."""
@@ -61,7 +64,8 @@ class Handlers:
         previews = events.facts.previews
         drawn_at, kept_at = sorted(previews), list(events.facts.checkpoints)
         prompts = rendering.list_prompts(events)
-        now = [drawn_at, kept_at, prompts]
+        best = events.facts.best
+        now = [drawn_at, kept_at, prompts, best]
         if now == steps:
             return [gr.skip()] * 7
         choices = [(rendering.format_step(self.ui, drawn), drawn) for drawn in drawn_at]
@@ -71,12 +75,14 @@ class Handlers:
         base_model: dict[str, Any] = {} if old else {"value": ends[0]}
         first_prompt: dict[str, Any] = {} if old or not prompts else {"value": 0}
         newest_file: dict[str, Any] = {} if steps and steps[1] else {"value": 0}
+        files = [(self.ui.say("run.newest"), 0)]
+        files += [] if best is None else [(self.ui.say("run.best_step", step=best), BEST)]
         return [
             gr.update(choices=choices, **base_model),
             gr.update(choices=choices),
             gr.update(choices=list(rendering.enumerate_prompts(prompts)), **first_prompt),
             gr.update(
-                choices=[(self.ui.say("run.newest"), 0), *((str(kept), kept) for kept in reversed(kept_at))],
+                choices=[*files, *((str(kept), kept) for kept in reversed(kept_at))],
                 **newest_file,
             ),
             gr.update(visible=any("clips" in event for event in previews.values())),
@@ -134,7 +140,8 @@ class Handlers:
         try:
             view, _ = find_run(self.ui, request)
             folder = run_monitor.get_run_folder(self.ui, view)
-            arguments = [str(folder), "--step", str(int(step or 0)), "--format", layout]
+            which = ["--best"] if step == BEST else ["--step", str(int(step or 0))]
+            arguments = [str(folder), *which, "--format", layout]
             paths = engine.run_command("export", [*arguments, *(["--set", f"export.dtype={dtype}"] if dtype else [])])
             return show_links(self.ui, self.ui.say("run.exported"), [Path(path) for path in paths], folder.parent)
         except UserError as error:

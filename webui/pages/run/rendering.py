@@ -7,7 +7,7 @@ from typing import Any
 from lora_fp8.jobs import JobView
 
 from ... import run_cards, run_monitor
-from ...chart import Line, render_chart
+from ...chart import Line, Mark, render_chart
 from ...context import Ui
 from ...run_log import RunLog, smooth, thin
 from ...sanitize import escape
@@ -58,15 +58,27 @@ def render_curves(ui: Ui, log: RunLog, amount: float, logarithmic: bool, is_over
 
 
 def render_loss(ui: Ui, log: RunLog, amount: float, logarithmic: bool, is_over: bool = False) -> str:
-    """Render the loss and the held-out loss, with the step at which that was lowest."""
+    """Render the loss and the held-out loss, and where that was lowest and since when it has risen."""
     charts = _render_losses(ui, log, log.version, amount, logarithmic, is_over)
-    best = find_best(log)
-    line = ui.say("run.best", step=best[0], loss=f"{best[1]:.4f}") if best else ""
-    return f'<div class="charts">{"".join(charts)}</div>' + (f'<p class="dim">{escape(line)}</p>' if line else "")
+    return f'<div class="charts">{"".join(charts)}</div>{_render_verdict(ui, log)}'
+
+
+def _render_verdict(ui: Ui, log: RunLog) -> str:
+    """Render the sentence about the held-out loss, and why training ended before its steps."""
+    verdict, best = log.facts.verdict, find_best(log)
+    lines = [str(event["text"]) for event in (verdict, log.facts.patience) if isinstance(event.get("text"), str)]
+    text = " ".join(map(ui.translate, lines))
+    if not verdict.get("text") and best:  # of an earlier version
+        text = f"{ui.say('run.best', step=best[0], loss=f'{best[1]:.4f}')} {text}".strip()
+    risen = " risen" if verdict.get("risen_since") is not None else ""
+    return f'<p class="verdict{risen or " dim"}">{escape(text)}</p>' if text else ""
 
 
 def find_best(log: RunLog) -> tuple[int, float] | None:
     """Return the step of the lowest held-out loss, and that loss; None before there are two measurements."""
+    verdict = log.facts.verdict
+    if isinstance(verdict.get("best"), int) and _is_number(verdict.get("loss")):
+        return verdict["best"], float(verdict["loss"])
     points = log.validation[""].points() if "" in log.validation else []
     step, loss = min(points, key=lambda point: point[1], default=(0, 0.0))
     return (int(step), loss) if len(points) > 1 else None
@@ -105,9 +117,10 @@ def _render_losses(
             Line(ui.translate(band) if band else ui.say("run.all_bands"), groups.points(), number)
             for number, (band, groups) in enumerate(sorted(log.validation.items()))
         ]
-        made.append(
-            _render_wide(render_chart(ui.say("run.validation"), bands, empty=none, log=logarithmic, x_label=step))
-        )
+        best = find_best(log)
+        mark = Mark(best[0], ui.say("run.best_step", step=best[0])) if best else None
+        title = ui.say("run.validation")
+        made.append(_render_wide(render_chart(title, bands, empty=none, log=logarithmic, x_label=step, mark=mark)))
     return tuple(made)
 
 
@@ -245,6 +258,8 @@ def render_files(ui: Ui, view: JobView) -> str:
 def render_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
     """Render a LoRA file with its verification."""
     about = run_cards.format_size(path.stat().st_size) if path.exists() else ""
+    if path.stem.rpartition("_")[0].endswith("-best"):
+        about += f" · {escape(ui.say('run.best_file'))}"
     verdict, rows = f'<span class="dim">{ui.say("run.unverified")}</span>', ""
     if isinstance(report, dict) and isinstance(report.get("checks"), list):
         verdict = (
