@@ -17,6 +17,8 @@ OURS = (
     "samples/step-000004-1.webp",
     "samples/contact_sheet.png",
     "export/zibo_diffusers.safetensors",
+    "export/角色-best_kohya.safetensors",
+    "export/step-000002/हिन्दी_kohya.safetensors",
     "export/step-000002/zibo_kohya.safetensors",
     "export/average/zibo_comfy.safetensors",
     "checkpoints/step-000002/manifest.json",
