@@ -1,7 +1,7 @@
 """Writes and reads LoRA files. `layouts` decides the names of the tensors, `export_metadata` the header.
 
-File names are `<slug>_<layout>.safetensors`, where the slug is the job's name without accents and without characters that
-are special in prompts and shells; the metadata keep the full name. The step with the lowest held-out loss is
+File names are `<slug>_<layout>.safetensors`, where the slug is the job's name without accents and without characters
+that are special in prompts and shells; the metadata keep the full name. The step with the lowest held-out loss is
 `<slug>-best_<layout>.safetensors`: the plain name is that of the last step, as with kohya and OneTrainer, so that what
 fetches a finished LoRA by its name gets the same as before.
 """
