@@ -530,7 +530,12 @@ def test_what_a_kill_right_after_a_checkpoint_left_undone_is_done_when_resumed(
     assert {"samples/step-000004-0.png", "export/step-000004/lora_kohya.safetensors"} <= made
     assert {name: pieces.get(name) for name in made} == {name: whole[name] for name in made}
     for kind in ("validation", "preview"):
-        assert [event["step"] for event in events(job, kind)] == [event["step"] for event in events(due_at_4, kind)]
+        # A validation whose event is the last thing that was done is made again, with the same loss.
+        ours, theirs = (
+            list(dict.fromkeys((event["step"], event.get("loss")) for event in events(of, kind)))
+            for of in (job, due_at_4)
+        )
+        assert ours == theirs
 
 
 def test_the_last_held_out_loss_is_measured_although_all_steps_are_done(make_job, tmp_path, settings, due_at_4):
