@@ -252,6 +252,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
                     "output_dir",
                     "model.components",
                     "model.files",
+                    "model.training_adapter",
                     "dataset.cache_dir",
                     "adapter.init_from",
                     "preview.controls",

@@ -74,6 +74,7 @@ class Released(ModelFamily):
         assert base is not None
         self.device, self.dtype = torch.device(device), dtype
         self.read_text_settings(model)
+        self.has_training_adapter = bool(model.training_adapter)
         self.given_prediction, self.bases, self.known = prediction, (base,), find_known(type(self), base)
         self.checkpoint = self.vae = self._text_pipeline = self._file = None
         self.absent, self._header, self._part_files, self._tokenizers = {}, {}, {}, {}
