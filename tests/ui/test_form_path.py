@@ -143,6 +143,7 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     page.click("#new-preset-save")
     expect(page.get_by_text("已存为 theirs")).to_be_visible()
     page.click("#new-reset")
+    expect(problems.locator("li")).to_have_count(2)  # the cards are drawn anew with them, and a key meets the new ones
     view(page, 1)
     expect(field(page, "set-adapter-rank")).to_have_value("16")
     card, undo = (
