@@ -131,7 +131,7 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
         here = str(tmp_path / "here")
         assert put(absolute, key) in (here, [here]), f"{key}: add it to jobs.PATHS"
     folder = config.loads(TEXT.format(name="x")).dataset.folders[0]
-    inside = [key for key in places(type(folder)) if key not in ("trigger", "repeats")]
+    inside = [key for key in places(type(folder)) if key not in ("trigger", "prefix", "suffix", "repeats")]
     given = config.loads(TEXT.format(name="x")).model_dump()
     given["dataset"]["folders"] = [{**folder.model_dump(), **dict.fromkeys(inside, "here")}]
     made = jobs.make_paths_absolute(settings.Job(**given), tmp_path).dataset.folders[0].model_dump()
