@@ -119,7 +119,7 @@ def _run_stages(session: Session, resume: bool) -> Result:
         with session.together():
             preflight(session, data, loaded, state)
         fit(session, data, loaded, state, missed)
-    if state.step < session.job.train.steps:
+    if state.series and state.step < session.job.train.steps:
         run.log_event("patience", step=state.step, text=held_out.describe_end(state.series))
     session.stop.at_once = Message(
         "all steps are done and saved; `{command}` writes the files",

@@ -91,6 +91,8 @@ NO_PATHS = {
     "name": "a name",
     "preset": "looked at by itself, before it is read",
     "dataset.folders.trigger": "a word",
+    "dataset.folders.prefix": "text of a caption",
+    "dataset.folders.suffix": "text of a caption",
     "export.title": "text in the file",
     "export.author": "text in the file",
     "export.description": "text in the file",

@@ -214,7 +214,7 @@ def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptur
             area = job.dataset.resolution
             side = families.get(family).native_resolution if area == "auto" else area
             memory = job.memory
-            slower.append((bool(fit.problem), -side, memory.offload, memory.gradient_checkpointing))
+            slower.append((bool(fit.problem), -side, memory.share_in_ram, memory.gradient_checkpointing))
             peaks += [fit.peak] if fit.peak else []
             assert fit.problem or (fit.peak and fit.peak <= fit.usable)
             # HunyuanVideo's VAE masks each pair of positions: `new` proposes 9 frames for small cards.

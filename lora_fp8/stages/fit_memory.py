@@ -16,9 +16,10 @@ def fit_memory(session: Session) -> Session:
     run, processes = session.run, session.processes
     free = None
     if is_open(session.job):
-        run.log_event("stage", stage="memory")
         per_process = [size for size in processes.gather(memory.free_bytes(processes.device)) if size is not None]
         free = min(per_process, default=None)
+    if free is not None:
+        run.log_event("stage", stage="memory")
     choice = choose_memory(session.plan, free)
     if free is not None:
         run.log_event(
