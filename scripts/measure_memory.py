@@ -89,7 +89,7 @@ class Released:
         self.name, self.folder, self.sides = name, folder, list_sides(name)
         self.plan = make_plan(name, folder, {"dataset.resolution": self.sides[0], **PLAIN})
         self.denoiser = training_memory.build_denoiser(self.plan.job, self.plan.family)
-        self.training = training_memory.measure_training(self.plan, None, [])
+        self.training = training_memory.measure_training(self.plan, None)
 
     def count_weights(self) -> dict[str, list[int]]:
         """Return, by share of offload, the MiB of the base on the GPU and of its part in RAM."""

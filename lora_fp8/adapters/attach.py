@@ -85,7 +85,7 @@ def attach_beneath_(
 
 @contextmanager
 def without_attached(model: nn.Module) -> Iterator[None]:
-    """Compute without the adapters of `attach_beneath_` inside this context."""
+    """Compute without attached adapters inside this context."""
     additions = [
         hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, _Addition)
     ]

@@ -179,7 +179,8 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estima
 
     vae_encode, latents = training_memory.measure_vae(family, heaviest, "encode", notes)
     vae_decode = training_memory.measure_preview(plan, notes, tiled=choice.tiled) if job.preview.prompts else 0
-    training = training_memory.measure_training(plan, latents, notes)
+    training = choice.training or training_memory.measure_training(plan, latents)
+    notes += filter(None, [training.note])
     base, waiting = training.base.count(job.memory.share_in_ram)
     writes = plan.writes()
     estimated = Estimate(

@@ -39,6 +39,8 @@ class MemoryChoice:
     """free bytes of the device before anything was loaded; None on a CPU"""
     peak: int = 0
     """estimated bytes of the training with these settings"""
+    training: TrainingMemory | None = None
+    """what the training takes, if it was measured for this choice"""
     advice: str = ""
     """what to do if even the most economical settings may not fit, else \"\""""
 
@@ -77,7 +79,7 @@ class MemoryChoice:
 
 def is_open(job: Job) -> bool:
     """Return True if the job leaves something about memory to "auto"."""
-    return job.memory.is_auto or job.preview.tiled == "auto"
+    return "auto" in (job.memory.gradient_checkpointing, job.memory.offload, job.preview.tiled)
 
 
 def choose_memory(plan: Plan, free: int | None) -> MemoryChoice:
@@ -96,12 +98,12 @@ def choose_memory(plan: Plan, free: int | None) -> MemoryChoice:
         recomputes = section.recomputes and not excludes_recomputing(job.quantize)
         return MemoryChoice(_decide(section, recomputes, section.share_in_ram), tiled)
     budget = _find_budget(free)
-    recomputes, share, peak, held = _choose_training(plan, budget)
+    recomputes, share, peak, training = _choose_training(plan, budget)
     if job.preview.tiled == "auto":
         whole = training_memory.measure_preview(plan, [], tiled=False)
-        tiled = whole is not None and held + plan.family.vae_bytes() + whole > budget
+        tiled = whole is not None and training.count_held(share) + plan.family.vae_bytes() + whole > budget
     advice = "" if peak <= budget else _advise(job)
-    return MemoryChoice(_decide(section, recomputes, share), tiled, free, peak, advice)
+    return MemoryChoice(_decide(section, recomputes, share), tiled, free, peak, training, advice)
 
 
 def choose_for_drawing(job: Job, family: ModelFamily, bucket: Bucket, free: int | None) -> tuple[float, bool]:
@@ -148,11 +150,11 @@ def _advise(job: Job) -> str:
     )
 
 
-def _choose_training(plan: Plan, budget: int) -> tuple[bool, float, int, int]:
+def _choose_training(plan: Plan, budget: int) -> tuple[bool, float, int, TrainingMemory]:
     """Choose gradient checkpointing and the share to offload: the first candidate that fits, else the last.
 
     Returns:
-        Both, the peak of training and the bytes held all the time.
+        Both, the peak of training, and what it takes with this gradient checkpointing.
     """
     latents = training_memory.measure_vae(plan.family, training_memory.find_heaviest_bucket(plan)[0], "encode", [])[1]
     measured: dict[bool, TrainingMemory] = {}
@@ -160,15 +162,15 @@ def _choose_training(plan: Plan, budget: int) -> tuple[bool, float, int, int]:
     for recomputes, share in candidates:
         if recomputes not in measured:
             trial = plan.job.model_copy(update={"memory": _decide(plan.job.memory, recomputes, 0.0)})
-            measured[recomputes] = training_memory.measure_training(replace(plan, job=trial), latents, [])
+            measured[recomputes] = training_memory.measure_training(replace(plan, job=trial), latents)
         training = measured[recomputes]
-        step, held = training.step_bytes, training.count_held(share)
+        step = training.step_bytes
         if step is None and not recomputes and len(candidates) > 1:
             continue
-        peak = held + (UNKNOWN_STEP if step is None else step)
+        peak = training.count_held(share) + (UNKNOWN_STEP if step is None else step)
         if peak <= budget:
             break
-    return recomputes, share, peak, held
+    return recomputes, share, peak, training
 
 
 def _list_candidates(job: Job) -> Iterator[tuple[bool, float]]:

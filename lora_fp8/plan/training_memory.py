@@ -55,6 +55,8 @@ class TrainingMemory:
     """peak of a forward and backward pass, beside the weights and the optimizer; None if it is unknown"""
     trainable: Named
     """trained parameters by name, on the meta device"""
+    note: str = ""
+    """why the step is unknown"""
 
     def count_held(self, share: float) -> int:
         """Count the bytes on the device for the whole training: base, adapters and optimizer."""
@@ -70,13 +72,12 @@ def measure_base(model: torch.nn.Module, more: int = 0) -> BaseMemory:
     )
 
 
-def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[str]) -> TrainingMemory:
+def measure_training(plan: Plan, latents: tuple[int, ...] | None) -> TrainingMemory:
     """Build the models of a job as training does, and measure one step at its heaviest bucket.
 
     Args:
         plan: of the job.
         latents: shape of the latents of an image in the heaviest bucket, from `measure_vae`; None leaves the step out.
-        notes: gets a line if the step cannot be measured.
     """
     job, family = plan.job, plan.family
     denoiser, encoders = build_denoiser(job, family), build_text_encoders(job, family)
@@ -87,17 +88,15 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[st
         beneath = sum(tensor.numel() for tensor in state.values()) * family.dtype.itemsize
     adapted = Adapted(denoiser, encoders)
     named = adapters.parameters(adapted)
-    step = None
+    step, note = None, ""
     if latents is not None:
         num = count_in_batch(job, plan.images.buckets[find_heaviest_bucket(plan)[0]])
         try:
             step = measure_step(job, family, denoiser, latents, find_cond_shapes(plan, denoiser, latents), num)
         except dry_run.Undecided as error:
-            notes.append(
-                Message(
-                    "what a step takes is not known before it is tried: {error}; training tries it before step 1",
-                    error=error,
-                )
+            note = Message(
+                "what a step takes is not known before it is tried: {error}; training tries it before step 1",
+                error=error,
             )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
             step += sum(measure_text_step(encoder, num * family.num_chunks) for encoder in encoders.values())
@@ -108,6 +107,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, notes: list[st
         + optim.state_bytes([parameter for _, parameter in named], job.optimizer),
         step_bytes=step,
         trainable=named,
+        note=note,
     )
 
 

@@ -852,11 +852,6 @@ class Memory(Section):
         """The share of the frozen weights that is offloaded; none where "auto" was not decided."""
         return 0.0 if self.offload == "auto" else float(self.offload)
 
-    @property
-    def is_auto(self) -> bool:
-        """True if a setting is left to "auto"."""
-        return "auto" in (self.gradient_checkpointing, self.offload)
-
 
 class Preview(Section):
     """Images drawn during training, always from the same seed."""
