@@ -191,6 +191,7 @@ class Styles:
                 cells.append(f"{cell} {{ flex-basis: 100% !important; }}")
         empty = f'{table} .body-cell[aria-colindex="1"] [data-editable]:empty::before'
         yield f"{empty} {{ content: {_quote_css(self.ui.say('new.pictures.row'))}; }}"
+        yield f"{table} .label p {{ padding-left: 8px; }}"  # the mark of a change would cover a letter
         width = round(UNIT * sum(shares.values())) - 1
         yield STACKED.format(table=table, width=width, cells=" ".join(cells))
 
