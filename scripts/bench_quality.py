@@ -81,10 +81,14 @@ MODES = {
     "nf4": ["quantize.storage=nf4"],
     "fp8_matmul": ["quantize.compute=fp8", *SMALL],
     "fp8_forward": ["quantize.compute=fp8_forward", *SMALL],
+    "int8_convolutions": ["quantize.convolutions=int8"],
+    "fp8_convolutions": ["quantize.convolutions=fp8"],
 }
+PLAIN_CONVOLUTIONS = "quantize.convolutions=bf16"
+"""What each mode of sd15 without a word on convolutions was measured with, so that the linear layers are compared."""
 TITLES = {
     "bf16": "bf16",
-    "fp8_row": "fp8, scale per row (default)",
+    "fp8_row": "fp8, scale per row",
     "fp8_tensor": "fp8, scale per tensor",
     "fp8_block": "fp8, 1x64 blocks",
     "fp8_unscaled": "fp8 without scales (kohya's fp8_base)",
@@ -92,6 +96,8 @@ TITLES = {
     "nf4": "nf4 (QLoRA)",
     "fp8_matmul": "fp8 row, FP8 matmul",
     "fp8_forward": "fp8 row, FP8 matmul forward only",
+    "int8_convolutions": "fp8 row, convolutions in int8 (default)",
+    "fp8_convolutions": "fp8 row, convolutions in FP8",
 }
 FACTORS = (1.0, 1.4)
 SEEDS = (0, 1, 2)
@@ -120,14 +126,16 @@ def demo_job(family: str, folder: Path, *overrides: str) -> Job:
 
 def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
     """Return the overrides of a mode. A layer of a miniature that blocks do not divide gets one scale per row."""
-    if mode != "fp8_block":
+    if "convolutions" in mode:
         return MODES[mode]
+    if mode != "fp8_block":
+        return [PLAIN_CONVOLUTIONS, *MODES[mode]]
     job = demo_job(family, folder)
     found = planning.plan_layers(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
     block = precision.Format("fp8", "1x64")
     fp8 = [one for one in found.quantized if one.storage == "fp8"]
     table = {f"^{one.name}": str(block) for one in fp8 if not block.problem(one.shape)}
-    return [config.toml_line("quantize.override", table)]
+    return [PLAIN_CONVOLUTIONS, config.toml_line("quantize.override", table)]
 
 
 def held_out_loss(family_name: str, file: Path, folder: Path) -> float:

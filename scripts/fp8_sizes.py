@@ -3,7 +3,7 @@
     python scripts/fp8_sizes.py [FAMILY...]
 
 Sizes are counted on torch's meta device from `reference_config`, without weights: every parameter and buffer as
-`precision.quantize_` stores it, scales included. Convolutions, norms and the layers of `keep_precise` stay in bf16.
+`precision.quantize_` stores it, scales included. Norms and the layers of `keep_precise` stay in bf16.
 """
 
 import sys

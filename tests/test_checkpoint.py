@@ -483,3 +483,17 @@ def test_tables_of_layers_are_compared_with_their_order_and_with_the_lists_of_ol
     ]
     del old["settings"]["optimizer.lrs"]  # a bundle from before the setting
     assert checkpoint.compare(old, remembered(ranks, storage)) == ([], [])
+
+
+def test_convolutions_of_older_bundles_were_not_quantized():
+    """Without the setting, their base had the convolutions of its file; a resumed run is told that this changes."""
+    least = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}\n"
+    now = checkpoint.remember(config.loads(least), base="b", data="d")
+    before = json.loads(json.dumps(now))
+    del before["settings"]["quantize.convolutions"]
+    refused, warnings = checkpoint.compare(before, now)
+    assert not refused
+    (line,) = warnings
+    assert "quantize.convolutions: bf16 -> auto" in line
+    same = checkpoint.remember(config.loads(least, ["quantize.convolutions=bf16"]), base="b", data="d")
+    assert checkpoint.compare(before, same) == ([], [])

@@ -102,7 +102,7 @@ def test_storage_none_swaps_nothing():
 
 
 def test_keep_that_matches_nothing():
-    with pytest.raises(UserError, match=r"'to_qq' matches no linear layer.*did you mean 'to_q'"):
+    with pytest.raises(UserError, match=r"'to_qq' matches no layer.*did you mean 'to_q'"):
         precision.quantize_(flux(), settings.Quantize(storage="fp8", keep=["to_qq"]), (), torch.bfloat16)
 
 

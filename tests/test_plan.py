@@ -80,7 +80,7 @@ def test_plan_equals_the_golden_file(name, request):
 # Parameters in billions as the models' cards say: 2.6, 12, 20; the shares were counted from the classes by hand.
 @pytest.mark.parametrize(
     ("name", "billions", "in_fp8", "modulated"),
-    [("sdxl", 2.567, 2.19, 0.0), ("flux", 11.90, 8.607, 3.2275), ("qwen_image", 20.43, 13.59, 6.795)],
+    [("sdxl", 2.567, 2.19, 0.3332), ("flux", 11.90, 8.607, 3.2275), ("qwen_image", 20.43, 13.59, 6.795)],
 )
 def test_totals_of_the_large_models(name, billions, in_fp8, modulated):
     plan = decide(*large(name), compute="fp8")
@@ -223,8 +223,8 @@ def test_every_wrong_name_and_scale_is_said_at_once():
     with torch.device("meta"), pytest.raises(UserErrors) as error:
         decide(Small(), (), ("mod",), scale="128x128", keep=["to_qq"], override={"narow": "int8"}, fp8_exclude=["odd."])
     text = str(error.value)
-    assert "quantize.keep: 'to_qq' matches no linear layer of this model; did you mean 'to_q'" in text
-    assert "quantize.override: 'narow' matches no linear layer of this model; did you mean 'narrow'" in text
+    assert "quantize.keep: 'to_qq' matches no layer of this model; did you mean 'to_q'" in text
+    assert "quantize.override: 'narow' matches no layer of this model; did you mean 'narrow'" in text
     assert "quantize.fp8_exclude: 'odd.' matches" in text
     assert "scale 128x128 does not divide 1024 x 64 (embed and 2 more layers)" in text
     assert "use scale 'row' or 'tensor' or '1x64'" in text

@@ -80,6 +80,7 @@ FLIPS = {
     "quantize.keep": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.scale": Flip("tensor", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.modulation": Flip("bf16", (*TRAINING, "storage"), ("shapes", "rates"), family="flux"),
+    "quantize.convolutions": Flip("bf16", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.override": Flip("{'to_q' = 'int8'}", (*TRAINING, "storage"), ("shapes", "rates")),
     "quantize.sensitivity": Flip(
         "auto", (*TRAINING, "storage"), ("shapes", "rates"), ("quantize.sensitivity_bound=0.01",)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Joined, Message, UserError
-from ..precision import FrozenLinear, frozen_layers
+from ..precision import FrozenLayer, FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
 from ..precision.names import by_name, hint
@@ -506,6 +506,6 @@ def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:
 
 
 def _device(layer: nn.Module) -> torch.device:
-    if isinstance(layer, FrozenLinear):
+    if isinstance(layer, FrozenLayer):
         return layer.device
     return next(layer.parameters()).device  # not layer.weight, for which an FP8 layer would dequantize

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ..common.numbers import sides
 from ..errors import Message, UserError
-from ..precision import FrozenLinear
+from ..precision import FrozenLayer
 from ..precision.formats import decode_rows
 from ..precision.stream import here
 
@@ -204,7 +204,7 @@ def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         a, b: (R, K...) and (N, R...).
         scaling: alpha / rank.
     """
-    if isinstance(layer, FrozenLinear) and layer.backend != "te":  # only TransformerEngine can read its own bytes
+    if isinstance(layer, FrozenLayer) and layer.backend != "te":  # only TransformerEngine can read its own bytes
         parts, storage, dtype = list(here(layer.parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype

@@ -264,7 +264,8 @@ def set_precision(draft: Draft) -> None:
             {"quantize.storage": "fp8"},
             Message(
                 "kohya casts every weight without a scale, so that small ones become zero; here each row has a "
-                "scale. quantize.scale = 'none' is the exact equivalent"
+                "scale. quantize.scale = 'none' is the exact equivalent, in a UNet together with "
+                "quantize.convolutions = 'fp8'"
             ),
         )
     else:

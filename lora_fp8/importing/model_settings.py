@@ -369,7 +369,8 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
             if scaled
             else Message(
                 "{tool} casts the weights without a scale, so that small ones become zero; here each row has "
-                "one. quantize.scale = 'none' is the exact equivalent",
+                "one. quantize.scale = 'none' is the exact equivalent, in a UNet together with "
+                "quantize.convolutions = 'fp8'",
                 tool=tool,
             ),
         )

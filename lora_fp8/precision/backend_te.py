@@ -26,7 +26,8 @@ from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling,
 
 from ..errors import Message, UserError
 from .formats import E4M3_MAX, MIN_SCALE, not_finite
-from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear, frozen_layers
+from .frozen import frozen_layers
+from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear
 from .quantized import Weight, plain
 
 WEIGHT = 1  # index in a layer's forward scales: input, weight, output

@@ -19,7 +19,8 @@ from torch import nn
 from .. import settings
 from ..errors import Message, Template
 from .formats import Format
-from .linear import AmaxHistory, FrozenLinear, frozen_layers
+from .frozen import frozen_layers
+from .linear import AmaxHistory, FrozenLinear
 
 TE_SCALE = {"delayed": "tensor", "current": "tensor", "block": "128x128", "mxfp8": "1x32"}
 """Recipe -> the block that shares a scale in TransformerEngine's weights."""

@@ -1,11 +1,11 @@
 """Quantizes a whole denoiser: chooses a format per layer, reports it, and fills the layers from a stream of tensors.
 
 The denoiser never exists whole in bf16. `families` builds it on the meta device, `quantize_` replaces its linear layers
-while they take no memory, and `fill_` takes the checkpoint's tensors one at a time in the file's own precision. So
-weights are rounded to FP8 once (float32 file -> FP8, not float32 -> bf16 -> FP8).
+and convolutions while they take no memory, and `fill_` takes the checkpoint's tensors one at a time in the file's own
+precision. So weights are rounded to FP8 once (float32 file -> FP8, not float32 -> bf16 -> FP8).
 
-Everything that is not a plain `nn.Linear` stays in `dtype` (norms, convolutions, embeddings, biases), and so do the
-linear layers that the family or the user excludes. Modules in the model class's `_keep_in_fp32_modules` stay float32,
+Everything that is not a plain `nn.Linear` or `nn.Conv2d` stays in `dtype` (norms, embeddings, biases), and so do the
+layers that the family or the user excludes. Modules in the model class's `_keep_in_fp32_modules` stay float32,
 as in diffusers' own loading.
 """
 
@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from .. import settings
 from ..errors import Joined, Message, Template, UserError, first_few
 from .backends import linear_class
-from .linear import FrozenLinear, frozen_layers
-from .plan import LayerPlan, Plan, decide, held_dtype, linear_places
+from .conv import FrozenConv2d
+from .frozen import FrozenLayer, frozen_layers
+from .linear import FrozenLinear
+from .plan import Layer, LayerPlan, Plan, decide, held_dtype, layer_places
 from .quantized import Quantized, Weight
 
 
@@ -32,9 +34,9 @@ def quantize_(
 ) -> Plan:
     """Carry out what `plan.decide` decides, in place.
 
-    Linear layers are replaced by frozen ones, every parameter is frozen, and the rest is cast to `dtype`. Works on real
-    weights and on the meta device (then call `fill_`). Layers that are quantized already stay as they are. The
-    arguments are those of `plan.decide`.
+    Linear layers and convolutions are replaced by frozen ones, every parameter is frozen, and the rest is cast to
+    `dtype`. Works on real weights and on the meta device (then call `fill_`). Layers that are quantized already stay as
+    they are. The arguments are those of `plan.decide`.
 
     Raises:
         UserErrors: what `plan.decide` raises.
@@ -44,20 +46,20 @@ def quantize_(
         raise ValueError("quantize_ before adapters.inject: the adapters' own linear layers would be quantized")
     plan = decide(denoiser, section, keep, dtype, modulation, file_scale)
     planned = {layer.name: layer for layer in plan.layers}
-    places = linear_places(denoiser)
+    places = layer_places(denoiser)
     while places:
-        linear, several = places.popitem()  # nothing here keeps a layer alive after it is replaced
+        plain, several = places.popitem()  # nothing here keeps a layer alive after it is replaced
         layer = planned[several[0]]
         if layer.form is None:
             continue
-        if isinstance(linear, FrozenLinear):
-            frozen = linear
+        if isinstance(plain, FrozenLayer):
+            frozen: FrozenLayer = plain
         else:
-            frozen = _empty(layer, section, dtype, linear.bias is not None)
-            frozen.train(linear.training)
-            frozen.set_weight_(linear.weight.detach(), several[0])
-            if linear.bias is not None:
-                frozen.bias = nn.Parameter(linear.bias.detach().to(dtype, copy=True), False)
+            frozen = _empty(layer, section, dtype, plain)
+            frozen.train(plain.training)
+            frozen.set_weight_(plain.weight.detach(), several[0])
+            if plain.bias is not None:
+                frozen.bias = nn.Parameter(plain.bias.detach().to(dtype, copy=True), False)
             for name in several:
                 parent, _, child = name.rpartition(".")
                 setattr(denoiser.get_submodule(parent), child, frozen)
@@ -68,12 +70,12 @@ def quantize_(
         held = held_dtype(denoiser, name, dtype)
         # Tensors of a frozen layer other than its bias stay as they are. A non-persistent buffer keeps the precision
         # in which the constructor computed it.
-        fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLinear) else ())}
+        fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLayer) else ())}
         tensors = [buffer for key, buffer in module._buffers.items() if key not in fixed]
-        tensors += [module.bias] if isinstance(module, FrozenLinear) else module._parameters.values()
+        tensors += [module.bias] if isinstance(module, FrozenLayer) else module._parameters.values()
         for tensor in tensors:
             if tensor is not None and tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype if isinstance(module, FrozenLinear) else held)
+                tensor.data = tensor.data.to(dtype if isinstance(module, FrozenLayer) else held)
     denoiser.requires_grad_(False)
     return plan
 
@@ -166,10 +168,10 @@ def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_held(weight: Weight, layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype) -> Tensor:
-    """Return a file's weight (N, K) as its planned layer computes with it, in `dtype`, on the weight's device."""
-    held = _empty(layer, section, dtype, bias=False)
+    """Return a file's weight as its planned layer computes with it, in `dtype`, on the weight's device."""
+    held = _empty_linear(layer, section, dtype, bias=False)
     held.set_weight_(weight, layer.name)
-    return held.weight.detach()
+    return held.weight.detach().view(weight.shape)
 
 
 def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
@@ -180,8 +182,16 @@ def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def _empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
+def _empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, plain: Layer) -> FrozenLayer:
     """Return the planned layer on the meta device, with its matmul set but without its weight."""
+    if isinstance(plain, nn.Linear):
+        return _empty_linear(layer, section, dtype, plain.bias is not None)
+    if layer.form is None:
+        raise ValueError(f"{layer.name}: is not to be quantized")
+    return FrozenConv2d(plain, dtype, layer.form)
+
+
+def _empty_linear(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
     if layer.form is None:
         raise ValueError(f"{layer.name}: is not to be quantized")
     num_out, num_in = layer.shape
@@ -198,7 +208,7 @@ def _modules(denoiser: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _names(module: nn.Module) -> list[str]:
     """Return the module's own parameters and persistent buffers, by their names in the plain model."""
-    if isinstance(module, FrozenLinear):
+    if isinstance(module, FrozenLayer):
         return ["weight"] if module.bias is None else ["weight", "bias"]
     parameters = [key for key, value in module._parameters.items() if value is not None]
     skipped = module._non_persistent_buffers_set
@@ -208,8 +218,8 @@ def _names(module: nn.Module) -> list[str]:
 def _slots(denoiser: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, tuple[int, ...]]]]:
     for path, module in _modules(denoiser):
         for attribute in _names(module):
-            if isinstance(module, FrozenLinear) and attribute == "weight":
-                shape = (module.out_features, module.in_features)
+            if isinstance(module, FrozenLayer) and attribute == "weight":
+                shape = module.weight_shape
             else:
                 shape = tuple(getattr(module, attribute).shape)
             yield f"{path}.{attribute}" if path else attribute, (module, attribute, shape)
@@ -223,7 +233,7 @@ def _set(
     tensor: Weight,
     dtype: torch.dtype,
 ) -> None:
-    if isinstance(module, FrozenLinear) and attribute == "weight":
+    if isinstance(module, FrozenLayer) and attribute == "weight":
         module.compute_dtype = dtype
         module.set_weight_(tensor, name.removesuffix(".weight"))
         return

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
 
 HALF = (torch.bfloat16, torch.float16)
 NAMES = ("conv1d", "conv2d", "conv3d")
@@ -40,3 +41,17 @@ def calculate_in_float32(convolution: Callable[..., Tensor]) -> Callable[..., Te
 
     convolve.__wrapped__ = convolution  # builtin functions have no attributes that `wraps` could copy
     return convolve
+
+
+def input_gradient(shape: torch.Size, weight: Tensor, grad: Tensor, *places: tuple[int, int]) -> Tensor:
+    """Compute the gradient for the input of `F.conv2d`, as autograd does: on such a CPU in float32, rounded once.
+
+    Args:
+        shape: (B, C, H, W) of the input.
+        weight: (O, C, R, S).
+        grad: gradient for the output.
+        places: stride, padding and dilation.
+    """
+    if hasattr(F.conv2d, "__wrapped__") and grad.dtype in HALF and grad.device.type == "cpu":
+        return conv2d_input(shape, weight.float(), grad.float(), *places).to(grad.dtype)
+    return conv2d_input(shape, weight, grad, *places)

@@ -16,6 +16,7 @@ Layers in `keep_precise`, the output layer among them, are not quantized at all.
 """
 
 import difflib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,21 +29,25 @@ from .. import settings
 from ..errors import Joined, Message, Template, UserErrors
 from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
+from .conv import why_not
 from .formats import Format
+from .frozen import FrozenLayer
 from .linear import FrozenLinear
 from .names import name_matches
 
 ALIGNMENT = 16  # FP8 tensor cores need multiples of it for both sides of a weight
 PLAIN = ("bf16", "none")
+Layer = nn.Linear | nn.Conv2d
+"""A layer that can be frozen."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What is decided for one linear layer."""
+    """What is decided for one linear layer or convolution."""
 
     name: str
     shape: tuple[int, int]
-    """(output features, input features)"""
+    """(output features, input features); of a convolution the inputs of a filter, channels x height x width."""
     storage: str
     """"fp8", "int8", "nf4"; or "bf16", "fp16", "fp32" if it is not quantized."""
     scale: str
@@ -57,6 +62,8 @@ class LayerPlan:
     """Bytes of weight, scales and bias."""
     backend: str = ""
     """Library of the layer: "own", "torchao", "te"; "" if it is not quantized."""
+    kind: str = "linear"
+    """"linear" or "convolution"."""
 
     @property
     def form(self) -> Format | None:
@@ -66,7 +73,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions for every linear layer of a denoiser, and the bytes of the whole."""
+    """The decisions for every linear layer and convolution of a denoiser, and the bytes of the whole."""
 
     storage: str
     """`quantize.storage` of the job."""
@@ -83,6 +90,7 @@ class Plan:
         return {
             "layers.fp8": any(layer.compute.startswith("fp8") for layer in self.layers),
             "layers.modulation": any("modulation" in layer.reason for layer in self.layers),
+            "layers.convolutions": any(layer.kind == "convolution" for layer in self.layers),
         }
 
     @property
@@ -99,10 +107,16 @@ class Plan:
         """Return a few lines for the log: totals, then the layers that differ from what was asked, and why."""
         held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
         what = Joined(", ", [Message("{count} in {form}", count=count, form=form) for form, count in held.items()])
+        kinds = Counter(layer.kind for layer in self.layers)
+        template = Template("of {total} linear layers {what}; {size} held, {plain} without")
+        if kinds["convolution"]:
+            template = Template(
+                "of {total} linear layers and {convolutions} convolutions {what}; {size} held, {plain} without"
+            )
         lines: list[str] = [
-            Message(
-                "of {total} linear layers {what}; {size} held, {plain} without",
-                total=len(self.layers),
+            template(
+                total=kinds["linear"],
+                convolutions=kinds["convolution"],
                 what=what or Message("none quantized"),
                 size=_size(self.num_bytes),
                 plain=_size(self.plain_num_bytes),
@@ -122,7 +136,7 @@ class Plan:
         return Joined("\n", lines)
 
     def table(self) -> str:
-        """Return one aligned line per linear layer, and the totals."""
+        """Return one aligned line per layer, and the totals."""
         rows = [
             (layer.name, f"{layer.shape[0]}x{layer.shape[1]}", " ".join(filter(None, (layer.storage, layer.scale))) +
              _by(layer.backend), layer.compute)
@@ -175,44 +189,54 @@ def decide(
         UserErrors: entries of the section match no linear layer, or a scale does not divide a layer.
     """
     rules = _Rules(section, tuple(keep), tuple(modulation), file_scale)
-    places = linear_places(denoiser)
+    places = layer_places(denoiser)
     names = [name for several in places.values() for name in several]
     problems = _unknown_entries(section, names)
     layers: dict[str, LayerPlan] = {}
     misfits: dict[tuple[str, Format], list[tuple[str, tuple[int, int]]]] = {}
-    for linear, several in places.items():
-        form, reason = _choose_form(rules, denoiser, linear, several)
-        shape = (linear.out_features, linear.in_features)
+    for layer, several in places.items():
+        form, reason = _choose_form(rules, denoiser, layer, several)
+        shape, kind = matrix_shape(layer), "convolution" if isinstance(layer, nn.Conv2d) else "linear"
         if form is not None and form.problem(shape) and form.scale != _te_scale(section):
             setting = "quantize.override" if "quantize.override" in reason else "quantize.scale"
             misfits.setdefault((setting, form), []).append((several[0], shape))
         compute, why = _compute(several, form, shape, section, modulation)
-        held = held_dtype(denoiser, several[0], dtype)
         backend = _backend(form, compute, section)
-        size = _num_bytes(linear, form, held, dtype, backend)
+        if kind == "convolution" and form is not None:
+            compute, backend = "upcast", "own"
+            why = Message("a convolution") if section.compute != "upcast" else ""
+        held = held_dtype(denoiser, several[0], dtype)
+        size = _num_bytes(layer, form, held, dtype, backend)
         for name in several:
             layers[name] = LayerPlan(
                 name, shape, form.storage if form else _short(held), form.scale if form else "", compute, reason, why,
-                size, backend,
+                size, backend, kind,
             )  # fmt: skip
     problems += [_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
     if problems:
         raise UserErrors(problems, "quantize")
 
-    counted: dict[nn.Module, int] = {linear: layers[several[0]].num_bytes for linear, several in places.items()}
+    counted: dict[nn.Module, int] = {layer: layers[several[0]].num_bytes for layer, several in places.items()}
     plain = sum(_plain_size(module) for module in denoiser.modules()) * dtype.itemsize
     planned = tuple(layers[name] for name in names)
     warnings = tuple(_rounded_again(planned, file_scale))
     return Plan(section.storage, planned, _total_bytes(denoiser, counted, dtype), plain, warnings)
 
 
-def linear_places(denoiser: nn.Module) -> dict[nn.Linear, list[str]]:
-    """Return each linear layer with all names under which the model has it, in the model's order."""
-    places: dict[nn.Linear, list[str]] = {}
+def layer_places(denoiser: nn.Module) -> dict[Layer, list[str]]:
+    """Return each linear layer and convolution with all names under which the model has it, in the model's order."""
+    places: dict[Layer, list[str]] = {}
     for name, module in denoiser.named_modules(remove_duplicate=False):
-        if name and isinstance(module, nn.Linear):
+        if name and isinstance(module, Layer):
             places.setdefault(module, []).append(name)
     return places
+
+
+def matrix_shape(layer: Layer) -> tuple[int, int]:
+    """Return (N, K) of a layer's weight; that of a convolution is the matrix of its flattened filters."""
+    if isinstance(layer, nn.Linear):
+        return layer.out_features, layer.in_features
+    return layer.out_channels, layer.in_channels // layer.groups * math.prod(layer.kernel_size)
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
@@ -228,48 +252,52 @@ class _Rules:
     file_scale: str
 
 
-def _choose_form(
-    rules: _Rules, denoiser: nn.Module, linear: nn.Linear, names: Sequence[str]
-) -> tuple[Format | None, str]:
+def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequence[str]) -> tuple[Format | None, str]:
     """Return the storage format of a layer (None: not quantized) and the reason for it.
 
     Args:
         rules: what decides.
         denoiser: the model.
-        linear: the layer.
+        layer: the layer.
         names: the names under which the model has it.
     """
-    verdicts = [_storage(rules, denoiser, name, linear, names) for name in names]
+    verdicts = [_storage(rules, denoiser, name, layer, names) for name in names]
     # A layer at two places is stored as the more careful of the two verdicts says.
     form, reason = next((verdict for verdict in verdicts if verdict[0] is None), verdicts[0])
     by_rule = form is not None and reason in ("", "modulation") and form.storage == "fp8"
     if by_rule and rules.file_scale and _keeps_scale(rules.section):
         own = Format("fp8", rules.file_scale)
-        form = form if own.problem((linear.out_features, linear.in_features)) else own
+        form = form if own.problem(matrix_shape(layer)) else own
     return form, reason
 
 
 def _storage(
-    rules: _Rules, denoiser: nn.Module, name: str, linear: nn.Linear, names: Sequence[str]
+    rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names: Sequence[str]
 ) -> tuple[Format | None, str]:
     """Apply the rules for storage to a layer under one of its names; arguments and result as in `_choose_form`."""
-    section, shape = rules.section, (linear.out_features, linear.in_features)
-    plain = type(linear) in (nn.Linear, FrozenLinear)
+    section, shape = rules.section, matrix_shape(layer)
+    not_plain = _why_not_plain(layer)
     if section.storage in PLAIN:
         return None, Message("quantize.storage is {storage}", storage=section.storage)
     if (entry := _first_match(name, section.keep)) is not None:
         return None, _listed_in("keep", entry)
-    if plain and (entry := _first_match(name, section.override)) is not None:
+    if not not_plain and (entry := _first_match(name, section.override)) is not None:
         return _override(section.override[entry], shape), _listed_in("override", entry)
     if (entry := _first_match(name, rules.keep)) is not None:
         return None, Message("{entry} is precise in this family", entry=repr(entry))
     if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
         return None, Message("float32 in this model's class")
-    if not plain:
-        # Such as the projection of nn.MultiheadAttention, whose weight is read without calling the layer.
-        return None, Message("{name} is not a plain nn.Linear", name=type(linear).__name__)
-    if isinstance(linear, FrozenLinear):
-        return linear.form, Message("is quantized already")
+    if not_plain:
+        return None, not_plain
+    if isinstance(layer, FrozenLayer):
+        return layer.form, Message("is quantized already")
+    if isinstance(layer, nn.Conv2d):
+        # No GPU multiplies a convolution in FP8, so it can have the format with the least error.
+        kind = "int8" if section.convolutions == "auto" else section.convolutions
+        if kind in PLAIN:
+            return None, Message("quantize.convolutions is bf16")
+        asked = Format(kind, section.scale) if kind == section.storage and section.scale != "auto" else None
+        return (asked if asked and not asked.problem(shape) else _fitting(kind, shape)), ""
     if _first_match(name, rules.modulation) is not None:
         # Multiplied once per image it takes no time, so it can have the format with the least error.
         kind = "int8" if section.modulation == "auto" else section.modulation
@@ -277,6 +305,16 @@ def _storage(
             return None, Message("quantize.modulation is bf16")
         return _fitting(kind, shape), Message("modulation")
     return _asked_storage(section, names, shape)
+
+
+def _why_not_plain(layer: Layer) -> str:
+    """Return why a layer cannot be replaced by a frozen one; "" if it can."""
+    if isinstance(layer, nn.Conv2d):
+        return why_not(layer)
+    if type(layer) not in (nn.Linear, FrozenLinear):
+        # Such as the projection of nn.MultiheadAttention, whose weight is read without calling the layer.
+        return Message("{name} is not a plain nn.Linear", name=type(layer).__name__)
+    return ""
 
 
 def _listed_in(setting: str, entry: str) -> Message:
@@ -441,9 +479,9 @@ def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}
     parts |= {".".join(name.split(".")[-2:]) for name in names}
     near = difflib.get_close_matches(entry.removeprefix("^"), sorted(parts), n=3)
-    template = Template("{key}: {entry} matches no linear layer of this model; `lora-fp8 plan` lists the layers")
+    template = Template("{key}: {entry} matches no layer of this model; `lora-fp8 plan` lists the layers")
     if near:
-        template = Template("{key}: {entry} matches no linear layer of this model; did you mean {names}?")
+        template = Template("{key}: {entry} matches no layer of this model; did you mean {names}?")
     return template(key=setting, entry=repr(entry), names=" or ".join(map(repr, near)))
 
 
@@ -483,15 +521,15 @@ def _computed(module: nn.Module, tensor: torch.Tensor) -> bool:
     return any(module._buffers.get(key) is tensor for key in module._non_persistent_buffers_set)
 
 
-def _num_bytes(linear: nn.Linear, form: Format | None, held: torch.dtype, dtype: torch.dtype, backend: str) -> int:
-    shape = (linear.out_features, linear.in_features)
-    bias = 0 if linear.bias is None else linear.out_features * (held if form is None else dtype).itemsize
+def _num_bytes(layer: Layer, form: Format | None, held: torch.dtype, dtype: torch.dtype, backend: str) -> int:
+    shape = matrix_shape(layer)
+    bias = 0 if layer.bias is None else shape[0] * (held if form is None else dtype).itemsize
     return bias + (num_bytes(backend, form, shape) if form is not None else shape[0] * shape[1] * held.itemsize)
 
 
 def _plain_size(module: nn.Module) -> int:
-    if isinstance(module, FrozenLinear):
-        return module.out_features * (module.in_features + (module.bias is not None))
+    if isinstance(module, FrozenLayer):
+        return module.matrix_shape[0] * (module.matrix_shape[1] + (module.bias is not None))
     return sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
 
 

@@ -32,7 +32,8 @@ from ..errors import Message
 from ..settings import SCALES
 from .backends import num_bytes
 from .formats import Format, not_finite
-from .linear import FrozenLinear, decoded_compute, frozen_layers
+from .frozen import FrozenLayer, decoded_compute, frozen_layers
+from .linear import FrozenLinear
 from .matmul import forget_shared
 from .quantized import Weight, plain
 
@@ -106,8 +107,8 @@ def capture_inputs(
     taken: dict[str, list[Tensor]] = {}
 
     def keeper(name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x_MK = args[0].detach().reshape(-1, args[0].shape[-1])
+        def keep(module: FrozenLayer, args: tuple[Tensor, ...]) -> None:
+            x_MK = module.input_rows(args[0].detach())
             taken.setdefault(name, []).append(_evenly(x_MK, share).cpu())
 
         return keep
@@ -200,32 +201,33 @@ class _Sums:
 
 
 def _layer_error(
-    name: str, layer: FrozenLinear, tensor: Tensor, x_MK: Tensor | None, dtype: torch.dtype, bound: float
+    name: str, layer: FrozenLayer, tensor: Tensor, x_MK: Tensor | None, dtype: torch.dtype, bound: float
 ) -> LayerError:
     device = layer.device
-    tensor = tensor.to(device)
+    tensor = tensor.to(device).flatten(1)
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():
         raise not_finite(name)
+    shape = layer.matrix_shape
     if x_MK is None or not x_MK.numel():
-        called, x_MK = False, plain_NK.new_zeros(0, layer.in_features)
+        called, x_MK = False, plain_NK.new_zeros(0, shape[1])
     else:
         called, x_MK = True, x_MK.to(device)
     if not x_MK.isfinite().all():
         raise ValueError(f"{name}: its input has NaN or infinity; is the base model whole?")
-    sums = _compare(name, plain_NK, layer.weight, x_MK)
+    sums = _compare(name, plain_NK, layer.weight.flatten(1), x_MK)
     amax_N = plain_NK.abs().amax(dim=1).double()
     filled_N = amax_N[amax_N > 0]
     typical = filled_N.median() if len(filled_N) else amax_N.new_zeros(())
-    shape = (layer.out_features, layer.in_features)
     better, better_damage, better_bytes = "", 0.0, 0
     if sums.damage(called) > bound:
         for form in ladder(layer.form, shape):
             if form is None:
                 better, better_damage, better_bytes = "bf16", 0.0, plain_NK.nbytes
                 break
-            # A layer that TransformerEngine does not store is our own; see `plan`.
-            kind = FrozenLinear if layer.backend == "te" else type(layer)
+            # A layer that TransformerEngine does not store is our own; see `plan`. So is a convolution, whose matrix
+            # is rounded like any other.
+            kind = type(layer) if isinstance(layer, FrozenLinear) and layer.backend != "te" else FrozenLinear
             held = kind(shape[1], shape[0], False, "meta", dtype, form)
             held.set_weight_(tensor, name)
             other = _compare(name, plain_NK, held.weight, x_MK)
@@ -277,7 +279,7 @@ def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sum
     return sums
 
 
-def _multiplied_error(layer: FrozenLinear, plain_NK: Tensor, x_MK: Tensor) -> float:
+def _multiplied_error(layer: FrozenLayer, plain_NK: Tensor, x_MK: Tensor) -> float:
     with torch.no_grad():
         y_MN = layer(x_MK.to(layer.compute_dtype)).double()
     bias_N = None if layer.bias is None else layer.bias.double()

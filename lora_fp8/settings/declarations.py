@@ -73,6 +73,7 @@ FACTS = {
     "base.guidance": Message("this model has no guidance embedding"),
     "layers.fp8": Message("no layer can be multiplied in FP8"),
     "layers.modulation": Message("this model has no modulation layers"),
+    "layers.convolutions": Message("this model has no convolutions"),
     "run.several_processes": Message("one process exchanges no gradients"),
 }
 """What a `when` may need beside settings and the family's traits, each with the reason where it does not hold.
@@ -192,6 +193,12 @@ class Quantize(Section):
         "Storage format of the modulation layers, which process one row per image. auto: int8, which has the "
         "smallest error.",
         when=QUANTIZED | {"layers.modulation": (True,)},
+    )
+    convolutions: Literal["auto", "fp8", "int8", "nf4", "bf16"] = setting(
+        "auto",
+        "Storage format of the convolutions, which are always dequantized to be computed. auto: int8, which has the "
+        "smallest error.",
+        when=QUANTIZED | {"layers.convolutions": (True,)},
     )
     keep: list[str] = setting(
         [],

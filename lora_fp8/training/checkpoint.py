@@ -332,6 +332,8 @@ WATCHED = (
     "model.dtype",
     "memory.compile",
 )
+BEFORE = {"quantize.convolutions": "bf16"}
+"""What older versions did where there was no setting yet, if it differs from the setting's default now."""
 ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every", "adapter.init_from")
 
 
@@ -416,7 +418,9 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def _default(key: str) -> Any:
-    """Return the default of a setting that older checkpoints did not record; None if it no longer exists."""
+    """Return what a setting that older checkpoints did not record was; None if it no longer exists."""
+    if key in BEFORE:
+        return BEFORE[key]
     section, _, name = key.partition(".")
     fields = getattr(Job.model_fields[section].annotation, "model_fields", {})
     return fields[name].default if name in fields else None
