@@ -245,7 +245,7 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         return found
 
     monkeypatch.setattr(stream, "put_away", put_away)
-    monkeypatch.setattr("lora_fp8.precision.linear.put_away", put_away)
+    monkeypatch.setattr("lora_fp8.precision.frozen.put_away", put_away)
     monkeypatch.setattr(stream, "_is_at", lambda tensor, device: tensor.data_ptr() not in away)
     monkeypatch.setattr(stream, "_couriers", {})
     monkeypatch.setattr(stream, "Courier", lambda device: made.append(courier(device)) or made[-1])

@@ -303,7 +303,7 @@ def test_convolutions_where_named():
     precision.quantize_(model, settings.Quantize(storage="fp8"), (), torch.bfloat16)
     report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "conv1"], seed=0)
     kinds = {type(layer.get_base_layer()) for layer in adapters.modules(model).values()}
-    assert kinds == {precision.FrozenLinear, nn.Conv2d}
+    assert kinds == {precision.FrozenLinear, precision.FrozenConv2d}
     assert sum(name.endswith("conv1") for name in report.names) == sum(
         name.endswith("conv1") for name, _ in UNet2DConditionModel.named_modules(model) if "base_layer" not in name
     )

@@ -1896,7 +1896,7 @@ def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
         lambda data: data.update(masked_training=True, unmasked_weight=0.3, normalize_masked_area_loss=True),
     )
     assert (set(folders), weight) == ({"*-masklabel"}, 0.3)
-    assert {"unmasked_weight", "normalize_masked_area_loss"} <= keys(found.differs)
+    assert {"unmasked_weight"} <= keys(found.differs) and {"normalize_masked_area_loss"} <= keys(found.mapped)
     draft = import_draft.Draft(found.tool, source_files.read_source(here / "onetrainer_sdxl.json"), "", "sdxl")
     folder = dataset_settings.look_into(draft, import_draft.Folder("pictures/plain", mask="*-masklabel"), deep=True)
     assert folder.images == 7
@@ -1905,9 +1905,47 @@ def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
         "ai_toolkit_flux.yaml", lambda data: data["config"]["process"][0].update(datasets=AI_TOOLKIT_SETS)
     )
     assert (folders, weight) == (["masks", "alpha", ""], 0.2)
-    assert {"datasets.0.mask_path", "datasets.1.alpha_mask"} <= keys(found.differs)
+    assert {"datasets.0.mask_path", "datasets.1.alpha_mask"} <= keys(found.mapped)
     # SimpleTuner's: a backend of its own, which another names
     (here / "simpletuner_backend.json").write_text(json.dumps(SIMPLETUNER_SETS), encoding="utf-8")
     folders, weight, found = made("simpletuner_flux.json", lambda data: None)
     assert (folders, weight) == (["m", ""], 0.0)
     assert not [line for line in found.todo if "'b'" in line] and [line for line in found.todo if "'d'" in line]
+
+
+def test_what_keeps_the_base_is_carried_over(here: Path, tmp_path: Path) -> None:
+    """Differential output preservation, prior-prediction concepts and regularization data: the base as the target."""
+    here = shutil.copytree(here, tmp_path / "files")
+
+    def made(name: str, change: Callable[[Any], None]) -> tuple[dict[str, Any], importing.Import]:
+        data = read(here / name)
+        change(data)
+        (here / name).write_text(json.dumps(data), encoding="utf-8")
+        found = importing.import_file(here / name)
+        return settings(found), found
+
+    def preserve(data: Any) -> None:
+        process = data["config"]["process"][0]
+        process["trigger_word"] = "zibo"
+        process["train"] |= {
+            "diff_output_preservation": True,
+            "diff_output_preservation_class": "cat",
+            "diff_output_preservation_multiplier": 0.5,
+        }
+
+    ours, found = made("ai_toolkit_flux.yaml", preserve)
+    assert ours["dataset"]["class_word"] == "cat" and ours["objective"]["prior_for_class"] == 0.5
+    assert "train.diff_output_preservation" in keys(found.mapped)
+
+    concepts = read(here / "onetrainer_concepts.json")
+    concepts[0]["type"] = "PRIOR_PREDICTION"
+    (here / "onetrainer_concepts.json").write_text(json.dumps(concepts), encoding="utf-8")
+    masked = {"masked_training": True, "masked_prior_preservation_weight": 0.25}
+    ours, found = made("onetrainer_sdxl.json", lambda data: data.update(masked))
+    assert ours["objective"]["prior_for_regularization"] is True and ours["objective"]["prior_outside_masks"] == 0.25
+    assert ours["dataset"]["folders"][0]["regularization"] is True
+    backend = SIMPLETUNER_SETS[0] | {"is_regularisation_data": True, "conditioning_data": None}
+    (here / "simpletuner_backend.json").write_text(json.dumps([backend]), encoding="utf-8")
+    ours, found = made("simpletuner_flux.json", lambda data: None)
+    assert ours["dataset"]["folders"][0]["regularization"] is True
+    assert ours["objective"]["prior_for_regularization"] is True

@@ -532,8 +532,10 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
             "model": {"name_or_path": "a/b", "arch": "flux"}, "network": {"type": "lora", "linear": 16},
             "datasets": [{"folder_path": "a"}], "save": {"save_every": 50}}]}}  # fmt: skip
     assert importing.verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
-    data["config"]["process"][0]["datasets"][0]["mask_path"] = "m"  # its loss is divided by the mask's area
-    assert importing.verdict(made(tmp_path / "b.yaml", data)).endswith("1 differ in meaning (datasets.0.mask_path)")
+    data["config"]["process"][0]["datasets"][0]["mask_path"] = "m"  # its loss is divided by the mask's area, as ours
+    assert importing.verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
+    data["config"]["process"][0]["datasets"][0]["is_reg"] = True  # shown as often as the others
+    assert importing.verdict(made(tmp_path / "b.yaml", data)).endswith("1 differ in meaning (datasets.0.is_reg)")
     (tmp_path / "set/10_cat").mkdir(parents=True)
     for name in ("0.png", "0.txt"):
         (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")

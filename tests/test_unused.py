@@ -21,7 +21,8 @@ ALWAYS = {
     *("adapter.type", "adapter.rank", "adapter.ranks", "adapter.alpha", "adapter.dropout", "adapter.targets"),
     *("adapter.init_from", "adapter.dtype"),
     *("dataset.folders", "dataset.resolution", "dataset.buckets", "dataset.bucket_step", "dataset.upscale"),
-    *("dataset.flip", "dataset.background", "dataset.trigger", "dataset.missing_caption", "dataset.caption_dropout"),
+    *("dataset.flip", "dataset.background", "dataset.trigger", "dataset.class_word", "dataset.missing_caption"),
+    "dataset.caption_dropout",
     *(
         "dataset.shuffle_tags",
         "dataset.keep_separator",

@@ -122,6 +122,7 @@ FLIPS = {
     "dataset.flip": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
     "dataset.background": Flip("#00ff00", ("losses", "encoded"), ("buckets",)),
     "dataset.trigger": Flip("zobi", ("losses", "encoded", "metadata"), ("buckets",)),
+    "dataset.class_word": Flip("dog", ("losses", "encoded"), ("buckets",), ("dataset.trigger=zobi",)),
     "dataset.caption_dropout": Flip("1.0", ("losses",), ("buckets", "samples")),
     "dataset.shuffle_tags": Flip("true", ("losses", "encoded"), ("buckets",)),
     "dataset.tag_dropout": Flip("0.6", ("losses", "encoded"), ("buckets", "samples")),
@@ -171,6 +172,12 @@ FLIPS = {
     "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
     "objective.unmasked_weight": Flip(
         "0.9", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.folders.0.mask=alpha",)
+    ),
+    "objective.normalize_mask": Flip(
+        "true", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.folders.0.mask=alpha",)
+    ),
+    "objective.prior_for_class": Flip(
+        "5.0", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.class_word=dog", "dataset.trigger=zobi")
     ),
     "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
     "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
@@ -239,6 +246,8 @@ OWN_TEST = {
     "train.threads": "test_threads",
     "train.deterministic": "test_deterministic_kernels",
     "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
+    "objective.prior_outside_masks": "test_the_bases_prediction_is_a_target",
+    "objective.prior_for_regularization": "test_the_bases_prediction_is_a_target",
     "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
     "preview.tiled": "test_tiles_reach_the_previews",
     "memory.compile": "test_compile_reaches_the_blocks",
@@ -814,3 +823,19 @@ def test_a_setting_that_has_no_effect_is_a_warning(
 
 def test_the_blocks_that_are_counted_exist() -> None:
     assert hasattr(diffusers.models.attention, "BasicTransformerBlock")
+
+
+def test_the_bases_prediction_is_a_target(observe: Callable[..., Any], gallery: Path, tmp_path: Path) -> None:
+    """Of regularization images beside others, and outside the masks of all images."""
+    both = f"dataset.folders=[{{path='{gallery}'}}, {{path='{gallery}', regularization=true}}]"
+    for number, side in enumerate((48, 64)):
+        image = Image.new("RGBA", (side, side), (200, 30, 30, 255))
+        image.paste((0, 0, 0, 0), (0, 0, side // 2, side))
+        image.save(tmp_path / f"{number}.png")
+        (tmp_path / f"{number}.txt").write_text("a cup", encoding="utf-8")
+    masked = f"dataset.folders=[{{path='{tmp_path}', mask='alpha'}}]"
+    for folders, setting in ((both, "prior_for_regularization=true"), (masked, "prior_outside_masks=5.0")):
+        before, after = observe(folders), observe(folders, f"objective.{setting}")
+        for seen in TRAINING:
+            assert before[seen] != after[seen], f"{setting} changes no {seen}"
+        assert before["rates"] == after["rates"] and before["buckets"] == after["buckets"]

@@ -122,6 +122,20 @@ def _check_missing_caption(job: Job) -> Problems:
             yield "dataset.missing_caption", Message("'trigger' needs dataset.trigger or a trigger in every folder")
 
 
+def _check_class_word(job: Job) -> Problems:
+    """Yield a problem if there is no trigger word for the class word to stand for, or it is a trigger word itself."""
+    word, triggers = job.dataset.class_word, job.dataset.triggers
+    if not word:
+        return
+    if not triggers:
+        yield (
+            "dataset.class_word",
+            Message("stands for the trigger word in captions, and there is none; set dataset.trigger, or leave it out"),
+        )
+    elif word in triggers:
+        yield "dataset.class_word", Message("{word} is the trigger word itself; give its class", word=quote(word))
+
+
 def _check_loraplus(job: Job) -> Problems:
     """Yield a problem if LoRA+ is set for an adapter without LoRA's two matrices."""
     if job.optimizer.loraplus_lr_ratio != 1 and job.adapter.type not in ("lora", "dora"):
@@ -588,6 +602,7 @@ RULES = (
     Rule(_check_recording, reads=("model.family",), known_family=True),
     Rule(_check_objective, reads=("model.family", "objective.loss"), known_family=True),
     Rule(_check_missing_caption, reads=("dataset.trigger", "dataset.folders")),
+    Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),
     Rule(_check_loraplus, reads=("adapter.type",)),
     Rule(_check_warmup, reads=("train.steps",)),

@@ -9,6 +9,7 @@ with spaces. If there is a trigger word (`Dataset.trigger_of`) and the caption d
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.reading import MOST_TEXT, read_bytes
@@ -92,6 +93,24 @@ def with_trigger(caption: str, trigger: str) -> str:
     if not trigger or re.search(rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})", caption):
         return caption
     return f"{trigger}, {caption}" if caption else trigger
+
+
+def with_class_word(caption: str, triggers: Sequence[str], class_word: str) -> str:
+    """Replace each trigger word in a caption by the class word, together with a class word that follows it.
+
+    "sks dog on grass", "sks, dog, on grass" and "sks on grass" become "dog on grass", "dog, on grass", "dog on grass".
+
+    Args:
+        caption: as trained.
+        triggers: the dataset's trigger words.
+        class_word: such as "dog"; "" leaves the caption as it is.
+    """
+    if not class_word:
+        return caption
+    for trigger in sorted(map(str.strip, triggers), key=len, reverse=True):  # "sks dog" before "sks"
+        word = rf"(?<!{_LETTER}){re.escape(trigger)}(?!{_LETTER})"
+        caption = re.sub(rf"{word}(?:[,\s]+{re.escape(class_word)}(?!{_LETTER}))?", lambda _: class_word, caption)
+    return caption
 
 
 def trained_caption(text: str, trigger: str, prefix: str = "", suffix: str = "") -> str:

@@ -11,7 +11,7 @@ from .. import settings
 from ..errors import Message, Template, first_few
 from . import keyed_seed, permutation
 from .caption_operations import split_tags, tag_glue
-from .caption_text import CHOICE, with_trigger
+from .caption_text import CHOICE, with_class_word, with_trigger
 from .examples import Example
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def plain_captions(section: settings.Dataset) -> settings.Dataset:
 def dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
     """Return all texts that training and validation may ask for.
 
-    These are the captions for validation, their variants, and "" if captions are dropped.
+    These are the captions for validation, their variants, those with the class word, and "" if captions are dropped.
     """
     texts: dict[str, None] = {}
     plain = plain_captions(section)
@@ -128,6 +128,7 @@ def dataset_captions(examples: Iterable[Example], section: settings.Dataset, see
         texts[caption_variant(caption, 0, plain, seed)] = None
         if section.varies_captions:
             texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
+    texts.update((with_class_word(text, section.triggers, section.class_word), None) for text in list(texts))
     if section.caption_dropout > 0:
         texts[""] = None
     return list(texts)

@@ -22,7 +22,7 @@ Shape legend: B batch, C channels, H height, W width (of latents; those of clips
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..errors import Message, UserError
 from . import keyed_seed, permutation
 from .buckets import Bucket, Placed, Size
 from .cache import Cache
+from .caption_text import with_class_word
 from .caption_variants import caption_variant
 
 
@@ -78,6 +79,9 @@ class Batch:
         total: number of samples of the whole micro-batch over all processes, which the loss is divided by.
         step, micro_index, epoch: position in the training.
         mask_BHW: loss mask of each image, float32 in [0, 1]; None if no image has one.
+        regularization: whether each is a regularization image.
+        class_captions, class_cond: the captions with dataset.class_word for the trigger, and their conditioning; None
+            if there is no class word, or no caption has a trigger.
     """
 
     latents_BCHW: Tensor
@@ -95,6 +99,9 @@ class Batch:
     micro_index: int
     epoch: int
     mask_BHW: Tensor | None = None
+    regularization: list[bool] = field(default_factory=list)
+    class_captions: list[str] = field(default_factory=list)
+    class_cond: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -119,6 +126,7 @@ class Batch:
             noise_BCHW=function(self.noise_BCHW),
             mask_BHW=None if self.mask_BHW is None else function(self.mask_BHW),
             cond={name: function(tensor) for name, tensor in self.cond.items()},
+            class_cond=None if self.class_cond is None else {n: function(t) for n, t in self.class_cond.items()},
         )
 
 
@@ -229,6 +237,7 @@ class Loader:
             captions.append(caption)
             flips.append(flipped)
             masks.append(self.cache.mask(item.placed, flipped))
+        class_captions, class_cond = self._class_part(mine, captions, flips)
         return Batch(
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
@@ -245,7 +254,21 @@ class Loader:
             micro_index=micro_index,
             epoch=epoch,
             mask_BHW=_stacked(masks, latents[0].shape[-2:]),
+            regularization=[self.section.folders[item.placed.example.folder_index].regularization for item in mine],
+            class_captions=class_captions,
+            class_cond=class_cond,
         )
+
+    def _class_part(
+        self, items: Sequence[Item], captions: Sequence[str], flips: Sequence[bool]
+    ) -> tuple[list[str], dict[str, Tensor] | None]:
+        """Return the captions with the class word, and their conditioning; None if it changes none of them."""
+        triggers, word = self.section.triggers, self.section.class_word
+        replaced = [with_class_word(caption, triggers, word) for caption in captions]
+        if replaced == list(captions):
+            return replaced, None
+        used = zip(items, replaced, flips, strict=True)
+        return replaced, self.family.collate([self._cond(item.placed, text, flipped) for item, text, flipped in used])
 
     def _chance(self, purpose: str, epoch: int, uid: str) -> float:
         """Draw a uniform number in [0, 1)."""

@@ -33,7 +33,8 @@ NO_VIDEO = dataset_settings.NO_CLIPS
 NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N.control")
 NO_LOSS = remarks.ONE_LOSS
 NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
-NO_PRESERVE = Message("no prior is preserved here; caption some pictures of the class without the trigger")
+NO_PRESERVE = Message("what the base draws without a prompt is not kept here; dataset.class_word keeps a class")
+AREA = {"objective.normalize_mask": True}
 
 SHORT: dict[str, Rule] = {
     "type": idle(Message("the kind of process")),
@@ -163,9 +164,9 @@ SHORT: dict[str, Rule] = {
     "train.do_differential_guidance": none(NO_LOSS),
     "train.differential_guidance_scale": idle(remarks.BELONGS_TO(key="do_differential_guidance")),
     "train.do_guidance_loss": none(NO_LOSS),
-    "train.diff_output_preservation": none(NO_PRESERVE),
-    "train.diff_output_preservation_multiplier": idle(remarks.BELONGS_TO(key="diff_output_preservation")),
-    "train.diff_output_preservation_class": idle(remarks.BELONGS_TO(key="diff_output_preservation")),
+    "train.diff_output_preservation": JOINT,
+    "train.diff_output_preservation_multiplier": JOINT,
+    "train.diff_output_preservation_class": JOINT,
     "train.blank_prompt_preservation": none(NO_PRESERVE),
     "train.blank_prompt_preservation_multiplier": idle(remarks.BELONGS_TO(key="blank_prompt_preservation")),
     "train.inverted_mask_prior": none(remarks.NO_MASK),
@@ -452,11 +453,11 @@ def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
     if common_values.on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.differs(alpha, {}, remarks.join([f"{at}.mask = 'alpha'", remarks.MASK_AREA]))
+        draft.mapped(alpha, AREA, remarks.join([f"{at}.mask = 'alpha'", remarks.MASK_AREA]))
         draft.none(path, remarks.COUNTS(key="alpha_mask"), off=True)
     elif draft.get(path, text):
         folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
-        draft.differs(path, {}, remarks.join([f"{at}.mask", remarks.MASK_AREA]))
+        draft.mapped(path, AREA, remarks.join([f"{at}.mask", remarks.MASK_AREA]))
     draft.none(alpha, remarks.OFF, off=True)
 
 
@@ -471,6 +472,18 @@ def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
     draft.none(keys, Message("there are no masks"), off=True)
 
 
+def _set_preservation(draft: Draft) -> None:
+    """Set dataset.class_word, which theirs calls differential output preservation."""
+    on, word, weight = (f"{TRAIN}diff_output_preservation{end}" for end in ("", "_class", "_multiplier"))
+    if common_values.on(draft.get(on)) and draft.get(word, text) and draft.get(f"{PROCESS}trigger_word", text):
+        draft.mapped([on, word], {"dataset.class_word": draft.get(word, text)})
+        if (multiplier := draft.get(weight, number)) is not None:
+            draft.mapped(weight, {"objective.prior_for_class": float(multiplier)})
+    elif common_values.on(draft.get(on)):
+        draft.none(on, Message("it needs a class and a trigger_word, as dataset.class_word does"))
+    draft.none([on, word, weight], remarks.BELONGS_TO(key="diff_output_preservation"), off=True)
+
+
 def _has_masks(draft: Draft, table: str) -> bool:
     return common_values.on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
 
@@ -483,6 +496,7 @@ def _set_folders(draft: Draft) -> None:
     indices = [_add_folders(draft, table) for table in tables]
     draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), remarks.EMPTY, off=True)
     _set_unmasked_weight(draft, tables)
+    _set_preservation(draft)
     dataset_settings.balance_regularization(draft)
     dataset_settings.weigh_regularization(draft, f"{PROCESS}train.reg_weight")
     for table, own in zip(tables, indices, strict=True):

@@ -203,8 +203,8 @@ RULES: dict[str, Rule] = {
         idle(PARTS_FREED),
     ),
     **dict.fromkeys(("masked_training", "unmasked_weight", "normalize_masked_area_loss"), JOINT),
+    "masked_prior_preservation_weight": JOINT,
     "unmasked_probability": idle(Message("is for inpainting models, which are not trained here")),
-    "masked_prior_preservation_weight": none(Message("the base's own answers are not trained on here")),
     "custom_conditioning_image": none(Message("not carried over: see dataset.folders.N.control, for editing models")),
     **dict.fromkeys(
         ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
@@ -506,8 +506,10 @@ def _set_masks(draft: Draft) -> None:
         note = Message("greys are shares of the way from this weight to 1; there what is darker than it counts as it")
         draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
         if common_values.on(draft.get("normalize_masked_area_loss")):
-            draft.differs("normalize_masked_area_loss", {}, remarks.MASK_AREA)
-        draft.none("normalize_masked_area_loss", remarks.OFF, off=True)
+            draft.mapped("normalize_masked_area_loss", {"objective.normalize_mask": True})
+        if prior := draft.get("masked_prior_preservation_weight", number):
+            draft.mapped("masked_prior_preservation_weight", {"objective.prior_outside_masks": float(prior)})
+        draft.none(keys[1:], remarks.OFF, off=True)
     draft.none(["masked_training", *keys[:2]], remarks.OFF, off=True)
     if not common_values.on(draft.get("masked_training")):
         draft.none(keys[2:], remarks.BELONGS_TO(key="masked_training"), off=True)
@@ -555,7 +557,7 @@ def _reason_to_leave_out(draft: Draft, table: str) -> str:
         return CONCEPT_OFF
     if validation:
         return NO_VALIDATION
-    return remarks.NO_REG if kind == "PRIOR_PREDICTION" or not path else ""
+    return "" if path else remarks.EMPTY
 
 
 def _add_folder(draft: Draft, table: str) -> None:
@@ -592,6 +594,9 @@ def _add_folder(draft: Draft, table: str) -> None:
     elif draft.has(f"{table}include_subdirectories"):
         draft.differs(f"{table}include_subdirectories", {}, Message("subfolders are always searched here"))
     _report_caption_source(draft, table, at)
+    if draft.get(f"{table}type") == "PRIOR_PREDICTION":
+        folder.regularization = True
+        draft.mapped(f"{table}type", {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
     for name in ("type", "enabled"):
         draft.mapped(f"{table}{name}", {}, "on")
     dataset_settings.weigh(draft, f"{table}loss_weight", folder, at)

@@ -14,13 +14,8 @@ LOGGING = Message("events.jsonl and log.txt in the run folder hold everything; t
 UPLOAD = Message("files are not uploaded")
 RESUMES = Message("their states cannot be read; `lora-fp8 resume` goes on with our own runs")
 NO_MASK = Message("masks are used as they are drawn here: dataset.folders.N.mask")
-MASK_AREA = Message(
-    "theirs divides the loss by the mask's area, so that a small mask counts as much as a large one; ours does not"
-)
-NO_REG = Message(
-    "the base's own answers are not trained on here, nor counted in an epoch; pictures with captions of their "
-    "own can be a folder with regularization = true"
-)
+MASK_AREA = Message("the loss is divided by the mask's area there, and here with objective.normalize_mask = true")
+BASE_AS_TARGET = Message("a folder with regularization = true, whose target is what the base itself predicts")
 SHOWN_ALIKE = Message(
     "a folder with regularization = true; there they are shown as often as the others, here each `repeats` times "
     "an epoch, chosen to come to the same where the pictures are here"

@@ -261,8 +261,8 @@ RULES: dict[str, Rule] = {
     "data.*.caption_shuffle.**": idle(Message("shuffles are drawn from the job's seed")),
     "data.*.probability": none(remarks.FOLDER_WEIGHTS, 1, 1.0),
     "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
-    "data.*.is_regularisation_data": none(remarks.NO_REG),
-    "data.*.is_regularization_data": none(remarks.NO_REG),
+    "data.*.is_regularisation_data": JOINT,
+    "data.*.is_regularization_data": JOINT,
     "data.*.conditioning_data": none(NO_CONTROL),
     "data.*.conditioning.**": none(NO_CONTROL),
     "data.*.conditioning_type": none(NO_CONTROL),
@@ -569,6 +569,11 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     if setting and (path := draft.get(f"{named}instance_data_dir", text)):
         setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
         draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
+    reg = [f"{table}is_regularisation_data", f"{table}is_regularization_data"]
+    if any(common_values.on(draft.get(key)) for key in reg):
+        folder.regularization = True
+        draft.mapped(reg, {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
+    draft.none(reg, remarks.OFF, off=True)
     _set_captions(draft, table, folder, at)
     draft.none([f"{table}disabled", f"{table}disable"], remarks.OFF, off=True)
     draft.folders.append(folder)

@@ -33,6 +33,8 @@ from torch import Tensor
 from .. import settings
 from ..errors import Message, UserError
 
+LEAST_AREA = 1e-3
+"""Least mean weight of a mask that objective.normalize_mask divides by: a mask of a thousandth of the image."""
 PREDICTION_TYPES = {"epsilon": "epsilon", "v": "v_prediction"}
 """`objective.prediction` -> `prediction_type` of diffusers' schedulers."""
 
@@ -93,6 +95,7 @@ class Objective(ABC):
         mask_BHW: Tensor | None = None,
         *,
         kind: str | None = None,
+        unmasked_weight: float | None = None,
     ) -> Tensor:
         """Return the weighted mean error of each sample over C, H and W, (B,) in float32.
 
@@ -100,12 +103,14 @@ class Objective(ABC):
             pred_BCHW, target_BCHW: prediction and target.
             t_B: timesteps of the samples.
             mask_BHW: weights of the errors from 0 to 1: at 0 an error counts by `unmasked_weight`, at 1 fully. The mean
-                is still over the whole image, so a sample counts less the smaller its trained part is.
+                is still over the whole image, so a sample counts less the smaller its trained part is, unless
+                `objective.normalize_mask` divides by the mean weight.
             kind: the error function, by default `objective.loss`. "mse" is the square. "huber" is twice torch's
                 huber_loss and "smooth_l1" twice its smooth_l1_loss, so that "huber" is the square below delta and
                 "smooth_l1" grows as 2 |e| above it (Huber 1964; the factor is that of kohya's and diffusers' scripts).
                 "pseudo_huber" is 2 d (sqrt(e^2 + d^2) - d), and "pseudo_smooth_l1" is that divided by d; those scripts
                 call them huber and smooth_l1 (Charbonnier et al. 1997; sd-scripts, `conditional_loss`). d is `delta`.
+            unmasked_weight: by default `objective.unmasked_weight`.
         """
         pred_BCHW, target_BCHW, kind = pred_BCHW.float(), target_BCHW.float(), kind or self.section.loss
         errors_BCHW = pred_BCHW - target_BCHW
@@ -115,7 +120,10 @@ class Objective(ABC):
             delta_B = self.delta(t_B).to(errors_BCHW)
             errors_BCHW = _robust(errors_BCHW, delta_B.view(-1, *[1] * (errors_BCHW.ndim - 1)), kind)
         if mask_BHW is not None:
-            counts_BHW = 1 - (1 - self.section.unmasked_weight) * (1 - mask_BHW)
+            outside = self.section.unmasked_weight if unmasked_weight is None else unmasked_weight
+            counts_BHW = 1 - (1 - outside) * (1 - mask_BHW)
+            if self.section.normalize_mask:
+                counts_BHW = counts_BHW / counts_BHW.mean(dim=(-2, -1), keepdim=True).clamp_min(LEAST_AREA)
             batch, *between, height, width = errors_BCHW.shape
             errors_BCHW = errors_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
         return errors_BCHW.flatten(1).mean(1) * self.weight(t_B).to(errors_BCHW.device)

@@ -451,6 +451,12 @@ class Dataset(Section):
         "Trigger word. It is added at the start of captions that lack it.",
         also="ai-toolkit: trigger_word",
     )
+    class_word: str = setting(
+        "",
+        "Class of what is trained, such as 'dog': a second pass of each step with this word in place of the trigger "
+        "keeps the base's own prediction for it. Empty: no second pass. A step takes about twice as long.",
+        also="ai-toolkit: diff_output_preservation_class",
+    )
     missing_caption: Literal["error", "trigger", "skip"] = setting(
         "error",
         "What to do with images that have no caption: stop with an error, use the trigger word as caption, or skip "
@@ -769,6 +775,35 @@ class Objective(Section):
         ge=0,
         le=1,
         when=MASKED,
+    )
+    normalize_mask: bool = setting(
+        False,
+        "Divide the loss of an image with a mask by the mean weight of its area, so that a small subject counts as "
+        "much as a large one.",
+        when=MASKED,
+        also="OneTrainer: normalize_masked_area_loss",
+    )
+    prior_outside_masks: float = setting(
+        0.0,
+        "Weight of a second loss outside the masks, towards the base's own prediction: the background stays as the "
+        "base draws it. 0: off.",
+        ge=0,
+        le=10,
+        when=MASKED,
+        also="OneTrainer: masked_prior_preservation_weight",
+    )
+    prior_for_regularization: bool = setting(
+        False,
+        "Regularization images keep what the base model predicts for them, instead of teaching their own look.",
+        when={"dataset.folders.regularization": (True,)},
+    )
+    prior_for_class: float = setting(
+        1.0,
+        "Weight of the loss of the second pass of dataset.class_word.",
+        gt=0,
+        le=10,
+        when={"dataset.class_word": ()},
+        also="ai-toolkit: diff_output_preservation_multiplier",
     )
     timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
         "auto",

@@ -4,42 +4,24 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
-from ..families.base import Inputs, ModelFamily
+from ..families.base import ModelFamily
 from ..objectives import Objective
 from ..training.cuda_graphs import Recorder
 from ..training.text_encoders import TextEncoders
 from .cache import Data
 from .load import Loaded
+from .prior import Noised, class_pass, with_prior_targets
 from .resume import describe_last_checkpoint
 from .session import Session
 
 REQUESTS = ("stop", "save", "preview", "prompts", "sample")
 """Requests that are acted on at the end of a step; "prompts" and "sample" are those of `live_previews`."""
-
-
-class Noised(NamedTuple):
-    """A batch with noise, as the denoiser and the loss get it; all tensors are on the denoiser's device.
-
-    Attributes:
-        inputs: arguments of the denoiser.
-        noisy_BCHW: noisy latents.
-        target_BCHW: what the denoiser should predict.
-        t_B: timesteps.
-        mask_BHW: loss masks, if there are any.
-    """
-
-    inputs: Inputs
-    noisy_BCHW: Tensor
-    target_BCHW: Tensor
-    t_B: Tensor
-    mask_BHW: Tensor | None
 
 
 def add_noise(
@@ -66,7 +48,12 @@ def add_noise(
 def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Objective, noised: Noised) -> Tensor:
     """Return the loss of each sample, (B,) float32."""
     prediction = family.answer(denoiser, noised.inputs, noised.noisy_BCHW)
-    return objective.loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
+    losses_B = objective.loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
+    if noised.base_BCHW is not None and noised.mask_BHW is not None:
+        outside_BHW = 1 - noised.mask_BHW
+        outside_B = objective.loss(prediction, noised.base_BCHW, noised.t_B, outside_BHW, unmasked_weight=0.0)
+        losses_B = losses_B + objective.section.prior_outside_masks * outside_B
+    return losses_B
 
 
 def diffusion_loss(
@@ -103,24 +90,26 @@ def backward_(session: Session, loaded: Loaded, batch: Batch, recorder: Recorder
         recorder: replays the pass, from the second with the same shapes on; None runs it each time.
 
     Returns:
-        The loss of each sample times the weight of its folder, (B,) float32.
+        The loss of each sample times the weight of its folder, (B,) float32. With a class word, that of the second
+        pass is added; see `prior`.
     """
-    family, guidance = session.family, session.job.objective.guidance
+    family, section = session.family, session.job.objective
     denoiser, objective, gradients = loaded.denoiser, loaded.objective, loaded.exchange.gradients
     weights_B = torch.tensor(batch.weights).to(session.processes.device, non_blocking=True)
 
-    def collect(losses_B: Tensor, weights_B: Tensor) -> Tensor:
-        losses_B = losses_B * weights_B
+    def run(given: tuple[Noised, Tensor]) -> Tensor:
+        losses_B = predict_and_compare(family, denoiser, objective, given[0]) * given[1]
         losses_B.sum().backward()
         gradients.collect_()
         return losses_B.detach()
 
-    if recorder is None:
-        return collect(diffusion_loss(family, denoiser, objective, batch, guidance, loaded.text), weights_B)
-    noised = add_noise(family, denoiser, objective, batch, guidance, loaded.text)
-    return recorder.run(
-        lambda given: collect(predict_and_compare(family, denoiser, objective, given[0]), given[1]), (noised, weights_B)
-    )
+    noised = add_noise(family, denoiser, objective, batch, section.guidance, loaded.text)
+    noised = with_prior_targets(family, loaded, section, batch, noised)
+    losses_B = run((noised, weights_B)) if recorder is None else recorder.run(run, (noised, weights_B))
+    again = class_pass(family, loaded, section, batch, noised)
+    if again is not None:
+        losses_B = losses_B + (run(again) if recorder is None else recorder.run(run, again))
+    return losses_B
 
 
 @dataclass(frozen=True)
