@@ -4,9 +4,10 @@
     python scripts/bench_prior.py --seeds 0 --uses none,class
     python scripts/bench_prior.py --table             the table of the existing cells
 
-Each cell is one training of the demo's concept, without the demo's plain images unless its row says so. Its file then
-draws 32 prompts of the concept and 64 plain ones, read from the pixels as in `lora-fp8 demo`. `lost` is how many of the
-plain prompts that the base obeys are obeyed no longer.
+Each cell is one training of the demo's concept, without the demo's plain images unless its row says so; with them it
+takes twice the steps, so that the concept is shown about as often. Its file then draws 32 prompts of the concept and
+64 plain ones, read from the pixels as in `lora-fp8 demo`. `lost` is how many of the plain prompts that the base obeys
+are obeyed no longer.
 """
 
 import argparse
@@ -43,11 +44,13 @@ USES = {
 """What a cell trains with: its words in the table, the demo's folders, and settings."""
 SEEDS = (0, 1, 2)
 STEPS = 500
+"""Steps of a cell with the concept's folder alone; it has about as many images, counted with repeats, as the other."""
 
 
 def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
     """Train a cell, draw with its file, and count."""
     _, names, settings = USES[use]
+    steps = STEPS * len(names)
     folders = [{"path": str(show.FOLDER / name), "repeats": 2 if name == CONCEPT else 1} for name in names]
     given = [
         config.toml_line("dataset.folders", folders),
@@ -55,7 +58,7 @@ def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
             f"{key}={json.dumps(str(work / name))}"
             for key, name in (("output_dir", "runs"), ("dataset.cache_dir", "c"))
         ),
-        *(f"name={use}-{seed}", f"seed={seed}", f"train.steps={STEPS}", "preview.prompts=[]", "export.verify=false"),
+        *(f"name={use}-{seed}", f"seed={seed}", f"train.steps={steps}", "preview.prompts=[]", "export.verify=false"),
         *("checkpoint.every=1000", "validation.every=0", *settings),
     ]
     text = (show.FOLDER / "sd15.toml").read_text(encoding="utf-8")
@@ -78,7 +81,7 @@ def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
     return {
         "use": use,
         "seed": seed,
-        "steps": STEPS,
+        "steps": steps,
         "concept": sum(map(measure.is_concept, drawn)) / len(concept),
         "plain": sum(obeyed[1]) / len(plain),
         "base_plain": sum(obeyed[0]) / len(plain),
@@ -95,19 +98,21 @@ def table() -> str:
     lines = [
         "# What prior prediction keeps",
         "",
-        f"Made by `python scripts/bench_prior.py`: the demo's concept, {STEPS} steps, SD 1.5 miniature; mean over the",
+        "Made by `python scripts/bench_prior.py`: the demo's concept on the SD 1.5 miniature; mean over the",
         "seeds, and their range.",
         "`lost`: of 64 plain prompts, how many that the base obeys are obeyed no longer.",
         "",
-        "| trained with | seeds | concept | plain obeyed | lost |",
-        "|---|---|---|---|---|",
+        "| trained with | steps | seeds | concept | plain obeyed | lost |",
+        "|---|---|---|---|---|---|",
     ]
     for use, (title, *_) in USES.items():
         row = [cell for cell in cells if cell["use"] == use]
         if row:
             concept, plain = ([100 * cell[key] for cell in row] for key in ("concept", "plain"))
             lost = [cell["lost"] for cell in row]
-            lines.append(f"| {title} | {len(row)} | {shown(concept)} % | {shown(plain)} % | {shown(lost)} |")
+            lines.append(
+                f"| {title} | {row[0]['steps']} | {len(row)} | {shown(concept)} % | {shown(plain)} % | {shown(lost)} |"
+            )
     if cells:
         base = statistics.fmean(100 * cell["base_plain"] for cell in cells)
         lines += ["", f"The base itself obeys {base:.0f} % of the plain prompts."]

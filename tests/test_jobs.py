@@ -129,7 +129,7 @@ def test_every_setting_that_names_a_place_is_made_absolute(tmp_path: Path) -> No
     absolute = jobs.make_paths_absolute(settings.Job(**data), tmp_path).model_dump()
     for key in listed:
         here = str(tmp_path / "here")
-        assert put(absolute, key) in (here, [here]), f"{key}: add it to jobs.PATHS"
+        assert put(absolute, key) in (here, [here]), f"{key}: declare what it names"
     folder = config.loads(TEXT.format(name="x")).dataset.folders[0]
     inside = [key for key in places(type(folder)) if key not in ("trigger", "prefix", "suffix", "repeats")]
     given = config.loads(TEXT.format(name="x")).model_dump()

@@ -21,6 +21,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from lora_fp8 import jobs
+from lora_fp8.settings import PATHS
 from webui import app, form
 from webui.context import Place
 from webui.images import routes
@@ -248,16 +249,8 @@ def test_what_is_typed_into_any_field_stays_text(site: Site) -> None:
             wrong = {one.key for one in form.find_problems(draft.read_text(encoding="utf-8"), site.place.home)}
             left = [
                 key
-                for key in (
-                    "output_dir",
-                    "model.components",
-                    "model.files",
-                    "model.training_adapter",
-                    "dataset.cache_dir",
-                    "adapter.init_from",
-                    "preview.controls",
-                )
-                if _take(tables, key)
+                for key in sorted(PATHS.keys() - {"model.path"})
+                if not key.startswith("dataset.folders.") and _take(tables, key)
             ]
             if not [key for key in wrong if _take(tables, key)] and not left:
                 break

@@ -46,7 +46,7 @@ def test_paths_become_absolute_below_the_home(place: Place) -> None:
     assert submission.check_config(place, text).model.path == "stable-diffusion-v1-5/stable-diffusion-v1-5"
 
 
-@pytest.mark.parametrize("key", submission.PATHS)
+@pytest.mark.parametrize("key", settings.PATHS)
 @pytest.mark.parametrize(
     "path", ["/etc", "{0}/secret", "../secret", "{0}/data-evil", "datasets/../../secret", "~/.ssh", "~nobody-here/x"]
 )
@@ -116,12 +116,12 @@ def strings(model: type[pydantic.BaseModel], prefix: str = ""):
 
 
 def test_no_setting_that_is_a_path_is_forgotten() -> None:
-    """A new setting whose name or description speaks of a file or folder belongs into PATHS, or above."""
+    """A new setting whose name or description speaks of a file or folder says what it names, or belongs above."""
     found = {
         key
         for key, description in strings(settings.Job)
         if re.search(r"path|dir|file|folder", key.rpartition(".")[2])
         or re.search(r"(?i)\b(folder|file)\b", description)
     }
-    assert set(submission.PATHS) <= found
-    assert found - set(submission.PATHS) - set(NO_PATHS) == set(), "is this a path? see webui/submission.py"
+    assert set(settings.PATHS) <= found
+    assert found - set(settings.PATHS) - set(NO_PATHS) == set(), "is this a path? declare what it names"

@@ -215,23 +215,23 @@ def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
-    paths = [
-        (key, values[key]) for key in ("output_dir", "dataset.cache_dir", "adapter.init_from", "model.training_adapter")
-    ]
-    for key, word in (("model.path", "demo"), ("model.components", "auto")):
-        if isinstance(values[key], str) and values[key] != word and not is_remote(values[key]):
-            paths.append((key, values[key]))
-    files = values.get("model.files")
-    paths += [("model.files", path) for path in files.values()] if isinstance(files, dict) else []
-    rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
-    for row in rows:
-        names = [row.get(name) for name in ("path", "control", "mask")] if isinstance(row, dict) else []
-        if names and not (isinstance(names[-1], str) and settings.names_a_folder_of_masks(names[-1])):
-            del names[-1]
-        paths += [("dataset.folders", name) for name in names]
-    controls = values.get("preview.controls")
-    paths += [("preview.controls", control) for control in controls] if isinstance(controls, list) else []
-    return [(key, path) for key, path in paths if isinstance(path, str) and path]
+    words = {"model.path": "demo", "model.components": "auto"}
+    data: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (data.setdefault(section, {}) if section else data)[name] = value
+    paths = []
+    for named in settings.path_places(data):
+        path = named.path
+        if not isinstance(path, str) or not path:
+            continue
+        if named.setting in words and (path == words[named.setting] or is_remote(path)):
+            continue
+        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(path):
+            continue
+        row = named.setting.startswith("dataset.folders.")
+        paths.append(("dataset.folders" if row else named.setting, path))
+    return paths
 
 
 def list_own_presets(home: Path) -> list[Path]:

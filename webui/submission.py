@@ -5,8 +5,6 @@ browser they are limited to the same folders as everything else (sanitize.py).
 """
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 from lora_fp8 import config, jobs, settings
 from lora_fp8.errors import Message, UserError, UserErrors
@@ -14,13 +12,6 @@ from lora_fp8.families import sources
 
 from . import sanitize
 from .context import Place
-
-PATHS = (
-    *("output_dir", "model.path", "model.components", "model.files", "dataset.cache_dir", "adapter.init_from"),
-    "model.training_adapter",
-    *("dataset.folders.path", "dataset.folders.control", "dataset.folders.mask", "preview.controls"),
-)
-"""Settings that name a file or folder. tests/test_page_submit.py finds those that are missing here."""
 
 
 def check_config(place: Place, text: str) -> settings.Job:
@@ -33,16 +24,16 @@ def check_config(place: Place, text: str) -> settings.Job:
     job = config.loads(text, folder=place.home)
     data = job.model_dump()
     problems = []
-    for key, table, name in _list_paths(data):
-        given = table[name]
-        if not given or (key in ("model.path", "model.components") and _is_not_local(place, given)):
+    for named in settings.path_places(data):
+        given = named.path
+        if not given or (named.setting in ("model.path", "model.components") and _is_not_local(place, given)):
             continue
-        if name == "mask" and not settings.names_a_folder_of_masks(given):
+        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(given):
             continue
         try:
-            table[name] = str(place.resolve(str(place.home / os.path.expanduser(given))))
+            named.table[named.name] = str(place.resolve(str(place.home / os.path.expanduser(given))))
         except UserError as error:
-            problems.append(Message("{key}: {line}", key=key, line=str(error)))
+            problems.append(Message("{key}: {line}", key=named.key, line=str(error)))
     if problems:
         raise UserErrors(problems, "config")
     return settings.Job(**data)
@@ -60,31 +51,6 @@ def submit_training(place: Place, text: str, scheduling: jobs.Scheduling | None 
     id = jobs.Queue(place.home).submit(config.dumps(job), source=source, scheduling=scheduling)
     jobs.ensure_worker(place.home)
     return id
-
-
-def _list_paths(data: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key for people, table or list, name or index in it) of each path in a job."""
-    for path in PATHS:
-        *parts, name = path.split(".")
-        tables: list[tuple[str, Any]] = [("", data)]
-        for part in parts:
-            inner = [(f"{key}{part}.", table[part]) for key, table in tables]
-            tables = [
-                entry
-                for key, value in inner
-                for entry in (
-                    [(f"{key}{i}.", item) for i, item in enumerate(value)]
-                    if isinstance(value, list)
-                    else [(key, value)]
-                )
-            ]
-        for key, table in tables:
-            if isinstance(table[name], list):
-                yield from ((f"{key}{name}.{i}", table[name], i) for i in range(len(table[name])))
-            elif isinstance(table[name], dict):
-                yield from ((f"{key}{name}.{part}", table[name], part) for part in list(table[name]))
-            else:
-                yield f"{key}{name}", table, name
 
 
 def _is_not_local(place: Place, given: str) -> bool:

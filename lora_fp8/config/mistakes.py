@@ -8,11 +8,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from .. import settings
 from ..errors import Message
 from ..settings import Job
 
-PATHS = ("path", "components", "output_dir", "cache_dir", "init_from", "training_adapter", "mask", "control")
-"""Names of settings that are paths."""
+PATHS = {setting.rpartition(".")[2] for setting in settings.PATHS}
+"""Names of settings that are paths, without their tables."""
 _ASSIGNMENT = re.compile(r"""\s*(?P<key>[\w.-]+|"[^"]*"|'[^']*')\s*=\s*(?P<value>.*?)\s*$""")
 _WINDOWS = re.compile(r'"(?P<path>[A-Za-z]:\\(?!\\)[^"]*|\\\\[^"\\][^"]*)"')
 """Matches a Windows path in double quotes, where each `\\` begins an escape."""
@@ -56,20 +57,10 @@ def find_escaped_paths(text: str) -> list[Message]:
 
 def find_variables(job: Job) -> Iterator[tuple[tuple[str | int, ...], Message]]:
     """Yield (place, message) of each path with a variable of the shell, which nothing expands."""
-    paths: dict[tuple[str | int, ...], str | None] = {
-        ("model", "path"): job.model.path,
-        ("model", "components"): job.model.components,
-        ("output_dir",): job.output_dir,
-        ("dataset", "cache_dir"): job.dataset.cache_dir,
-        ("adapter", "init_from"): job.adapter.init_from,
-        ("model", "training_adapter"): job.model.training_adapter,
-    }
-    for index, folder in enumerate(job.dataset.folders):
-        for name in ("path", "mask", "control"):
-            paths["dataset", "folders", index, name] = getattr(folder, name)
-    for place, path in paths.items():
-        if path and (match := _VARIABLE.search(path)) and not os.path.lexists(os.path.expanduser(path)):
-            yield place, _explain_variable(".".join(map(str, place)), path, match[0])
+    for named in settings.path_places(job.model_dump()):
+        match = _VARIABLE.search(named.path)
+        if match and not os.path.lexists(os.path.expanduser(named.path)):
+            yield named.place, _explain_variable(named.key, named.path, match[0])
 
 
 def _explain_variable(key: str, path: str, variable: str) -> Message:

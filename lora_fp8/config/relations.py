@@ -13,6 +13,7 @@ from ..settings import (
     Job,
     Quantize,
     parse_storage,
+    path_places,
 )
 
 LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
@@ -208,16 +209,9 @@ def _check_encoding(job: Job) -> Problems:
 
 def _check_paths(job: Job) -> Problems:
     """Yield a problem for each path that no file system accepts, and for a `name` that cannot name a folder."""
-    paths = {"output_dir": job.output_dir, "model.path": job.model.path, "model.components": job.model.components}
-    paths |= {f"model.files.{part}": path for part, path in job.model.files.items()}
-    paths |= {"dataset.cache_dir": job.dataset.cache_dir, "adapter.init_from": job.adapter.init_from}
-    paths |= {"model.training_adapter": job.model.training_adapter}
-    for part in ("path", "control", "mask"):
-        paths |= {f"dataset.folders.{i}.{part}": getattr(folder, part) for i, folder in enumerate(job.dataset.folders)}
-    paths |= {f"preview.controls.{i}": path for i, path in enumerate(job.preview.controls)}
-    for key, path in paths.items():
-        if "\0" in path:
-            yield key, Message("{path} cannot be a path", path=quote(path))
+    for named in path_places(job.model_dump()):
+        if "\0" in named.path:
+            yield named.key, Message("{path} cannot be a path", path=quote(named.path))
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
         yield "name", Message("{name} cannot name a folder; use letters, digits, '-' and '_'", name=quote(job.name))
 

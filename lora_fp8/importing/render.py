@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import config
 from ..errors import Joined, Message, Template, UserError, first_few
+from ..settings import WRITTEN, path_places
 from . import remarks
 from .import_draft import Entry, Import
 
@@ -252,19 +253,9 @@ def relocate(made: Import, start: Path) -> None:
         place = Path(os.path.normpath(beside / path))
         return (place.relative_to(start) if place.is_relative_to(start) else place).as_posix()
 
-    for section, names in PATHS.items():
-        table = made.settings.get(section, {})
-        for name in names:
-            if name in table:
-                table[name] = (
-                    [seen(path) for path in table[name]] if isinstance(table[name], list) else seen(table[name])
-                )
-    files = made.settings.get("model", {}).get("files", {})
-    files.update({part: seen(path) for part, path in files.items()})
-    for folder in made.settings.get("dataset", {}).get("folders", []):
-        for name in ("path", "control", "mask"):
-            if name in folder:
-                folder[name] = seen(folder[name])
+    for named in path_places(made.settings):
+        if named.setting not in WRITTEN:
+            named.table[named.name] = seen(named.path)
     if moved:
         made.notes.append(
             Message(
@@ -274,7 +265,3 @@ def relocate(made: Import, start: Path) -> None:
                 file=made.source.name,
             )
         )
-
-
-PATHS = {"model": ("path", "components", "training_adapter"), "adapter": ("init_from",), "preview": ("controls",)}
-"""Settings with paths of files and folders, besides those of the dataset."""

@@ -541,11 +541,6 @@ def _make_resume_arguments(text: str, overrides: Sequence[str]) -> list[str]:
     return arguments
 
 
-PATHS = ("output_dir", "dataset.cache_dir", "adapter.init_from", "model.training_adapter", "preview.controls")
-FOLDER_PATHS = ("path", "control", "mask")
-"""Settings with a path on this machine, or a list of paths: those of a job, and those of each image folder."""
-
-
 def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     """Return the job with all paths on this machine made absolute; relative ones start from `folder`.
 
@@ -555,22 +550,15 @@ def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     def make_absolute(path: str) -> str:
         return os.path.abspath(os.path.join(folder, os.path.expanduser(path))) if path else path
 
+    words = {"model.path": "demo", "model.components": "auto"}
     data = job.model_dump()
-    for name in PATHS:
-        *tables, key = name.split(".")
-        table = data
-        for part in tables:
-            table = table[part]
-        value = table[key]
-        table[key] = [make_absolute(path) for path in value] if isinstance(value, list) else make_absolute(value)
-    for key, word in (("path", "demo"), ("components", "auto")):
-        if data["model"][key] not in (word, "") and os.path.exists(make_absolute(data["model"][key])):
-            data["model"][key] = make_absolute(data["model"][key])
-    data["model"]["files"] = {part: make_absolute(path) for part, path in job.model.files.items()}
-    for picture_folder in data["dataset"]["folders"]:
-        for key in FOLDER_PATHS:
-            if key != "mask" or settings.names_a_folder_of_masks(picture_folder[key]):
-                picture_folder[key] = make_absolute(picture_folder[key])
+    for named in settings.path_places(data):
+        path = make_absolute(named.path)
+        if named.setting in words and (named.path == words[named.setting] or not os.path.exists(path)):
+            continue
+        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(named.path):
+            continue
+        named.table[named.name] = path
     return settings.Job(**data)
 
 

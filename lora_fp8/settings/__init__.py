@@ -27,6 +27,7 @@ from .declarations import (
     names_a_folder_of_masks,
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
+from .paths import PATHS, WRITTEN, PathPlace, path_places
 
 __all__ = [
     "Adapter",
@@ -44,6 +45,8 @@ __all__ = [
     "Model",
     "Objective",
     "Optimizer",
+    "PATHS",
+    "PathPlace",
     "Preview",
     "Quantize",
     "SCALES",
@@ -53,6 +56,8 @@ __all__ = [
     "TORCHAO_LACKS",
     "Train",
     "Validation",
+    "WRITTEN",
+    "path_places",
     "names_a_folder_of_masks",
     "flat_table",
     "lines_of_table",

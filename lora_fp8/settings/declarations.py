@@ -48,6 +48,7 @@ def setting(
     *,
     when: dict[str, tuple[Any, ...]] | None = None,
     also: str = "",
+    names: str = "",
     **bounds: Any,
 ) -> Any:
     """Declare a setting: its default (... if it must be given), its help, and its bounds (pydantic's ge, gt, le, lt).
@@ -61,9 +62,11 @@ def setting(
         also: its names in other trainers that differ from ours, such as "kohya: network_dim; ai-toolkit: linear".
             What stands behind a name converts its value to ours. "kohya" is sd-scripts and what shares its names:
             kohya_ss, lora-scripts, musubi-tuner.
+        names: what of this machine it names, if it does: "file", "folder", "file or folder"; see `paths`. A setting
+            that may also be a word or a Hugging Face id names one where it is neither.
     """
-    names = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
-    extra: dict[str, Any] = {"when": when or {}, "also": names}
+    others = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
+    extra: dict[str, Any] = {"when": when or {}, "also": others, "names": names}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
@@ -111,18 +114,21 @@ class Model(Section):
         "Base model: Hugging Face id (owner/name), diffusers folder, .safetensors file, or 'demo' (bundled).",
         also="kohya: pretrained_model_name_or_path, dit; ai-toolkit: name_or_path; OneTrainer: base_model_name; "
         "diffusion-pipe: diffusers_path, transformer_path",
+        names="file or folder",
     )
     components: str = setting(
         "auto",
         "Source of what a single-file base model lacks. auto: files in ComfyUI's folders around it, and the released "
         "model's configs and tokenizers (a few MB). Or a diffusers folder, Hugging Face id or modelscope:owner/name.",
         when={"base.single_file": (True,)},
+        names="folder",
     )
     files: dict[str, str] = setting(
         {},
         "Files of single parts, such as {text_encoder_2 = 't5xxl_fp8_scaled.safetensors', vae = 'ae.safetensors'}. "
         "They replace those of the base model.",
         also="kohya: vae, clip_l, clip_g, t5xxl, text_encoder",
+        names="folder",
     )
     revision: str = setting(
         "", "Branch, tag or commit on Hugging Face; empty: the default branch.", when={"base.on_hub": (True,)}
@@ -137,6 +143,7 @@ class Model(Section):
         "For distilled base models: a LoRA file that acts beneath the one being trained, in training only. Previews "
         "and LoRA files are without it, so that the base keeps drawing in few steps.",
         also="ai-toolkit: assistant_lora_path",
+        names="file",
     )
     text_storage: Literal["none", "fp8", "int8", "nf4"] = setting(
         "none",
@@ -312,6 +319,7 @@ class Adapter(Section):
         "the base model.",
         also="kohya: network_weights; ai-toolkit: pretrained_lora_path; OneTrainer: lora_model_name; SimpleTuner: "
         "init_lora; diffusion-pipe: init_from_existing",
+        names="file",
     )
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights during training.")
     text_encoder: bool = setting(
@@ -330,6 +338,7 @@ class Folder(Section):
         "Folder with images and a .txt (or .caption) file for each, including subfolders.",
         also="kohya: image_dir, train_data_dir, image_directory; ai-toolkit: folder_path; SimpleTuner: "
         "instance_data_dir",
+        names="folder",
     )
     repeats: int = setting(
         1,
@@ -371,6 +380,7 @@ class Folder(Section):
         "For editing models: folder with the control images (the images before the edit). Each has the name of its "
         "image, or name_1, name_2.",
         also="kohya: control_directory; ai-toolkit: control_path",
+        names="folder",
     )
     mask: str = setting(
         "",
@@ -378,6 +388,7 @@ class Folder(Section):
         "the images' own transparency, or a name pattern for files beside them, such as '*-masklabel'.",
         when={"objective.unmasked_weight": Except((1.0,))},
         also="kohya: conditioning_data_dir; ai-toolkit: mask_path",
+        names="folder",
     )
 
     @property
@@ -518,6 +529,7 @@ class Dataset(Section):
         "cache",
         "Folder of the cache with encoded images and captions, shared by all runs.",
         also="kohya: cache_directory",
+        names="folder",
     )
     max_pixels: int = setting(64_000_000, "Maximum number of pixels of an image. Larger images are refused.", ge=4096)
 
@@ -907,6 +919,7 @@ class Preview(Section):
         [],
         "For editing models: the control image of each prompt. A folder stands for all images in it.",
         when=DRAWN | {"family.controls": (True,)},
+        names="file or folder",
     )
     negative: str = setting(
         "",
@@ -1079,6 +1092,7 @@ class Job(Section):
         "runs",
         "Folder in which the run folder is created.",
         also="ai-toolkit: training_folder; OneTrainer: output_model_destination",
+        names="folder",
     )
     seed: int = setting(0, "Random seed of the data order, the noise and the initial weights.", ge=0, le=MAX_SEED)
     preset: list[str] = setting(

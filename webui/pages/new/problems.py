@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lora_fp8 import families
+from lora_fp8 import families, settings
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
@@ -20,13 +20,6 @@ NEXT_STEPS = {
     "no picture folder given; add a [[dataset.folders]] table with a path": "new.pictures.missing",
 }
 """Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
-KINDS = {
-    "model.path": "file or folder",
-    "preview.controls": "file or folder",
-    "adapter.init_from": "file",
-    "model.training_adapter": "file",
-}
-"""Settings that name a file or either. Every other setting with a path names a folder."""
 
 
 class Problems:
@@ -151,7 +144,7 @@ class Problems:
         full = self.ui.path(self.reader.resolve_local(path))
         if key in ("output_dir", "dataset.cache_dir"):
             return  # created if missing
-        kind = KINDS.get(key, "folder")
+        kind = settings.PATHS.get(key, "folder")
         if not full.exists():
             if kind == "folder":
                 sanitize.require_folder(full, path)
