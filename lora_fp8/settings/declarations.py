@@ -465,7 +465,7 @@ class Dataset(Section):
     class_word: str = setting(
         "",
         "Class of what is trained, such as 'dog': a second pass of each step with this word in place of the trigger "
-        "keeps the base's own prediction for it. Empty: no second pass. A step takes about twice as long.",
+        "keeps the base's own prediction for it. Empty: no second pass. A step takes two to three times as long.",
         also="ai-toolkit: diff_output_preservation_class",
     )
     missing_caption: Literal["error", "trigger", "skip"] = setting(
