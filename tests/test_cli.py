@@ -560,7 +560,7 @@ def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
 ) -> None:
     """`lora-fp8 stop` while step 2 is being computed: step 2 is finished and saved."""
     folder = tmp_path / "runs" / "lora"
-    original, asked = step.diffusion_loss, []
+    original, asked = step.predict_and_compare, []
 
     def loss(*arguments: object) -> torch.Tensor:
         if len(asked) == 2:  # preflight, step 1, step 2
@@ -570,7 +570,7 @@ def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
         asked.append(1)
         return original(*arguments)
 
-    monkeypatch.setattr(step, "diffusion_loss", loss)
+    monkeypatch.setattr(step, "predict_and_compare", loss)
     stopped = ask("train", job_file("checkpoint.every=100"))
     assert stopped.code == 75 and f"lora-fp8 resume {folder}" in stopped.err, stopped
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["step-000002"]

@@ -379,11 +379,11 @@ def test_a_run_trains_them_and_its_files_do_the_same_in_diffusers(job, name):
 
 def test_the_frozen_weights_stay_and_the_order_of_data_is_the_same(job, monkeypatch):
     seen, held = [], []
-    real_loss, real_load, real_finish = step_stage.diffusion_loss, train.load, train.finish
+    real_noise, real_load, real_finish = step_stage.add_noise, train.load, train.finish
 
-    def loss(family, denoiser, objective, batch, *more):
+    def add_noise(family, denoiser, objective, batch, *more):
         seen[-1].append((batch.uids, batch.captions, batch.flipped, float(batch.noise_BCHW.sum())))
-        return real_loss(family, denoiser, objective, batch, *more)
+        return real_noise(family, denoiser, objective, batch, *more)
 
     def frozen(loaded):
         text = loaded.text.encoders if loaded.text else {}
@@ -394,7 +394,7 @@ def test_the_frozen_weights_stay_and_the_order_of_data_is_the_same(job, monkeypa
             if ".lora_" not in key
         }
 
-    monkeypatch.setattr(step_stage, "diffusion_loss", loss)
+    monkeypatch.setattr(step_stage, "add_noise", add_noise)
     monkeypatch.setattr(train, "load", lambda *given: (held.append(frozen(loaded := real_load(*given))), loaded)[1])
     monkeypatch.setattr(train, "finish", lambda *given: (held.append(frozen(given[2])), real_finish(*given))[1])
     random = ("dataset.caption_dropout=0.4", "dataset.shuffle_tags=true", "dataset.keep_tokens=0", "dataset.flip=true")

@@ -128,7 +128,7 @@ def test_the_next_batch_is_made_before_the_loss_is_read(job, monkeypatch):
 @pytest.mark.parametrize("factor", [float("inf"), float("nan")])
 def test_a_gradient_that_overflows_stops_before_the_update(job, monkeypatch, factor):
     on = []
-    real = step_stage.diffusion_loss
+    real = step_stage.predict_and_compare
 
     def overflowing(*arguments):
         losses_B = real(*arguments)
@@ -136,7 +136,7 @@ def test_a_gradient_that_overflows_stops_before_the_update(job, monkeypatch, fac
             losses_B.register_hook(lambda gradient: gradient * factor)
         return losses_B
 
-    monkeypatch.setattr(step_stage, "diffusion_loss", overflowing)
+    monkeypatch.setattr(step_stage, "predict_and_compare", overflowing)
     text = failure_of(job(*SMALL), at_step(2, lambda: on.append(1)))
     assert re.match(r"step 3: gradient norm (inf|nan) is not finite; no single file", text)
     assert "step-000002" in text and "optimizer.lr" in text
@@ -158,14 +158,14 @@ def test_a_broken_base_shows_before_training(job, tiny, tmp_path):
 def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     """In the preflight, and also later: the first does not promise the second."""
     full = [True]
-    real = step_stage.diffusion_loss
+    real = step_stage.predict_and_compare
 
     def hungry(*arguments):
         if full:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(*arguments)
 
-    monkeypatch.setattr(step_stage, "diffusion_loss", hungry)
+    monkeypatch.setattr(step_stage, "predict_and_compare", hungry)
     assert "memory.gradient_checkpointing = true" in failure_of(job(*SMALL, "name=early"))
     full.clear()
     late = job(*SMALL, "name=late")
