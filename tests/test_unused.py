@@ -41,7 +41,7 @@ ALWAYS = {
         "train.log_every",
     ),
     *("optimizer.name", "optimizer.lr", "optimizer.lr_scale", "optimizer.weight_decay", "optimizer.beta1"),
-    *("optimizer.beta2", "schedule.name", "schedule.warmup", "objective.loss", "objective.t_min", "objective.t_max"),
+    *("optimizer.beta2", "schedule.name", "objective.loss", "objective.t_min", "objective.t_max"),
     *("memory.gradient_checkpointing", "memory.offload", "memory.compile", "memory.cuda_graphs"),
     "preview.prompts",
     *("validation.every", "validation.pictures", "checkpoint.every", "checkpoint.keep"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.relations import LEAST_FACTOR
 from ..errors import Message
-from ..settings import MOST_LR
+from ..settings import FALLING, MOST_LR
 from . import remarks
 from .common_values import accepted, plain
 from .import_draft import Draft
@@ -295,6 +295,7 @@ class ScheduleKeys:
     warmup: str = ""
     cycles: str = ""
     power: str = ""
+    decay: str = ""
     floor: str = ""
 
 
@@ -307,7 +308,7 @@ def set_schedule(
     warmup_note: str = "",
     constant_warms_up: bool = False,
 ) -> None:
-    """Set schedule.name, warmup and min_lr.
+    """Set schedule.name, what belongs to that schedule, warmup and min_lr.
 
     Args:
         draft: the import.
@@ -319,8 +320,8 @@ def set_schedule(
     """
     name = draft.get(keys.name, text) or "constant"
     spent = _set_curve(draft, keys, name)
-    for key in (keys.cycles, keys.power):
-        if key and key != spent:
+    for key in (keys.cycles, keys.power, keys.decay):
+        if key and key not in spent:
             draft.none(key, remarks.UNUSED_BY(name=name), off=True)
     if keys.warmup:
         ignored = plain(name) == "constant" and not constant_warms_up
@@ -332,14 +333,14 @@ def set_schedule(
         else:
             draft.mapped(keys.warmup, {"schedule.warmup": 0})
     if keys.floor:
-        if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
+        if floor and draft.settings.get("schedule.name") in FALLING:
             draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
             draft.none(keys.floor, remarks.UNUSED_BY(name=name), off=True)
 
 
-def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
-    """Set schedule.name, and schedule.cycles with it; return the key of the cycles or the power if it counted."""
+def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
+    """Set schedule.name, and what belongs to that schedule; return the keys besides the name that counted."""
     kind = plain(name)
     cycles = draft.get(keys.cycles, number) if keys.cycles else None
     power = draft.get(keys.power, number) if keys.power else None
@@ -352,19 +353,20 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
         else:
             settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
             draft.mapped([keys.name, keys.cycles], settings)
-        return keys.cycles
-    if kind == "polynomial" and kind not in own:
-        if power is None or power == 1:
-            draft.mapped(
-                [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
-            )
-        else:
-            draft.differs(
-                [keys.name, keys.power],
-                {"schedule.name": "linear"},
-                Message("a line instead of power {power}", power=f"{power:g}"),
-            )
-        return keys.power
+        return (keys.cycles,)
+    if kind == "polynomial" and (power is None or power == 1):
+        draft.mapped(
+            [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
+        )
+        return (keys.power,)
+    if kind == "polynomial":
+        draft.mapped([keys.name, keys.power], {"schedule.name": "polynomial", "schedule.power": power})
+        return (keys.power,)
+    if kind in ("warmupstabledecay", "wsd"):
+        return _set_stable(draft, keys, cycles)
+    if kind == "rex":  # of OneTrainer and musubi-tuner; the paper has 0.5
+        draft.mapped(keys.name, {"schedule.name": "rex", "schedule.rex_d": 0.9})
+        return ()
     ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
     if kind == "sine":
         draft.differs(
@@ -378,4 +380,19 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
         draft.need(
             "schedule.name", Message("choose one of {names} for {name}", names=", ".join(own.values()), name=repr(name))
         )
-    return ""
+    return ()
+
+
+def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple[str, ...]:
+    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the keys that counted."""
+    decay = draft.get(keys.decay, number) if keys.decay else None
+    if not decay:
+        draft.mapped([keys.name, keys.decay], {"schedule.name": "constant"}, Message("without a decay it is constant"))
+        return (keys.decay,)
+    settings = {"schedule.name": "wsd", "schedule.decay": float(decay) if decay < 1 else round(decay)}
+    if cycles in (None, 1):
+        draft.mapped([keys.name, keys.decay, keys.cycles], settings)
+    else:
+        note = Message("the decay is one fall instead of {count} cosine cycles", count=f"{cycles:g}")
+        draft.differs([keys.name, keys.decay, keys.cycles], settings, note)
+    return (keys.decay, keys.cycles)

@@ -2,6 +2,7 @@
 
 from .declarations import (
     FACTS,
+    FALLING,
     MAX_SEED,
     MOST_LR,
     MOST_RANK,
@@ -35,6 +36,7 @@ __all__ = [
     "Except",
     "Export",
     "FACTS",
+    "FALLING",
     "Folder",
     "Job",
     "MAX_SEED",

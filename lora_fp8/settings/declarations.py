@@ -48,6 +48,7 @@ def setting(
     *,
     when: dict[str, tuple[Any, ...]] | None = None,
     also: str = "",
+    names: str = "",
     **bounds: Any,
 ) -> Any:
     """Declare a setting: its default (... if it must be given), its help, and its bounds (pydantic's ge, gt, le, lt).
@@ -61,9 +62,10 @@ def setting(
         also: its names in other trainers that differ from ours, such as "kohya: network_dim; ai-toolkit: linear".
             What stands behind a name converts its value to ours. "kohya" is sd-scripts and what shares its names:
             kohya_ss, lora-scripts, musubi-tuner.
+        names: what the names in a table are; "" are layers.
     """
-    names = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
-    extra: dict[str, Any] = {"when": when or {}, "also": names}
+    elsewhere = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
+    extra: dict[str, Any] = {"when": when or {}, "also": elsewhere} | ({"names": names} if names else {})
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
@@ -90,6 +92,8 @@ DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
 BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", "lion8bit")}
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
+FALLING = ("cosine", "cosine_with_restarts", "linear", "polynomial", "wsd", "rex")
+"""Schedules that end at `schedule.min_lr`."""
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
 VARIED: dict[str, tuple[Any, ...]] = {
@@ -670,15 +674,19 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over the steps."""
 
-    name: Literal["constant", "cosine", "cosine_with_restarts", "linear"] = setting(
-        "constant",
-        "Shape of the learning rate after the warm-up.",
-        also="kohya: lr_scheduler; ai-toolkit: lr_scheduler; OneTrainer: learning_rate_scheduler; SimpleTuner: "
-        "lr_scheduler",
+    name: Literal["constant", "cosine", "cosine_with_restarts", "linear", "polynomial", "wsd", "rex", "points"] = (
+        setting(
+            "constant",
+            "Shape of the learning rate after the warm-up. wsd: constant, then a decay at the end. rex: stays high and "
+            "falls late. points: your own curve.",
+            also="kohya: lr_scheduler; ai-toolkit: lr_scheduler; OneTrainer: learning_rate_scheduler; SimpleTuner: "
+            "lr_scheduler",
+        )
     )
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
         0,
         "Length of the warm-up: a whole number of steps, or a fraction of all steps.",
+        when={"schedule.name": Except(("points",))},
         also="kohya: lr_warmup_steps; OneTrainer: learning_rate_warmup_steps; SimpleTuner: lr_warmup_steps; "
         "diffusion-pipe: warmup_steps",
     )
@@ -690,12 +698,47 @@ class Schedule(Section):
         when={"schedule.name": ("cosine_with_restarts",)},
         also="kohya: lr_scheduler_num_cycles; OneTrainer: learning_rate_cycles",
     )
+    power: float = setting(
+        2.0,
+        "Power of the polynomial. 1 is the linear schedule; above 1 the learning rate falls faster at first.",
+        gt=0,
+        le=100,
+        when={"schedule.name": ("polynomial",)},
+        also="kohya: lr_scheduler_power; SimpleTuner: lr_power",
+    )
+    decay: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = setting(
+        0.2,
+        "Length of the decay at the end of wsd: a whole number of steps, or a fraction of all steps.",
+        when={"schedule.name": ("wsd",)},
+        also="kohya: lr_decay_steps",
+    )
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = setting(
+        "cosine",
+        "Shape of the decay of wsd. 1-sqrt falls fast at first and slowly at the end.",
+        when={"schedule.name": ("wsd",)},
+    )
+    rex_d: float = setting(
+        0.5,
+        "How long rex stays high, from 0 (the linear schedule) to below 1. The paper uses 0.5; OneTrainer and "
+        "musubi-tuner use 0.9.",
+        ge=0,
+        lt=1,
+        when={"schedule.name": ("rex",)},
+    )
+    points: dict[str, Annotated[float, Field(ge=0, le=100)]] = setting(
+        {},
+        "Your own curve: places in the training with factors on the learning rate, joined by straight lines, such as "
+        "{'0' = 0, '100' = 1, '1.0' = 0.1}. A whole number counts steps; a number with a decimal point is a "
+        "share of all steps.",
+        when={"schedule.name": ("points",)},
+        names="a step or share",
+    )
     min_lr: float = setting(
         0.0,
-        "Final learning rate of the cosine and linear schedules, as a fraction of the learning rate.",
+        "Final learning rate of the falling schedules (cosine to rex), as a fraction of the learning rate.",
         ge=0,
         le=1,
-        when={"schedule.name": ("cosine", "cosine_with_restarts", "linear")},
+        when={"schedule.name": FALLING},
         also="kohya: lr_scheduler_min_lr_ratio",
     )
 

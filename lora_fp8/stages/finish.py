@@ -29,7 +29,7 @@ from ..objectives import PREDICTION_TYPES
 from ..plan.placement import find_holdout_candidates, place, scan, split
 from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
 from ..run import Run, ownership
-from ..settings import Job
+from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
 from ..training.text_encoders import answers
 from ..training.verdict import find_best_lora, judge
@@ -416,7 +416,7 @@ def _make_facts(
         batch_size=job.train.batch_size * job.train.accumulate,
         optimizer=job.optimizer.name,
         schedule=job.schedule.name,
-        warmup_steps=optim.warmup_steps(job.schedule, job.train.steps),
+        warmup_steps=schedules.warmup_steps(job.schedule, job.train.steps),
         storage=job.quantize.storage,
         mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
         base_name=job.model.path,

@@ -7,7 +7,7 @@ from .. import adapters, precision, settings
 from ..common.shell import quote_path
 from ..errors import Message, Stopped
 from ..run import Run
-from ..settings import Job
+from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
 from . import held_out, previews, validate
 from .cache import Data
@@ -144,7 +144,7 @@ def export_is_due(job: Job, step: int) -> bool:
     """Return True if the LoRA files of this step are due. At learning rate 0 (warmup) the step changed nothing."""
     steps = job.train.steps
     due = job.export.every and 0 < step < steps and step % job.export.every == 0
-    return bool(due and optim.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
+    return bool(due and schedules.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
 
 
 def validation_is_due(job: Job, data: Data, step: int) -> bool:

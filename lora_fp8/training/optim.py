@@ -1,4 +1,4 @@
-"""Optimizers that apply small updates to bf16 adapters, their exact state, and the learning rate by step.
+"""Optimizers that apply small updates to bf16 adapters, and their exact state.
 
 A bf16 number near 0.05 can change only in steps of 0.00024. Adam with a learning rate of 1e-5 wants to change it by
 0.00001: rounded to the nearest bf16, nothing happens at any step. There are three settings of `optimizer.rounding`:
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ..errors import Message, UserError, first_few
 from ..precision.names import by_name
-from ..settings import Optimizer, Schedule
+from ..settings import Optimizer
 from .flat import ALIGNMENT, Layout, Part, Segment
 
 EIGHT_BIT = ("adamw8bit", "lion8bit")
@@ -110,54 +110,6 @@ def cautions(section: Optimizer) -> list[str]:
             )
         ]
     return []
-
-
-def warmup_steps(section: Schedule, total_steps: int) -> int:
-    """Return the number of warm-up steps; a fraction is rounded up, as in transformers' Trainer."""
-    warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
-    return math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
-
-
-def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int) -> float:
-    """Return the learning rate of one optimizer step; a pure function, so that resuming needs no schedule state.
-
-    The values equal transformers' `get_{constant,cosine,linear}_schedule_with_warmup` and
-    `get_cosine_with_hard_restarts_schedule_with_warmup`: `base_lr * step / warmup` during warm-up, so the first step
-    has learning rate 0; then down to `min_lr * base_lr` at `total_steps`.
-
-    Args:
-        step: steps taken before this one: 0 for the first.
-        section: the job's `[schedule]` table. `warmup` counts steps, or is a fraction of `total_steps` if below 1 (see
-            `warmup_steps`).
-        base_lr: learning rate after warm-up.
-        total_steps: steps of the whole training.
-    """
-    warmup = warmup_steps(section, total_steps)
-    if step < warmup:
-        return base_lr * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    if section.name == "constant":
-        shape = 1.0
-    elif section.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif section.name == "cosine_with_restarts":
-        # After the last step the cycle has ended; it does not restart.
-        turn = 1.0 if progress == 1 else section.cycles * progress % 1.0
-        shape = 0.5 * (1.0 + math.cos(math.pi * turn))
-    elif section.name == "linear":
-        shape = 1.0 - progress
-    else:
-        raise UserError(
-            Message(
-                "{key}: {given} is not known; accepted: {names}",
-                key="schedule.name",
-                given=repr(section.name),
-                names="constant, cosine, cosine_with_restarts, linear",
-            )
-        )
-    if section.name != "constant":
-        shape = section.min_lr + (1.0 - section.min_lr) * shape
-    return base_lr * shape
 
 
 @torch.no_grad()
@@ -258,7 +210,7 @@ class AdapterOptimizer:
     """An optimizer for adapters; create it with `build`.
 
     Attributes:
-        base_lr: `optimizer.lr * lr_factor`, the base of `learning_rate`; with Prodigy a factor on its estimate.
+        base_lr: `optimizer.lr * lr_factor`, which the schedule varies; with Prodigy a factor on its estimate.
         lr_factor: see the function `lr_factor`.
         text_ratio: learning rate of text encoders as a multiple of `base_lr`; 0 if none is trained.
     """
@@ -349,7 +301,7 @@ class AdapterOptimizer:
 
         Args:
             gradient: float32 gradients of all parameters, flat, as `layout` arranges them.
-            lr: learning rate of this step, from `learning_rate`; that of text encoders keeps its ratio to it.
+            lr: learning rate of this step, from `schedules.learning_rate`; that of text encoders keeps its ratio to it.
             step: number of this step, counted from 1. Keys the random bits of stochastic rounding, so that a resumed
                 run draws the same.
         """
