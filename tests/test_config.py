@@ -112,7 +112,7 @@ def test_eight_mistakes_are_eight_lines() -> None:
         "adapter.rnak": "unknown setting, did you mean adapter.rank?",
         "adaptor": "unknown setting, did you mean adapter?",
         "train.steps": "expected a whole number, got '500'",
-        "optimizer.name": "| lion8bit | prodigy, got 'adamw8bits', did you mean 'adamw8bit'?",
+        "optimizer.name": "| muon | ademamix8bit, got 'adamw8bits', did you mean 'adamw8bit'?",
         "optimizer.lr": "must be above 0 and at most 10, got 30",
         "preset": "no preset 'charactr', did you mean 'character'?",
         "model.family": "unknown family 'sdx1', did you mean 'sdxl'?",

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes
+import came_pytorch
 import diffusers
 import miniatures
 import prodigyopt
 import pytest
+import schedulefree
 import torch
 import transformers
 import yaml
@@ -1273,6 +1275,48 @@ def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
         made = kohya(tmp_path, f"optimizer_type = 'Prodigy'\noptimizer_args = ['d0=1e-5', 'growth_rate={growth}']")
         found = settings(made)["optimizer"]
         assert (found["d0"], found["growth_rate"]) == (1e-5, expected) and "optimizer_args" in keys(made.mapped)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "where"),
+    [
+        ("AdaFactor", "adafactor", "differs"),  # relative_step is on unless the arguments say otherwise
+        ("AdamWScheduleFree", "adamw_schedulefree", "mapped"),
+        ("schedulefree.AdamWScheduleFree", "adamw_schedulefree", "mapped"),
+        ("CAME", "came", "mapped"),
+        ("bitsandbytes.optim.AdEMAMix8bit", "ademamix8bit", "mapped"),
+        ("Muon", "muon", "differs"),
+    ],
+)
+def test_the_newer_optimizers_of_kohya(tmp_path: Path, theirs: str, ours: str, where: str) -> None:
+    text = f"optimizer_type = '{theirs}'\nlearning_rate = 3e-4\nlr_scheduler = 'cosine'\nlr_warmup_steps = 10"
+    made = kohya(tmp_path, text)
+    found = settings(made)
+    assert found["optimizer"]["name"] == ours and found["optimizer"]["lr"] == 3e-4
+    assert "optimizer_type" in keys(getattr(made, where))
+    free = ours == "adamw_schedulefree"  # sd-scripts gives it no schedule
+    assert found["schedule"]["name"] == ("constant" if free else "cosine")
+    assert ("lr_scheduler" in keys(made.no_counterpart)) == free
+    job = job_of(made)
+    judge = {
+        "adafactor": transformers.optimization.Adafactor,
+        "adamw_schedulefree": schedulefree.AdamWScheduleFree,
+        "came": came_pytorch.CAME,
+        "ademamix8bit": bitsandbytes.optim.AdEMAMix8bit,
+    }
+    if ours in judge:  # what the file leaves out is the package's own
+        assert job.optimizer.weight_decay == inspect.signature(judge[ours]).parameters["weight_decay"].default
+
+
+def test_an_adafactor_with_a_fixed_rate_is_the_same(tmp_path: Path) -> None:
+    fixed = '["relative_step=False", "scale_parameter=False", "warmup_init=False", "weight_decay=0.1"]'
+    made = kohya(tmp_path, f"optimizer_type = 'adafactor'\nlearning_rate = 3e-4\noptimizer_args = {fixed}")
+    assert {"optimizer_type", "optimizer_args", "learning_rate"} <= keys(made.mapped)
+    assert settings(made)["optimizer"]["weight_decay"] == 0.1 and not any("optimizer" in line for line in made.todo)
+    made = kohya(
+        tmp_path, f"optimizer_type = 'adafactor'\noptimizer_args = {fixed.replace('scale_parameter=F', 'x=F')}"
+    )
+    assert "optimizer_type" in keys(made.differs) and any("optimizer.lr" in line for line in made.todo)
 
 
 def block_of(name: str, sdxl: bool) -> int:

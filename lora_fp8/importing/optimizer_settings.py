@@ -72,13 +72,28 @@ ALIKE = {
     "pagedlion8bit": ("lion8bit", remarks.NOT_PAGED),
     "bnblion8bitpaged": ("lion8bit", remarks.NOT_PAGED),
     "prodigyoptprodigy": ("prodigy", ""),
-    "prodigy8bit": ("prodigy", Message("32 bits of state instead of 8")),
+    "schedulefreeadamw": ("adamw_schedulefree", ""),
+    "schedulefreeadamwschedulefree": ("adamw_schedulefree", ""),
+    "schedulefreewrapper": ("adamw_schedulefree", remarks.AVERAGED),
+    "transformersadafactor": ("adafactor", ""),
+    "camepytorchcame": ("came", ""),
+    "came8bit": ("came", remarks.FULL_BITS),
+    "muon": ("muon", remarks.STEP_OF_ADAMW),
+    "torchoptimmuon": ("muon", remarks.STEP_OF_ADAMW),
+    "ademamix": ("ademamix8bit", remarks.EIGHT_BITS),
+    "bnbademamix": ("ademamix8bit", remarks.EIGHT_BITS),
+    "bnbademamix8bit": ("ademamix8bit", ""),
+    "bnbademamix8bitpaged": ("ademamix8bit", remarks.NOT_PAGED),
+    "pagedademamix8bit": ("ademamix8bit", remarks.NOT_PAGED),
+    "bitsandbytesoptimademamix8bit": ("ademamix8bit", ""),
+    "prodigy8bit": ("prodigy", remarks.FULL_BITS),
 }
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
-    "lion8bit": {"weight_decay": 0.0},
+    **dict.fromkeys(("lion8bit", "adafactor", "came", "adamw_schedulefree"), {"weight_decay": 0.0}),
 }
 """The other tools' defaults for these optimizers, where ours differ."""
+OF_KOHYA = ("sd-scripts", "musubi-tuner", "kohya_ss", "lora-scripts")
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -197,7 +212,11 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     own = {plain(word): word for word in accepted("optimizer.name")}
     if kind == "prodigy" and draft.tool.name == "simpletuner":
         draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
-    elif kind in own:
+    elif kind == "adafactor" and draft.tool.name in OF_KOHYA and not _has_fixed_rate(draft):
+        why = Message("theirs sets the rate by itself (relative_step, scale_parameter); here optimizer.lr counts")
+        draft.differs(key, {"optimizer.name": "adafactor"}, why)
+        draft.need("optimizer.lr", Message("check the rate: theirs set it by itself"))
+    elif kind in own and kind not in ALIKE:
         draft.mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
@@ -207,6 +226,12 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
         draft.set("optimizer.name", "adamw8bit", Message("instead of {name}", name=name))
         return name
     return ""
+
+
+def _has_fixed_rate(draft: Draft) -> bool:
+    """Return True if kohya's arguments switch off what Adafactor makes of the learning rate."""
+    given = "".join(str(draft.given.get(key, "")) for key in ("optimizer_args", "optimizer_args_custom"))
+    return all(re.search(rf"{name}\s*=\s*False", given, re.IGNORECASE) for name in ("relative_step", "scale_parameter"))
 
 
 def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
@@ -249,6 +274,8 @@ OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
     "growth_rate": growth_rate,
 }
 """Prodigy's own settings, which have the same names here."""
+FIXED_RATE = ("relative_step", "scale_parameter", "warmup_init")
+"""Arguments of Adafactor that are off here."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
@@ -272,6 +299,8 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
             if name == "betas":
                 first, second = (number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
+            elif name in FIXED_RATE and not flag(value):
+                continue  # as here
             elif name in known:
                 setting, read = known[name]
                 settings[setting] = read(value)
@@ -318,6 +347,11 @@ def set_schedule(
         warmup_note: remark on the warm-up.
         constant_warms_up: the tool's "constant" schedule warms up (diffusers' does not).
     """
+    if draft.settings.get("optimizer.name") == "adamw_schedulefree" and draft.tool.name in OF_KOHYA:
+        named = [keys.name, keys.warmup, keys.cycles, keys.power, keys.decay, keys.floor]
+        draft.none(named, Message("schedule-free optimizers get no schedule there"), off=True)
+        draft.set("schedule.name", "constant")
+        return
     name = draft.get(keys.name, text) or "constant"
     spent = _set_curve(draft, keys, name)
     for key in (keys.cycles, keys.power, keys.decay):

@@ -27,6 +27,17 @@ STORAGES = (
 )
 Storage = Literal[STORAGES]  # type: ignore[valid-type]  # pydantic reads the tuple
 """A storage, with a scale if it is not the storage's own."""
+OPTIMIZERS = (
+    "adamw8bit",
+    "adamw",
+    "lion8bit",
+    "prodigy",
+    "adafactor",
+    "adamw_schedulefree",
+    "came",
+    "muon",
+    "ademamix8bit",
+)
 MOST_RANK = 1024
 MOST_LR = 10.0  # the factor of prodigy; the rate of any other optimizer is below 1
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
@@ -90,7 +101,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
-BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", "lion8bit")}
+BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": Except(("prodigy",))}
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
 FALLING = ("cosine", "cosine_with_restarts", "linear", "polynomial", "wsd", "rex")
 """Schedules that end at `schedule.min_lr`."""
@@ -579,10 +590,11 @@ class Train(Section):
 class Optimizer(Section):
     """Optimizer and learning rate."""
 
-    name: Literal["adamw8bit", "adamw", "lion8bit", "prodigy"] = setting(
+    name: Literal[OPTIMIZERS] = setting(  # type: ignore[valid-type]  # pydantic reads the tuple
         "adamw8bit",
-        "Optimizer. adamw8bit, lion8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds the learning "
-        "rate by itself.",
+        "Optimizer. adamw8bit, lion8bit, ademamix8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds "
+        "the learning rate by itself. adamw_schedulefree: needs no falling schedule. adafactor, came: little memory. "
+        "muon: orthogonalized steps for matrices.",
         also="kohya: optimizer_type; ai-toolkit: optimizer",
     )
     lr: Literal["auto"] | Annotated[float, Field(gt=0, le=MOST_LR)] = setting(
@@ -646,21 +658,23 @@ class Optimizer(Section):
     )
     beta1: float = setting(
         0.9,
-        "Decay rate of the first moment.",
+        "Decay rate of the first moment (muon: its momentum).",
         ge=0,
         lt=1,
+        when={"optimizer.name": Except(("adafactor",))},
         also="SimpleTuner: adam_beta1, optimizer_beta1",
     )
     beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = setting(
         "auto",
         "Decay rate of the second moment. auto: 0.999 (lion8bit: 0.99).",
+        when={"optimizer.name": Except(("adafactor", "muon"))},
         also="SimpleTuner: adam_beta2, optimizer_beta2",
     )
     eps: float = setting(
         1e-8,
         "Small number that is added to the denominator.",
         gt=0,
-        when={"optimizer.name": ("adamw8bit", "adamw", "prodigy")},
+        when={"optimizer.name": Except(("lion8bit", "adafactor", "came", "muon"))},
         also="SimpleTuner: adam_epsilon",
     )
     rounding: Literal["master", "stochastic", "nearest"] = setting(

@@ -68,6 +68,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
     job, run, processes, step = session.job, session.run, session.processes, state.step
     run.log_event("stage", stage="export")
     loaded.free_recordings()
+    loaded.optimizer.evaluate_()
     # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []
