@@ -28,7 +28,7 @@ from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
-from .settings import Job
+from .settings import Job, schedules
 from .stages import held_out
 from .stages.cache import Data, cache
 from .stages.download import download
@@ -144,7 +144,7 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
     with Progress(job.name, state.step, steps, is_shown=session.shows_progress) as progress:
         while not milestones.is_over:
             started = time.perf_counter()
-            lr = optim.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
+            lr = schedules.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
             gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.read_requests)
             norm = optim.clip_(gradients.values, job.train.max_grad_norm)
             require_finite(session, state.step + 1, gradient, norm)

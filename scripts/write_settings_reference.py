@@ -66,6 +66,7 @@ NUMBER = {True: _both("whole number", "整数"), False: _both("number", "数字"
 REQUIRED = _both("required", "必填")
 LIST_OF = _both("list of ", "列表：")
 TABLE_OF = _both("table, a layer's name = ", "表，层名 = ")
+TABLES_OF = {"schedule.points": _both("table, a step or share = ", "表，步数或比例 = ")}
 OR = _both(" or ", " 或 ")
 SET = _both(" set", " 已设置")
 BETWEEN = _both("; ", "；")
@@ -132,10 +133,11 @@ def _accepts(language: str, one: form.Setting) -> str:
     words = ", ".join(f"`{word}`" for word in one.choices)
     if one.kind in ("choice", "choices", "switch"):
         return LIST_OF[language] * (one.kind == "choices") + words
+    table_of = TABLES_OF.get(one.key, TABLE_OF)[language]
     if one.kind == "entries" and words:
-        return TABLE_OF[language] + words
+        return table_of + words
     number = NUMBER[one.whole and "." not in one.bounds][language] + (f" `{one.bounds}`" if one.bounds else "")
-    return TABLE_OF[language] * (one.kind == "entries") + OR[language].join(filter(None, [words, number]))
+    return table_of * (one.kind == "entries") + OR[language].join(filter(None, [words, number]))
 
 
 def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:

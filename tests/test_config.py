@@ -112,7 +112,7 @@ def test_eight_mistakes_are_eight_lines() -> None:
         "adapter.rnak": "unknown setting, did you mean adapter.rank?",
         "adaptor": "unknown setting, did you mean adapter?",
         "train.steps": "expected a whole number, got '500'",
-        "optimizer.name": "| lion8bit | prodigy, got 'adamw8bits', did you mean 'adamw8bit'?",
+        "optimizer.name": "| muon | ademamix8bit, got 'adamw8bits', did you mean 'adamw8bit'?",
         "optimizer.lr": "must be above 0 and at most 10, got 30",
         "preset": "no preset 'charactr', did you mean 'character'?",
         "model.family": "unknown family 'sdx1', did you mean 'sdxl'?",
@@ -628,6 +628,7 @@ def random_job(rng: random.Random) -> Job:
         "quantize.override": rng.choice([{}, {"触发词.to_q": "int8 row", "x": "bf16"}]),
         "adapter.ranks": rng.choice([{}, {"attn2": 32, "触发词.to_q": 0}]),
         "optimizer.lrs": rng.choice([{}, {"attn2": 0.5, "触发词.to_q": 2}]),
+        "schedule.points": rng.choice([{}, {"0": 0.5, "0.25": 1.0}]),
         "optimizer.lr": rng.uniform(1e-6, 0.9),  # from 1 on it is of prodigy alone
         "train.steps": 10_000,
     }

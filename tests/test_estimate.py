@@ -17,7 +17,7 @@ from lora_fp8.plan import dry_run, estimate
 from lora_fp8.plan import plan as planning
 from lora_fp8.precision import dtypes
 from lora_fp8.run import Run
-from lora_fp8.settings import Job, Optimizer
+from lora_fp8.settings import OPTIMIZERS, Job, Optimizer
 from lora_fp8.stages import load, step
 from lora_fp8.training import optim
 
@@ -132,7 +132,7 @@ def test_a_step_takes_what_was_reckoned(
     assert found.step_bytes == pytest.approx(peak_of(one_step), rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["adamw8bit", "adamw", "lion8bit", "prodigy"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("rounding", ["master", "nearest"])
 @pytest.mark.parametrize("sizes", [((16, 64), (64, 64), (320, 100)), ((16, 64), (8, 8))], ids=["large", "small"])
 def test_the_optimizer_takes_what_was_reckoned(sizes: tuple[tuple[int, int], ...], name: str, rounding: str) -> None:

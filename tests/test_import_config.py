@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import bitsandbytes
+import came_pytorch
 import diffusers
 import miniatures
 import prodigyopt
 import pytest
+import schedulefree
 import torch
 import transformers
 import yaml
@@ -30,7 +32,7 @@ from lora_fp8.errors import UserError
 from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
-from lora_fp8.settings import Adapter, Job, Optimizer
+from lora_fp8.settings import Adapter, Job, Optimizer, schedules
 from lora_fp8.training import optim
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
@@ -1121,7 +1123,10 @@ def test_the_weight_of_regularization_pictures(tmp_path: Path, weight: float) ->
         ("cosine_with_restarts", 5, {"num_cycles": 1}),
         ("cosine_with_restarts", 5, {"num_cycles": 3}),
         ("polynomial", 0, {"power": 1.0, "lr_end": 0.0}),
+        ("polynomial", 12, {"power": 2.5, "lr_end": 0.0}),
         ("cosine_with_min_lr", 10, {"min_lr_rate": 0.25}),
+        ("warmup_stable_decay", 10, {"num_decay_steps": 20}),
+        ("warmup_stable_decay", 0, {"num_decay_steps": 15, "min_lr_ratio": 0.25}),
     ],
 )
 def test_the_rate_of_every_step_is_that_of_their_schedule(
@@ -1129,7 +1134,8 @@ def test_the_rate_of_every_step_is_that_of_their_schedule(
 ) -> None:
     lines = [f'lr_scheduler = "{name}"', f"lr_warmup_steps = {warmup}", "max_train_steps = 60", "learning_rate = 1e-3"]
     theirs = {"num_cycles": "lr_scheduler_num_cycles", "power": "lr_scheduler_power"}
-    theirs["min_lr_rate"] = "lr_scheduler_min_lr_ratio"
+    theirs |= dict.fromkeys(("min_lr_rate", "min_lr_ratio"), "lr_scheduler_min_lr_ratio")
+    theirs["num_decay_steps"] = "lr_decay_steps"
     lines += [f"{theirs[key]} = {value}" for key, value in more.items() if key in theirs]
     job = kohya(tmp_path, "\n".join(lines))
     found = config.loads(importing.to_toml(job))
@@ -1138,10 +1144,29 @@ def test_the_rate_of_every_step_is_that_of_their_schedule(
     steps = int(warmup * 60) if warmup < 1 else warmup
     schedule = transformers.get_scheduler(name, optimizer, steps, 60, scheduler_specific_kwargs=more)
     for step in range(60):
-        ours = optim.learning_rate(step, found.schedule, found.optimizer.lr, found.train.steps)
+        ours = schedules.learning_rate(step, found.schedule, found.optimizer.lr, found.train.steps)
         assert ours == pytest.approx(schedule.get_last_lr()[0], abs=1e-12), step
         optimizer.step()
         schedule.step()
+
+
+def test_rex_and_a_decay_as_a_share(tmp_path: Path) -> None:
+    """OneTrainer's and musubi-tuner's REX has d = 0.9, where the paper has 1/2; the decay may be a share."""
+    path = tmp_path / "a.json"
+    data = {"model_type": "STABLE_DIFFUSION_15", "training_method": "LORA", "base_model_name": "a"}
+    data |= {"learning_rate_scheduler": "REX", "learning_rate_warmup_steps": 0, "learning_rate_min_factor": 0.1}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    found = config.loads(importing.to_toml(importing.import_file(path, "onetrainer"))).schedule
+    for step in range(11):
+        left, d = 1 - step / 10, 0.9
+        expected = 0.1 + 0.9 * left / ((1 - d) + d * left)
+        assert schedules.learning_rate(step, found, 1.0, 10) == pytest.approx(expected, rel=1e-12)
+    base = "max_train_steps = 60\nlearning_rate = 1e-3\nlr_scheduler = 'warmup_stable_decay'\n"
+    made = settings(kohya(tmp_path, f"{base}lr_decay_steps = 0.25\nlr_scheduler_num_cycles = 2"))["schedule"]
+    assert (made["name"], made["decay"]) == ("wsd", 0.25)
+    made = kohya(tmp_path, f"{base}lr_scheduler_num_cycles = 1")
+    assert settings(made)["schedule"]["name"] == "constant"
+    assert any("without a decay it is constant" in one.note for one in made.mapped)
 
 
 @pytest.mark.parametrize(
@@ -1250,6 +1275,48 @@ def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
         made = kohya(tmp_path, f"optimizer_type = 'Prodigy'\noptimizer_args = ['d0=1e-5', 'growth_rate={growth}']")
         found = settings(made)["optimizer"]
         assert (found["d0"], found["growth_rate"]) == (1e-5, expected) and "optimizer_args" in keys(made.mapped)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "where"),
+    [
+        ("AdaFactor", "adafactor", "differs"),  # relative_step is on unless the arguments say otherwise
+        ("AdamWScheduleFree", "adamw_schedulefree", "mapped"),
+        ("schedulefree.AdamWScheduleFree", "adamw_schedulefree", "mapped"),
+        ("CAME", "came", "mapped"),
+        ("bitsandbytes.optim.AdEMAMix8bit", "ademamix8bit", "mapped"),
+        ("Muon", "muon", "differs"),
+    ],
+)
+def test_the_newer_optimizers_of_kohya(tmp_path: Path, theirs: str, ours: str, where: str) -> None:
+    text = f"optimizer_type = '{theirs}'\nlearning_rate = 3e-4\nlr_scheduler = 'cosine'\nlr_warmup_steps = 10"
+    made = kohya(tmp_path, text)
+    found = settings(made)
+    assert found["optimizer"]["name"] == ours and found["optimizer"]["lr"] == 3e-4
+    assert "optimizer_type" in keys(getattr(made, where))
+    free = ours == "adamw_schedulefree"  # sd-scripts gives it no schedule
+    assert found["schedule"]["name"] == ("constant" if free else "cosine")
+    assert ("lr_scheduler" in keys(made.no_counterpart)) == free
+    job = job_of(made)
+    judge = {
+        "adafactor": transformers.optimization.Adafactor,
+        "adamw_schedulefree": schedulefree.AdamWScheduleFree,
+        "came": came_pytorch.CAME,
+        "ademamix8bit": bitsandbytes.optim.AdEMAMix8bit,
+    }
+    if ours in judge:  # what the file leaves out is the package's own
+        assert job.optimizer.weight_decay == inspect.signature(judge[ours]).parameters["weight_decay"].default
+
+
+def test_an_adafactor_with_a_fixed_rate_is_the_same(tmp_path: Path) -> None:
+    fixed = '["relative_step=False", "scale_parameter=False", "warmup_init=False", "weight_decay=0.1"]'
+    made = kohya(tmp_path, f"optimizer_type = 'adafactor'\nlearning_rate = 3e-4\noptimizer_args = {fixed}")
+    assert {"optimizer_type", "optimizer_args", "learning_rate"} <= keys(made.mapped)
+    assert settings(made)["optimizer"]["weight_decay"] == 0.1 and not any("optimizer" in line for line in made.todo)
+    made = kohya(
+        tmp_path, f"optimizer_type = 'adafactor'\noptimizer_args = {fixed.replace('scale_parameter=F', 'x=F')}"
+    )
+    assert "optimizer_type" in keys(made.differs) and any("optimizer.lr" in line for line in made.todo)
 
 
 def block_of(name: str, sdxl: bool) -> int:

@@ -36,12 +36,12 @@ MOST_LINES = 80
 MAY_IMPORT_TRAIN = {"cli.training", "demo.show", "train_lora", "scripts"}
 LIBRARIES = {
     "peft": {"adapters"},
-    "bitsandbytes": {"training.optim", "precision.formats"},
+    "bitsandbytes": {"training.optimizers", "precision.formats"},
     "torchao": {"precision.backend_torchao", "scripts"},
     "transformer_engine": {"precision.backend_te"},
     "triton": {"precision.kernels"},
     "accelerate": {"distributed.processes", "scripts"},
-    "transformers": {"families", "tools.captioner", "scripts"},
+    "transformers": {"families", "tools.captioner", "training.optimizers", "scripts"},
     "onnxruntime": {"tools.wd_tagger"},
     "diffusers": {"families", "objectives", "verify", "lora_files.export", "demo.show", "scripts"},
     "typer": {"cli"},

@@ -1,19 +1,22 @@
 """Optimizers against torch and bitsandbytes, the schedule against transformers, and small updates against rounding."""
 
+import importlib.util
 import json
 import time
 
 import bitsandbytes
+import came_pytorch
 import prodigyopt
 import pytest
 import safetensors.torch
+import schedulefree
 import torch
 import transformers
 from torch import Tensor, nn
 
 from lora_fp8 import adapters, precision
 from lora_fp8.errors import UserError
-from lora_fp8.settings import Adapter, Optimizer, Quantize, Schedule
+from lora_fp8.settings import Adapter, Optimizer, Quantize, Schedule, schedules
 from lora_fp8.training import optim
 from lora_fp8.training.flat import Layout
 
@@ -22,6 +25,11 @@ BITS = {
     "adamw8bit": bitsandbytes.optim.AdamW8bit,
     "lion8bit": bitsandbytes.optim.Lion8bit,
     "prodigy": prodigyopt.Prodigy,
+    "adafactor": transformers.optimization.Adafactor,
+    "adamw_schedulefree": schedulefree.AdamWScheduleFree,
+    "came": came_pytorch.CAME,
+    "muon": torch.optim.Muon,
+    "ademamix8bit": bitsandbytes.optim.AdEMAMix8bit,
 }
 RATE = {"prodigy": 1.0}  # else 1e-3
 MORE = {
@@ -29,6 +37,11 @@ MORE = {
     "adamw8bit": {"betas": (0.9, 0.999), "eps": 1e-8},
     "lion8bit": {},  # its own betas
     "prodigy": {"betas": (0.9, 0.99), "safeguard_warmup": True, "use_bias_correction": True},
+    "adafactor": {"relative_step": False, "scale_parameter": False},
+    "adamw_schedulefree": {"betas": (0.9, 0.999)},
+    "came": {"betas": (0.9, 0.999, 0.9999)},
+    "muon": {"momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"},
+    "ademamix8bit": {"betas": (0.9, 0.999, 0.9999)},
 }
 OURS = {"prodigy": {"beta2": 0.99}}  # finds its rate in fewer steps than these tests have
 
@@ -62,9 +75,29 @@ def build(params, **settings) -> optim.AdapterOptimizer:
     return optim.build(params, section(**settings), base_storage="none", seed=9)
 
 
-def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+class Several:
+    """Several optimizers as one: Muon takes matrices only."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+def raw(name: str, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.Optimizer | Several]:
     params = [nn.Parameter(value.detach().clone()) for value in values]
-    return params, BITS[name](params, lr=RATE.get(name, 1e-3), weight_decay=0.01, **MORE[name])
+    given = {"lr": RATE.get(name, 1e-3), "weight_decay": 0.01}
+    if name == "muon":
+        matrices = [param for param in params if param.ndim == 2]
+        others = [param for param in params if param.ndim != 2]
+        return params, Several(torch.optim.Muon(matrices, **given, **MORE[name]), torch.optim.AdamW(others, **given))
+    theirs = BITS[name](params, **given, **MORE[name])
+    if name == "adamw_schedulefree":
+        theirs.train()
+    return params, theirs
 
 
 # -- the optimizers are the real ones ----------------------------------------------------------------------------------
@@ -83,7 +116,8 @@ def test_steps_equal_the_library_s_on_float32(name, dtype, capsys):
         grads, lr = make_grads(step), RATE.get(name, 1e-3) * (1 - step / 24)
         for param, grad in zip(reference, grads.values(), strict=True):
             param.grad = grad.clone()
-        theirs.param_groups[0]["lr"] = lr
+        for group in theirs.param_groups:
+            group["lr"] = lr
         found.append(mine.effective(lr) / lr)
         assert found[-1] == pytest.approx(theirs.param_groups[0].get("d", 1.0), rel=1e-12)
         theirs.step()
@@ -127,7 +161,7 @@ def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
     assert mine.effective(1.0) == theirs.param_groups[0]["d"] > 2e-5
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion8bit"])
+@pytest.mark.parametrize("name", sorted(BITS.keys() - {"prodigy"}))
 def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -> None:
     """Against the optimizer itself with a group for each rate, as peft's create_loraplus_optimizer makes them."""
     generator = torch.Generator().manual_seed(5)
@@ -140,14 +174,11 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
     mine = optim.build(ours, given, base_storage="none", seed=0, of_text=names[6:])
     rates = [1e-2, 4e-2, 5e-3, 2e-2, 2.5e-3, 1e-2, 2e-3, 8e-3]
     theirs = {one: nn.Parameter(start[one].clone()) for one in names}
-    make = {
-        "adamw": torch.optim.AdamW,
-        "adamw8bit": bitsandbytes.optim.AdamW8bit,
-        "lion8bit": bitsandbytes.optim.Lion8bit,
-    }
     groups = [{"params": [theirs[one]], "lr": rate} for one, rate in zip(names, rates, strict=True)]
-    betas = (given.beta1, optim.beta2(given))
-    judge = make[name](groups, lr=1e-2, betas=betas, weight_decay=0.1)
+    more = MORE[name] | ({"betas": (0.9, 0.99)} if name == "lion8bit" else {})
+    judge = BITS[name](groups, lr=1e-2, weight_decay=0.1, **more)
+    if name == "adamw_schedulefree":
+        judge.train()
 
     def step(number: int) -> None:
         drawn = torch.Generator().manual_seed(number)
@@ -171,6 +202,90 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
         assert torch.equal(parameter, theirs[one]), one
     with pytest.raises(UserError, match="optimizer.lrs: 'up' matches no layer that is adapted"):
         optim.build(ours, given.model_copy(update={"lrs": {"up": 2.0}}), base_storage="none", seed=0)
+
+
+def test_the_weights_to_evaluate_are_the_library_s() -> None:
+    """In evaluation the parameters are schedulefree's own; training continues from its own values, to the bit."""
+    for dtype, rounding in [(torch.float32, "master"), (torch.bfloat16, "master"), (torch.bfloat16, "stochastic")]:
+        params, other = make_params(dtype), make_params(dtype)
+        mine = build(params, name="adamw_schedulefree", rounding=rounding)
+        undisturbed = build(other, name="adamw_schedulefree", rounding=rounding)
+        reference, theirs = raw("adamw_schedulefree", [param.float() for _, param in params])
+        for step in range(6):
+            for param, grad in zip(reference, make_grads(step).values(), strict=True):
+                param.grad = grad.clone()
+            theirs.step()
+            gradient = mine.layout.join(make_grads(step))
+            before = gradient.clone()
+            mine.step(gradient, 1e-3, step)
+            assert torch.equal(gradient, before)  # schedulefree writes into it
+            undisturbed.step(undisturbed.layout.join(make_grads(step)), 1e-3, step)
+            trained = [param.detach().clone() for _, param in params]
+            saved = mine.state()
+            with mine.evaluation():
+                evaluated = [param.detach().clone() for _, param in params]
+                inside = mine.state()
+                with pytest.raises(RuntimeError, match="weights to evaluate"):
+                    mine.step(gradient, 1e-3, step)
+            assert inside[1] == saved[1] and all(torch.equal(inside[0][key], saved[0][key]) for key in saved[0])
+            assert all(torch.equal(param, value) for (_, param), value in zip(params, trained, strict=True))
+            if rounding == "master":
+                theirs.eval()
+                expected = [param.detach().to(dtype, copy=True) for param in reference]
+                theirs.train()
+                for (name, _), param in zip(params, reference, strict=True):
+                    kept = saved[0].get(f"{name}/master", saved[0].get(f"{name}/trained"))
+                    assert torch.allclose(param, kept, atol=1e-6)
+                    param.data.copy_(kept)  # their way back is not exact: the judge goes on from a copy
+                assert all(torch.equal(value, one) for value, one in zip(evaluated, expected, strict=True))
+            assert step == 0 or not any(torch.equal(one, two) for one, two in zip(trained, evaluated, strict=True))
+        for (_, param), (_, one) in zip(params, other, strict=True):
+            assert torch.equal(param, one)
+        # A checkpoint has the weights to evaluate in its adapter file, and those in training in the state.
+        tensors, meta = on_disk(*mine.state())
+        again = make_params(dtype)
+        resumed = build(again, name="adamw_schedulefree", rounding=rounding)
+        for (_, param), value in zip(again, evaluated, strict=True):
+            param.data.copy_(value)
+        resumed.load_state(tensors, meta)
+        assert all(torch.equal(param, value) for (_, param), value in zip(again, trained, strict=True))
+
+
+def test_a_rate_of_zero_in_the_first_step_harms_no_optimizer() -> None:
+    """A warm-up begins at 0, and LoRA's first matrix has no gradient in the first step."""
+    for name in BITS:
+        params = make_params(torch.bfloat16)
+        mine = build(params, name=name)
+        for step in range(3):
+            grads = make_grads(step)
+            grads["a"] = torch.zeros_like(grads["a"]) if step == 0 else grads["a"]
+            mine.step(mine.layout.join(grads), 0.0 if step == 0 else RATE.get(name, 1e-3), step)
+        assert all(torch.isfinite(param).all() for _, param in params), name
+
+
+def test_the_estimate_of_the_state_is_right() -> None:
+    for name in BITS:
+        for dtype, rounding in [(torch.float32, "master"), (torch.bfloat16, "master"), (torch.bfloat16, "nearest")]:
+            params = make_params(dtype)
+            mine = build(params, name=name, rounding=rounding)
+            go(mine, range(2))
+            expected = optim.state_bytes([param for _, param in params], section(name=name, rounding=rounding))
+            assert mine.num_bytes() == expected, (name, dtype, rounding)
+
+
+def test_muon_says_what_it_leaves_to_adamw() -> None:
+    assert build(make_params(torch.float32), name="muon").lines() == [
+        "Muon updates 3 matrices; AdamW updates 1 tensors that are no matrices: d"
+    ]
+    assert not build(make_params(torch.float32)[:3], name="muon").lines()
+    assert not build(make_params(torch.float32), name="came").lines()
+
+
+def test_a_missing_package_is_named(monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="'came' needs the package came-pytorch, .* `pip install 'lora-fp8"):
+        optim.require(section(name="came"))
+    optim.require(section(name="adamw"))
 
 
 def test_eight_bit_state_is_eight_bit():
@@ -204,7 +319,7 @@ def test_unknown_choices_and_factors():
         made = optim.build(make_params(torch.float32), section(lr_scale=scale), base_storage=storage, seed=0)
         assert made.lr_factor == factor and made.base_lr == pytest.approx(1e-3 * factor, rel=1e-12)
         assert made.state()[1]["lr_factor"] == factor
-    rates = {"adamw8bit": 1.4e-4, "adamw": 1.4e-4, "lion8bit": 2.8e-5, "prodigy": 1.0}
+    rates = dict.fromkeys(BITS, 1.4e-4) | {"lion8bit": 2.8e-5, "prodigy": 1.0}
     for name, rate in rates.items():
         made = optim.build(make_params(torch.float32), Optimizer(name=name), base_storage="fp8", seed=0)
         assert made.base_lr == pytest.approx(rate)
@@ -376,7 +491,7 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
 @pytest.mark.parametrize("min_lr", [0.0, 0.1])
 def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr):
     mine = Schedule(name=name, warmup=warmup, min_lr=min_lr)
-    got = [optim.learning_rate(step, mine, 2e-4, 30) for step in range(31)]
+    got = [schedules.learning_rate(step, mine, 2e-4, 30) for step in range(31)]
     assert got == pytest.approx(their_schedule(name, steps, min_lr, 30), rel=1e-9, abs=1e-18)
 
 
@@ -385,7 +500,7 @@ def test_cosine_equals_torch():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-4)
     mine = Schedule(name="cosine", min_lr=0.1)
     for step in range(20):
-        assert optim.learning_rate(step, mine, 1e-3, 20) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
+        assert schedules.learning_rate(step, mine, 1e-3, 20) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
         optimizer.step()
         schedule.step()
 

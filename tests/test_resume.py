@@ -25,7 +25,7 @@ from lora_fp8.data import loader
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
-from lora_fp8.stages import finish
+from lora_fp8.stages import finish, milestones
 from lora_fp8.stages import step as step_stage
 from lora_fp8.training import checkpoint, optim
 
@@ -100,6 +100,12 @@ def events(job, kind):
         ("adamw", "stochastic", 1, False),
         ("lion8bit", "stochastic", 1, True),
         ("prodigy", "master", 1, True),
+        ("adafactor", "master", 1, True),
+        ("adamw_schedulefree", "master", 1, True),
+        ("adamw_schedulefree", "stochastic", 1, True),
+        ("came", "stochastic", 1, True),
+        ("muon", "master", 1, True),
+        ("ademamix8bit", "master", 1, True),
     ],
 )
 def test_resumed_three_times_is_the_same_to_the_bit(
@@ -121,12 +127,50 @@ def test_resumed_three_times_is_the_same_to_the_bit(
     assert [event["step"] for event in events(pieces, "resume")] == [1, 2, 5]
     assert outcome(pieces, tree_hash) == outcome(whole, tree_hash)
     tensors = load_file(folder_of(whole) / "checkpoints" / f"step-{STEPS:06d}" / "optimizer.safetensors")
-    assert any(k.endswith("/absmax1") for k in tensors) == (optimizer in ("adamw8bit", "lion8bit"))
+    assert any(k.endswith("/absmax1") for k in tensors) == (optimizer in ("adamw8bit", "lion8bit", "ademamix8bit"))
     rates = [event["lr"] for event in events(whole, "step")]
     assert (max(rates) > 3e-6) if optimizer == "prodigy" else (max(rates) > 1e-5)  # Prodigy begins with 1e-6
     assert any(k.endswith("/master") for k in tensors) == (rounding == "master")
     losses = [[(e["step"], e["loss"], e["lr"], e["grad_norm"]) for e in events(job, "step")] for job in (whole, pieces)]
     assert set(losses[1]) == set(losses[0])  # the steps done twice gave the same figures twice
+
+
+@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_path, monkeypatch, rounding):
+    """schedulefree's x = y + (1 - 1 / beta1) (z - y), of what the checkpoint says of y and z."""
+    seen = {}
+
+    def watch(module, name, what, where):
+        original = getattr(module, name)
+
+        def watching(*args):
+            seen[what, args[-1]] = adapters.state(where(args))
+            return original(*args)
+
+        monkeypatch.setattr(module, name, watching)
+
+    watch(milestones.validate, "measure", "validation", lambda args: args[2].adapted)
+    watch(milestones.previews, "draw", "preview", lambda args: args[1])
+    settings = ("optimizer.name=adamw_schedulefree", f"optimizer.rounding={rounding}", "schedule.warmup=1", *SMALL)
+    settings += ("validation.pictures=1", "validation.every=2", "preview.every=2", "preview.prompts=['a cat']")
+    job = make_job(tmp_path, *settings, "checkpoint.keep=9", "export.every=2")
+    run(job)
+    for step in (2, 4, STEPS):
+        bundle = checkpoint.read(folder_of(job) / "checkpoints" / f"step-{step:06d}")
+        moved = 0
+        for name, tensor in bundle.adapter.items():
+            y = bundle.optimizer[f"{name}/{'master' if rounding == 'master' else 'trained'}"].float()
+            x = torch.lerp(y, bundle.optimizer[f"{name}/z"], 1 - 1 / 0.9)
+            assert torch.equal(tensor, x.bfloat16()), (step, name)
+            moved += not torch.equal(tensor, y.bfloat16())
+            assert torch.equal(seen["validation", step][name], tensor)
+            assert torch.equal(seen["preview", step][name], tensor)
+        assert step == 2 or moved > len(bundle.adapter) / 2  # the first step that is no warm-up averages nothing
+        kept = folder_of(job) / "export" / ("" if step == STEPS else f"step-{step:06d}")
+        path = min(kept.glob("*_kohya.safetensors"), key=lambda path: len(path.name))  # not that of the best step
+        sums = sorted(float(tensor.double().sum()) for tensor in bundle.adapter.values())
+        exported = sorted(float(tensor.double().sum()) for key, tensor in load_file(path).items() if "alpha" not in key)
+        assert exported == pytest.approx(sums)
 
 
 # -- one uninterrupted run for the rest, with everything random on

@@ -158,6 +158,13 @@ FLIPS = {
     "schedule.name": Flip("linear", ("tensors", "rates")),
     "schedule.warmup": Flip("2", ("tensors", "rates")),
     "schedule.cycles": Flip("2", ("tensors", "rates"), under=("schedule.name=cosine_with_restarts",)),
+    "schedule.power": Flip("3.0", ("tensors", "rates"), under=("schedule.name=polynomial",)),
+    "schedule.decay": Flip("0.9", ("tensors", "rates"), under=("schedule.name=wsd", "schedule.min_lr=0.1")),
+    "schedule.decay_shape": Flip("1-sqrt", ("tensors", "rates"), under=("schedule.name=wsd", "schedule.decay=3")),
+    "schedule.rex_d": Flip("0.9", ("tensors", "rates"), under=("schedule.name=rex",)),
+    "schedule.points": Flip(
+        "{'0' = 0.5, '1.0' = 1.0}", ("tensors", "rates"), under=("schedule.name=points", "schedule.points={'0' = 1.0}")
+    ),
     "schedule.min_lr": Flip("0.5", ("tensors", "rates"), under=("schedule.name=cosine",)),
     "objective.prediction": Flip(
         "v", (*TRAINING, "previews", "prediction_type"), ("rates", "samples", "buckets"), SHOWN

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..common.text import is_utf8, quote, similar
-from ..errors import Message, Template
+from ..errors import Message, Template, UserError
 from ..settings import (
     SCALES,
     TORCHAO_LACKS,
@@ -14,6 +14,7 @@ from ..settings import (
     Quantize,
     parse_storage,
     path_places,
+    schedules,
 )
 
 LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
@@ -148,14 +149,39 @@ def _check_loraplus(job: Job) -> Problems:
         )
 
 
-def _check_warmup(job: Job) -> Problems:
-    """Yield a problem if the warmup is as long as the training."""
-    warmup, steps = job.schedule.warmup, job.train.steps
+def _check_schedule(job: Job) -> Problems:
+    """Yield a problem if the warm-up and decay are longer than the training, or if points are no places in it."""
+    section, steps = job.schedule, job.train.steps
+    if section.name == "points" and not section.points:
+        yield (
+            "schedule.name",
+            Message("'points' needs schedule.points, such as {example}", example="{'0' = 0, '0.1' = 1, '1.0' = 0.1}"),
+        )
+        return
+    if section.name == "points":
+        try:
+            schedules.read_points(section, steps)
+        except UserError as error:
+            yield "schedule.points", error.args[0]
+        return
+    warmup = section.warmup
     if isinstance(warmup, int) and warmup >= steps and warmup:
         yield (
             "schedule.warmup",
             Message("{warmup} steps, but train.steps is {steps}; use fewer, or a fraction", warmup=warmup, steps=steps),
         )
+    elif section.name == "wsd":
+        decay = schedules.decay_steps(section, steps)
+        if (spent := schedules.warmup_steps(section, steps)) + decay > steps:
+            yield (
+                "schedule.decay",
+                Message(
+                    "{decay} steps, and schedule.warmup {warmup}, but train.steps is {steps}; use fewer, or a fraction",
+                    decay=decay,
+                    warmup=spent,
+                    steps=steps,
+                ),
+            )
 
 
 def _check_timesteps(job: Job) -> Problems:
@@ -599,7 +625,7 @@ RULES = (
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),
     Rule(_check_loraplus, reads=("adapter.type",)),
-    Rule(_check_warmup, reads=("train.steps",)),
+    Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),
     Rule(_check_validation),
     Rule(_check_lists),

@@ -38,7 +38,9 @@ OUT_OF_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 def accepted(field: Any) -> str:
     """Return what a setting accepts: its choices and the bounds of its numbers; "" if it has neither."""
     if (layer_field := each_value(field)) is not None:
-        return f"a layer's name = {accepted(layer_field)}"
+        extra = field.json_schema_extra
+        names = extra.get("names", "a layer's name") if isinstance(extra, dict) else "a layer's name"
+        return f"{names} = {accepted(layer_field)}"
     choices, bounds = _choices(field.annotation), accepted_numbers(field)
     if choices and number_ranges(field):
         return " | ".join([*choices, f"a number {bounds}".strip()])

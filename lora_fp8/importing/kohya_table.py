@@ -79,7 +79,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "lr_scheduler_type": none(remarks.NO_OTHER_SCHEDULES),
     "lr_scheduler_args": none(remarks.NO_OTHER_SCHEDULES),
     "lr_scheduler_timescale": none(Message("belongs to inverse_sqrt")),
-    "lr_decay_steps": none(Message("belongs to warmup_stable_decay")),
+    "lr_decay_steps": JOINT,
     "max_grad_norm": to("train.max_grad_norm", number),
     "fused_backward_pass": none(remarks.SUMMED),
     # Length

@@ -360,6 +360,7 @@ def _set_schedule(draft: Draft) -> None:
             warmup=warmup_key,
             cycles=cycles,
             power="lr_scheduler_power",
+            decay="lr_decay_steps",
             floor="lr_scheduler_min_lr_ratio",
         ),
         warmup=warmup,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.relations import LEAST_FACTOR
 from ..errors import Message
-from ..settings import MOST_LR
+from ..settings import FALLING, MOST_LR
 from . import remarks
 from .common_values import accepted, plain
 from .import_draft import Draft
@@ -72,13 +72,28 @@ ALIKE = {
     "pagedlion8bit": ("lion8bit", remarks.NOT_PAGED),
     "bnblion8bitpaged": ("lion8bit", remarks.NOT_PAGED),
     "prodigyoptprodigy": ("prodigy", ""),
-    "prodigy8bit": ("prodigy", Message("32 bits of state instead of 8")),
+    "schedulefreeadamw": ("adamw_schedulefree", ""),
+    "schedulefreeadamwschedulefree": ("adamw_schedulefree", ""),
+    "schedulefreewrapper": ("adamw_schedulefree", remarks.AVERAGED),
+    "transformersadafactor": ("adafactor", ""),
+    "camepytorchcame": ("came", ""),
+    "came8bit": ("came", remarks.FULL_BITS),
+    "muon": ("muon", remarks.STEP_OF_ADAMW),
+    "torchoptimmuon": ("muon", remarks.STEP_OF_ADAMW),
+    "ademamix": ("ademamix8bit", remarks.EIGHT_BITS),
+    "bnbademamix": ("ademamix8bit", remarks.EIGHT_BITS),
+    "bnbademamix8bit": ("ademamix8bit", ""),
+    "bnbademamix8bitpaged": ("ademamix8bit", remarks.NOT_PAGED),
+    "pagedademamix8bit": ("ademamix8bit", remarks.NOT_PAGED),
+    "bitsandbytesoptimademamix8bit": ("ademamix8bit", ""),
+    "prodigy8bit": ("prodigy", remarks.FULL_BITS),
 }
 OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "prodigy": {"weight_decay": 0.0, "safeguard_warmup": False, "use_bias_correction": False},
-    "lion8bit": {"weight_decay": 0.0},
+    **dict.fromkeys(("lion8bit", "adafactor", "came", "adamw_schedulefree"), {"weight_decay": 0.0}),
 }
 """The other tools' defaults for these optimizers, where ours differ."""
+OF_KOHYA = ("sd-scripts", "musubi-tuner", "kohya_ss", "lora-scripts")
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -197,7 +212,11 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     own = {plain(word): word for word in accepted("optimizer.name")}
     if kind == "prodigy" and draft.tool.name == "simpletuner":
         draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
-    elif kind in own:
+    elif kind == "adafactor" and draft.tool.name in OF_KOHYA and not _has_fixed_rate(draft):
+        why = Message("theirs sets the rate by itself (relative_step, scale_parameter); here optimizer.lr counts")
+        draft.differs(key, {"optimizer.name": "adafactor"}, why)
+        draft.need("optimizer.lr", Message("check the rate: theirs set it by itself"))
+    elif kind in own and kind not in ALIKE:
         draft.mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
@@ -207,6 +226,12 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
         draft.set("optimizer.name", "adamw8bit", Message("instead of {name}", name=name))
         return name
     return ""
+
+
+def _has_fixed_rate(draft: Draft) -> bool:
+    """Return True if kohya's arguments switch off what Adafactor makes of the learning rate."""
+    given = "".join(str(draft.given.get(key, "")) for key in ("optimizer_args", "optimizer_args_custom"))
+    return all(re.search(rf"{name}\s*=\s*False", given, re.IGNORECASE) for name in ("relative_step", "scale_parameter"))
 
 
 def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
@@ -249,6 +274,8 @@ OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
     "growth_rate": growth_rate,
 }
 """Prodigy's own settings, which have the same names here."""
+FIXED_RATE = ("relative_step", "scale_parameter", "warmup_init")
+"""Arguments of Adafactor that are off here."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
@@ -272,6 +299,8 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
             if name == "betas":
                 first, second = (number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
+            elif name in FIXED_RATE and not flag(value):
+                continue  # as here
             elif name in known:
                 setting, read = known[name]
                 settings[setting] = read(value)
@@ -295,6 +324,7 @@ class ScheduleKeys:
     warmup: str = ""
     cycles: str = ""
     power: str = ""
+    decay: str = ""
     floor: str = ""
 
 
@@ -307,7 +337,7 @@ def set_schedule(
     warmup_note: str = "",
     constant_warms_up: bool = False,
 ) -> None:
-    """Set schedule.name, warmup and min_lr.
+    """Set schedule.name, what belongs to that schedule, warmup and min_lr.
 
     Args:
         draft: the import.
@@ -317,10 +347,15 @@ def set_schedule(
         warmup_note: remark on the warm-up.
         constant_warms_up: the tool's "constant" schedule warms up (diffusers' does not).
     """
+    if draft.settings.get("optimizer.name") == "adamw_schedulefree" and draft.tool.name in OF_KOHYA:
+        named = [keys.name, keys.warmup, keys.cycles, keys.power, keys.decay, keys.floor]
+        draft.none(named, Message("schedule-free optimizers get no schedule there"), off=True)
+        draft.set("schedule.name", "constant")
+        return
     name = draft.get(keys.name, text) or "constant"
     spent = _set_curve(draft, keys, name)
-    for key in (keys.cycles, keys.power):
-        if key and key != spent:
+    for key in (keys.cycles, keys.power, keys.decay):
+        if key and key not in spent:
             draft.none(key, remarks.UNUSED_BY(name=name), off=True)
     if keys.warmup:
         ignored = plain(name) == "constant" and not constant_warms_up
@@ -332,14 +367,14 @@ def set_schedule(
         else:
             draft.mapped(keys.warmup, {"schedule.warmup": 0})
     if keys.floor:
-        if floor and draft.settings.get("schedule.name") in ("cosine", "cosine_with_restarts", "linear"):
+        if floor and draft.settings.get("schedule.name") in FALLING:
             draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
             draft.none(keys.floor, remarks.UNUSED_BY(name=name), off=True)
 
 
-def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
-    """Set schedule.name, and schedule.cycles with it; return the key of the cycles or the power if it counted."""
+def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
+    """Set schedule.name, and what belongs to that schedule; return the keys besides the name that counted."""
     kind = plain(name)
     cycles = draft.get(keys.cycles, number) if keys.cycles else None
     power = draft.get(keys.power, number) if keys.power else None
@@ -352,19 +387,20 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
         else:
             settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
             draft.mapped([keys.name, keys.cycles], settings)
-        return keys.cycles
-    if kind == "polynomial" and kind not in own:
-        if power is None or power == 1:
-            draft.mapped(
-                [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
-            )
-        else:
-            draft.differs(
-                [keys.name, keys.power],
-                {"schedule.name": "linear"},
-                Message("a line instead of power {power}", power=f"{power:g}"),
-            )
-        return keys.power
+        return (keys.cycles,)
+    if kind == "polynomial" and (power is None or power == 1):
+        draft.mapped(
+            [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
+        )
+        return (keys.power,)
+    if kind == "polynomial":
+        draft.mapped([keys.name, keys.power], {"schedule.name": "polynomial", "schedule.power": power})
+        return (keys.power,)
+    if kind in ("warmupstabledecay", "wsd"):
+        return _set_stable(draft, keys, cycles)
+    if kind == "rex":  # of OneTrainer and musubi-tuner; the paper has 0.5
+        draft.mapped(keys.name, {"schedule.name": "rex", "schedule.rex_d": 0.9})
+        return ()
     ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
     if kind == "sine":
         draft.differs(
@@ -378,4 +414,19 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> str:
         draft.need(
             "schedule.name", Message("choose one of {names} for {name}", names=", ".join(own.values()), name=repr(name))
         )
-    return ""
+    return ()
+
+
+def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple[str, ...]:
+    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the keys that counted."""
+    decay = draft.get(keys.decay, number) if keys.decay else None
+    if not decay:
+        draft.mapped([keys.name, keys.decay], {"schedule.name": "constant"}, Message("without a decay it is constant"))
+        return (keys.decay,)
+    settings = {"schedule.name": "wsd", "schedule.decay": float(decay) if decay < 1 else round(decay)}
+    if cycles in (None, 1):
+        draft.mapped([keys.name, keys.decay, keys.cycles], settings)
+    else:
+        note = Message("the decay is one fall instead of {count} cosine cycles", count=f"{cycles:g}")
+        draft.differs([keys.name, keys.decay, keys.cycles], settings, note)
+    return (keys.decay, keys.cycles)

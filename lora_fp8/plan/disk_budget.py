@@ -58,10 +58,14 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
     """
     size = sum(parameter.nbytes for _, parameter in named)
     size += optim.state_bytes([parameter for _, parameter in named], job.optimizer)
+    if job.optimizer.name == "adamw_schedulefree" and job.optimizer.rounding != "master":
+        size += sum(parameter.nbytes for _, parameter in named)  # the weights in training, beside those to evaluate
     if world > 1 and job.train.gradient_exchange == "fp8":
         size += 4 * world * sum(parameter.numel() for _, parameter in named)
-    # Each name is in both files' headers, and in the state with dtype and count: at least three times.
-    return size + STATE_BYTES + sum(3 * (len(name) + HEADER_BYTES) for name, _ in named)
+    # Each name is in both files' headers, and in the state with dtype and count: at least three times. The state of
+    # some optimizers has a list of their tensors, which is as long as a header, and a table of numbers.
+    names = 3 + optim.count_listed(job.optimizer)
+    return size + STATE_BYTES + sum(names * (len(name) + HEADER_BYTES) for name, _ in named)
 
 
 def count_file_bytes(job: Job, named: Named) -> dict[str, int]:

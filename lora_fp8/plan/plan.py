@@ -223,6 +223,7 @@ def attempt(
     if job.preview.prompts and guidance != "auto":
         problems.collect(partial(family.guidance_inputs, guidance))
     plan = Plan(resolved, family, placed, layers)
+    problems.collect(lambda: optim.require(job.optimizer))
     if not resume:
         problems.collect(lambda: plan.start)
     problems.collect(lambda: plan.training_adapter)
@@ -252,6 +253,6 @@ def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:
     return [
         *family.warnings,
         *find_unused_settings(job, {**family.facts_of_base(), **plan.layers.facts, **facts}),
-        *optim.cautions(job.optimizer),
+        *optim.cautions(job.optimizer, job.schedule),
         *(optim.lr_factors(job.optimizer, plan.adapted_layers)[1] if job.optimizer.lrs else []),
     ]

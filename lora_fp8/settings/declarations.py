@@ -27,6 +27,17 @@ STORAGES = (
 )
 Storage = Literal[STORAGES]  # type: ignore[valid-type]  # pydantic reads the tuple
 """A storage, with a scale if it is not the storage's own."""
+OPTIMIZERS = (
+    "adamw8bit",
+    "adamw",
+    "lion8bit",
+    "prodigy",
+    "adafactor",
+    "adamw_schedulefree",
+    "came",
+    "muon",
+    "ademamix8bit",
+)
 MOST_RANK = 1024
 MOST_LR = 10.0  # the factor of prodigy; the rate of any other optimizer is below 1
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
@@ -49,6 +60,7 @@ def setting(
     when: dict[str, tuple[Any, ...]] | None = None,
     also: str = "",
     names: str = "",
+    place: str = "",
     **bounds: Any,
 ) -> Any:
     """Declare a setting: its default (... if it must be given), its help, and its bounds (pydantic's ge, gt, le, lt).
@@ -62,11 +74,13 @@ def setting(
         also: its names in other trainers that differ from ours, such as "kohya: network_dim; ai-toolkit: linear".
             What stands behind a name converts its value to ours. "kohya" is sd-scripts and what shares its names:
             kohya_ss, lora-scripts, musubi-tuner.
-        names: what of this machine it names, if it does: "file", "folder", "file or folder"; see `paths`. A setting
+        names: what the names in a table are; "" are layers.
+        place: what of this machine it names, if it does: "file", "folder", "file or folder"; see `paths`. A setting
             that may also be a word or a Hugging Face id names one where it is neither.
     """
-    others = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
-    extra: dict[str, Any] = {"when": when or {}, "also": others, "names": names}
+    elsewhere = dict(pair.split(": ") for pair in also.split("; ")) if also else {}
+    extra: dict[str, Any] = {"when": when or {}, "also": elsewhere, "place": place}
+    extra |= {"names": names} if names else {}
     return Field(default=default, description=description, json_schema_extra=extra, **bounds)
 
 
@@ -92,8 +106,10 @@ DRAWN: dict[str, tuple[Any, ...]] = {"preview.prompts": ()}
 CLIPS: dict[str, tuple[Any, ...]] = {"family.clips": (True,)}
 DIFFUSION: dict[str, tuple[Any, ...]] = {"family.objective": ("Diffusion",)}
 FLOW: dict[str, tuple[Any, ...]] = {"family.objective": ("FlowMatching",)}
-BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": ("adamw8bit", "adamw", "lion8bit")}
+BY_RATE: dict[str, tuple[Any, ...]] = {"optimizer.name": Except(("prodigy",))}
 PRODIGY: dict[str, tuple[Any, ...]] = {"optimizer.name": ("prodigy",)}
+FALLING = ("cosine", "cosine_with_restarts", "linear", "polynomial", "wsd", "rex")
+"""Schedules that end at `schedule.min_lr`."""
 HUBER: dict[str, tuple[Any, ...]] = {"objective.loss": ("huber", "smooth_l1", "pseudo_huber", "pseudo_smooth_l1")}
 TAGGED: dict[str, tuple[Any, ...]] = {"dataset.shuffle_tags | dataset.tag_dropout": ()}
 VARIED: dict[str, tuple[Any, ...]] = {
@@ -114,21 +130,21 @@ class Model(Section):
         "Base model: Hugging Face id (owner/name), diffusers folder, .safetensors file, or 'demo' (bundled).",
         also="kohya: pretrained_model_name_or_path, dit; ai-toolkit: name_or_path; OneTrainer: base_model_name; "
         "diffusion-pipe: diffusers_path, transformer_path",
-        names="file or folder",
+        place="file or folder",
     )
     components: str = setting(
         "auto",
         "Source of what a single-file base model lacks. auto: files in ComfyUI's folders around it, and the released "
         "model's configs and tokenizers (a few MB). Or a diffusers folder, Hugging Face id or modelscope:owner/name.",
         when={"base.single_file": (True,)},
-        names="folder",
+        place="folder",
     )
     files: dict[str, str] = setting(
         {},
         "Files of single parts, such as {text_encoder_2 = 't5xxl_fp8_scaled.safetensors', vae = 'ae.safetensors'}. "
         "They replace those of the base model.",
         also="kohya: vae, clip_l, clip_g, t5xxl, text_encoder",
-        names="folder",
+        place="folder",
     )
     revision: str = setting(
         "", "Branch, tag or commit on Hugging Face; empty: the default branch.", when={"base.on_hub": (True,)}
@@ -143,7 +159,7 @@ class Model(Section):
         "For distilled base models: a LoRA file that acts beneath the one being trained, in training only. Previews "
         "and LoRA files are without it, so that the base keeps drawing in few steps.",
         also="ai-toolkit: assistant_lora_path",
-        names="file",
+        place="file",
     )
     text_storage: Literal["none", "fp8", "int8", "nf4"] = setting(
         "none",
@@ -319,7 +335,7 @@ class Adapter(Section):
         "the base model.",
         also="kohya: network_weights; ai-toolkit: pretrained_lora_path; OneTrainer: lora_model_name; SimpleTuner: "
         "init_lora; diffusion-pipe: init_from_existing",
-        names="file",
+        place="file",
     )
     dtype: Literal["bf16", "fp32"] = setting("bf16", "Dtype of the adapter weights during training.")
     text_encoder: bool = setting(
@@ -338,7 +354,7 @@ class Folder(Section):
         "Folder with images and a .txt (or .caption) file for each, including subfolders.",
         also="kohya: image_dir, train_data_dir, image_directory; ai-toolkit: folder_path; SimpleTuner: "
         "instance_data_dir",
-        names="folder",
+        place="folder",
     )
     repeats: int = setting(
         1,
@@ -380,7 +396,7 @@ class Folder(Section):
         "For editing models: folder with the control images (the images before the edit). Each has the name of its "
         "image, or name_1, name_2.",
         also="kohya: control_directory; ai-toolkit: control_path",
-        names="folder",
+        place="folder",
     )
     mask: str = setting(
         "",
@@ -388,7 +404,7 @@ class Folder(Section):
         "the images' own transparency, or a name pattern for files beside them, such as '*-masklabel'.",
         when={"objective.unmasked_weight": Except((1.0,))},
         also="kohya: conditioning_data_dir; ai-toolkit: mask_path",
-        names="folder",
+        place="folder",
     )
 
     @property
@@ -529,7 +545,7 @@ class Dataset(Section):
         "cache",
         "Folder of the cache with encoded images and captions, shared by all runs.",
         also="kohya: cache_directory",
-        names="folder",
+        place="folder",
     )
     max_pixels: int = setting(64_000_000, "Maximum number of pixels of an image. Larger images are refused.", ge=4096)
 
@@ -600,10 +616,11 @@ class Train(Section):
 class Optimizer(Section):
     """Optimizer and learning rate."""
 
-    name: Literal["adamw8bit", "adamw", "lion8bit", "prodigy"] = setting(
+    name: Literal[OPTIMIZERS] = setting(  # type: ignore[valid-type]  # pydantic reads the tuple
         "adamw8bit",
-        "Optimizer. adamw8bit, lion8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds the learning "
-        "rate by itself.",
+        "Optimizer. adamw8bit, lion8bit, ademamix8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds "
+        "the learning rate by itself. adamw_schedulefree: needs no falling schedule. adafactor, came: little memory. "
+        "muon: orthogonalized steps for matrices.",
         also="kohya: optimizer_type; ai-toolkit: optimizer",
     )
     lr: Literal["auto"] | Annotated[float, Field(gt=0, le=MOST_LR)] = setting(
@@ -667,21 +684,23 @@ class Optimizer(Section):
     )
     beta1: float = setting(
         0.9,
-        "Decay rate of the first moment.",
+        "Decay rate of the first moment (muon: its momentum).",
         ge=0,
         lt=1,
+        when={"optimizer.name": Except(("adafactor",))},
         also="SimpleTuner: adam_beta1, optimizer_beta1",
     )
     beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = setting(
         "auto",
         "Decay rate of the second moment. auto: 0.999 (lion8bit: 0.99).",
+        when={"optimizer.name": Except(("adafactor", "muon"))},
         also="SimpleTuner: adam_beta2, optimizer_beta2",
     )
     eps: float = setting(
         1e-8,
         "Small number that is added to the denominator.",
         gt=0,
-        when={"optimizer.name": ("adamw8bit", "adamw", "prodigy")},
+        when={"optimizer.name": Except(("lion8bit", "adafactor", "came", "muon"))},
         also="SimpleTuner: adam_epsilon",
     )
     rounding: Literal["master", "stochastic", "nearest"] = setting(
@@ -695,15 +714,19 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate over the steps."""
 
-    name: Literal["constant", "cosine", "cosine_with_restarts", "linear"] = setting(
-        "constant",
-        "Shape of the learning rate after the warm-up.",
-        also="kohya: lr_scheduler; ai-toolkit: lr_scheduler; OneTrainer: learning_rate_scheduler; SimpleTuner: "
-        "lr_scheduler",
+    name: Literal["constant", "cosine", "cosine_with_restarts", "linear", "polynomial", "wsd", "rex", "points"] = (
+        setting(
+            "constant",
+            "Shape of the learning rate after the warm-up. wsd: constant, then a decay at the end. rex: stays high and "
+            "falls late. points: your own curve.",
+            also="kohya: lr_scheduler; ai-toolkit: lr_scheduler; OneTrainer: learning_rate_scheduler; SimpleTuner: "
+            "lr_scheduler",
+        )
     )
     warmup: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] = setting(
         0,
         "Length of the warm-up: a whole number of steps, or a fraction of all steps.",
+        when={"schedule.name": Except(("points",))},
         also="kohya: lr_warmup_steps; OneTrainer: learning_rate_warmup_steps; SimpleTuner: lr_warmup_steps; "
         "diffusion-pipe: warmup_steps",
     )
@@ -715,12 +738,47 @@ class Schedule(Section):
         when={"schedule.name": ("cosine_with_restarts",)},
         also="kohya: lr_scheduler_num_cycles; OneTrainer: learning_rate_cycles",
     )
+    power: float = setting(
+        2.0,
+        "Power of the polynomial. 1 is the linear schedule; above 1 the learning rate falls faster at first.",
+        gt=0,
+        le=100,
+        when={"schedule.name": ("polynomial",)},
+        also="kohya: lr_scheduler_power; SimpleTuner: lr_power",
+    )
+    decay: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = setting(
+        0.2,
+        "Length of the decay at the end of wsd: a whole number of steps, or a fraction of all steps.",
+        when={"schedule.name": ("wsd",)},
+        also="kohya: lr_decay_steps",
+    )
+    decay_shape: Literal["cosine", "linear", "1-sqrt"] = setting(
+        "cosine",
+        "Shape of the decay of wsd. 1-sqrt falls fast at first and slowly at the end.",
+        when={"schedule.name": ("wsd",)},
+    )
+    rex_d: float = setting(
+        0.5,
+        "How long rex stays high, from 0 (the linear schedule) to below 1. The paper uses 0.5; OneTrainer and "
+        "musubi-tuner use 0.9.",
+        ge=0,
+        lt=1,
+        when={"schedule.name": ("rex",)},
+    )
+    points: dict[str, Annotated[float, Field(ge=0, le=100)]] = setting(
+        {},
+        "Your own curve: places in the training with factors on the learning rate, joined by straight lines, such as "
+        "{'0' = 0, '100' = 1, '1.0' = 0.1}. A whole number counts steps; a number with a decimal point is a "
+        "share of all steps.",
+        when={"schedule.name": ("points",)},
+        names="a step or share",
+    )
     min_lr: float = setting(
         0.0,
-        "Final learning rate of the cosine and linear schedules, as a fraction of the learning rate.",
+        "Final learning rate of the falling schedules (cosine to rex), as a fraction of the learning rate.",
         ge=0,
         le=1,
-        when={"schedule.name": ("cosine", "cosine_with_restarts", "linear")},
+        when={"schedule.name": FALLING},
         also="kohya: lr_scheduler_min_lr_ratio",
     )
 
@@ -919,7 +977,7 @@ class Preview(Section):
         [],
         "For editing models: the control image of each prompt. A folder stands for all images in it.",
         when=DRAWN | {"family.controls": (True,)},
-        names="file or folder",
+        place="file or folder",
     )
     negative: str = setting(
         "",
@@ -1092,7 +1150,7 @@ class Job(Section):
         "runs",
         "Folder in which the run folder is created.",
         also="ai-toolkit: training_folder; OneTrainer: output_model_destination",
-        names="folder",
+        place="folder",
     )
     seed: int = setting(0, "Random seed of the data order, the noise and the initial weights.", ge=0, le=MAX_SEED)
     preset: list[str] = setting(

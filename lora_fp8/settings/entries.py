@@ -1,4 +1,5 @@
-"""Convert tables of layers: adapter.ranks, optimizer.lrs and quantize.override, which give layers a value by name.
+"""Convert tables of values by name: adapter.ranks, optimizer.lrs and quantize.override name layers, schedule.points
+places in the training.
 
 Older files have lists of 'NAME = VALUE' texts instead; checkpoints still do, because JSON does not keep the order.
 """
@@ -6,7 +7,7 @@ Older files have lists of 'NAME = VALUE' texts instead; checkpoints still do, be
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TABLES = ("adapter.ranks", "optimizer.lrs", "quantize.override")
+TABLES = ("adapter.ranks", "optimizer.lrs", "quantize.override", "schedule.points")
 
 
 def table_of_lines(lines: Iterable[str]) -> dict[str, Any]:

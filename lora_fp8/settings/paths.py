@@ -10,8 +10,8 @@ def _declared(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str
     """Yield (setting, what it names) of the settings of a section and of the sections in it."""
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("names"):
-            yield f"{prefix}{name}", str(extra["names"])
+        if isinstance(extra, dict) and extra.get("place"):
+            yield f"{prefix}{name}", str(extra["place"])
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, Section):
                 yield from _declared(inner, f"{prefix}{name}.")

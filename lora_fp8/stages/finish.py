@@ -29,7 +29,7 @@ from ..objectives import PREDICTION_TYPES
 from ..plan.placement import find_holdout_candidates, place, scan, split
 from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
 from ..run import Run, ownership
-from ..settings import Job
+from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
 from ..training.text_encoders import answers
 from ..training.verdict import find_best_lora, judge
@@ -68,6 +68,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
     job, run, processes, step = session.job, session.run, session.processes, state.step
     run.log_event("stage", stage="export")
     loaded.free_recordings()
+    loaded.optimizer.evaluate_()
     # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []
@@ -416,7 +417,7 @@ def _make_facts(
         batch_size=job.train.batch_size * job.train.accumulate,
         optimizer=job.optimizer.name,
         schedule=job.schedule.name,
-        warmup_steps=optim.warmup_steps(job.schedule, job.train.steps),
+        warmup_steps=schedules.warmup_steps(job.schedule, job.train.steps),
         storage=job.quantize.storage,
         mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
         base_name=job.model.path,

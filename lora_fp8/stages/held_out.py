@@ -20,6 +20,7 @@ from .. import adapters
 from ..common.writing import atomic_write
 from ..errors import Joined, Message, first_few
 from ..run import Run
+from ..settings import schedules
 from ..training import checkpoint, optim
 from ..training.verdict import Measurement, Verdict, find_best_lora, judge
 from .cache import Data
@@ -49,7 +50,7 @@ def record(session: Session, data: Data, loaded: Loaded, state: State, measureme
     """Add a validation to the series of `state`; the main process writes it, and the LoRA if it is the best one."""
     job, run = session.job, session.run
     lr, steps = optim.lr(job.optimizer), job.train.steps
-    has_lora = any(optim.learning_rate(step, job.schedule, lr, steps) for step in range(state.step))
+    has_lora = any(schedules.learning_rate(step, job.schedule, lr, steps) for step in range(state.step))
     measurement = replace(measurement, has_lora=has_lora)
     earlier = [before for before in state.series if before.step < measurement.step]
     state.series[:] = [*earlier, measurement]

@@ -148,6 +148,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
             *_describe_beneath(beneath),
             *(encoders.lines() if encoders else []),
             *(recorder.lines() if recorder else []),
+            *optimizer.lines(),
         ],
         lr=optim.lr(job.optimizer),
         lr_factor=optimizer.lr_factor,

@@ -7,7 +7,7 @@ from .. import adapters, precision, settings
 from ..common.shell import quote_path
 from ..errors import Message, Stopped
 from ..run import Run
-from ..settings import Job
+from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
 from . import held_out, previews, validate
 from .cache import Data
@@ -87,7 +87,8 @@ class Milestones:
         if self.data.preview.prompts and is_due and not self.is_over:
             self.draw(step)
         if "sample" in requests:
-            self._live_previews.draw_samples(step)
+            with self.loaded.optimizer.evaluation():
+                self._live_previews.draw_samples(step)
         if "stop" in requests and not self.is_over:
             with self.session.together():
                 if self._log_is_full is not None:
@@ -111,7 +112,7 @@ class Milestones:
 
     def save(self) -> None:
         """Write a checkpoint to resume from."""
-        with self.session.together():
+        with self.loaded.optimizer.evaluation(), self.session.together():
             residuals = self.loaded.exchange.collect()
             if self.session.processes.is_main:
                 save_checkpoint(self.session, self.data, self.loaded, self.state, residuals)
@@ -119,14 +120,14 @@ class Milestones:
 
     def export(self, step: int) -> None:
         """Write the LoRA files of this step."""
-        with self.session.together():
+        with self.loaded.optimizer.evaluation(), self.session.together():
             if self.session.processes.is_main:
                 folder = get_export_folder(self.session.run, step)
                 write_files(self.session, adapters.state(self.loaded.adapted), step, folder)
 
     def validate(self, step: int) -> None:
         """Measure the loss on the held-out images, and keep the LoRA if it is the best one so far."""
-        with self.session.together():
+        with self.loaded.optimizer.evaluation(), self.session.together():
             measurement = validate.measure(self.session, self.data, self.loaded, step)
             if measurement is not None:
                 held_out.record(self.session, self.data, self.loaded, self.state, measurement)
@@ -134,17 +135,18 @@ class Milestones:
 
     def draw(self, step: int) -> None:
         """Draw previews."""
-        prompts = encode_preview_prompts(self.data, self.loaded)
-        self.loaded.free_recordings()
-        with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
-            previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
+        with self.loaded.optimizer.evaluation():
+            prompts = encode_preview_prompts(self.data, self.loaded)
+            self.loaded.free_recordings()
+            with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
+                previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:
     """Return True if the LoRA files of this step are due. At learning rate 0 (warmup) the step changed nothing."""
     steps = job.train.steps
     due = job.export.every and 0 < step < steps and step % job.export.every == 0
-    return bool(due and optim.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
+    return bool(due and schedules.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
 
 
 def validation_is_due(job: Job, data: Data, step: int) -> bool:

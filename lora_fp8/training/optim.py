@@ -1,4 +1,4 @@
-"""Optimizers that apply small updates to bf16 adapters, their exact state, and the learning rate by step.
+"""Optimizers that apply small updates to bf16 adapters, and their exact state.
 
 A bf16 number near 0.05 can change only in steps of 0.00024. Adam with a learning rate of 1e-5 wants to change it by
 0.00001: rounded to the nearest bf16, nothing happens at any step. There are three settings of `optimizer.rounding`:
@@ -12,22 +12,20 @@ A bf16 number near 0.05 can change only in steps of 0.00024. Adam with a learnin
 The measured differences are in NOTES.md, printed by tests/test_optim.py. float32 adapters need none of this and are
 updated directly.
 
-Gradients are passed as one flat float32 vector (the loop sums micro-batches in float32), not through `.grad`, and all
-parameters of one dtype and learning rate are updated as one tensor (see `flat`). The optimizers are the libraries' own:
-`torch.optim.AdamW`; `bitsandbytes.optim.AdamW8bit` (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
-Quantization"; for a parameter below 4,096 elements the moments stay in float32) and `Lion8bit` (Chen et al. 2023,
-"Symbolic Discovery of Optimization Algorithms"); and `prodigyopt.Prodigy` (Mishchenko and Defazio 2024, "Prodigy: An
-Expeditiously Adaptive Parameter-Free Learner"), which multiplies the learning rate by its own estimate d, one for all
-parameters. Each library is imported when it is needed.
+Gradients are passed as one flat float32 vector (the loop sums micro-batches in float32), not through `.grad`. The
+optimizers are the libraries' own (see `optimizers`), each imported when it is needed.
 
 The state consists of tensors by name and a JSON-able dict, from which a resumed run continues bit for bit. No pickle.
+The state of AdamW, Lion and Prodigy is known key by key. That of the others is saved as the library holds it (see
+`library_state`).
 """
 
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +33,31 @@ from torch import Tensor, nn
 from ..errors import Message, UserError, first_few
 from ..precision.names import by_name
 from ..settings import Optimizer, Schedule
+from . import library_state
 from .flat import ALIGNMENT, Layout, Part, Segment
+from .optimizers import (
+    AUTO_LR,
+    BY_KEYS,
+    EIGHT_BIT,
+    FLAT,
+    SMALLEST_8BIT,
+    Kind,
+    Unit,
+    beta2,
+    count_listed,
+    is_matrix,
+    make,
+    require,
+    state_bytes,
+)
 
-EIGHT_BIT = ("adamw8bit", "lion8bit")
+__all__ = ["AUTO_LR", "beta2", "count_listed", "require", "state_bytes"]
+
 AUTO_FP8_FACTOR = 1.4
-AUTO_LR = {"adamw8bit": 1e-4, "adamw": 1e-4, "lion8bit": 2e-5, "prodigy": 1.0}
-"""Optimizer -> the learning rate of optimizer.lr = "auto". Lion changes every element by the learning rate, so 3 to 10
-times less is usual (Chen et al., sect. 5)."""
 PIECE = 2**22
 """Elements whose norm is computed at a time on a CPU, so that the float64 copy stays small."""
 ROUNDED_PIECE = 2**24
 """Elements that are rounded stochastically at a time, with about 20 bytes of intermediate values each."""
-SMALLEST_8BIT = 4096
-"""Elements of the smallest parameter whose moments bitsandbytes keeps in 8 bits."""
 ESTIMATES = ("d", "d_max", "d_numerator", "k")
 """Prodigy's state besides its tensors; the same in each of its parameter groups."""
 
@@ -92,14 +102,7 @@ def lr_factors(section: Optimizer, names: Sequence[str]) -> tuple[dict[str, floa
     return by_name("optimizer.lrs", section.lrs.items(), names)
 
 
-def beta2(section: Optimizer) -> float:
-    """Return `optimizer.beta2` as a number: "auto" is 0.999, or 0.99 with Lion, as in its paper."""
-    if section.beta2 != "auto":
-        return float(section.beta2)
-    return 0.99 if section.name == "lion8bit" else 0.999
-
-
-def cautions(section: Optimizer) -> list[str]:
+def cautions(section: Optimizer, schedule: Schedule | None = None) -> list[str]:
     """Return warnings about settings that work but are seldom intended."""
     if section.name == "lion8bit" and section.lr != "auto" and section.lr >= 1e-4:
         return [
@@ -109,55 +112,15 @@ def cautions(section: Optimizer) -> list[str]:
                 setting=f"optimizer.lr = {section.lr:g}",
             )
         ]
-    return []
-
-
-def warmup_steps(section: Schedule, total_steps: int) -> int:
-    """Return the number of warm-up steps; a fraction is rounded up, as in transformers' Trainer."""
-    warmup = section.warmup if section.warmup >= 1 else section.warmup * total_steps
-    return math.ceil(warmup - 1e-9)  # 0.1 * 30 is 3.0000000000000004
-
-
-def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int) -> float:
-    """Return the learning rate of one optimizer step; a pure function, so that resuming needs no schedule state.
-
-    The values equal transformers' `get_{constant,cosine,linear}_schedule_with_warmup` and
-    `get_cosine_with_hard_restarts_schedule_with_warmup`: `base_lr * step / warmup` during warm-up, so the first step
-    has learning rate 0; then down to `min_lr * base_lr` at `total_steps`.
-
-    Args:
-        step: steps taken before this one: 0 for the first.
-        section: the job's `[schedule]` table. `warmup` counts steps, or is a fraction of `total_steps` if below 1 (see
-            `warmup_steps`).
-        base_lr: learning rate after warm-up.
-        total_steps: steps of the whole training.
-    """
-    warmup = warmup_steps(section, total_steps)
-    if step < warmup:
-        return base_lr * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    if section.name == "constant":
-        shape = 1.0
-    elif section.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif section.name == "cosine_with_restarts":
-        # After the last step the cycle has ended; it does not restart.
-        turn = 1.0 if progress == 1 else section.cycles * progress % 1.0
-        shape = 0.5 * (1.0 + math.cos(math.pi * turn))
-    elif section.name == "linear":
-        shape = 1.0 - progress
-    else:
-        raise UserError(
+    if section.name == "adamw_schedulefree" and schedule is not None and schedule.name != "constant":
+        return [
             Message(
-                "{key}: {given} is not known; accepted: {names}",
-                key="schedule.name",
-                given=repr(section.name),
-                names="constant, cosine, cosine_with_restarts, linear",
+                "{setting} lowers the learning rate although optimizer.name = 'adamw_schedulefree' averages instead; "
+                "'constant' is usual",
+                setting=f"schedule.name = {schedule.name!r}",
             )
-        )
-    if section.name != "constant":
-        shape = section.min_lr + (1.0 - section.min_lr) * shape
-    return base_lr * shape
+        ]
+    return []
 
 
 @torch.no_grad()
@@ -198,67 +161,23 @@ class _SavedState:
     Attributes:
         moments: the optimizer's tensors of each parameter, {parameter: {key: tensor}}.
         masters: float32 copies of the parameters.
+        trained: the parameters' own values, where a checkpoint's adapter has those to evaluate.
         shared: bitsandbytes' code books.
         unknown: names of tensors that belong to no parameter.
     """
 
     moments: dict[str, dict[str, Tensor]]
     masters: dict[str, Tensor] = field(default_factory=dict)
+    trained: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-
-
-class _Kind(NamedTuple):
-    """What parameters have in common that are updated as one tensor."""
-
-    of_text: bool
-    ratio: float
-    """learning rate as a multiple of the denoiser's"""
-    dtype: torch.dtype
-    is_small: bool
-    """True if bitsandbytes keeps the moments in float32"""
-
-
-@dataclass(eq=False)
-class _Unit:
-    """What the library updates as one tensor: a part of the layout, or with Prodigy a single parameter.
-
-    Attributes:
-        kind: what its parameters have in common.
-        segments: the parameters, at their places in the unit.
-        start: first element of the flat vector.
-        values: the parameters' own memory, flat.
-        stepped: the tensor that the library updates and keys its state by: the values, or a float32 copy of them.
-        direct: True if it is the values.
-        flat: False for Prodigy's single parameters, which keep their shapes.
-        optimizer: the library's.
-        shape: of `stepped`.
-    """
-
-    kind: _Kind
-    segments: tuple[Segment, ...]
-    start: int
-    values: Tensor
-    stepped: nn.Parameter
-    direct: bool
-    flat: bool
-    optimizer: torch.optim.Optimizer = field(init=False)
-    shape: torch.Size = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shape = self.stepped.shape  # kept, because stochastic rounding frees `stepped` between steps
-
-    @property
-    def master(self) -> Tensor:
-        """Return what the library updates, flat."""
-        return self.stepped.detach().view(-1)
 
 
 class AdapterOptimizer:
     """An optimizer for adapters; create it with `build`.
 
     Attributes:
-        base_lr: `optimizer.lr * lr_factor`, the base of `learning_rate`; with Prodigy a factor on its estimate.
+        base_lr: `optimizer.lr * lr_factor`, which the schedule varies; with Prodigy a factor on its estimate.
         lr_factor: see the function `lr_factor`.
         text_ratio: learning rate of text encoders as a multiple of `base_lr`; 0 if none is trained.
     """
@@ -294,23 +213,28 @@ class AdapterOptimizer:
             )
         self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
         factors, _ = lr_factors(section, [name for name in self.params if name not in of_text])
-        keys: dict[str, _Kind] = {}
+        keys: dict[str, Kind] = {}
         for name, param in named_params:
             ratio = self.text_ratio if name in of_text else factors.get(name, 1.0)
             # LoRA+ (Hayou et al. 2024): the matrix that starts at zero learns faster.
             ratio *= section.loraplus_lr_ratio if name.endswith(".lora_B.weight") else 1.0
             is_small = section.name in EIGHT_BIT and param.numel() < SMALLEST_8BIT
-            keys[name] = _Kind(name in of_text, ratio, param.dtype, is_small)
+            keys[name] = Kind(name in of_text, ratio, param.dtype, is_small)
         self.layout = Layout(named_params, keys)
         self._units = [unit for part in self.layout.parts for unit in self._make_units(part)]
-        self._optimizers = _make(section, self._units, self.base_lr)
+        self._optimizers = make(section, self._units, self.base_lr)
+        self._initial = library_state.read_groups(self._optimizers)
+        self._has_modes = all(callable(getattr(made, "eval", None)) for made in self._optimizers)
+        self._trained: list[Tensor] | None = None  # the units' values while those to evaluate are in their place
+        if self._has_modes:
+            self._switch("train")
         self._release()
 
     @torch.no_grad()
-    def _make_units(self, part: Part) -> list["_Unit"]:
+    def _make_units(self, part: Part) -> list[Unit]:
         """Move a part's parameters into one vector and return what the optimizer updates of it."""
         kind = part.key
-        assert isinstance(kind, _Kind)
+        assert isinstance(kind, Kind)
         first = self.params[part.segments[0].name]
         values = torch.zeros(part.stop - part.start, dtype=kind.dtype, device=first.device)
         for segment in part.segments:
@@ -319,11 +243,10 @@ class AdapterOptimizer:
             self.params[segment.name].data = view
         direct = kind.dtype == torch.float32 or self.rounding == "nearest"
         stepped = values if direct else values.to(torch.float32)
-        if self.name != "prodigy":
-            return [_Unit(kind, part.segments, part.start, values, nn.Parameter(stepped), direct, True)]
-        # Prodigy's estimate is a sum over parameters, each in its own shape.
+        if self.name in FLAT:
+            return [Unit(kind, part.segments, part.start, values, nn.Parameter(stepped), direct, True)]
         return [
-            _Unit(kind, (replace(segment, start=0),), part.start + segment.start, segment.of(values).view(-1),
+            Unit(kind, (replace(segment, start=0),), part.start + segment.start, segment.of(values).view(-1),
                   nn.Parameter(segment.of(stepped)), direct, False)
             for segment in part.segments
         ]  # fmt: skip
@@ -336,7 +259,7 @@ class AdapterOptimizer:
             if name in masters:
                 masters[name].copy_(value)
 
-    def _with_masters(self) -> list["_Unit"]:
+    def _with_masters(self) -> list[Unit]:
         return [unit for unit in self._units if self.rounding == "master" and not unit.direct]
 
     def effective(self, lr: float) -> float:
@@ -349,18 +272,21 @@ class AdapterOptimizer:
 
         Args:
             gradient: float32 gradients of all parameters, flat, as `layout` arranges them.
-            lr: learning rate of this step, from `learning_rate`; that of text encoders keeps its ratio to it.
+            lr: learning rate of this step, from `schedules.learning_rate`; that of text encoders keeps its ratio to it.
             step: number of this step, counted from 1. Keys the random bits of stochastic rounding, so that a resumed
                 run draws the same.
         """
         if gradient.shape != (self.layout.size,):
             raise ValueError(f"the gradient has shape {list(gradient.shape)}, the layout {self.layout.size} values")
         self._require_views()
+        if self._trained is not None:
+            raise RuntimeError("a step while the weights to evaluate are in place")
         for unit in self._units:
             if self.rounding == "stochastic" and not unit.direct:
                 unit.stepped.data = unit.values.to(torch.float32).view(unit.shape)
             part = gradient[unit.start : unit.start + unit.values.numel()]
-            unit.stepped.grad = part.view(unit.shape).to(unit.stepped.dtype)
+            # A library may write into the gradient, which is not its own.
+            unit.stepped.grad = part.view(unit.shape).to(unit.stepped.dtype, copy=self.name not in BY_KEYS)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
@@ -377,6 +303,62 @@ class AdapterOptimizer:
                 rounded.copy_(round_stochastically(exact, generator))
         self._release()
 
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Put the weights to evaluate and to export into the parameters, for the block.
+
+        Most optimizers train the weights that are used afterwards, and nothing is changed. A schedule-free one (any
+        that has `train` and `eval`) trains at one point and averages another, which is the result.
+        """
+        if not self._has_modes or self._trained is not None:
+            yield
+            return
+        self.evaluate_()
+        try:
+            yield
+        finally:
+            assert self._trained is not None
+            for unit, values in zip(self._units, self._trained, strict=True):
+                unit.values.copy_(values)
+            self._trained = None
+
+    @torch.no_grad()
+    def evaluate_(self) -> None:
+        """Put the weights to evaluate and to export into the parameters, until `evaluation` ends or for good."""
+        if not self._has_modes or self._trained is not None:
+            return
+        self._trained = [unit.values.clone() for unit in self._units]
+        for unit in self._units:
+            if self.rounding == "stochastic" and not unit.direct:
+                unit.stepped.data = unit.values.to(torch.float32).view(unit.shape)
+        masters = [unit.master.clone() for unit in self._units]
+        self._switch("eval")
+        evaluated = [unit.master.clone() for unit in self._units]
+        self._switch("train")
+        # Going back is not exact in floating point: training continues from its own values.
+        for unit, master, values in zip(self._units, masters, evaluated, strict=True):
+            unit.master.copy_(master)
+            unit.values.copy_(values)
+        self._release()
+
+    def _switch(self, mode: str) -> None:
+        for optimizer in self._optimizers:
+            getattr(optimizer, mode)()
+
+    def lines(self) -> list[str]:
+        """Return what is to be said of how the parameters are shared between two optimizers; [] for most."""
+        others = [unit.segments[0].name for unit in self._units if not is_matrix(unit.shape)]
+        if self.name != "muon" or not others:
+            return []
+        return [
+            Message(
+                "Muon updates {count} matrices; AdamW updates {others} tensors that are no matrices: {names}",
+                count=len(self._units) - len(others),
+                others=len(others),
+                names=first_few(others),
+            )
+        ]
+
     def _require_views(self) -> None:
         """Check that the parameters still lie in the vectors that are updated: moving the model would part them.
 
@@ -387,7 +369,7 @@ class AdapterOptimizer:
                 if self.params[segment.name].data_ptr() != segment.of(unit.values).data_ptr():
                     raise RuntimeError(f"{segment.name} was moved or replaced after the optimizer was made")
 
-    def _state_of(self, unit: "_Unit") -> dict[str, Any]:
+    def _state_of(self, unit: Unit) -> dict[str, Any]:
         """Return the library's state of a unit; {} before its first step."""
         state = unit.optimizer.state
         return state[unit.stepped] if unit.stepped in state else {}  # looking it up in a defaultdict would create it
@@ -398,6 +380,8 @@ class AdapterOptimizer:
         Tensors are named "<parameter>/master" and "<parameter>/<key of the optimizer>". bitsandbytes' code books are
         the same for all parameters and stored once, as "qmap1" and, for AdamW's second moments, "qmap2".
         """
+        if self.name not in BY_KEYS:
+            return self._state_of_library()
         tensors: dict[str, Tensor] = {}
         counts: dict[str, int] = {}
         for unit in self._units:
@@ -415,6 +399,18 @@ class AdapterOptimizer:
                 for segment in unit.segments:
                     tensors[f"{segment.name}/{key}"] = _cut(unit, segment, key, host).clone()
         return tensors, self._meta(counts)
+
+    def _state_of_library(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the state of an optimizer that is saved as it is."""
+        tensors, saved = library_state.collect(self._units, self._optimizers, self._initial)
+        masters = {unit.segments[0].name: unit.master.view(unit.shape) for unit in self._with_masters()}
+        tensors |= {f"{name}/master": master.cpu().clone() for name, master in masters.items()}
+        # Beside an adapter file with the weights to evaluate, the values that training continues from.
+        for i, unit in enumerate(self._units if self._has_modes else ()):
+            if unit.segments[0].name not in masters:
+                trained = unit.values if self._trained is None else self._trained[i]
+                tensors[f"{unit.segments[0].name}/trained"] = trained.view(unit.shape).cpu().clone()
+        return tensors, self._meta({}) | {"library": saved}
 
     def _meta(self, counts: dict[str, int]) -> dict[str, Any]:
         meta = {
@@ -440,7 +436,7 @@ class AdapterOptimizer:
         """
         self._check_meta(meta)
         state = self._read_state(tensors)
-        if wrong := self._misfits(state, meta["steps"]):
+        if wrong := self._misfits(state, meta):
             raise UserError(
                 Message("the checkpoint's optimizer does not fit these adapters: {names}", names=first_few(wrong, 8))
             )
@@ -451,6 +447,10 @@ class AdapterOptimizer:
             for segment in unit.segments:
                 if segment.name in state.masters:
                     segment.of(unit.master).copy_(state.masters[segment.name])
+        if self.name not in BY_KEYS:
+            self._load_library(state, meta["library"])
+            return
+        for unit in self._units:
             if unit.segments[0].name not in meta["steps"]:
                 continue
             values: dict[str, Any] = {
@@ -463,6 +463,14 @@ class AdapterOptimizer:
             unit.optimizer.state[unit.stepped] = values
         for group in self._optimizers[0].param_groups if self.name == "prodigy" else ():
             group.update(meta["estimates"])
+
+    @torch.no_grad()
+    def _load_library(self, state: _SavedState, saved: dict[str, Any]) -> None:
+        """Restore the state of an optimizer that was saved as it is; the masters are set already."""
+        library_state.restore_(self._units, self._optimizers, self._initial, state.moments, state.shared, saved)
+        for unit in self._units if self._has_modes else ():
+            name = unit.segments[0].name
+            unit.values.copy_(unit.master if name in state.masters else state.trained[name].view(-1))
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Check that the dict of a saved state is of this optimizer.
@@ -487,6 +495,8 @@ class AdapterOptimizer:
         counts = meta.get("steps")
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
             raise UserError(Message("the checkpoint's optimizer does not fit: steps are not whole numbers by name"))
+        if self.name not in BY_KEYS and not library_state.is_complete(meta.get("library"), self._optimizers):
+            raise UserError(Message("the checkpoint's optimizer does not fit: its parameter groups are others"))
         estimates = meta.get("estimates")
         if self.name == "prodigy" and not (
             isinstance(estimates, dict) and all(isinstance(estimates.get(key), int | float) for key in ESTIMATES)
@@ -508,20 +518,28 @@ class AdapterOptimizer:
                 state.unknown.append(full)
             elif key == "master":
                 state.masters[name] = tensor
+            elif key == "trained" and self._has_modes:
+                state.trained[name] = tensor
             else:
                 state.moments[name][key] = tensor
         return state
 
-    def _misfits(self, state: _SavedState, steps: Mapping[str, int]) -> list[str]:
+    def _misfits(self, state: _SavedState, meta: Mapping[str, Any]) -> list[str]:
         """Return the names of tensors that are missing, unknown, or of another shape.
 
         Args:
             state: the tensors.
-            steps: how many steps the parameters have made that have moments.
+            meta: the dict; its "steps" say how many steps the parameters have made that have moments.
         """
+        steps: Mapping[str, int] = meta["steps"]
         expected_masters = {segment.name for unit in self._with_masters() for segment in unit.segments}
         wrong = state.unknown + sorted(expected_masters ^ state.masters.keys())
-        wrong += [name for name, master in state.masters.items() if master.shape != self.params[name].shape]
+        own = [*state.masters.items(), *state.trained.items()]
+        wrong += [name for name, tensor in own if tensor.shape != self.params[name].shape]
+        if self.name not in BY_KEYS:
+            expected = self.params.keys() - expected_masters if self._has_modes else set()
+            wrong += sorted(expected ^ state.trained.keys())
+            return wrong + library_state.find_misfits(state.moments, state.shared, meta["library"])
         for unit in self._units:  # what is updated together has made the same number of steps
             if len({steps.get(segment.name) for segment in unit.segments}) > 1:
                 wrong += [segment.name for segment in unit.segments]
@@ -539,7 +557,7 @@ class AdapterOptimizer:
     def num_bytes(self) -> int:
         """Return the bytes kept between two steps besides the adapters: masters and moments."""
         tensors, _ = self.state()
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/trained"))
 
     def _keys(self, name: str) -> set[str]:
         """Return the names of the optimizer's tensors for a parameter after its first step."""
@@ -569,7 +587,7 @@ class AdapterOptimizer:
                 unit.stepped.data = torch.empty(0, dtype=torch.float32, device=unit.values.device)
 
 
-def _cut(unit: _Unit, segment: Segment, key: str, whole: Tensor) -> Tensor:
+def _cut(unit: Unit, segment: Segment, key: str, whole: Tensor) -> Tensor:
     """Return a parameter's elements of a unit's state, as a view."""
     if key.startswith("absmax"):
         return whole[segment.start // ALIGNMENT : -(-segment.stop // ALIGNMENT)]
@@ -578,7 +596,7 @@ def _cut(unit: _Unit, segment: Segment, key: str, whole: Tensor) -> Tensor:
     return whole
 
 
-def _put_together(unit: _Unit, key: str, tensors: list[Tensor], state: _SavedState) -> Tensor:
+def _put_together(unit: Unit, key: str, tensors: list[Tensor], state: _SavedState) -> Tensor:
     """Return a unit's state from that of its parameters."""
     device, first = unit.values.device, tensors[0]
     if not unit.flat:
@@ -615,94 +633,3 @@ def build(
         UserError: the name or rounding is unknown, or bitsandbytes does not work here.
     """
     return AdapterOptimizer(named_params, section, base_storage=base_storage, seed=seed, of_text=of_text)
-
-
-def _make(section: Optimizer, units: list[_Unit], lr: float) -> list[torch.optim.Optimizer]:
-    """Return the library's optimizers that update the units."""
-    settings: dict[str, Any] = {
-        "lr": lr,
-        "betas": (section.beta1, beta2(section)),
-        "eps": section.eps,
-        "weight_decay": section.weight_decay,
-    }
-    make: Callable[..., torch.optim.Optimizer]
-    if section.name == "adamw":
-        make = torch.optim.AdamW
-    elif section.name == "prodigy":
-        from prodigyopt import Prodigy
-
-        make = Prodigy
-        settings |= {
-            "d0": section.d0,
-            "d_coef": section.d_coef,
-            "growth_rate": math.inf if section.growth_rate == "unlimited" else section.growth_rate,
-            "decouple": section.decouple,
-            "safeguard_warmup": section.safeguard_warmup,
-            "use_bias_correction": section.use_bias_correction,
-        }
-        del settings["weight_decay"]  # set in the groups: as an argument, Prodigy prints it to stdout
-    elif section.name in EIGHT_BIT:
-        try:
-            import bitsandbytes
-        except Exception as error:  # it loads a native library, which raises differently by platform
-            raise UserError(
-                Message(
-                    "optimizer.name = {name} needs bitsandbytes, which does not load here ({why}); use 'adamw'",
-                    name=repr(section.name),
-                    why=error,
-                )
-            ) from error
-        make = bitsandbytes.optim.AdamW8bit
-        if section.name == "lion8bit":
-            make = bitsandbytes.optim.Lion8bit
-            del settings["eps"]  # Lion takes the sign and divides by nothing
-    else:
-        raise UserError(
-            Message(
-                "{key}: {given} is not known; accepted: {names}",
-                key="optimizer.name",
-                given=repr(section.name),
-                names=", ".join(AUTO_LR),
-            )
-        )
-    made = []
-    for is_small in (False, True):
-        groups: dict[tuple[bool, float], list[_Unit]] = {}
-        for unit in units:
-            if unit.kind.is_small == is_small:
-                groups.setdefault((unit.kind.of_text, unit.kind.ratio), []).append(unit)
-        if not groups:
-            continue
-        # Small parameters together are no longer small, but their moments stay in float32.
-        own = settings | ({"min_8bit_size": 2**62} if is_small else {})
-        # The denoiser's come first, whatever the parameters' order: Prodigy sums over groups in their order.
-        by_ratio = [
-            {"params": [unit.stepped for unit in members], "ratio": ratio, "weight_decay": section.weight_decay}
-            for (_, ratio), members in sorted(groups.items(), key=lambda group: group[0][0])
-        ]
-        made.append(make(by_ratio, **own))
-        for unit in (unit for members in groups.values() for unit in members):
-            unit.optimizer = made[-1]
-    return made
-
-
-def state_bytes(params: list[nn.Parameter], section: Optimizer) -> int:
-    """Return what `AdapterOptimizer.num_bytes` will be for these parameters, which may be on meta.
-
-    bitsandbytes keeps moments in float32 for tensors below 4096 elements; otherwise one byte per element and a float32
-    per block of 256, plus a shared code book of 256 float32 for each kind of moment. Prodigy keeps four tensors; one of
-    them is a single number for parameters that start as zeros, which this estimate ignores.
-    """
-    moments = {"prodigy": 4, "lion8bit": 1}.get(section.name, 2)
-    total = 0
-    for param in params:
-        num, direct = param.numel(), param.dtype == torch.float32 or section.rounding == "nearest"
-        if section.name in ("adamw", "prodigy"):
-            total += moments * num * (param.itemsize if direct else 4)  # in the dtype that is updated
-        else:
-            total += moments * (4 * num if num < SMALLEST_8BIT else num + 4 * math.ceil(num / ALIGNMENT))
-        if section.rounding == "master" and not direct:
-            total += 4 * num
-    if section.name in EIGHT_BIT and any(param.numel() >= SMALLEST_8BIT for param in params):
-        total += moments * 4 * 256
-    return total
