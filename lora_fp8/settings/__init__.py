@@ -1,6 +1,7 @@
 """The settings of a job, each declared once."""
 
 from .declarations import (
+    CLASS,
     FACTS,
     FALLING,
     MAX_SEED,
@@ -26,12 +27,14 @@ from .declarations import (
     Section,
     Train,
     Validation,
+    is_class,
     names_a_folder_of_masks,
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
 
 __all__ = [
     "Adapter",
+    "CLASS",
     "Checkpoint",
     "Dataset",
     "Except",
@@ -57,6 +60,7 @@ __all__ = [
     "TORCHAO_LACKS",
     "Train",
     "Validation",
+    "is_class",
     "names_a_folder_of_masks",
     "flat_table",
     "lines_of_table",
