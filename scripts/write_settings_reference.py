@@ -61,6 +61,7 @@ KINDS = {
     "lines": _both("list of texts", "文字列表"),
     "numbers": _both("list of whole numbers", "整数列表"),
     "table": _both("tables, see below", "表，见下"),
+    "toml": _both("table, an argument = its value", "表，参数名 = 值"),
 }
 NUMBER = {True: _both("whole number", "整数"), False: _both("number", "数字")}
 REQUIRED = _both("required", "必填")

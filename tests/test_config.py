@@ -628,6 +628,8 @@ def random_job(rng: random.Random) -> Job:
         "quantize.override": rng.choice([{}, {"触发词.to_q": "int8 row", "x": "bf16"}]),
         "adapter.ranks": rng.choice([{}, {"attn2": 32, "触发词.to_q": 0}]),
         "optimizer.lrs": rng.choice([{}, {"attn2": 0.5, "触发词.to_q": 2}]),
+        "optimizer.name": rng.choice(["adamw", "lion8bit", "muon", "torch.optim.NAdam"]),
+        "optimizer.arguments": rng.choice([{}, {"betas": [0.5, 0.9], "触发词": {"a": True}}]),
         "schedule.points": rng.choice([{}, {"0": 0.5, "0.25": 1.0}]),
         "optimizer.lr": rng.uniform(1e-6, 0.9),  # from 1 on it is of prodigy alone
         "train.steps": 10_000,

@@ -1308,6 +1308,19 @@ def test_the_newer_optimizers_of_kohya(tmp_path: Path, theirs: str, ours: str, w
         assert job.optimizer.weight_decay == inspect.signature(judge[ours]).parameters["weight_decay"].default
 
 
+def test_a_class_of_kohya_is_the_class_here(tmp_path: Path) -> None:
+    args = '["betas=0.9,0.8,0.95", "weight_decay=0.1", "weight_decouple=True"]'
+    made = kohya(tmp_path, f"optimizer_type = 'pytorch_optimizer.Adan'\nlearning_rate = 3e-4\noptimizer_args = {args}")
+    assert {"optimizer_type", "optimizer_args", "learning_rate"} <= keys(made.mapped)
+    section = job_of(made).optimizer
+    assert (section.name, section.lr) == ("pytorch_optimizer.Adan", 3e-4)
+    assert section.arguments == {"betas": [0.9, 0.8, 0.95], "weight_decay": 0.1, "weight_decouple": True}
+    optim.try_out(section)
+    made = kohya(tmp_path, "optimizer_type = 'a.B'\noptimizer_args = ['betas=nan', 'eps=1e-8', 'x=None']")
+    assert settings(made)["optimizer"]["arguments"] == {"eps": 1e-8}
+    assert any("betas=nan, x=None" in entry.note for entry in made.differs)
+
+
 def test_an_adafactor_with_a_fixed_rate_is_the_same(tmp_path: Path) -> None:
     fixed = '["relative_step=False", "scale_parameter=False", "warmup_init=False", "weight_decay=0.1"]'
     made = kohya(tmp_path, f"optimizer_type = 'adafactor'\nlearning_rate = 3e-4\noptimizer_args = {fixed}")

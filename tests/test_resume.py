@@ -106,6 +106,8 @@ def events(job, kind):
         ("came", "stochastic", 1, True),
         ("muon", "master", 1, True),
         ("ademamix8bit", "master", 1, True),
+        ("pytorch_optimizer.Adan", "master", 1, True),
+        ("pytorch_optimizer.ScheduleFreeAdamW", "stochastic", 1, True),
     ],
 )
 def test_resumed_three_times_is_the_same_to_the_bit(

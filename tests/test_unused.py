@@ -41,7 +41,7 @@ ALWAYS = {
         "train.deterministic",
         "train.log_every",
     ),
-    *("optimizer.name", "optimizer.lr", "optimizer.lr_scale", "optimizer.weight_decay"),
+    *("optimizer.name", "optimizer.lr", "optimizer.lr_scale"),
     *("schedule.name", "objective.loss", "objective.t_min", "objective.t_max"),
     *("memory.gradient_checkpointing", "memory.offload", "memory.compile", "memory.cuda_graphs"),
     "preview.prompts",

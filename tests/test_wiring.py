@@ -137,6 +137,9 @@ FLIPS = {
     "train.accumulate": Flip("2", TRAINING),
     "train.max_grad_norm": Flip("1e-9", ("tensors",), ("norms_1", "rates")),
     "optimizer.name": Flip("lion8bit", ("tensors",), ("norms_1", "rates")),
+    "optimizer.arguments": Flip(
+        "{betas = [0.5, 0.9]}", ("tensors",), ("norms_1", "rates"), ("optimizer.name=torch.optim.NAdam",)
+    ),
     "optimizer.lr": Flip("5e-3", ("tensors", "rates")),
     "optimizer.lr_scale": Flip("none", ("tensors", "rates")),
     "optimizer.text_encoder_lr": Flip(

@@ -139,6 +139,8 @@ def _find_kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
             return "choice", words
         if plain <= {int, float}:
             return "mixed", words
+        if plain == {str}:
+            return "choice", words
     if plain == {bool}:
         return "flag", ()
     if plain and plain <= {int, float}:
@@ -147,6 +149,8 @@ def _find_kind(annotation: Any) -> tuple[str, tuple[str, ...]]:
         return "text", ()
     if get_origin(annotation) is dict:
         item = get_args(annotation)[1]
+        if item is Any:
+            return "toml", ()
         return "entries", tuple(map(str, get_args(item))) if get_origin(item) is Literal else ()
     if get_origin(annotation) is list:
         (item,) = get_args(annotation)

@@ -172,7 +172,7 @@ def dumps(job: Job) -> str:
     """Return the resolved job as TOML that `loads` turns into the same job; presets are merged and no longer named."""
     data = job.model_dump()
     data["preset"] = []
-    for section, _, name in (key.partition(".") for key in TABLES):
+    for section, _, name in (key.partition(".") for key in (*TABLES, "optimizer.arguments")):
         data[section][name] = _inline(data[section][name])  # on its line, not as a table behind the section
     return tomlkit.dumps(data)
 

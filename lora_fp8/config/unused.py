@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from .. import families
 from ..errors import Joined, Message, Template
-from ..settings import FACTS, Except, Folder, Job, Model, Section
+from ..settings import CLASS, FACTS, Except, Folder, Job, Model, Section, is_class
 
 Rule = tuple[str, tuple[Any, ...]]
 """An entry of a setting's `when`."""
@@ -45,6 +45,8 @@ def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None
     family = values["model.family"]
     traits = families.traits(family) if family in families.available() else {}
     known = dict(values) | {f"family.{name}": value for name, value in traits.items()} | dict(facts or {})
+    if isinstance(name := known.get("optimizer.name"), str) and is_class(name):
+        known["optimizer.name"] = CLASS
     folders = values[FOLDERS] if isinstance(values[FOLDERS], list) else []
     rows = [row for row in folders if isinstance(row, dict)]
     for name in {name for row in rows for name in row}:

@@ -40,7 +40,8 @@ def accepted(field: Any) -> str:
     if (layer_field := each_value(field)) is not None:
         extra = field.json_schema_extra
         names = extra.get("names", "a layer's name") if isinstance(extra, dict) else "a layer's name"
-        return f"{names} = {accepted(layer_field)}"
+        inner = accepted(layer_field)
+        return f"{names} = {inner}" if inner else ""
     choices, bounds = _choices(field.annotation), accepted_numbers(field)
     if choices and number_ranges(field):
         return " | ".join([*choices, f"a number {bounds}".strip()])

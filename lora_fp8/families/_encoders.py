@@ -248,7 +248,9 @@ class Encoders(Facts):
         if storage != "none":
             # For T5 it lists `wo`, which transformers itself keeps in float32 only if the rest is float16.
             encoder._keep_in_fp32_modules = ()
-            quantize_(encoder, settings.Quantize.model_validate({"storage": storage}), TEXT_PRECISE, self.dtype)
+            # Convolutions are those of image parts, which are not read, or small.
+            section = settings.Quantize.model_validate({"storage": storage, "convolutions": "bf16"})
+            quantize_(encoder, section, TEXT_PRECISE, self.dtype)
             return encoder.to(self.device).eval()
         return encoder.to(self.device, self.dtype).eval().requires_grad_(False)
 

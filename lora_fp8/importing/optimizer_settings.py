@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from ..config.relations import LEAST_FACTOR
 from ..errors import Message
-from ..settings import FALLING, MOST_LR
+from ..settings import FALLING, MOST_LR, is_class
 from . import remarks
 from .common_values import accepted, plain
 from .import_draft import Draft
@@ -94,6 +95,7 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The other tools' defaults for these optimizers, where ours differ."""
 OF_KOHYA = ("sd-scripts", "musubi-tuner", "kohya_ss", "lora-scripts")
+CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 FINDS_ITS_RATE = ("prodigy", "dadapt", "automagic", "schedulefree", "lionprodigy")
 
 
@@ -221,6 +223,8 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
         (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
+    elif draft.tool.name in OF_KOHYA and CLASS_PATH.fullmatch(name):
+        draft.mapped(key, {"optimizer.name": name}, Message("the class itself; its package must be installed"))
     elif kind:
         draft.none(key, Message("there is no {name} here; AdamW8bit was written instead", name=name))
         draft.set("optimizer.name", "adamw8bit", Message("instead of {name}", name=name))
@@ -288,6 +292,9 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
     """Set weight_decay, betas, eps and Prodigy's settings from ["weight_decay=0.1", "betas=0.9,0.99"] or "a=1 b=2"."""
     if isinstance(arguments, str):
         arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
+    if is_class(draft.settings.get("optimizer.name", "")):
+        _set_class_arguments(draft, key, listed(arguments))
+        return
     prodigy = draft.settings.get("optimizer.name") == "prodigy"
     of_prodigy = {name: (f"optimizer.{name}", read) for name, read in OF_PRODIGY.items()}
     known = OPTIMIZER_ARGUMENTS | (of_prodigy if prodigy else {})
@@ -314,6 +321,29 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
         draft.none(key, remarks.NOT_AN_ARGUMENT)
     else:
         draft.mapped(key, settings)
+
+
+def _set_class_arguments(draft: Draft, key: str, arguments: Sequence[Any]) -> None:
+    """Set optimizer.arguments from ["betas=0.9,0.99"], whose values are Python's."""
+    values: dict[str, Any] = {}
+    left: list[str] = []
+    for argument in arguments:
+        name, _, value = (part.strip() for part in str(argument).partition("="))
+        try:
+            read = ast.literal_eval(value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            left.append(str(argument))
+            continue
+        if isinstance(read, tuple | list) and all(isinstance(part, bool | int | float | str) for part in read):
+            values[name] = list(read)
+        elif isinstance(read, bool | int | float | str):
+            values[name] = read
+        else:
+            left.append(str(argument))
+    if left:
+        draft.differs(key, {"optimizer.arguments": values}, Message("not read: {names}", names=", ".join(left)))
+    else:
+        draft.mapped(key, {"optimizer.arguments": values})
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def attempt(
     if job.preview.prompts and guidance != "auto":
         problems.collect(partial(family.guidance_inputs, guidance))
     plan = Plan(resolved, family, placed, layers)
-    problems.collect(lambda: optim.require(job.optimizer))
+    problems.collect(lambda: optim.try_out(job.optimizer))
     if not resume:
         problems.collect(lambda: plan.start)
     problems.collect(lambda: plan.training_adapter)

@@ -1,6 +1,7 @@
 """The settings of a job, each declared once."""
 
 from .declarations import (
+    CLASS,
     FACTS,
     FALLING,
     MAX_SEED,
@@ -26,6 +27,7 @@ from .declarations import (
     Section,
     Train,
     Validation,
+    is_class,
     names_a_folder_of_masks,
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
@@ -33,6 +35,7 @@ from .paths import PATHS, WRITTEN, PathPlace, path_places
 
 __all__ = [
     "Adapter",
+    "CLASS",
     "Checkpoint",
     "Dataset",
     "Except",
@@ -62,6 +65,7 @@ __all__ = [
     "Validation",
     "WRITTEN",
     "path_places",
+    "is_class",
     "names_a_folder_of_masks",
     "flat_table",
     "lines_of_table",

@@ -38,6 +38,8 @@ OPTIMIZERS = (
     "muon",
     "ademamix8bit",
 )
+CLASS = "package.Class"
+"""What stands for any class in a `when` of optimizer.name."""
 MOST_RANK = 1024
 MOST_LR = 10.0  # the factor of prodigy; the rate of any other optimizer is below 1
 MAX_SEED = 2**32 - 1  # what every tool that shows or takes a seed can hold
@@ -119,6 +121,11 @@ VARIED: dict[str, tuple[Any, ...]] = {
 }
 WITH_METADATA: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
+
+
+def is_class(name: str) -> bool:
+    """Return True if `optimizer.name` is a class of some package and none of `OPTIMIZERS`."""
+    return "." in name
 
 
 class Model(Section):
@@ -616,12 +623,23 @@ class Train(Section):
 class Optimizer(Section):
     """Optimizer and learning rate."""
 
-    name: Literal[OPTIMIZERS] = setting(  # type: ignore[valid-type]  # pydantic reads the tuple
+    name: (
+        Literal[OPTIMIZERS]  # type: ignore[valid-type]  # pydantic reads the tuple
+        | Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")]
+    ) = setting(
         "adamw8bit",
         "Optimizer. adamw8bit, lion8bit, ademamix8bit: bitsandbytes. adamw: PyTorch, for comparison. prodigy: finds "
         "the learning rate by itself. adamw_schedulefree: needs no falling schedule. adafactor, came: little memory. "
-        "muon: orthogonalized steps for matrices.",
+        "muon: orthogonalized steps for matrices. Or any class, such as 'pytorch_optimizer.Adan', with arguments.",
         also="kohya: optimizer_type; ai-toolkit: optimizer",
+    )
+    arguments: dict[str, Any] = setting(
+        {},
+        "Arguments of an optimizer that is given as a class, such as {betas = [0.9, 0.95], weight_decay = 0.01}. Its "
+        "own defaults apply to the rest.",
+        when={"optimizer.name": (CLASS,)},
+        also="kohya: optimizer_args",
+        names="an argument",
     )
     lr: Literal["auto"] | Annotated[float, Field(gt=0, le=MOST_LR)] = setting(
         "auto",
@@ -680,6 +698,7 @@ class Optimizer(Section):
         0.01,
         "Decoupled weight decay. lion8bit usually needs 3 to 10 times more.",
         ge=0,
+        when={"optimizer.name": Except((CLASS,))},
         also="OneTrainer: optimizer_weight_decay; SimpleTuner: adam_weight_decay",
     )
     beta1: float = setting(
@@ -687,20 +706,20 @@ class Optimizer(Section):
         "Decay rate of the first moment (muon: its momentum).",
         ge=0,
         lt=1,
-        when={"optimizer.name": Except(("adafactor",))},
+        when={"optimizer.name": Except(("adafactor", CLASS))},
         also="SimpleTuner: adam_beta1, optimizer_beta1",
     )
     beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = setting(
         "auto",
         "Decay rate of the second moment. auto: 0.999 (lion8bit: 0.99).",
-        when={"optimizer.name": Except(("adafactor", "muon"))},
+        when={"optimizer.name": Except(("adafactor", "muon", CLASS))},
         also="SimpleTuner: adam_beta2, optimizer_beta2",
     )
     eps: float = setting(
         1e-8,
         "Small number that is added to the denominator.",
         gt=0,
-        when={"optimizer.name": Except(("lion8bit", "adafactor", "came", "muon"))},
+        when={"optimizer.name": Except(("lion8bit", "adafactor", "came", "muon", CLASS))},
         also="SimpleTuner: adam_epsilon",
     )
     rounding: Literal["master", "stochastic", "nearest"] = setting(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import Message, UserError
 from .optimizers import Unit
 
 Groups = list[list[dict[str, Any]]]
@@ -54,6 +55,14 @@ def collect(
         state = unit.optimizer.state
         for key, value in (state[unit.stepped] if unit.stepped in state else {}).items():
             if not isinstance(value, Tensor):
+                if not isinstance(value, PLAIN):
+                    raise UserError(
+                        Message(
+                            "the optimizer keeps {key} ({kind}), neither a tensor nor a number, and cannot be saved",
+                            key=repr(key),
+                            kind=type(value).__name__,
+                        )
+                    )
                 values.setdefault(name, {})[key] = value
                 continue
             if value.device != unit.values.device:

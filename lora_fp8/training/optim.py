@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from ..errors import Message, UserError, first_few
 from ..precision.names import by_name
-from ..settings import Optimizer, Schedule
-from . import library_state
+from ..settings import Optimizer, Schedule, is_class
+from . import foreign, library_state
 from .flat import ALIGNMENT, Layout, Part, Segment
 from .optimizers import (
     AUTO_LR,
@@ -64,7 +64,7 @@ ESTIMATES = ("d", "d_max", "d_numerator", "k")
 
 def lr(section: Optimizer) -> float:
     """Return `optimizer.lr` as a number; see `AUTO_LR`."""
-    return AUTO_LR[section.name] if section.lr == "auto" else float(section.lr)
+    return AUTO_LR.get(section.name, AUTO_LR["adamw"]) if section.lr == "auto" else float(section.lr)
 
 
 def lr_factor(section: Optimizer, base_storage: str) -> float:
@@ -79,6 +79,18 @@ def lr_factor(section: Optimizer, base_storage: str) -> float:
     if section.lr_scale == "auto":
         return AUTO_FP8_FACTOR if base_storage == "fp8" and section.name != "prodigy" else 1.0
     return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
+
+
+def try_out(section: Optimizer) -> None:
+    """Check that the optimizer can be made here; one that is given as a class takes a few steps and is resumed.
+
+    Raises:
+        UserError: it cannot be made, or not be resumed to the bit.
+    """
+    require(section)
+    if is_class(section.name):
+        plain = section.model_copy(update={"lrs": {}})
+        foreign.try_out(section, lambda named: build(named, plain, base_storage="none", seed=0))
 
 
 def text_encoder_lr(section: Optimizer) -> float:
@@ -340,6 +352,11 @@ class AdapterOptimizer:
             unit.master.copy_(master)
             unit.values.copy_(values)
         self._release()
+
+    @property
+    def library(self) -> torch.optim.Optimizer:
+        """Return the library's optimizer, the first if there are several."""
+        return self._optimizers[0]
 
     def _switch(self, mode: str) -> None:
         for optimizer in self._optimizers:

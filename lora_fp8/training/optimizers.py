@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Message, UserError
-from ..settings import Optimizer
+from ..settings import Optimizer, is_class
+from . import foreign
 from .flat import ALIGNMENT, Segment
 
 EIGHT_BIT = ("adamw8bit", "lion8bit")
@@ -116,11 +117,14 @@ def beta2(section: Optimizer) -> float:
 
 
 def require(section: Optimizer) -> None:
-    """Check that the optimizer's package is installed, without importing it.
+    """Check that the optimizer's package is installed; a class of another package is imported.
 
     Raises:
-        UserError: it is not.
+        UserError: it is not, or the class is unknown or does not take `optimizer.arguments`.
     """
+    if is_class(section.name):
+        foreign.check_arguments(section, foreign.find_class(section))
+        return
     module, package = PACKAGES.get(section.name, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         raise UserError(
@@ -148,6 +152,8 @@ def make(section: Optimizer, units: list[Unit], lr: float) -> list[torch.optim.O
             *_make_grouped(torch.optim.Muon, settings, matrices, section.weight_decay),
             *_make_grouped(torch.optim.AdamW, {"lr": lr}, others, section.weight_decay),
         ]
+    if is_class(section.name):
+        return _make_grouped(foreign.find_class(section), {"lr": lr, **foreign.make_arguments(section)}, units)
     maker, settings = _find_maker(section)
     made = []
     for is_small in (False, True):
@@ -226,7 +232,10 @@ def _find_bitsandbytes(
 
 
 def _make_grouped(
-    maker: Callable[..., torch.optim.Optimizer], settings: dict[str, Any], units: list[Unit], weight_decay: float
+    maker: Callable[..., torch.optim.Optimizer],
+    settings: dict[str, Any],
+    units: list[Unit],
+    weight_decay: float | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Return an optimizer of these units, with a group for each learning rate; none without units."""
     groups: dict[tuple[bool, float], list[Unit]] = {}
@@ -237,7 +246,8 @@ def _make_grouped(
     # The denoiser's come first, whatever the parameters' order: Prodigy sums over groups in their order.
     by_ratio = [
         # As an argument, Prodigy prints the weight decay to stdout.
-        {"params": [unit.stepped for unit in members], "ratio": ratio, "weight_decay": weight_decay}
+        {"params": [unit.stepped for unit in members], "ratio": ratio}
+        | ({} if weight_decay is None else {"weight_decay": weight_decay})
         for (_, ratio), members in sorted(groups.items(), key=lambda group: group[0][0])
     ]
     made = maker(by_ratio, **settings)
@@ -251,7 +261,8 @@ def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
 
     bitsandbytes keeps moments in float32 for tensors below 4096 elements; otherwise one byte per element and a float32
     per block of 256, plus a shared code book of 256 float32 for each kind of moment. Prodigy keeps four tensors; one of
-    them is a single number for parameters that start as zeros, which this estimate ignores.
+    them is a single number for parameters that start as zeros, which this estimate ignores. A class of another package
+    is counted as two moments.
     """
     total, some_in_8bit = 0, False
     for param in params:
@@ -271,7 +282,8 @@ def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
 
 def count_listed(section: Optimizer) -> int:
     """Return how many entries for each parameter a checkpoint has in its lists, beyond those of any optimizer."""
-    return TENSORS[section.name] + 1 if section.name in TENSORS else 0
+    listed = TENSORS.get(section.name, 2 if is_class(section.name) else 0)
+    return listed + 1 if listed else 0
 
 
 def _count_bytes(name: str, shape: torch.Size, itemsize: int) -> int:

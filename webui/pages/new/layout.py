@@ -222,7 +222,7 @@ class Layout:
         elif setting.kind == "flag":
             part = gr.Checkbox(**common)
         elif setting.kind in ("choice", "switch"):
-            part = gr.Dropdown(choices, value=None, **common)
+            part = gr.Dropdown(choices, value=None, allow_custom_value=key == "optimizer.name", **common)
         elif setting.kind == "mixed":
             part = gr.Dropdown(choices, value=None, allow_custom_value=True, **common)
         elif setting.kind == "choices":
