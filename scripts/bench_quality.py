@@ -249,6 +249,7 @@ def table(families_shown: list[str]) -> str:
         "",
         "Made by `python scripts/bench_quality.py`; what the columns mean stands at the head of that file.",
         "Mean over the seeds, and their range in brackets. `vs bf16` pairs runs of equal seed and factor.",
+        "Rows of sd15 that say nothing of convolutions have them in bf16.",
     ]
     paths = sorted(CELLS.glob("*.json"))
     cells = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
