@@ -215,7 +215,6 @@ def find_component_folders(models: Iterable[Path], roots: Iterable[Path], family
 
 def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
     """List (setting, path) of everything in a draft that names a file or folder of this machine."""
-    words = {"model.path": "demo", "model.components": "auto"}
     data: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -225,7 +224,7 @@ def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
         path = named.path
         if not isinstance(path, str) or not path:
             continue
-        if named.setting in words and (path == words[named.setting] or is_remote(path)):
+        if named.setting in settings.WORDS and (path == settings.WORDS[named.setting] or is_remote(path)):
             continue
         if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(path):
             continue

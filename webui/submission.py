@@ -26,7 +26,7 @@ def check_config(place: Place, text: str) -> settings.Job:
     problems = []
     for named in settings.path_places(data):
         given = named.path
-        if not given or (named.setting in ("model.path", "model.components") and _is_not_local(place, given)):
+        if not given or (named.setting in settings.WORDS and _is_not_local(place, given)):
             continue
         if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(given):
             continue

@@ -132,7 +132,10 @@ def _check_class_word(job: Job) -> Problems:
     if not triggers:
         yield (
             "dataset.class_word",
-            Message("stands for the trigger word in captions, and there is none; set dataset.trigger, or leave it out"),
+            Message(
+                "stands for the trigger word in captions, and no image folder has one (folders for regularization "
+                "never do); set dataset.trigger, or leave it out"
+            ),
         )
     elif word in triggers:
         yield "dataset.class_word", Message("{word} is the trigger word itself; give its class", word=quote(word))

@@ -550,11 +550,12 @@ def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
     def make_absolute(path: str) -> str:
         return os.path.abspath(os.path.join(folder, os.path.expanduser(path))) if path else path
 
-    words = {"model.path": "demo", "model.components": "auto"}
     data = job.model_dump()
     for named in settings.path_places(data):
         path = make_absolute(named.path)
-        if named.setting in words and (named.path == words[named.setting] or not os.path.exists(path)):
+        if named.setting in settings.WORDS and (
+            named.path == settings.WORDS[named.setting] or not os.path.exists(path)
+        ):
             continue
         if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(named.path):
             continue

@@ -31,7 +31,7 @@ from .declarations import (
     names_a_folder_of_masks,
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
-from .paths import PATHS, WRITTEN, PathPlace, path_places
+from .paths import PATHS, WORDS, WRITTEN, PathPlace, path_places
 
 __all__ = [
     "Adapter",
@@ -63,6 +63,7 @@ __all__ = [
     "TORCHAO_LACKS",
     "Train",
     "Validation",
+    "WORDS",
     "WRITTEN",
     "path_places",
     "is_class",
