@@ -396,7 +396,7 @@ def test_a_keeper_ends_what_a_killed_launcher_leaves(deaf: bool, tmp_path: Path)
     launcher += "; trainer = subprocess.Popen(started, start_new_session=True, stdout=subprocess.PIPE)"
     launcher += "; os.write(1, trainer.stdout.readline()); os.kill(os.getpid(), 9)"
     keeper = [sys.executable, "-m", "lora_fp8.jobs.keeper", "--sweep", "0.5", str(tmp_path / "launch.json")]
-    environment = {**os.environ, procs.TOKEN: f"of-{tmp_path.name}"}
+    environment = {**os.environ, procs.TOKEN: f"of-{os.getpid()}-{tmp_path.name}"}
     done = subprocess.run(
         [*keeper, sys.executable, "-c", launcher, trainer], env=environment, capture_output=True, timeout=LONG_SECONDS
     )
