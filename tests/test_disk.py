@@ -67,6 +67,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         ("sd15", ["optimizer.name=prodigy", "optimizer.lr=auto"]),
         ("sd15", ["optimizer.name=came"]),
         ("sd15", ["optimizer.name=adamw_schedulefree", "optimizer.rounding=stochastic"]),
+        ("sd15", ["optimizer.ema_decay=0.9", "optimizer.rounding=stochastic"]),
         ("sdxl", ["adapter.text_encoder=true"]),
         ("flux", ["adapter.type=dora", "export.formats=['auto']"]),
         ("qwen_image", ["adapter.type=lokr", "export.formats=['auto']"]),

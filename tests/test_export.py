@@ -460,7 +460,9 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert m["ss_num_train_images"] == "7" and m["ss_epoch"] == "35"  # 120 steps of 2 over 7 samples
     assert json.loads(m["ss_bucket_info"])["buckets"]["0"] == {"resolution": [512, 512], "count": 1}
     assert "ss_noise_offset" not in m
-    offset = export_metadata.metadata(families.get("sd15"), settings.Export(), facts(noise_offset=0.05), "kohya")
+    offset = export_metadata.metadata(
+        families.get("sd15"), settings.Export(), facts(objective=settings.Objective(noise_offset=0.05)), "kohya"
+    )
     assert offset["ss_noise_offset"] == "0.05"
     of_sd2 = export_metadata.metadata(families.get("sd2"), settings.Export(), facts(), "kohya")
     assert of_sd2["ss_v2"] == "True"  # A1111 shows the file with SD 2 models only if this says so

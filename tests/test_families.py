@@ -1141,7 +1141,28 @@ def test_v_prediction_marks_in_a_single_file(single, tmp_path):
     Family, _, path, rest = single
     save_file({**load_file(path), "v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}, tmp_path / "v.safetensors")
     scheduler = make(Family, tmp_path / "v.safetensors", components=str(rest)).scheduler_config()
-    assert scheduler["prediction_type"] == "v_prediction" and scheduler["rescale_betas_zero_snr"] is True
+    assert scheduler["prediction_type"] == "v_prediction"
+    if Family.objective == "Diffusion":
+        assert scheduler["rescale_betas_zero_snr"] is True and scheduler["timestep_spacing"] == "trailing"
+
+
+def test_the_job_asks_for_zero_terminal_snr(single):
+    """Of the true v, the previews' sampler makes the image from pure noise, also where the base's cannot (PNDM)."""
+    Family, _, path, rest = single
+    if Family.objective != "Diffusion":
+        return
+    model = Model(family=Family.name, path=str(path), components=str(rest))
+    family = Family(model, device="cpu", dtype=torch.float32, prediction="v", zero_snr=True)
+    section = Objective(prediction="v", zero_terminal_snr=True)
+    objective = family.make_objective(section)
+    scheduler = family.pipeline(None).scheduler
+    scheduler.set_timesteps(10)
+    t_B = scheduler.timesteps[:1].long()
+    x0, noise = (torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    assert t_B.tolist() == [999] and torch.equal(objective.add_noise(x0, noise, t_B), noise)
+    sample = noise * scheduler.init_noise_sigma
+    answer = scheduler.step(objective.target(x0, noise, t_B), scheduler.timesteps[0], sample)
+    torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=5e-3)
 
 
 def test_the_job_names_what_a_file_does_not(single, tmp_path):

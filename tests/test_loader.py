@@ -311,3 +311,24 @@ def test_to_moves_tensors_and_keeps_the_rest():
     moved = batch.to("meta")
     assert {moved.latents_BCHW.device.type, moved.noise_BCHW.device.type, moved.cond["embeds"].device.type} == {"meta"}
     assert (moved.uids, moved.step, batch.latents_BCHW.device.type) == (batch.uids, 4, "cpu")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_even_quantiles_go_round_by_the_golden_ratio_whatever_the_processes(batch_size, world):
+    """One after another over the epochs, each further by the golden ratio; a third epoch can be asked for alone."""
+    loader, _ = make(batch_size)
+
+    def quantiles(loader, epoch):
+        count = loader.batches_per_epoch
+        for index in range(epoch * count, (epoch + 1) * count):
+            shares = [loader.micro(0, index, rank, world) for rank in range(world)]
+            lists = [share.quantiles if share else [] for share in shares]
+            yield from (lists[n % world][n // world] for n in range(loader.total(index)))
+
+    drawn = [quantile for epoch in range(3) for quantile in quantiles(loader, epoch)]
+    assert len(drawn) == 3 * loader.samples_per_epoch and 0 <= min(drawn) and max(drawn) < 1
+    steps = np.diff(drawn) % 1
+    np.testing.assert_allclose(steps, (5**0.5 - 1) / 2, atol=1e-9)
+    assert list(quantiles(make(batch_size)[0], 2)) == drawn[2 * loader.samples_per_epoch :]
+    assert next(quantiles(make(batch_size, seed=1)[0], 0)) != drawn[0]

@@ -12,9 +12,10 @@ import safetensors.torch
 import schedulefree
 import torch
 import transformers
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
-from lora_fp8 import adapters, precision
+from lora_fp8 import adapters, config, precision
 from lora_fp8.errors import UserError
 from lora_fp8.settings import Adapter, Optimizer, Quantize, Schedule, schedules
 from lora_fp8.training import optim
@@ -263,13 +264,67 @@ def test_a_rate_of_zero_in_the_first_step_harms_no_optimizer() -> None:
         assert all(torch.isfinite(param).all() for _, param in params), name
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "prodigy", "came", "muon"])
+@pytest.mark.parametrize("rounding", ["master", "stochastic", "nearest"])
+def test_the_moving_average_is_diffusers(name: str, rounding: str) -> None:
+    """Of what is trained, by diffusers' EMAModel; the training is the same without it, and resumed to the bit."""
+    params, other = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    mine = build(params, name=name, rounding=rounding, ema_decay=0.6)
+    plain = build(other, name=name, rounding=rounding)
+    judge: EMAModel | None = None
+    for step in range(1, 30):
+        go(mine, range(step, step + 1))
+        go(plain, range(step, step + 1))
+        assert all(torch.equal(one, two) for (_, one), (_, two) in zip(params, other, strict=True))
+        tensors, meta = on_disk(*mine.state())
+        key = "master" if rounding == "master" else "trained"
+        trained = [nn.Parameter(tensors[f"{name_}/{key}"].float()) for name_ in SHAPES]
+        judge = judge or EMAModel([nn.Parameter(value.detach().clone()) for value in trained], decay=0.6)
+        judge.step(trained)
+        for name_, wanted in zip(SHAPES, judge.shadow_params, strict=True):
+            torch.testing.assert_close(tensors[f"{name_}/average"], wanted.detach(), rtol=1e-5, atol=1e-7)
+        with mine.evaluation():
+            values = {name_: param.detach().clone() for name_, param in params}
+            assert all(torch.equal(values[key], tensors[f"{key}/average"].bfloat16()) for key in SHAPES)
+            assert mine.state()[0].keys() == tensors.keys()
+            assert all(torch.equal(mine.state()[0][key], tensors[key]) for key in tensors)
+    again = make_params(torch.bfloat16)
+    resumed = build(again, name=name, rounding=rounding, ema_decay=0.6)
+    for key, param in again:
+        param.data.copy_(values[key])  # an adapter file has the weights to evaluate
+    resumed.load_state(tensors, meta)
+    for optimizer in (mine, resumed):
+        go(optimizer, range(30, 33))
+    ends = [optimizer.state()[0] for optimizer in (mine, resumed)]
+    assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    assert all(torch.equal(one, two) for (_, one), (_, two) in zip(params, again, strict=True))
+    for given, kept in ((0.0, mine), (0.6, plain)):
+        with pytest.raises(UserError, match="moving average of the weights, and optimizer.ema_decay"):
+            build(make_params(torch.bfloat16), name=name, rounding=rounding, ema_decay=given).load_state(*kept.state())
+
+
+def test_a_schedule_free_optimizer_has_no_second_average() -> None:
+    with pytest.raises(UserError, match="averages the weights itself"):
+        build(make_params(torch.bfloat16), name="pytorch_optimizer.ScheduleFreeAdamW", ema_decay=0.9)
+    with pytest.raises(UserError, match=r"optimizer.ema_decay.*averages the weights itself"):
+        config.loads(
+            "name = 'x'\nmodel = {family = 'sd15', path = 'b'}\ndataset = {folders = [{path = 'p'}]}\n"
+            "optimizer = {name = 'adamw_schedulefree', ema_decay = 0.9}"
+        )
+
+
 def test_the_estimate_of_the_state_is_right() -> None:
     for name in BITS:
-        for dtype, rounding in [(torch.float32, "master"), (torch.bfloat16, "master"), (torch.bfloat16, "nearest")]:
+        for dtype, rounding, ema in [
+            (torch.float32, "master", 0.0),
+            (torch.bfloat16, "master", 0.9),
+            (torch.bfloat16, "nearest", 0.9),
+        ]:
+            given = {"name": name, "rounding": rounding, "ema_decay": 0.0 if name == "adamw_schedulefree" else ema}
             params = make_params(dtype)
-            mine = build(params, name=name, rounding=rounding)
+            mine = build(params, **given)
             go(mine, range(2))
-            expected = optim.state_bytes([param for _, param in params], section(name=name, rounding=rounding))
+            expected = optim.state_bytes([param for _, param in params], section(**given))
             assert mine.num_bytes() == expected, (name, dtype, rounding)
 
 

@@ -137,9 +137,28 @@ def test_resumed_three_times_is_the_same_to_the_bit(
     assert set(losses[1]) == set(losses[0])  # the steps done twice gave the same figures twice
 
 
-@pytest.mark.parametrize("rounding", ["master", "stochastic"])
+@pytest.mark.parametrize(("rounding", "name"), [("master", "adamw8bit"), ("stochastic", "came")])
+def test_a_moving_average_resumes_to_the_bit_and_leaves_the_training_alone(
+    make_job, tmp_path, tree_hash, rounding, name
+):
+    settings = (f"optimizer.name={name}", f"optimizer.rounding={rounding}", *SMALL, *RANDOM)
+    averaged = (*settings, "optimizer.ema_decay=0.7")
+    whole, pieces, plain = (
+        make_job(tmp_path / "abc"[i], *given) for i, given in enumerate((averaged, averaged, settings))
+    )
+    run(whole)
+    run(plain)
+    run_until(pieces, 1)
+    run_until(pieces, 4, resume=True, how="crash")
+    run(pieces, resume=True)
+    assert outcome(pieces, tree_hash) == outcome(whole, tree_hash)
+    losses = [[(event["step"], event["loss"]) for event in events(job, "step")] for job in (whole, plain)]
+    assert losses[0] == losses[1] and outcome(plain, tree_hash) != outcome(whole, tree_hash)
+
+
+@pytest.mark.parametrize("rounding", ["master", "stochastic", "average"])
 def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_path, monkeypatch, rounding):
-    """schedulefree's x = y + (1 - 1 / beta1) (z - y), of what the checkpoint says of y and z."""
+    """schedulefree's x = y + (1 - 1 / beta1) (z - y), of what the checkpoint says of y and z; or the moving average."""
     seen = {}
 
     def watch(module, name, what, where):
@@ -154,6 +173,8 @@ def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_p
     watch(milestones.validate, "measure", "validation", lambda args: args[2].adapted)
     watch(milestones.previews, "draw", "preview", lambda args: args[1])
     settings = ("optimizer.name=adamw_schedulefree", f"optimizer.rounding={rounding}", "schedule.warmup=1", *SMALL)
+    if rounding == "average":
+        settings = ("optimizer.ema_decay=0.9", "schedule.warmup=1", *SMALL)
     settings += ("validation.pictures=1", "validation.every=2", "preview.every=2", "preview.prompts=['a cat']")
     job = make_job(tmp_path, *settings, "checkpoint.keep=9", "export.every=2")
     run(job)
@@ -161,8 +182,11 @@ def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_p
         bundle = checkpoint.read(folder_of(job) / "checkpoints" / f"step-{step:06d}")
         moved = 0
         for name, tensor in bundle.adapter.items():
-            y = bundle.optimizer[f"{name}/{'master' if rounding == 'master' else 'trained'}"].float()
-            x = torch.lerp(y, bundle.optimizer[f"{name}/z"], 1 - 1 / 0.9)
+            y = bundle.optimizer[f"{name}/{'trained' if rounding == 'stochastic' else 'master'}"].float()
+            if rounding == "average":
+                x = bundle.optimizer[f"{name}/average"]
+            else:
+                x = torch.lerp(y, bundle.optimizer[f"{name}/z"], 1 - 1 / 0.9)
             assert torch.equal(tensor, x.bfloat16()), (step, name)
             moved += not torch.equal(tensor, y.bfloat16())
             assert torch.equal(seen["validation", step][name], tensor)

@@ -158,6 +158,7 @@ FLIPS = {
     "optimizer.beta2": Flip("0.9", ("tensors",), ("norms_1", "rates")),
     "optimizer.eps": Flip("1e-2", ("tensors",), ("norms_1", "rates")),
     "optimizer.rounding": Flip("nearest", ("tensors",), ("norms_1", "rates")),
+    "optimizer.ema_decay": Flip("0.9", ("tensors",), ("losses", "rates", "shapes")),
     "schedule.name": Flip("linear", ("tensors", "rates")),
     "schedule.warmup": Flip("2", ("tensors", "rates")),
     "schedule.cycles": Flip("2", ("tensors", "rates"), under=("schedule.name=cosine_with_restarts",)),
@@ -179,7 +180,14 @@ FLIPS = {
         "0.2", TRAINING, ("rates", "samples"), ("objective.loss=pseudo_huber", "objective.huber_schedule=exponential")
     ),
     "objective.min_snr_gamma": Flip("1.0", TRAINING, ("rates", "samples")),
+    "objective.weighting": Flip("debiased", TRAINING, ("rates", "samples")),
     "objective.noise_offset": Flip("0.5", TRAINING, ("rates", "samples")),
+    "objective.pyramid_noise": Flip("6", TRAINING, ("rates", "samples")),
+    "objective.pyramid_discount": Flip("0.9", TRAINING, ("rates", "samples"), ("objective.pyramid_noise=4",)),
+    "objective.input_noise": Flip("0.5", TRAINING, ("rates", "samples")),
+    "objective.zero_terminal_snr": Flip(
+        "true", (*TRAINING, "previews"), ("rates", "samples", "buckets"), (*SHOWN, "objective.prediction=v")
+    ),
     "objective.unmasked_weight": Flip(
         "0.9", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.folders.0.mask=alpha",)
     ),
@@ -190,6 +198,12 @@ FLIPS = {
         "5.0", TRAINING, ("rates", "samples", "buckets", "encoded"), ("dataset.class_word=dog", "dataset.trigger=zobi")
     ),
     "objective.timesteps": Flip("uniform", TRAINING, ("rates", "samples"), family="flux"),
+    "objective.logit_mean": Flip("2.0", TRAINING, ("rates", "samples"), ("objective.timesteps=logit_normal",)),
+    "objective.logit_std": Flip("3.0", TRAINING, ("rates", "samples"), ("objective.timesteps=logit_normal",)),
+    "objective.mode_scale": Flip("-0.9", TRAINING, ("rates", "samples"), ("objective.timesteps=mode",)),
+    "objective.beta_alpha": Flip("9.0", TRAINING, ("rates", "samples"), ("objective.timesteps=beta",)),
+    "objective.beta_beta": Flip("9.0", TRAINING, ("rates", "samples"), ("objective.timesteps=beta",)),
+    "objective.even_timesteps": Flip("true", TRAINING, ("rates", "samples")),
     "objective.shift": Flip("9.0", TRAINING, ("rates", "samples"), family="flux"),
     "objective.t_min": Flip("0.9", TRAINING, ("rates", "samples")),
     "objective.t_max": Flip("0.1", TRAINING, ("rates", "samples"), family="flux"),

@@ -17,7 +17,7 @@ from .options import CONFIG, JSON, RUN, SET, load_config, print_json, print_line
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `lora-fp8`."""
-    for command in (check, import_config, plan, estimate, precision, train, resume):
+    for command in (check, import_config, plan, estimate, precision, timesteps, train, resume):
         app.command()(command)
 
 
@@ -132,6 +132,19 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
         print_json(estimated.to_json())
     else:
         print_lines(*estimated.lines())
+
+
+@without_collection()
+def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+    """Draw how often each noise level is trained, beside the family's default and other trainers."""
+    job = load_config(config_file, overrides)
+    from ..plan.timesteps import describe
+
+    described = describe(job)
+    if as_json:
+        print_json(described.to_json())
+    else:
+        print_lines(*described.lines())
 
 
 def precision(

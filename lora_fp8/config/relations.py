@@ -249,6 +249,8 @@ def _check_optimizer(job: Job) -> Problems:
     """Yield the problems of settings that this optimizer cannot use."""
     section = job.optimizer
     rate = section.lr if isinstance(section.lr, float) else None
+    if section.ema_decay and section.name == "adamw_schedulefree":
+        yield "optimizer.ema_decay", Message("'adamw_schedulefree' averages the weights itself; leave it at 0")
     if section.name != "prodigy":
         if rate is not None and rate >= 1:
             yield (

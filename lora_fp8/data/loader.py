@@ -21,6 +21,8 @@ Shape legend: B batch, C channels, H height, W width (of latents; those of clips
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +38,9 @@ from .buckets import Bucket, Placed, Size
 from .cache import Cache
 from .caption_text import with_class_word
 from .caption_variants import caption_variant
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""The fractions of its multiples fill (0, 1) evenly, however many there are."""
 
 
 def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
@@ -71,6 +76,7 @@ class Batch:
         latents_BCHW: float32.
         noise_BCHW: float32, standard normal, drawn on the CPU (so it is the same on every device).
         t_generators: one per sample, for `Objective.sample_t`.
+        quantiles: where in the timestep density each sample lies with `objective.even_timesteps`, from 0 to 1.
         cond: conditioning, from `family.collate`.
         uids, paths, captions: of the samples; captions as trained (shuffled, or "" when dropped).
         flipped: whether each is mirrored.
@@ -99,6 +105,7 @@ class Batch:
     micro_index: int
     epoch: int
     mask_BHW: Tensor | None = None
+    quantiles: list[float] = field(default_factory=list)
     regularization: list[bool] = field(default_factory=list)
     class_captions: list[str] = field(default_factory=list)
     class_cond: dict[str, Tensor] | None = None
@@ -180,6 +187,9 @@ class Loader:
         if not self.samples_per_epoch:
             raise UserError(Message("dataset: there are no examples to train on"))
         self._epochs: dict[int, list[list[Item]]] = {}
+        self._starts: dict[int, list[int]] = {}  # samples of an epoch before each of its batches
+        drawn = torch.rand((), generator=generator(seed, "even_timesteps", 0, ""), dtype=torch.float64)
+        self._first_quantile = drawn.item()
         self._prepared: dict[tuple[int, ...], Batch | None] = {}  # one at most
 
     def position(self, micro_index: int) -> tuple[int, int]:
@@ -191,8 +201,10 @@ class Loader:
         epoch, index = self.position(micro_index)
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
-                self._epochs.pop(next(iter(self._epochs)))
+                self._starts.pop(oldest := next(iter(self._epochs)))
+                self._epochs.pop(oldest)
             self._epochs[epoch] = epoch_batches(self.items, self.batch_size, self.seed, epoch)
+            self._starts[epoch] = [0, *itertools.accumulate(map(len, self._epochs[epoch]))]
         return self._epochs[epoch][index]
 
     def total(self, micro_index: int) -> int:
@@ -224,7 +236,8 @@ class Loader:
         mine = items[rank::world]
         if not mine:
             return None
-        epoch, _ = self.position(micro_index)
+        epoch, index = self.position(micro_index)
+        first = epoch * self.samples_per_epoch + self._starts[epoch][index]
         latents, noise, conds, captions, flips, masks = [], [], [], [], [], []
         for item in mine:
             flipped = self._flipped(epoch, item.uid)
@@ -242,6 +255,7 @@ class Loader:
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
             t_generators=[generator(self.seed, "timestep", epoch, item.uid) for item in mine],
+            quantiles=[(self._first_quantile + n * GOLDEN) % 1 for n in range(first + rank, first + len(items), world)],
             cond=self.family.collate(conds),
             uids=[item.uid for item in mine],
             paths=[item.placed.example.path for item in mine],

@@ -273,6 +273,7 @@ class Facts:
     clip_skip: int = 1
     """The layer of CLIP that is read, counted from the last, which is 1; always 1 without `skips_layers`."""
     given_prediction: str
+    given_zero_snr: bool
     folder: Path
     checkpoint: Path | None
     absent: Absentees

@@ -67,6 +67,7 @@ class Released(ModelFamily):
         device: torch.device | str,
         dtype: torch.dtype,
         prediction: str = "auto",
+        zero_snr: bool = False,
         base: BaseDescription | None = None,
     ):
         import torch
@@ -75,7 +76,8 @@ class Released(ModelFamily):
         self.device, self.dtype = torch.device(device), dtype
         self.read_text_settings(model)
         self.has_training_adapter = bool(model.training_adapter)
-        self.given_prediction, self.bases, self.known = prediction, (base,), find_known(type(self), base)
+        self.given_prediction, self.given_zero_snr = prediction, zero_snr
+        self.bases, self.known = (base,), find_known(type(self), base)
         self.checkpoint = self.vae = self._text_pipeline = self._file = None
         self.absent, self._header, self._part_files, self._tokenizers = {}, {}, {}, {}
         self.folder = _components.write_configs(self.name, _list_configs(type(self), self.known), {})

@@ -86,13 +86,15 @@ class ModelFamily(Latents, Prompts):
         device: torch.device | str,
         dtype: torch.dtype,
         prediction: str = "auto",
+        zero_snr: bool = False,
         base: BaseDescription | None = None,
     ):
         import torch
 
         from ._weights import WeightFile
 
-        self.device, self.dtype, self.given_prediction = torch.device(device), dtype, prediction
+        self.device, self.dtype = torch.device(device), dtype
+        self.given_prediction, self.given_zero_snr = prediction, zero_snr
         self.read_text_settings(model)
         self.has_training_adapter = bool(model.training_adapter)
         parts = _components.find(type(self), model, base)
@@ -586,7 +588,7 @@ class ModelFamily(Latents, Prompts):
 
     # -- previews -------------------------------------------------------------------------------------------------
     def scheduler_config(self) -> dict[str, Any]:
-        """Return the model's scheduler_config.json, with the prediction type that the file or the job states."""
+        """Return the model's scheduler_config.json, with the prediction and terminal SNR that file or job state."""
         from ..objectives import PREDICTION_TYPES
 
         scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
@@ -594,8 +596,12 @@ class ModelFamily(Latents, Prompts):
             scheduler["prediction_type"] = PREDICTION_TYPES[self.given_prediction]
         elif self._marked_as_v():
             scheduler["prediction_type"] = "v_prediction"
-        if "ztsnr" in self._header:
-            scheduler["rescale_betas_zero_snr"] = True
+        if self.objective == "Diffusion" and (self.given_zero_snr or "ztsnr" in self._header):
+            # Lin et al. 2023: the last timestep is then pure noise, and sampling must begin there.
+            scheduler |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+            sampler = _files.find_scheduler(f"{self.folder}/scheduler", scheduler)
+            if "rescale_betas_zero_snr" not in inspect.signature(sampler.__init__).parameters:  # SD 1.5's PNDM
+                scheduler["_class_name"] = "DDIMScheduler"
         return scheduler
 
     def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False, tiled: bool = False) -> Any:

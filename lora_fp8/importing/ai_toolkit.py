@@ -147,8 +147,7 @@ SHORT: dict[str, Rule] = {
     "train.min_denoising_steps": none(NO_RANGE),
     "train.max_denoising_steps": none(NO_RANGE, 1000, 999),
     "train.loss_type": none(objective_settings.ONE_LOSS, "mse"),
-    "train.ema_config.use_ema": none(remarks.NO_EMA),
-    "train.ema_config.ema_decay": idle(remarks.BELONGS_TO(key="use_ema")),
+    **dict.fromkeys(("train.ema_config.use_ema", "train.ema_config.ema_decay"), JOINT),
     "train.noise_offset": JOINT,
     "train.reg_weight": JOINT,
     "train.skip_first_sample": JOINT,
@@ -609,6 +608,9 @@ def _set_training(draft: Draft) -> None:
     draft.none(gammas, remarks.OFF, off=True)
     objective_settings.set_noise_offset(draft, f"{TRAIN}noise_offset")
     _set_timesteps(draft)
+    ema = f"{TRAIN}ema_config."
+    chosen = common_values.on(draft.get(f"{ema}use_ema"))
+    optimizer_settings.set_ema(draft, f"{ema}use_ema", f"{ema}ema_decay", chosen=chosen, usual=0.999)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
         if common_values.on(draft.get(key)):
             draft.differs(key, {"memory.compile": "blocks"}, remarks.COMPILED)

@@ -110,7 +110,7 @@ RULES: dict[str, Rule] = {
     "model.bypass_guidance_embedding": none(remarks.GUIDANCE),
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
-    "model.debiased_estimation_loss": none(remarks.ONLY_MIN_SNR),
+    "model.debiased_estimation_loss": JOINT,
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
@@ -237,6 +237,8 @@ def combine(draft: Draft) -> None:
     _set_length_and_rate(draft)
     _set_timesteps(draft)
     objective_settings.set_min_snr(draft, "model.min_snr_gamma")
+    debiased = "model.debiased_estimation_loss"
+    objective_settings.set_debiased(draft, debiased, common_values.on(draft.get(debiased)))
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
         note = remarks.RECOMPUTED
@@ -471,18 +473,17 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
 def _set_timesteps(draft: Draft) -> None:
     keys = ["model.timestep_sample_method", "model.shift", "model.flux_shift", "model.lumina_shift"]
     method = draft.get("model.timestep_sample_method") or "logit_normal"
-    notes = []
     if any(common_values.on(draft.get(key)) for key in keys[2:]):
         shift: float | str = "auto"
     else:
         shift = draft.get("model.shift", number) or 1.0
-    scale = draft.get("model.sigmoid_scale", number)
-    if scale not in (None, 1.0):
-        notes.append(remarks.SIGMOID_SCALE(scale=f"{scale:g}"))
+    shape = objective_settings.logit_normal(std=draft.get("model.sigmoid_scale", number))
+    if method == "uniform":
+        shape = {"objective.timesteps": "uniform"}
+    elif "objective.logit_std" in shape:
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
-        shape = "uniform" if method == "uniform" else "logit_normal"
-        objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+        objective_settings.set_timesteps(draft, keys, shape, shift)
     draft.none([*keys, "model.sigmoid_scale"], remarks.OFF, off=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import PureWindowsPath
+from typing import Any
 
 from ..errors import Message
 from . import (
@@ -397,6 +398,7 @@ def set_noise(draft: Draft) -> None:
         draft, "v_parameterization", "v" if common_values.on(draft.get("v_parameterization")) else ""
     )
     _set_offset(draft)
+    _set_more_noise(draft)
     if not draft.family:
         draft.none(FLOW_KEYS, Message("depends on the family, which the file does not say"))
     elif model_settings.predicts_noise(draft.family):
@@ -408,7 +410,7 @@ def set_noise(draft: Draft) -> None:
 
 TIMESTEP_KEYS: tuple[str, ...]
 TIMESTEP_KEYS = ("timestep_sampling", "sigmoid_scale", "discrete_flow_shift", "training_shift", "weighting_scheme")
-TIMESTEP_KEYS += ("logit_mean", "logit_std")
+TIMESTEP_KEYS += ("logit_mean", "logit_std", "mode_scale")
 FLOW_KEYS = (*TIMESTEP_KEYS, "model_prediction_type", "guidance_scale")
 """Keys that only flow-matching models use."""
 
@@ -421,49 +423,47 @@ def _set_timesteps(draft: Draft) -> None:
     shift = draft.get(shift_key, number) or 1.0
     keys = ["timestep_sampling"]
     notes: list[str] = []
-    shape = "logit_normal"
+    shape: str | dict[str, Any] = "uniform"
     if method == "sigma":
-        shape = "logit_normal" if scheme == "logit_normal" else "uniform"
-        if scheme in ("sigma_sqrt", "cosmap", "mode"):
-            notes.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
         keys += ["weighting_scheme", shift_key]
-    elif method == "shift":
-        keys.append(shift_key)
-    elif method in ("uniform", "sigmoid"):
-        shape, shift = ("uniform" if method == "uniform" else "logit_normal"), 1.0
+        shape = _read_scheme(draft, scheme, keys, notes)
+    elif method == "uniform":
+        shift = 1.0
     else:
-        shift = "auto"
-        notes += _remarks_on_method(draft, method)
-    notes += _remarks_on_shape(draft, method, scheme, keys)
+        shape = objective_settings.logit_normal(std=draft.get("sigmoid_scale", number))
+        keys += ["sigmoid_scale"] if "objective.logit_std" in shape else []
+        if method == "shift":
+            keys.append(shift_key)
+        else:
+            shift = 1.0 if method == "sigmoid" else "auto"
+            notes += _remarks_on_method(draft, method)
     objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
     draft.none(TIMESTEP_KEYS, remarks.UNUSED_WITH(key="timestep_sampling", value=method), off=True)
 
 
+def _read_scheme(draft: Draft, scheme: str, keys: list[str], notes: list[str]) -> str | dict[str, Any]:
+    """Return our settings for a weighting_scheme; its keys and remarks are added to `keys` and `notes`."""
+    if scheme == "logit_normal":
+        mean, std = draft.get("logit_mean", number), draft.get("logit_std", number)
+        keys += ["logit_mean", "logit_std"]
+        return objective_settings.logit_normal(mean, std)
+    if scheme == "mode":
+        scale = draft.get("mode_scale", number)
+        keys.append("mode_scale")
+        return {"objective.timesteps": "mode"} | ({} if scale is None else {"objective.mode_scale": scale})
+    if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss there, with uniform timesteps
+        notes.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
+    return "uniform"
+
+
 def _remarks_on_method(draft: Draft, method: str) -> list[str]:
     """Return the remarks on a way to draw timesteps that changes with the image, or that is not known here."""
-    if method == "flux_shift":
+    if method in ("flux_shift", "sigmoid"):
         return []
     if method.endswith("_shift"):
         return [Message("{keys}: the shift of the model's own scheduler here", keys=method)]
     draft.need("objective.timesteps", Message("choose one for {name}", name=repr(method)))
     return [remarks.LOGIT_NORMAL(method=method)]
-
-
-def _remarks_on_shape(draft: Draft, method: str, scheme: str, keys: list[str]) -> list[str]:
-    """Return the remarks on scales, means and deviations other than the usual, and add their keys to `keys`."""
-    lines: list[str] = []
-    scale = draft.get("sigmoid_scale", number)
-    if scale not in (None, 1.0) and method not in ("uniform", "sigma"):
-        lines.append(remarks.SIGMOID_SCALE(scale=f"{scale:g}"))
-        keys.append("sigmoid_scale")
-    for key, usual in (("logit_mean", 0.0), ("logit_std", 1.0)):
-        value = draft.get(key, number)
-        if scheme == "logit_normal" and value not in (None, usual):
-            lines.append(
-                Message("{key} = {value} is always {usual} here", key=key, value=f"{value:g}", usual=f"{usual:g}")
-            )
-            keys.append(key)
-    return lines
 
 
 def _set_flow_objective(draft: Draft) -> None:
@@ -485,6 +485,25 @@ def _set_flow_objective(draft: Draft) -> None:
     draft.none("guidance_scale", remarks.EMPTY, off=True)
 
 
+def _set_more_noise(draft: Draft) -> None:
+    """Set pyramid noise, input noise, zero-terminal SNR and the debiased weight."""
+    pyramid = ["multires_noise_iterations", "multires_noise_discount"]
+    levels, discount = draft.get(pyramid[0], whole), draft.get(pyramid[1], number)
+    shape = {"objective.pyramid_noise": common_values.clamp("objective.pyramid_noise", levels)} if levels else {}
+    shape |= {"objective.pyramid_discount": discount} if levels and discount is not None else {}
+    if common_values.plain(draft.get("noise_offset_type") or "") == "original":
+        draft.none(pyramid, remarks.UNUSED_WITH(key="noise_offset_type", value="Original"), off=True)
+    else:
+        objective_settings.set_of_diffusion(draft, pyramid, shape)
+    gamma = draft.get("ip_noise_gamma", number)
+    objective_settings.set_of_diffusion(draft, "ip_noise_gamma", {"objective.input_noise": gamma} if gamma else {})
+    zero = common_values.on(draft.get("zero_terminal_snr"))
+    ours = {"objective.zero_terminal_snr": True} if zero else {}
+    objective_settings.set_of_diffusion(draft, "zero_terminal_snr", ours)
+    chosen = common_values.on(draft.get("debiased_estimation_loss"))
+    objective_settings.set_debiased(draft, "debiased_estimation_loss", chosen)
+
+
 def _set_offset(draft: Draft) -> None:
     """Set the noise offset, unless the page selects multires noise instead."""
     chosen = common_values.plain(draft.get("noise_offset_type") or "")
@@ -494,9 +513,6 @@ def _set_offset(draft: Draft) -> None:
         draft.none(keys, note, off=True)
     else:
         objective_settings.set_noise_offset(draft, "noise_offset", heeded=False)
-    if chosen == "original":
-        keys = ["multires_noise_iterations", "multires_noise_discount"]
-        draft.none(keys, remarks.UNUSED_WITH(key="noise_offset_type", value="Original"), off=True)
 
 
 def set_compile(draft: Draft) -> None:

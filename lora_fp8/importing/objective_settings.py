@@ -56,28 +56,71 @@ def set_huber(draft: Draft) -> None:
 
 
 def set_timesteps(
-    draft: Draft, keys: Sequence[str], shape: str, shift: float | str, note: str = "", exact: bool = True
+    draft: Draft,
+    keys: Sequence[str],
+    shape: str | dict[str, Any],
+    shift: float | str,
+    note: str = "",
+    exact: bool = True,
 ) -> None:
-    """Set objective.timesteps and shift, which families that predict noise do not have."""
+    """Set objective.timesteps and shift of a flow-matching family.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        shape: objective.timesteps, or that with the settings of its shape, by their keys.
+        shift: objective.shift; "auto" is the sampler's.
+        note, exact: a remark, and whether it is the same here as there.
+    """
     if predicts_noise(draft.family):
         note = Message("means nothing to {family}, which draws its timesteps uniformly", family=draft.family)
         draft.none(keys, note, off=True)
         return
     account = draft.mapped if exact else draft.differs
     shift = "scheduler" if shift == "auto" else shift  # the sampler's; our "auto" may differ
-    account(keys, {"objective.timesteps": shape, "objective.shift": shift}, note)
+    ours = {"objective.timesteps": shape} if isinstance(shape, str) else shape
+    account(keys, ours | {"objective.shift": shift}, note)
+
+
+def logit_normal(mean: float | None = None, std: float | None = None) -> dict[str, Any]:
+    """Return the settings of a logit-normal density; None and the usual values are left out."""
+    ours: dict[str, Any] = {"objective.timesteps": "logit_normal"}
+    ours |= {"objective.logit_mean": mean} if mean else {}
+    return ours | ({"objective.logit_std": std} if std not in (None, 1.0) else {})
+
+
+def set_of_diffusion(
+    draft: Draft, keys: str | Sequence[str], ours: dict[str, Any], note: str = "", exact: bool = True
+) -> None:
+    """Set what only families that predict noise have.
+
+    Args:
+        draft: the import.
+        keys: the tool's keys.
+        ours: our settings; {} if the keys are off.
+        note, exact: a remark, and whether it is the same here as there.
+    """
+    if not ours:
+        draft.none(keys, remarks.OFF, off=True)
+    elif draft.family and not predicts_noise(draft.family):
+        note = Message("flow-matching models such as {family} have none of it, there or here", family=draft.family)
+        draft.none(keys, note, off=True)
+    else:
+        (draft.mapped if exact else draft.differs)(keys, ours, note)
 
 
 def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
     """Set objective.min_snr_gamma, for families that have it."""
     gamma = draft.get(key, number) if weight is None else weight
-    if not gamma:
-        draft.none(key, remarks.OFF, off=True)
-    elif draft.family and not predicts_noise(draft.family):
-        note = Message("flow-matching models such as {family} have no such weight, there or here", family=draft.family)
-        draft.none(key, note, off=True)
-    else:
-        draft.mapped(key, {"objective.min_snr_gamma": float(gamma)})
+    set_of_diffusion(draft, key, {"objective.min_snr_gamma": float(gamma)} if gamma else {})
+
+
+def set_debiased(draft: Draft, key: str, chosen: bool) -> None:
+    """Set objective.weighting = "debiased"; the other tools have other formulas for v prediction."""
+    different = draft.settings.get("objective.prediction") == "v"
+    note = Message("for v prediction the weight is sqrt(SNR) / (SNR + 1) here, and another there")
+    ours = {"objective.weighting": "debiased"} if chosen else {}
+    set_of_diffusion(draft, key, ours, note if different else "", exact=not different)
 
 
 def set_prediction(draft: Draft, key: str, predicts: str) -> None:

@@ -104,10 +104,8 @@ RULES: dict[str, Rule] = {
     "batch_size": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "clip_grad_norm": to("train.max_grad_norm", number),
-    "ema": none(remarks.NO_EMA, "OFF"),
-    "ema_decay": idle(remarks.BELONGS_TO(key="ema")),
-    "ema_update_step_interval": idle(remarks.BELONGS_TO(key="ema")),
-    "non_ema_sampling": idle(remarks.BELONGS_TO(key="ema")),
+    **dict.fromkeys(("ema", "ema_decay", "ema_update_step_interval"), JOINT),
+    "non_ema_sampling": none(Message("previews show the average, which the files have")),
     **dict.fromkeys(
         ("dataloader_threads", "caching_threads", "prefetch_next_batch", "train_device", "temp_device")
         + ("enable_autocast_cache", "only_cache"),
@@ -137,8 +135,10 @@ RULES: dict[str, Rule] = {
     "lora_layer_preset": none(NO_PART, "full"),
     "offset_noise_weight": JOINT,
     "generalized_offset_noise": none(objective_settings.NO_NOISE),
-    "perturbation_noise_weight": none(objective_settings.NO_NOISE),
-    "rescale_noise_scheduler_to_zero_terminal_snr": none(remarks.NOISING),
+    "perturbation_noise_weight": none(
+        Message("theirs is in the target too, so it only makes the noise stronger; objective.input_noise is not")
+    ),
+    "rescale_noise_scheduler_to_zero_terminal_snr": JOINT,
     "force_v_prediction": JOINT,
     "force_epsilon_prediction": JOINT,
     "timestep_distribution": JOINT,
@@ -403,6 +403,9 @@ def combine(draft: Draft) -> None:
     _set_folders(draft)
     per_epoch = _set_length_and_rate(draft, part)
     _set_loss_and_timesteps(draft, part)
+    chosen = str(draft.get("ema") or "OFF") != "OFF"
+    interval = "ema_update_step_interval"
+    optimizer_settings.set_ema(draft, "ema", "ema_decay", chosen=chosen, usual=0.999, interval_key=interval)
     _set_memory(draft, part)
     _set_previews(draft, per_epoch)
     destination = draft.get("output_model_destination", text)
@@ -830,10 +833,13 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
-    _set_loss(draft)
     for key, predicts in (("force_v_prediction", "v"), ("force_epsilon_prediction", "epsilon")):
         objective_settings.set_prediction(draft, key, predicts if common_values.on(draft.get(key)) else "")
+    _set_loss(draft)
     objective_settings.set_noise_offset(draft, "offset_noise_weight")
+    zero = "rescale_noise_scheduler_to_zero_terminal_snr"
+    ours = {"objective.zero_terminal_snr": True} if common_values.on(draft.get(zero)) else {}
+    objective_settings.set_of_diffusion(draft, zero, ours)
     _set_timesteps(draft)
     guidance = f"{part}.guidance_scale"
     if draft.has(guidance):
@@ -854,6 +860,9 @@ def _set_loss(draft: Draft) -> None:
     if weight == "MIN_SNR_GAMMA":
         objective_settings.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
         draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma says it"))
+    elif weight == "DEBIASED_ESTIMATION":
+        objective_settings.set_debiased(draft, "loss_weight_fn", True)
+        draft.none("loss_weight_strength", remarks.BELONGS_TO(key="MIN_SNR_GAMMA"), off=True)
     else:
         off = weight in ("CONSTANT", "NONE")
         draft.none("loss_weight_fn", remarks.ONLY_MIN_SNR, off=off)
@@ -868,17 +877,24 @@ def _set_timesteps(draft: Draft) -> None:
     notes: list[str] = []
     dynamic = common_values.on(draft.get("dynamic_timestep_shifting"))
     shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
-    shape = "uniform" if kind == "UNIFORM" else "logit_normal"
-    if kind not in ("UNIFORM", "LOGIT_NORMAL"):
+    weight, bias = draft.get("noising_weight", number) or 0.0, draft.get("noising_bias", number) or 0.0
+    shapes: dict[str, dict[str, Any]] = {
+        "UNIFORM": {"objective.timesteps": "uniform"},
+        "LOGIT_NORMAL": objective_settings.logit_normal(bias, weight + 1),
+        "HEAVY_TAIL": {"objective.timesteps": "mode", "objective.mode_scale": weight},
+        "COS_MAP": {"objective.timesteps": "cosmap"},
+    }
+    shape = shapes.get(kind)
+    if shape is None:
         notes.append(remarks.LOGIT_NORMAL(method=kind))
-    for key in ("noising_weight", "noising_bias"):
-        value = draft.get(key, number)
-        if value and kind != "UNIFORM":
-            notes.append(Message("{key} = {value} is always 0 here", key=key, value=f"{value:g}"))
+        shape = objective_settings.logit_normal()
     _set_range(draft, kind, shift)
-    if model_settings.predicts_noise(draft.family) and (kind != "UNIFORM" or shift != 1):
-        draft.none(keys, Message("noise levels are drawn uniformly here for a model that predicts noise"))
-    objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+    if not model_settings.predicts_noise(draft.family):
+        objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
+    elif kind != "UNIFORM" or shift != 1:
+        if shift != 1:
+            notes.append(Message("a model that predicts noise has no shift here"))
+        (draft.differs if notes else draft.mapped)(keys, shape, remarks.join(notes))
     draft.none(keys, remarks.OFF, off=True)
 
 

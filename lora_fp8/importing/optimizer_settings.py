@@ -12,7 +12,7 @@ from ..config.relations import LEAST_FACTOR
 from ..errors import Message
 from ..settings import FALLING, MOST_LR, is_class
 from . import remarks
-from .common_values import accepted, plain
+from .common_values import accepted, clamp, plain
 from .import_draft import Draft
 from .model_settings import trains_text
 from .readers import Unfit, flag, listed, number, text, whole
@@ -460,3 +460,28 @@ def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple
         note = Message("the decay is one fall instead of {count} cosine cycles", count=f"{cycles:g}")
         draft.differs([keys.name, keys.decay, keys.cycles], settings, note)
     return (keys.decay, keys.cycles)
+
+
+def set_ema(draft: Draft, switch: str, decay_key: str, *, chosen: bool, usual: float, interval_key: str = "") -> None:
+    """Set optimizer.ema_decay.
+
+    Args:
+        draft: the import.
+        switch: the tool's key that turns the average on.
+        decay_key: its key of the decay.
+        chosen: the average is on.
+        usual: its own decay if the file names none.
+        interval_key: its key of the steps between two updates; "" if it has none.
+    """
+    keys = [switch, decay_key, *filter(None, [interval_key])]
+    if not chosen:
+        draft.none(keys, remarks.OFF, off=True)
+        return
+    decay = draft.get(decay_key, number)
+    interval = draft.get(interval_key, whole) or 1 if interval_key else 1
+    ours = clamp("optimizer.ema_decay", usual if decay is None else decay)
+    # The same memory in steps: one update by decay each `interval` steps.
+    ours = round(ours ** (1 / interval), 6)
+    (draft.differs if interval > 1 else draft.mapped)(
+        keys, {"optimizer.ema_decay": ours}, remarks.EMA_EACH_STEP if interval > 1 else ""
+    )

@@ -98,29 +98,27 @@ RULES: dict[str, Rule] = {
     "gradient_checkpointing_interval": none(Message("every block is recomputed"), 1),
     "seed": JOINT,
     "seed_for_each_device": idle(Message("noise belongs to the sample, whatever process draws it")),
-    "use_ema": none(remarks.NO_EMA),
+    **dict.fromkeys(("use_ema", "ema_decay", "ema_update_interval"), JOINT),
     **dict.fromkeys(
-        ("ema_decay", "ema_device", "ema_cpu_only", "ema_update_interval", "ema_foreach_disable", "ema_validation"),
+        ("ema_device", "ema_cpu_only", "ema_foreach_disable", "ema_validation"),
         idle(remarks.BELONGS_TO(key="use_ema")),
     ),
     "snr_gamma": JOINT,
-    "use_soft_min_snr": none(remarks.ONLY_MIN_SNR),
+    "use_soft_min_snr": none(Message("theirs has its own formula; see objective.weighting = 'soft_min_snr'")),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(objective_settings.NO_NOISE),
     "noise_offset_probability": idle(remarks.BELONGS_TO(key="noise_offset")),
     "offset_noise": none(Message("theirs is for a share of the samples, objective.noise_offset for all of them")),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
-    "input_perturbation": none(objective_settings.NO_NOISE),
-    "input_perturbation_steps": idle(remarks.BELONGS_TO(key="input_perturbation")),
-    "rescale_betas_zero_snr": none(remarks.NOISING),
+    "input_perturbation": JOINT,
+    "input_perturbation_steps": JOINT,
+    "rescale_betas_zero_snr": JOINT,
     "disable_segmented_timestep_sampling": idle(remarks.EACH_TIMESTEP),
     "flow_schedule_shift": JOINT,
     "flow_schedule_auto_shift": JOINT,
     "flow_sigmoid_scale": JOINT,
     "flow_use_uniform_schedule": JOINT,
-    "flow_use_beta_schedule": none(remarks.TIMESTEPS),
-    "flow_beta_schedule_alpha": idle(remarks.BELONGS_TO(key="flow_use_beta_schedule")),
-    "flow_beta_schedule_beta": idle(remarks.BELONGS_TO(key="flow_use_beta_schedule")),
+    **dict.fromkeys(("flow_use_beta_schedule", "flow_beta_schedule_alpha", "flow_beta_schedule_beta"), JOINT),
     "flux_fast_schedule": none(remarks.TIMESTEPS),
     "flux_guidance_mode": none(Message("one guidance while training: objective.guidance"), "constant"),
     "flux_guidance_value": to("objective.guidance", number),
@@ -796,17 +794,42 @@ def _set_timesteps(draft: Draft) -> None:
     )
     objective_settings.set_prediction(draft, "prediction_type", predicts)
     objective_settings.set_huber(draft)
-    keys = ["flow_schedule_shift", "flow_schedule_auto_shift", "flow_sigmoid_scale", "flow_use_uniform_schedule"]
-    uniform = common_values.on(draft.get("flow_use_uniform_schedule"))
+    _set_noise(draft)
+    chosen = common_values.on(draft.get("use_ema"))
+    optimizer_settings.set_ema(
+        draft, "use_ema", "ema_decay", chosen=chosen, usual=0.995, interval_key="ema_update_interval"
+    )
+    keys = ["flow_schedule_shift", "flow_schedule_auto_shift"]
     shift: float | str = draft.get("flow_schedule_shift", number) or 1.0
-    notes = []
     if common_values.on(draft.get("flow_schedule_auto_shift")):
         shift = "auto"
-    scale = draft.get("flow_sigmoid_scale", number)
-    if scale not in (None, 1.0) and not uniform:
-        notes.append(Message("flow_sigmoid_scale = {scale} is always 1 here", scale=f"{scale:g}"))
-    objective_settings.set_timesteps(
-        draft, keys, "uniform" if uniform else "logit_normal", shift, remarks.join(notes), exact=not notes
+    of_beta = ["flow_use_beta_schedule", "flow_beta_schedule_alpha", "flow_beta_schedule_beta"]
+    shape: dict[str, Any] = objective_settings.logit_normal(std=draft.get("flow_sigmoid_scale", number))
+    used = ["flow_sigmoid_scale"]
+    if common_values.on(draft.get("flow_use_uniform_schedule")):
+        shape, used = {"objective.timesteps": "uniform"}, ["flow_use_uniform_schedule"]
+    elif common_values.on(draft.get(of_beta[0])):
+        alpha, beta = (draft.get(key, number) for key in of_beta[1:])
+        shape = {
+            "objective.timesteps": "beta",
+            "objective.beta_alpha": alpha or 2.0,
+            "objective.beta_beta": beta or 2.0,
+        }
+        used = of_beta
+    objective_settings.set_timesteps(draft, [*keys, *used], shape, shift)
+    draft.none(["flow_sigmoid_scale", "flow_use_uniform_schedule", *of_beta], remarks.OFF, off=True)
+
+
+def _set_noise(draft: Draft) -> None:
+    """Set input noise and zero-terminal SNR."""
+    share, last = draft.get("input_perturbation", number), draft.get("input_perturbation_steps", number)
+    note = Message("theirs falls to 0 within input_perturbation_steps; here it stays")
+    ours = {"objective.input_noise": share} if share else {}
+    keys = ["input_perturbation", "input_perturbation_steps"]
+    objective_settings.set_of_diffusion(draft, keys, ours, note if last else "", exact=not last)
+    zero = common_values.on(draft.get("rescale_betas_zero_snr"))
+    objective_settings.set_of_diffusion(
+        draft, "rescale_betas_zero_snr", {"objective.zero_terminal_snr": True} if zero else {}
     )
 
 

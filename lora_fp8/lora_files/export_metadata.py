@@ -77,7 +77,8 @@ class ExportFacts:
         prediction_type: "epsilon" or "v_prediction"; None for flow matching.
         trigger: the trigger word.
         tags: ModelSpec tags.
-        dropout, min_snr_gamma, noise_offset, max_grad_norm, caption_dropout: as in the config.
+        objective: the job's `[objective]` table.
+        dropout, max_grad_norm, caption_dropout: as in the config.
         caption_tokens: tokens of the longest caption that is read whole; 0 if `model.caption_tokens` has no effect.
         clip_skip: as in the config; 0 if it has no effect.
         buckets: {(width, height): images}.
@@ -110,8 +111,7 @@ class ExportFacts:
     trigger: str = ""
     tags: tuple[str, ...] = ()
     dropout: float = 0.0
-    min_snr_gamma: float = 0.0
-    noise_offset: float = 0.0
+    objective: settings.Objective = field(default_factory=settings.Objective)
     max_grad_norm: float = 0.0
     caption_dropout: float = 0.0
     caption_tokens: int = 0
@@ -235,8 +235,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "ss_mixed_precision": facts.mixed_precision,
         "ss_fp8_base": str(facts.storage == "fp8"),
         "ss_max_grad_norm": facts.max_grad_norm,
-        "ss_min_snr_gamma": facts.min_snr_gamma or "None",
-        "ss_noise_offset": facts.noise_offset or "",
+        **_describe_noise(facts.objective),
         "ss_caption_dropout_rate": facts.caption_dropout,
         # Programs offer the file's clip skip to their users; without a setting, sd-scripts writes "None".
         "ss_clip_skip": facts.clip_skip or "",
@@ -258,6 +257,20 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
     }
     kept_keys = LEVELS.get(section.metadata, tuple(written))
     return {key: str(value) for key, value in written.items() if value != "" and key in kept_keys}
+
+
+def _describe_noise(section: settings.Objective) -> dict[str, Any]:
+    """Return sd-scripts' keys of noise and loss weights; "" for what is off there is left out."""
+    weighs = section.weighting != "debiased"
+    return {
+        "ss_min_snr_gamma": (weighs and section.min_snr_gamma) or "None",
+        "ss_debiased_estimation": "" if weighs else "True",
+        "ss_noise_offset": section.noise_offset or "",
+        "ss_multires_noise_iterations": section.pyramid_noise or "",
+        "ss_multires_noise_discount": section.pyramid_discount if section.pyramid_noise else "",
+        "ss_ip_noise_gamma": section.input_noise or "",
+        "ss_zero_terminal_snr": "True" if section.zero_terminal_snr else "",
+    }
 
 
 def config_of(path: Path) -> str:

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .. import settings
 from ..errors import Message, UserError
+from . import densities
 
 LEAST_AREA = 1e-3
 """Least mean weight of a mask that objective.normalize_mask divides by: a mask of a thousandth of the image."""
@@ -52,13 +53,17 @@ class Objective(ABC):
         """Create the objective from the model's scheduler config and the job's section."""
 
     @abstractmethod
-    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+    def sample_t(
+        self, generator_per_sample: list[torch.Generator], seq_len: int, quantiles: list[float] | None = None
+    ) -> Tensor:
         """Draw one timestep per sample, each from that sample's own CPU generator.
 
         Args:
             generator_per_sample: the generators.
             seq_len: number of image tokens that the denoiser sees (`family.seq_len`); flow matching's shift depends on
                 it.
+            quantiles: where in the density each sample's timestep lies, for `objective.even_timesteps`, which draws
+                nothing.
 
         Returns:
             t (B,) on the CPU.
@@ -72,6 +77,13 @@ class Objective(ABC):
         """Return the noise that training adds, made from Gaussian noise.
 
         Call it after `sample_t`, with the same generators.
+        """
+        return noise_BCHW
+
+    def perturbed(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+        """Return the noise that goes into the noisy latents; the target keeps that of `shaped`.
+
+        Call it after `shaped`, with the same generators.
         """
         return noise_BCHW
 
@@ -181,6 +193,13 @@ def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
         )
 
 
+def _draw_quantiles(generator_per_sample: list[torch.Generator], quantiles: list[float] | None = None) -> Tensor:
+    """Return the given quantiles, or draw one of each generator: (B,) float64 in (0, 1)."""
+    if quantiles is not None:
+        return torch.tensor(quantiles, dtype=torch.float64)
+    return torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generator_per_sample])
+
+
 class Diffusion(Objective):
     """DDPM noise with an epsilon or v target, and optional min-SNR weighting (Hang et al. 2023)."""
 
@@ -204,24 +223,76 @@ class Diffusion(Objective):
         if PREDICTION_TYPES.get(section.prediction, self.prediction_type) != self.prediction_type:
             raise ValueError(f"the family was made without objective.prediction = {section.prediction!r}")
         self.num_timesteps: int = self.scheduler.config.num_train_timesteps
+        self.density = densities.make(section, auto="uniform")
+        if self.prediction_type == "epsilon" and (problem := self._find_division_by_zero()):
+            raise UserError(problem)
 
-    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        """Draw uniform integers in [0, T), or between t_min and t_max: (B,) int64."""
-        low = math.floor(self.section.t_min * self.num_timesteps)
-        high = max(math.ceil(self.section.t_max * self.num_timesteps), low + 1)
-        draws = [torch.randint(low, high, (1,), generator=g) for g in generator_per_sample]
-        return torch.cat(draws)
+    def sample_t(
+        self, generator_per_sample: list[torch.Generator], seq_len: int, quantiles: list[float] | None = None
+    ) -> Tensor:
+        """Draw integers in [0, T), or between t_min and t_max, uniformly or from the density: (B,) int64."""
+        total = self.num_timesteps
+        low = math.floor(self.section.t_min * total)
+        high = max(math.ceil(self.section.t_max * total), low + 1)
+        if self.section.timesteps in ("auto", "uniform") and quantiles is None:
+            return torch.cat([torch.randint(low, high, (1,), generator=g) for g in generator_per_sample])
+        q_B = _draw_quantiles(generator_per_sample, quantiles)
+        first, last = self.density.cdf(torch.tensor([low / total, high / total], dtype=torch.float64))
+        level_B = self.density.quantile(first + (last - first) * q_B)
+        return (level_B * total).floor().long().clamp(low, high - 1)
 
     def shaped(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
-        """Add noise_offset times a normal number per channel of a sample, if it is set.
+        """Add noise_offset times a normal number per channel of a sample, then noise of lower resolutions, if set.
 
-        Guttenberg 2023, "Diffusion with offset noise".
+        Guttenberg 2023, "Diffusion with offset noise"; Whitaker 2023, "Multi-resolution noise".
         """
-        if not self.section.noise_offset:
+        if self.section.noise_offset:
+            shape = (noise_BCHW.shape[1], *[1] * (noise_BCHW.ndim - 2))
+            offset_BC11 = torch.stack([torch.randn(shape, generator=g) for g in generator_per_sample]).to(noise_BCHW)
+            noise_BCHW = noise_BCHW + self.section.noise_offset * offset_BC11
+        if self.section.pyramid_noise:
+            pairs = zip(noise_BCHW, generator_per_sample, strict=True)
+            noise_BCHW = torch.stack([self._with_pyramid(noise_CHW, g) for noise_CHW, g in pairs])
+        return noise_BCHW
+
+    def _find_division_by_zero(self) -> Message | None:
+        """Return why the settings do not fit a model of epsilon prediction with no signal at the last timestep."""
+        if self.section.zero_terminal_snr:
+            return Message(
+                "objective.zero_terminal_snr is for models that predict v; this one predicts epsilon, from which the "
+                "image cannot be computed where no signal is left"
+            )
+        if self.section.weighting == "debiased" and self.scheduler.config.rescale_betas_zero_snr:
+            return Message(
+                "objective.weighting = 'debiased' has no limit for this model, which predicts epsilon and has no "
+                "signal at the last timestep; use 'min_snr' or 'soft_min_snr'"
+            )
+        return None
+
+    def _with_pyramid(self, noise_CHW: Tensor, generator: torch.Generator) -> Tensor:
+        """Add noise at falling resolutions, each weaker by pyramid_discount, and scale the sum to a deviation of 1.
+
+        Level i is smaller by r^i, where r is drawn anew from [2, 4), until a side is one pixel; level 0 has the full
+        size. That is sd-scripts' rule, but each image is scaled by its own deviation and not by that of its batch.
+        """
+        channels, height, width = noise_CHW.shape
+        for level in range(self.section.pyramid_noise):
+            divisor = (2 + 2 * torch.rand((), generator=generator).item()) ** level
+            size = max(1, int(height / divisor)), max(1, int(width / divisor))
+            coarse = torch.randn((1, channels, *size), generator=generator).to(noise_CHW)
+            grown = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bilinear")[0]
+            noise_CHW = noise_CHW + self.section.pyramid_discount**level * grown
+            if 1 in size:
+                break
+        return noise_CHW / noise_CHW.std()
+
+    def perturbed(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+        """Add input_noise times new Gaussian noise, if it is set (Ning et al. 2023, "Input perturbation")."""
+        if not self.section.input_noise:
             return noise_BCHW
-        shape = (noise_BCHW.shape[1], *[1] * (noise_BCHW.ndim - 2))
-        offset_BC11 = torch.stack([torch.randn(shape, generator=g) for g in generator_per_sample]).to(noise_BCHW)
-        return noise_BCHW + self.section.noise_offset * offset_BC11
+        shape = noise_BCHW.shape[1:]
+        more_BCHW = torch.stack([torch.randn(shape, generator=g) for g in generator_per_sample]).to(noise_BCHW)
+        return noise_BCHW + self.section.input_noise * more_BCHW
 
     def at_level(self, level: float) -> tuple[Tensor, str]:
         """Convert a noise level to the nearest integer timestep, and to words."""
@@ -253,18 +324,24 @@ class Diffusion(Objective):
         return abar / (1 - abar)
 
     def weight(self, t_B: Tensor) -> Tensor:
-        """Return 1, or the min-SNR-gamma weight: min(SNR, gamma) / SNR for epsilon, min(SNR, gamma) / (SNR + 1) for v.
+        """Return the weight of each sample's loss by its signal-to-noise ratio.
 
-        Both equal the weight min(SNR, gamma) on the error of x_0 (Hang et al. 2023, sect. 3.4).
+        It is chosen for the error of x_0, and divided by the factor between that and the error of the prediction: SNR
+        for epsilon, SNR + 1 for v. "min_snr": min(SNR, gamma) (Hang et al. 2023, sect. 3.4). "soft_min_snr": SNR gamma
+        / (SNR + gamma), the same with a round corner (Crowson et al. 2024, sect. 4.1). "debiased": sqrt(SNR), which is
+        1 / sqrt(SNR) for epsilon (Yu et al. 2023).
         """
-        gamma = self.section.min_snr_gamma
-        if not gamma:
+        gamma, kind = self.section.min_snr_gamma, self.section.weighting
+        if kind != "debiased" and not gamma:
             return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)
         snr = self.snr(t_B)
         if self.prediction_type == "v_prediction":
-            return snr.clamp(max=gamma) / (snr + 1)
-        # This form gives 1 instead of 0/0 at SNR = 0 (zero-terminal-SNR schedules).
-        return (gamma / snr).clamp(max=1.0)
+            of_x0 = snr.clamp(max=gamma) if kind == "min_snr" else snr.sqrt()
+            return (snr * gamma / (snr + gamma) if kind == "soft_min_snr" else of_x0) / (snr + 1)
+        # Divided by SNR before anything is multiplied, so that there is no 0/0 where no signal is left.
+        if kind == "min_snr":
+            return (gamma / snr).clamp(max=1.0)
+        return gamma / (snr + gamma) if kind == "soft_min_snr" else snr.rsqrt()
 
 
 class FlowMatching(Objective):
@@ -287,6 +364,7 @@ class FlowMatching(Objective):
         self.seq_lens: tuple[int, int] = (get("base_image_seq_len", 256), get("max_image_seq_len", 4096))
         self.mus: tuple[float, float] = (get("base_shift", 0.5), get("max_shift", 1.15))
         self.num_timesteps: int = get("num_train_timesteps", 1000)
+        self.density = densities.make(section, auto="logit_normal", auto_std=self.deviation)
 
     def mu(self, seq_len: int) -> float:
         """Return the resolution-dependent shift parameter: a line from (base length, shift) to (max length, shift)."""
@@ -316,35 +394,35 @@ class FlowMatching(Objective):
         s = self.shift(seq_len)
         return s * t_B / (1 + (s - 1) * t_B)
 
-    def sample_t(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
-        """Draw t from the logit-normal (location 0, scale 1 or the model's own) or uniform density, and shift it.
+    def sample_t(
+        self, generator_per_sample: list[torch.Generator], seq_len: int, quantiles: list[float] | None = None
+    ) -> Tensor:
+        """Draw t from the density of `objective.timesteps`, and shift it.
 
         With t_min or t_max, the same density is truncated there; they limit t after the shift, as samplers count it.
 
         Returns:
             t (B,) float32 in (0, 1).
         """
-        if (self.section.t_min, self.section.t_max) != (0.0, 1.0):
-            return self._sample_between(generator_per_sample, seq_len)
-        if self.section.timesteps == "uniform":
+        section = self.section
+        whole = (section.t_min, section.t_max) == (0.0, 1.0)
+        if quantiles is not None or not whole or section.timesteps not in ("auto", "uniform", "logit_normal"):
+            return self._sample_between(_draw_quantiles(generator_per_sample, quantiles), seq_len)
+        if section.timesteps == "uniform":
             t_B = torch.cat([torch.rand(1, generator=g) for g in generator_per_sample])
         else:
+            auto = section.timesteps == "auto"
+            mean, std = (0.0, self.deviation) if auto else (section.logit_mean, section.logit_std)
             normal_B = torch.cat([torch.randn(1, generator=g) for g in generator_per_sample])
-            t_B = (self._scale() * normal_B).sigmoid()
+            t_B = (mean + std * normal_B).sigmoid()
         return self.warp(t_B, seq_len)
 
-    def _scale(self) -> float:
-        return self.deviation if self.section.timesteps == "auto" else 1.0
-
-    def _sample_between(self, generator_per_sample: list[torch.Generator], seq_len: int) -> Tensor:
+    def _sample_between(self, q_B: Tensor, seq_len: int) -> Tensor:
         """Draw by inverting the distribution function in float64, so that no draw is rejected."""
         ends = torch.tensor([self.section.t_min, self.section.t_max], dtype=torch.float64)
-        s, uniform = self.shift(seq_len), self.section.timesteps == "uniform"
-        unshifted = ends / (s - (s - 1) * ends)
-        low, high = unshifted if uniform else torch.special.ndtr(unshifted.logit() / self._scale())
-        u_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generator_per_sample])
-        quantile_B = low + (high - low) * u_B
-        t_B = quantile_B if uniform else (self._scale() * torch.special.ndtri(quantile_B)).sigmoid()
+        s = self.shift(seq_len)
+        low, high = self.density.cdf(ends / (s - (s - 1) * ends))
+        t_B = self.density.quantile(low + (high - low) * q_B)
         return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
 
     def at_level(self, level: float) -> tuple[Tensor, str]:

@@ -58,8 +58,10 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
     """
     size = sum(parameter.nbytes for _, parameter in named)
     size += optim.state_bytes([parameter for _, parameter in named], job.optimizer)
-    if job.optimizer.name == "adamw_schedulefree" and job.optimizer.rounding != "master":
-        size += sum(parameter.nbytes for _, parameter in named)  # the weights in training, beside those to evaluate
+    if job.optimizer.name == "adamw_schedulefree" or job.optimizer.ema_decay:
+        # The weights in training, beside those to evaluate, unless masters have them.
+        without = job.optimizer.rounding != "master" or job.adapter.dtype == "fp32"
+        size += sum(parameter.nbytes for _, parameter in named) if without else 0
     if world > 1 and job.train.gradient_exchange == "fp8":
         size += 4 * world * sum(parameter.numel() for _, parameter in named)
     # Each name is in both files' headers, and in the state with dtype and count: at least three times. The state of
@@ -118,7 +120,7 @@ def _count_preview_bytes(job: Job, steps: range) -> int:
     return PNG_BYTES_PER_PIXEL * pixels * times
 
 
-def _find_latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | None:
+def find_latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | None:
     """Return the shape of an image's latents (C, H, W) or a clip's (C, F, H, W); None if it cannot be computed."""
     family.vae = family.empty_vae()
     try:
@@ -144,7 +146,7 @@ def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
     """
     family, itemsize = store.family, store.dtype.itemsize
     encodes_images = missing.images or missing.controls or missing.masks
-    latents = _find_latents_shape(family, bucket) if encodes_images else None
+    latents = find_latents_shape(family, bucket) if encodes_images else None
     per_pixel = 0.0 if latents is None else math.prod(latents) * itemsize / count_pixels(family, bucket)
     pixels = sum(count_pixels(family, placed.bucket) for placed, _ in missing.images)
     pixels += sum(math.prod(control.size) for control, _ in missing.controls)

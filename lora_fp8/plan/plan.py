@@ -206,6 +206,7 @@ def attempt(
     if family is None or resolved is None:
         return None, problems
     problems.collect(family.check_parts)
+    problems.collect(lambda: family.make_objective(job.objective))
     layers = problems.collect(lambda: plan_layers(job, family))
     resolved = problems.collect(partial(choose_layouts, resolved, family))
     if resolved is None or report.problems:

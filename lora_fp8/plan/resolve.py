@@ -33,10 +33,11 @@ def make_family(job: Job, device: torch.device | str = "cpu", base: BaseDescript
     Raises:
         UserError: see `ModelFamily`.
     """
-    dtype, prediction = DTYPES[job.model.dtype], job.objective.prediction
+    Family, dtype, section = families.get(job.model.family), DTYPES[job.model.dtype], job.objective
     if base is not None and base.unanswered and not base.problems:
-        return _released.make(families.get(job.model.family), job.model, base, device=device, dtype=dtype)
-    return families.get(job.model.family)(job.model, device=device, dtype=dtype, prediction=prediction, base=base)
+        return _released.make(Family, job.model, base, device=device, dtype=dtype)
+    stated, zero_snr = section.prediction, section.zero_terminal_snr
+    return Family(job.model, device=device, dtype=dtype, prediction=stated, zero_snr=zero_snr, base=base)
 
 
 def describe_for_estimate(job: Job) -> BaseDescription:

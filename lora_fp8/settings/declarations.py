@@ -728,6 +728,14 @@ class Optimizer(Section):
         "(nearest).",
         when={"adapter.dtype": ("bf16",)},
     )
+    ema_decay: float = setting(
+        0.0,
+        "Average the weights over the last steps (EMA): previews, held-out loss and LoRA files use the average, and "
+        "training goes on from its own. 0.99 averages about the last 100 steps, 0.999 the last 1,000; 0: off.",
+        ge=0,
+        lt=1,
+        also="ai-toolkit: ema_config; OneTrainer: ema; SimpleTuner: use_ema",
+    )
 
 
 class Schedule(Section):
@@ -841,11 +849,18 @@ class Objective(Section):
         le=100,
         when=HUBER | {"objective.huber_schedule": ("exponential",)},
     )
+    weighting: Literal["min_snr", "soft_min_snr", "debiased"] = setting(
+        "min_snr",
+        "Loss weight by signal-to-noise ratio, for diffusion models. min_snr, soft_min_snr: as objective.min_snr_gamma "
+        "says, with a sharp or a round corner. debiased: 1 / sqrt(SNR).",
+        when=DIFFUSION,
+        also="kohya: debiased_estimation_loss; OneTrainer: loss_weight_fn; SimpleTuner: use_soft_min_snr",
+    )
     min_snr_gamma: float = setting(
         0.0,
-        "Min-SNR loss weighting for diffusion models (Hang et al. 2023); 0: off.",
+        "Min-SNR loss weighting for diffusion models (Hang et al. 2023); usual: 5; 0: off.",
         ge=0,
-        when=DIFFUSION,
+        when=DIFFUSION | {"objective.weighting": ("min_snr", "soft_min_snr")},
         also="SimpleTuner: snr_gamma; OneTrainer: loss_weight_strength",
     )
     noise_offset: float = setting(
@@ -856,6 +871,40 @@ class Objective(Section):
         le=1,
         when=DIFFUSION,
         also="OneTrainer: offset_noise_weight",
+    )
+    pyramid_noise: int = setting(
+        0,
+        "Levels of pyramid noise for diffusion models (kohya: multires_noise_iterations): noise of lower resolutions "
+        "is added, so that large areas of light and dark are learned. Usual: 6 to 10; 0: off.",
+        ge=0,
+        le=16,
+        when=DIFFUSION,
+        also="kohya: multires_noise_iterations",
+    )
+    pyramid_discount: float = setting(
+        0.3,
+        "Strength of each level of pyramid noise, as a share of that of the level before. Usual: 0.1 to 0.4.",
+        gt=0,
+        le=1,
+        when=DIFFUSION | {"objective.pyramid_noise": Except((0,))},
+        also="kohya: multires_noise_discount",
+    )
+    input_noise: float = setting(
+        0.0,
+        "Noise that the model sees and is not asked for, as a share of the noise (Ning et al. 2023): it learns to "
+        "correct its own errors in sampling. Usual: 0.05 to 0.15; 0: off.",
+        ge=0,
+        le=1,
+        when=DIFFUSION,
+        also="kohya: ip_noise_gamma; SimpleTuner: input_perturbation",
+    )
+    zero_terminal_snr: bool = setting(
+        False,
+        "Train and preview with no signal left at the last timestep, for v-prediction models that were trained so "
+        "and do not say it (Lin et al. 2023).",
+        when=DIFFUSION,
+        also="kohya: zero_terminal_snr; OneTrainer: rescale_noise_scheduler_to_zero_terminal_snr; SimpleTuner: "
+        "rescale_betas_zero_snr",
     )
     unmasked_weight: float = setting(
         0.1,
@@ -894,11 +943,58 @@ class Objective(Section):
         when={"dataset.class_word": ()},
         also="ai-toolkit: diff_output_preservation_multiplier",
     )
-    timesteps: Literal["auto", "uniform", "logit_normal"] = setting(
+    timesteps: Literal["auto", "uniform", "logit_normal", "mode", "cosmap", "beta"] = setting(
         "auto",
-        "Timestep distribution: which noise levels are trained how often.",
-        when=FLOW,
-        also="kohya: timestep_sampling, weighting_scheme; ai-toolkit: timestep_type",
+        "Timestep distribution: which noise levels are trained how often. auto: uniform for diffusion models, "
+        "logit_normal for flow matching. `lora-fp8 timesteps` draws it.",
+        also="kohya: timestep_sampling, weighting_scheme; ai-toolkit: timestep_type; OneTrainer: "
+        "timestep_distribution; diffusion-pipe: timestep_sample_method",
+    )
+    logit_mean: float = setting(
+        0.0,
+        "Mean of the normal distribution behind logit_normal: above 0 trains more noise, below 0 less.",
+        ge=-10,
+        le=10,
+        when={"objective.timesteps": ("logit_normal",)},
+        also="kohya: logit_mean; OneTrainer: noising_bias",
+    )
+    logit_std: float = setting(
+        1.0,
+        "Standard deviation of the normal distribution behind logit_normal: small values keep to the middle of the "
+        "noise levels, large ones reach both ends.",
+        gt=0,
+        le=10,
+        when={"objective.timesteps": ("logit_normal",)},
+        also="kohya: logit_std, sigmoid_scale; OneTrainer: noising_weight + 1; SimpleTuner: flow_sigmoid_scale",
+    )
+    mode_scale: float = setting(
+        1.29,
+        "Shape of the mode distribution: above 0 trains the middle of the noise levels more often, below 0 both ends.",
+        ge=-1,
+        le=1.75,
+        when={"objective.timesteps": ("mode",)},
+        also="kohya: mode_scale; OneTrainer: noising_weight",
+    )
+    beta_alpha: float = setting(
+        2.0,
+        "First parameter of the beta distribution; larger than the second trains more noise.",
+        ge=0.5,
+        le=100,
+        when={"objective.timesteps": ("beta",)},
+        also="SimpleTuner: flow_beta_schedule_alpha",
+    )
+    beta_beta: float = setting(
+        2.0,
+        "Second parameter of the beta distribution; larger than the first trains less noise.",
+        ge=0.5,
+        le=100,
+        when={"objective.timesteps": ("beta",)},
+        also="SimpleTuner: flow_beta_schedule_beta",
+    )
+    even_timesteps: bool = setting(
+        False,
+        "Spread the timesteps evenly over consecutive images instead of drawing each by chance. The distribution is "
+        "the same; the gradient of a step varies less.",
     )
     shift: Literal["auto", "scheduler"] | Annotated[float, Field(gt=0)] = setting(
         "auto",

@@ -36,10 +36,11 @@ def add_noise(
     device = next(denoiser.parameters()).device
     batch = batch.to(device)
     latents, noise = batch.latents_BCHW, batch.noise_BCHW
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:])))
+    quantiles = batch.quantiles if objective.section.even_timesteps else None
+    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:])), quantiles)
     t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
     noise = objective.shaped(noise, batch.t_generators)
-    noisy = objective.add_noise(latents, noise, t_B).to(family.dtype)
+    noisy = objective.add_noise(latents, objective.perturbed(noise, batch.t_generators), t_B).to(family.dtype)
     cond = batch.cond if text is None else text.cond(batch.captions, batch.cond)
     inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
     return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, batch.mask_BHW)

@@ -174,6 +174,7 @@ class _SavedState:
         moments: the optimizer's tensors of each parameter, {parameter: {key: tensor}}.
         masters: float32 copies of the parameters.
         trained: the parameters' own values, where a checkpoint's adapter has those to evaluate.
+        averages: the moving averages of the parameters.
         shared: bitsandbytes' code books.
         unknown: names of tensors that belong to no parameter.
     """
@@ -181,6 +182,7 @@ class _SavedState:
     moments: dict[str, dict[str, Tensor]]
     masters: dict[str, Tensor] = field(default_factory=dict)
     trained: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
     shared: dict[str, Tensor] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
@@ -238,6 +240,13 @@ class AdapterOptimizer:
         self._initial = library_state.read_groups(self._optimizers)
         self._has_modes = all(callable(getattr(made, "eval", None)) for made in self._optimizers)
         self._trained: list[Tensor] | None = None  # the units' values while those to evaluate are in their place
+        self.ema_decay = section.ema_decay
+        if self.ema_decay and self._has_modes:
+            raise UserError(
+                Message("optimizer.ema_decay: {name} averages the weights itself; leave it at 0", name=repr(self.name))
+            )
+        # One float32 vector of each unit: the average of its masters, or of its values where it has none.
+        self._averages = [unit.master.float().clone() for unit in self._units] if self.ema_decay else []
         if self._has_modes:
             self._switch("train")
         self._release()
@@ -270,6 +279,9 @@ class AdapterOptimizer:
         for name, value in values.items():
             if name in masters:
                 masters[name].copy_(value)
+        for i, unit in enumerate(self._units if self._averages else ()):
+            if self.rounding == "master" and not unit.direct:
+                self._averages[i].copy_(unit.master)
 
     def _with_masters(self) -> list[Unit]:
         return [unit for unit in self._units if self.rounding == "master" and not unit.direct]
@@ -313,16 +325,33 @@ class AdapterOptimizer:
             generator = self._generator(step, unit.segments[0].name, unit.values.device)
             for rounded, exact in zip(unit.values.split(ROUNDED_PIECE), unit.master.split(ROUNDED_PIECE), strict=True):
                 rounded.copy_(round_stochastically(exact, generator))
+        for average, unit in zip(self._averages, self._units, strict=bool(self._averages)):
+            trained = unit.values if self.rounding == "stochastic" else unit.master
+            average.lerp_(trained.float(), self._share(step))
         self._release()
+
+    def _share(self, step: int) -> float:
+        """Return the share of a step's weights in their moving average: 1 - ema_decay, and more in the first steps.
+
+        The first average is of the first step alone; then the decay rises as step / (step + 9), as diffusers' EMAModel
+        lets it, until it reaches ema_decay.
+        """
+        return 1 - min(self.ema_decay, step / (step + 9)) if step > 1 else 1.0
+
+    @property
+    def _evaluates_others(self) -> bool:
+        """True if the weights to evaluate and to export are not those that are trained."""
+        return self._has_modes or bool(self._averages)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Put the weights to evaluate and to export into the parameters, for the block.
 
         Most optimizers train the weights that are used afterwards, and nothing is changed. A schedule-free one (any
-        that has `train` and `eval`) trains at one point and averages another, which is the result.
+        that has `train` and `eval`) trains at one point and averages another, which is the result; and so does
+        `optimizer.ema_decay`.
         """
-        if not self._has_modes or self._trained is not None:
+        if not self._evaluates_others or self._trained is not None:
             yield
             return
         self.evaluate_()
@@ -337,9 +366,13 @@ class AdapterOptimizer:
     @torch.no_grad()
     def evaluate_(self) -> None:
         """Put the weights to evaluate and to export into the parameters, until `evaluation` ends or for good."""
-        if not self._has_modes or self._trained is not None:
+        if not self._evaluates_others or self._trained is not None:
             return
         self._trained = [unit.values.clone() for unit in self._units]
+        if self._averages:
+            for unit, average in zip(self._units, self._averages, strict=True):
+                unit.values.copy_(average)
+            return
         for unit in self._units:
             if self.rounding == "stochastic" and not unit.direct:
                 unit.stepped.data = unit.values.to(torch.float32).view(unit.shape)
@@ -398,8 +431,9 @@ class AdapterOptimizer:
         the same for all parameters and stored once, as "qmap1" and, for AdamW's second moments, "qmap2".
         """
         if self.name not in BY_KEYS:
-            return self._state_of_library()
-        tensors: dict[str, Tensor] = {}
+            tensors, meta = self._state_of_library()
+            return tensors | self._state_of_evaluation(), meta
+        tensors = self._state_of_evaluation()
         counts: dict[str, int] = {}
         for unit in self._units:
             whole = dict(self._state_of(unit))
@@ -422,12 +456,23 @@ class AdapterOptimizer:
         tensors, saved = library_state.collect(self._units, self._optimizers, self._initial)
         masters = {unit.segments[0].name: unit.master.view(unit.shape) for unit in self._with_masters()}
         tensors |= {f"{name}/master": master.cpu().clone() for name, master in masters.items()}
-        # Beside an adapter file with the weights to evaluate, the values that training continues from.
-        for i, unit in enumerate(self._units if self._has_modes else ()):
-            if unit.segments[0].name not in masters:
-                trained = unit.values if self._trained is None else self._trained[i]
-                tensors[f"{unit.segments[0].name}/trained"] = trained.view(unit.shape).cpu().clone()
         return tensors, self._meta({}) | {"library": saved}
+
+    def _state_of_evaluation(self) -> dict[str, Tensor]:
+        """Return the averages, and the values that training continues from if no master has them.
+
+        The adapter file beside them has the weights to evaluate.
+        """
+        tensors: dict[str, Tensor] = {}
+        kept = {id(unit) for unit in self._with_masters()}
+        for i, unit in enumerate(self._units if self._evaluates_others else ()):
+            trained = unit.values if self._trained is None else self._trained[i]
+            vectors = {} if id(unit) in kept else {"trained": trained}
+            vectors |= {"average": self._averages[i]} if self._averages else {}
+            for key, vector in vectors.items():
+                for segment in unit.segments:
+                    tensors[f"{segment.name}/{key}"] = segment.of(vector).cpu().clone()
+        return tensors
 
     def _meta(self, counts: dict[str, int]) -> dict[str, Any]:
         meta = {
@@ -440,6 +485,8 @@ class AdapterOptimizer:
             "steps": {name: counts[name] for name in self.params if name in counts},
             "dtypes": {name: str(param.dtype).removeprefix("torch.") for name, param in self.params.items()},
         }
+        if self._averages:
+            meta["averages"] = True
         if self.name == "prodigy":
             meta["estimates"] = {key: self._optimizers[0].param_groups[0][key] for key in ESTIMATES}
         return meta
@@ -464,8 +511,11 @@ class AdapterOptimizer:
             for segment in unit.segments:
                 if segment.name in state.masters:
                     segment.of(unit.master).copy_(state.masters[segment.name])
+        self._load_evaluation(state)
         if self.name not in BY_KEYS:
-            self._load_library(state, meta["library"])
+            library_state.restore_(
+                self._units, self._optimizers, self._initial, state.moments, state.shared, meta["library"]
+            )
             return
         for unit in self._units:
             if unit.segments[0].name not in meta["steps"]:
@@ -482,12 +532,14 @@ class AdapterOptimizer:
             group.update(meta["estimates"])
 
     @torch.no_grad()
-    def _load_library(self, state: _SavedState, saved: dict[str, Any]) -> None:
-        """Restore the state of an optimizer that was saved as it is; the masters are set already."""
-        library_state.restore_(self._units, self._optimizers, self._initial, state.moments, state.shared, saved)
-        for unit in self._units if self._has_modes else ():
-            name = unit.segments[0].name
-            unit.values.copy_(unit.master if name in state.masters else state.trained[name].view(-1))
+    def _load_evaluation(self, state: _SavedState) -> None:
+        """Restore the averages and the values that are trained; the masters are set already."""
+        for i, unit in enumerate(self._units if self._evaluates_others else ()):
+            for segment in unit.segments:
+                own = segment.of(unit.master) if segment.name in state.masters else state.trained[segment.name]
+                segment.of(unit.values).copy_(own)
+                if self._averages:
+                    segment.of(self._averages[i]).copy_(state.averages[segment.name])
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Check that the dict of a saved state is of this optimizer.
@@ -509,6 +561,11 @@ class AdapterOptimizer:
                         expected=expected,
                     )
                 )
+        if bool(meta.get("averages")) != bool(self._averages):
+            kept = Message("has a moving average of the weights, and optimizer.ema_decay is 0")
+            missing = Message("has no moving average of the weights, and optimizer.ema_decay asks for one")
+            line = missing if self._averages else kept
+            raise UserError(Message("the checkpoint {line}; resume with the setting of its run", line=line))
         counts = meta.get("steps")
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
             raise UserError(Message("the checkpoint's optimizer does not fit: steps are not whole numbers by name"))
@@ -535,8 +592,10 @@ class AdapterOptimizer:
                 state.unknown.append(full)
             elif key == "master":
                 state.masters[name] = tensor
-            elif key == "trained" and self._has_modes:
+            elif key == "trained" and self._evaluates_others:
                 state.trained[name] = tensor
+            elif key == "average" and self._averages:
+                state.averages[name] = tensor
             else:
                 state.moments[name][key] = tensor
         return state
@@ -551,11 +610,12 @@ class AdapterOptimizer:
         steps: Mapping[str, int] = meta["steps"]
         expected_masters = {segment.name for unit in self._with_masters() for segment in unit.segments}
         wrong = state.unknown + sorted(expected_masters ^ state.masters.keys())
-        own = [*state.masters.items(), *state.trained.items()]
+        own = [*state.masters.items(), *state.trained.items(), *state.averages.items()]
         wrong += [name for name, tensor in own if tensor.shape != self.params[name].shape]
+        wrong += sorted((self.params.keys() if self._averages else set()) ^ state.averages.keys())
+        expected = self.params.keys() - expected_masters if self._evaluates_others else set()
+        wrong += sorted(expected ^ state.trained.keys())
         if self.name not in BY_KEYS:
-            expected = self.params.keys() - expected_masters if self._has_modes else set()
-            wrong += sorted(expected ^ state.trained.keys())
             return wrong + library_state.find_misfits(state.moments, state.shared, meta["library"])
         for unit in self._units:  # what is updated together has made the same number of steps
             if len({steps.get(segment.name) for segment in unit.segments}) > 1:

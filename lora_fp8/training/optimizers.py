@@ -275,6 +275,7 @@ def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
             total += _count_bytes(section.name, param.shape, param.itemsize if direct else 4)
         if section.rounding == "master" and not direct:
             total += 4 * num
+        total += 4 * num if section.ema_decay else 0
     if some_in_8bit:
         total += (1 if section.name == "lion8bit" else 2) * 4 * 256
     return total
@@ -283,7 +284,7 @@ def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
 def count_listed(section: Optimizer) -> int:
     """Return how many entries for each parameter a checkpoint has in its lists, beyond those of any optimizer."""
     listed = TENSORS.get(section.name, 2 if is_class(section.name) else 0)
-    return listed + 1 if listed else 0
+    return (listed + 1 if listed else 0) + (2 if section.ema_decay else 0)
 
 
 def _count_bytes(name: str, shape: torch.Size, itemsize: int) -> int:
