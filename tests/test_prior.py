@@ -19,9 +19,9 @@ from lora_fp8.lora_files import safetensors_file
 from lora_fp8.objectives import Diffusion
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import Job
-from lora_fp8.stages import cache, load, measure
+from lora_fp8.stages import cache, load
 from lora_fp8.stages.prior import class_pass, with_prior_targets
-from lora_fp8.stages.session import Session
+from lora_fp8.stages.session import Session, UnwrittenRun
 from lora_fp8.stages.step import add_noise, backward_
 
 EXACT = (
@@ -79,7 +79,7 @@ def cut_out(pictures: Path, tmp_path: Path) -> str:
 
 def prepare(job: Job, number: int = 0) -> tuple[Session, load.Loaded, Batch, Batch]:
     """The session and model of a job, all in float64, with adapters that change the predictions; and a batch, twice."""
-    session = Session(planning.make(job), measure._UnwrittenRun(None), processes.Processes())
+    session = Session(planning.make(job), UnwrittenRun(None), processes.Processes())
     data = cache.cache(session)
     one, same = (data.loader.micro(0, number) for _ in range(2))  # before the cache is asked in another dtype
     assert one is not None and same is not None

@@ -25,7 +25,7 @@ from lora_fp8.precision import Format, report
 from lora_fp8.run import Run
 from lora_fp8.settings import Job, Quantize, table_of_lines
 from lora_fp8.stages import cache, load, measure
-from lora_fp8.stages.session import Session
+from lora_fp8.stages.session import Session, UnwrittenRun
 from lora_fp8.training import checkpoint, memory
 
 DTYPE = torch.bfloat16
@@ -424,7 +424,7 @@ def test_auto_on_resume_moves_the_same_and_measures_nothing(job, spoiled, tree_h
 
 def cached(mine: Job) -> tuple[Session, cache.Data]:
     """A session of the job without a folder, and its cached data."""
-    session = Session(planning.make(mine), measure._UnwrittenRun(None), processes.Processes())
+    session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
     return session, cache.cache(session)
 
 
@@ -451,7 +451,7 @@ def test_other_processes_take_the_main_ones_decision(job, spoiled, monkeypatch) 
 def test_what_the_user_set_stays_and_is_told(job, spoiled) -> None:
     session, data = cached(job(*AUTO, spoiled("sd15"), "quantize.override={'ff.net.2' = 'fp8 none'}"))
     told: list[dict[str, Any]] = []
-    session = replace(session, run=measure._UnwrittenRun(told.append), processes=Other(True))
+    session = replace(session, run=UnwrittenRun(told.append), processes=Other(True))
     assert measure.find_layers_to_move(session, data, resume=False) == []
     (warned,) = [event["text"] for event in told if event["event"] == "warning"]
     assert PLANTED["sd15"] in warned and "as quantize.override says" in warned

@@ -20,8 +20,8 @@ from lora_fp8.errors import UserError
 from lora_fp8.objectives import Diffusion, FlowMatching, densities
 from lora_fp8.plan import plan as planning
 from lora_fp8.plan import timesteps
-from lora_fp8.stages import cache, load, measure
-from lora_fp8.stages.session import Session
+from lora_fp8.stages import cache, load
+from lora_fp8.stages.session import Session, UnwrittenRun
 from lora_fp8.stages.step import add_noise
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
@@ -222,7 +222,7 @@ def test_a_samples_noise_is_its_own_whatever_the_batch() -> None:
 def test_a_step_compares_with_the_noise_that_is_not_perturbed(job: Callable[..., settings.Job]) -> None:
     """Of a real batch: the target is the shaped noise, and what the denoiser sees is made with more."""
     mine = job("objective.input_noise=0.3", "objective.noise_offset=0.1", "model.dtype=fp32", "quantize.storage=none")
-    session = Session(planning.make(mine), measure._UnwrittenRun(None), processes.Processes())
+    session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
     data = cache.cache(session)
     one, same = (data.loader.micro(0, 0) for _ in range(2))
     assert one is not None and same is not None

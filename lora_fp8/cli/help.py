@@ -20,7 +20,18 @@ from ..errors import Message
 WIDTH = 80
 """Columns of the help, whatever the terminal has: longer lines are harder to read."""
 GROUPS = {
-    Message("Train"): ("new", "recipes", "check", "estimate", "timesteps", "train", "resume", "export", "demo"),
+    Message("Train"): (
+        "new",
+        "recipes",
+        "check",
+        "estimate",
+        "timesteps",
+        "lr-find",
+        "train",
+        "resume",
+        "export",
+        "demo",
+    ),
     Message("Queue"): ("submit", "jobs", "stop", "worker"),
     Message("Images and captions"): ("dataset", "caption", "cache"),
     Message("LoRA files"): (

@@ -10,14 +10,14 @@ import typer
 from ..common.messages import get_language, translate
 from ..common.shell import quote_path
 from ..common.system import let_gpu_memory_grow
-from ..errors import Message
+from ..errors import Message, UserError
 from .events import print_event, print_json_line
 from .options import CONFIG, JSON, RUN, SET, load_config, print_json, print_lines, without_collection
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to `lora-fp8`."""
-    for command in (check, import_config, plan, estimate, precision, timesteps, train, resume):
+    for command in (check, import_config, plan, estimate, precision, timesteps, lr_find, train, resume):
         app.command()(command)
 
 
@@ -136,7 +136,7 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
 
 @without_collection()
 def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
-    """Draw how often each noise level is trained, beside the family's default and other trainers."""
+    """Draw how often each noise level is trained. The default and other trainers are beside it."""
     job = load_config(config_file, overrides)
     from ..plan.timesteps import describe
 
@@ -145,6 +145,29 @@ def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: b
         print_json(described.to_json())
     else:
         print_lines(*described.lines())
+
+
+def lr_find(
+    config_file: Path = CONFIG,
+    overrides: list[str] = SET,
+    steps: int = typer.Option(120, min=60, help="Number of steps."),
+    lowest: float = typer.Option(1e-5, "--from", min=1e-9, max=1.0, help="Learning rate of the first step."),
+    highest: float = typer.Option(1e-1, "--to", min=1e-9, max=10.0, help="Learning rate of the last step."),
+    as_json: bool = JSON,
+) -> None:
+    """Suggest a learning rate. It trains some steps while the rate grows, and keeps nothing."""
+    job = load_config(config_file, overrides)
+    if lowest >= highest:
+        raise UserError(Message("--from {low} is not below --to {high}", low=f"{lowest:g}", high=f"{highest:g}"))
+    from ..stages.find_rate import find_rate
+
+    let_gpu_memory_grow()
+    echo = None if as_json else print_event
+    test = find_rate(job, steps=steps, ends=(lowest, highest), echo=echo, shows_progress=not as_json)
+    if as_json:
+        print_json(test.to_json())
+    else:
+        print_lines(*test.lines())
 
 
 def precision(

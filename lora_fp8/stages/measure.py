@@ -17,7 +17,6 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from ..settings import Job
 from ..training import checkpoint
 from .cache import Data, cache
 from .load import add_moved_layers, load_base
-from .session import Session
+from .session import Session, UnwrittenRun
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Noise levels, from 0 (clean) to 1 (noise)."""
@@ -154,7 +153,7 @@ def report(
             )
         )
     plan.family.fetch_weights()
-    session = Session(plan, _UnwrittenRun(echo), processes)
+    session = Session(plan, UnwrittenRun(echo), processes)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
     data = cache(session)
@@ -214,18 +213,6 @@ def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURE
 
 
 # -- inside ------------------------------------------------------------------------------------------------------------
-
-
-class _UnwrittenRun(Run):
-    """A run without a folder: its events are passed to `echo` and not written."""
-
-    def __init__(self, echo: Callable[[dict[str, Any]], None] | None) -> None:
-        super().__init__(Path())
-        self.echo = echo
-
-    def log_event(self, event: str, **fields: Any) -> None:
-        if self.echo is not None:
-            self.echo({"event": event, **fields})
 
 
 def _choose_storages(session: Session, data: Data) -> dict[str, str]:

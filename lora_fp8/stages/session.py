@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,19 @@ class Bystander(Run):
     def log_event(self, event: str, **fields: Any) -> None:
         """Write nothing."""
         pass
+
+
+class UnwrittenRun(Run):
+    """A run without a folder: its events are passed to `echo` and not written."""
+
+    def __init__(self, echo: Callable[[dict[str, Any]], None] | None) -> None:
+        super().__init__(Path())
+        self.echo = echo
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        """Pass the event on."""
+        if self.echo is not None:
+            self.echo({"event": event, **fields})
 
 
 @contextlib.contextmanager
