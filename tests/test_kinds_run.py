@@ -108,10 +108,18 @@ def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path
     assert not folder_of(wrong).exists()
 
 
-def test_two_processes_train_what_one_trains(make_job, tmp_path):
-    """DoRA, whose parameters are of two dtypes' sizes and of one dimension."""
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("optimizer.name=adamw",),
+        ("optimizer.name=came", "optimizer.ema_decay=0.5", "objective.even_timesteps=true", "objective.timesteps=mode"),
+    ],
+    ids=["adamw", "came"],
+)
+def test_two_processes_train_what_one_trains(make_job, tmp_path, more):
+    """DoRA, whose parameters are of two dtypes' sizes and of one dimension; with CAME, whose matrices keep their shapes."""
     settings = ("adapter.type=dora", *SMALL, "train.steps=2", "train.batch_size=2", "export.formats=['diffusers']")
-    settings += ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", "optimizer.name=adamw")
+    settings += ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", *more)
     alone = train.run(make_job(tmp_path / "a", *settings), progress=False)
     shared = make_job(tmp_path / "b", *settings)
     file = tmp_path / "job.toml"
