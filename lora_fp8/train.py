@@ -26,6 +26,7 @@ from .common.shell import quote_path
 from .distributed.processes import Elsewhere, Processes, find_unused_gpus
 from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
+from .plan.machine import describe_environment
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job, schedules
@@ -86,6 +87,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 run.log_event(
                     "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
                 )
+                run.log_event("environment", **describe_environment(processes.device))
                 for warning in [*plan.images.warnings, *plan.warnings, *warnings, *find_unused_gpus()]:
                     session.warn(warning)
                 return _run_stages(session, resume)
