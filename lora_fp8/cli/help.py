@@ -20,7 +20,7 @@ from ..errors import Message
 WIDTH = 80
 """Columns of the help, whatever the terminal has: longer lines are harder to read."""
 GROUPS = {
-    Message("Train"): ("new", "recipes", "check", "estimate", "train", "resume", "export", "demo"),
+    Message("Train"): ("new", "recipes", "check", "estimate", "train", "resume", "export", "report", "demo"),
     Message("Queue"): ("submit", "jobs", "stop", "worker"),
     Message("Images and captions"): ("dataset", "caption", "cache"),
     Message("LoRA files"): (

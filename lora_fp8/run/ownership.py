@@ -39,7 +39,7 @@ _STAGED = rf"\.tmp-{_BUNDLE}-(\d+|old)"
 _LORA = r"(?:[A-Za-z0-9._-]|[^\x00-\x7f\s])+_(diffusers|comfy|kohya)\.safetensors"
 """Letters of every script, as in `lora_files.export_metadata.slug`."""
 _REPLACED = re.compile(
-    r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|contact_sheet\.png"
+    r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|report\.html|contact_sheet\.png"
     rf"|previews\.json|control/{SAMPLE_REQUEST}"
     rf"|samples/({_STEP}-(now-)?\d+\.(png|webp)|contact_sheet\.png)"
     rf"|export/(({_STEP}|average)/)?{_LORA})"
