@@ -30,7 +30,7 @@ from .plan.machine import describe_environment
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job, schedules
-from .stages import held_out
+from .stages import held_out, tracking
 from .stages.cache import Data, cache
 from .stages.download import download
 from .stages.finish import Result, finish
@@ -82,6 +82,8 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 text = config.dumps(plan.job)
                 run = Run.create(folder, text, resume=resume) if processes.is_main else Bystander(folder)
             run.echo = echo
+            if processes.is_main:
+                tracking.watch(plan.job.tracking, job.name, text, run)
             session = Session(plan, run, processes, stop, progress and processes.is_main)
             with _log_ending(session):
                 run.log_event(
@@ -159,8 +161,9 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             figures = {"loss": gradient.loss, "lr": rate}
             if loaded.text:
                 figures["lr_text_encoder"] = rate * optimizer.text_ratio
-            images_per_s = round(gradient.num_samples / (time.perf_counter() - started), 3)
-            milestones.after_step(gradient, figures | {"grad_norm": norm, "images_per_s": images_per_s})
+            seconds = time.perf_counter() - started
+            figures |= {"grad_norm": norm, "images_per_s": round(gradient.num_samples / seconds, 3)}
+            milestones.after_step(gradient, figures | {"step_s": round(seconds, 4)})
 
 
 @contextlib.contextmanager

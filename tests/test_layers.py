@@ -40,7 +40,7 @@ LIBRARIES = {
     "torchao": {"precision.backend_torchao", "scripts"},
     "transformer_engine": {"precision.backend_te"},
     "triton": {"precision.kernels"},
-    "accelerate": {"distributed.processes", "scripts"},
+    "accelerate": {"distributed.processes", "stages.tracking", "scripts"},
     "transformers": {"families", "tools.captioner", "training.optimizers", "scripts"},
     "onnxruntime": {"tools.wd_tagger"},
     "diffusers": {"families", "objectives", "verify", "lora_files.export", "demo.show", "scripts"},

@@ -45,7 +45,7 @@ ALWAYS = {
     *("schedule.name", "objective.loss", "objective.t_min", "objective.t_max"),
     *("memory.gradient_checkpointing", "memory.offload", "memory.compile", "memory.cuda_graphs"),
     "preview.prompts",
-    *("validation.every", "validation.pictures", "checkpoint.every", "checkpoint.keep"),
+    *("validation.every", "validation.pictures", "checkpoint.every", "checkpoint.keep", "tracking.to"),
     *("export.every", "export.formats", "export.dtype", "export.title", "export.metadata", "export.verify"),
 }
 FOLDER = {

@@ -1104,6 +1104,38 @@ class Checkpoint(Section):
     )
 
 
+class Tracking(Section):
+    """Experiment trackers, which get losses, learning rates and previews while the run trains."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio", "swanlab"]] = setting(
+        [],
+        "Experiment trackers. tensorboard: event files in the run folder. wandb, trackio, swanlab: log in with their "
+        "own command or environment variables first.",
+        also="kohya: log_with; SimpleTuner: report_to",
+    )
+    project: str = setting(
+        "lora-fp8",
+        "Project of the tracker, in which the run appears. TensorBoard has none.",
+        min_length=1,
+        max_length=120,
+        when={"tracking.to": ()},
+        also="kohya: log_tracker_name; ai-toolkit: project_name; SimpleTuner: tracker_project_name",
+    )
+    run_name: str = setting(
+        "auto",
+        "Name of the run in the tracker. auto: the name of the job.",
+        min_length=1,
+        max_length=120,
+        when={"tracking.to": ()},
+        also="kohya: wandb_run_name; SimpleTuner: tracker_run_name",
+    )
+    log_images: bool = setting(
+        True,
+        "Send the previews too. trackio gets none.",
+        when={"tracking.to": (), "preview.prompts": ()},
+    )
+
+
 class Export(Section):
     """The LoRA file."""
 
@@ -1189,4 +1221,5 @@ class Job(Section):
     preview: Preview = Preview()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
     export: Export = Export()
