@@ -28,7 +28,7 @@ parser.add_argument(
     help="Setting to override, such as train.steps=500. Repeatable.",
 )
 parser.add_argument("--resume", action="store_true", help="Resume the config's run from its newest checkpoint.")
-parser.add_argument("--lang", help="Language of messages: en or zh. Default: that of the environment (LANG).")
+parser.add_argument("--lang", help="Language of messages: en or zh. Default: that of LANG.")
 parser.add_argument("--json", action="store_true", help="Print events as JSON lines.")
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from .common.shell import quote_path
 from .distributed.processes import Elsewhere, Processes, find_unused_gpus
 from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
+from .plan.machine import describe_environment
 from .plan.resolve import get_run_folder
 from .run import Run, StopSignal, disk_space, ownership
 from .settings import Job, schedules
-from .stages import held_out
+from .stages import held_out, tracking
 from .stages.cache import Data, cache
 from .stages.download import download
 from .stages.finish import Result, finish
@@ -81,11 +82,14 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 text = config.dumps(plan.job)
                 run = Run.create(folder, text, resume=resume) if processes.is_main else Bystander(folder)
             run.echo = echo
+            if processes.is_main:
+                tracking.watch(plan.job.tracking, job.name, text, run)
             session = Session(plan, run, processes, stop, progress and processes.is_main)
             with _log_ending(session):
                 run.log_event(
                     "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
                 )
+                run.log_event("environment", **describe_environment(processes.device))
                 for warning in [*plan.images.warnings, *plan.warnings, *warnings, *find_unused_gpus()]:
                     session.warn(warning)
                 return _run_stages(session, resume)
@@ -157,8 +161,9 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             figures = {"loss": gradient.loss, "lr": rate}
             if loaded.text:
                 figures["lr_text_encoder"] = rate * optimizer.text_ratio
-            images_per_s = round(gradient.num_samples / (time.perf_counter() - started), 3)
-            milestones.after_step(gradient, figures | {"grad_norm": norm, "images_per_s": images_per_s})
+            seconds = time.perf_counter() - started
+            figures |= {"grad_norm": norm, "images_per_s": round(gradient.num_samples / seconds, 3)}
+            milestones.after_step(gradient, figures | {"step_s": round(seconds, 4)})
 
 
 @contextlib.contextmanager

@@ -227,6 +227,7 @@ def test_variables_of_a_script_are_put_in(tmp_path: Path, name: str, lines: list
 
 WRITTEN: dict[str, dict[str, Any]] = {
     "sd_scripts_flux.toml": {
+        "tracking": {"to": ["wandb"], "project": "foxes", "run_name": "red"},
         "name": "my-flux-lora",
         "output_dir": "output",
         "seed": 42,
@@ -407,6 +408,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"every": 17},
     },
     "musubi_wan.sh": {
+        "tracking": {"to": ["tensorboard"]},
         "name": "wan-cat",
         "output_dir": "output",
         "seed": 42,
@@ -445,6 +447,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"every": 200},
     },
     "diffusion_pipe_flux.toml": {
+        "tracking": {"to": ["wandb"], "project": "x"},
         "name": "my_flux",
         "output_dir": "/data/runs/my_flux",
         "model": {"family": "flux", "path": "/models/FLUX.1-dev", "dtype": "bf16"},
@@ -482,6 +485,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"every": 80, "dtype": "bf16"},
     },
     "ai_toolkit_flux.yaml": {
+        "tracking": {"to": ["wandb"], "project": "foxes", "run_name": "red"},
         "name": "my_first_flux_lora_v1",
         "output_dir": "output",
         "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
@@ -512,6 +516,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"every": 250, "dtype": "fp16"},
     },
     "onetrainer_sdxl.json": {
+        "tracking": {"to": ["tensorboard"]},
         "name": "my-sdxl-lora",
         "model": {"family": "sdxl", "path": "stabilityai/stable-diffusion-xl-base-1.0", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
@@ -554,6 +559,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"every": 100, "dtype": "bf16"},
     },
     "onetrainer_sd15_old.json": {
+        "tracking": {"to": ["tensorboard"]},
         "name": "lora",
         "model": {"family": "sd15", "path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
@@ -572,6 +578,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "export": {"dtype": "fp16"},
     },
     "simpletuner_flux.json": {
+        "tracking": {"to": ["wandb"]},
         "name": "my-flux",
         "output_dir": "output",
         "seed": 42,

@@ -117,7 +117,7 @@ def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path
     ids=["adamw", "came"],
 )
 def test_two_processes_train_what_one_trains(make_job, tmp_path, more):
-    """DoRA, whose parameters are of two dtypes' sizes and of one dimension; with CAME, whose matrices keep their shapes."""
+    """DoRA, whose parameters are of two dtypes' sizes and of one dimension; with CAME, by matrices."""
     settings = ("adapter.type=dora", *SMALL, "train.steps=2", "train.batch_size=2", "export.formats=['diffusers']")
     settings += ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", *more)
     alone = train.run(make_job(tmp_path / "a", *settings), progress=False)

@@ -31,7 +31,7 @@ LAYERS = (
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms.split()}
 MOST_ROOMS = 22
 MOST_LAYERS = 14
-MOST_IMPORTERS = 30
+MOST_IMPORTERS = 33
 MOST_LINES = 80
 MAY_IMPORT_TRAIN = {"cli.training", "demo.show", "train_lora", "scripts"}
 LIBRARIES = {
@@ -40,7 +40,7 @@ LIBRARIES = {
     "torchao": {"precision.backend_torchao", "scripts"},
     "transformer_engine": {"precision.backend_te"},
     "triton": {"precision.kernels"},
-    "accelerate": {"distributed.processes", "scripts"},
+    "accelerate": {"distributed.processes", "stages.tracking", "scripts"},
     "transformers": {"families", "tools.captioner", "training.optimizers", "scripts"},
     "onnxruntime": {"tools.wd_tagger"},
     "diffusers": {"families", "objectives", "verify", "lora_files.export", "demo.show", "scripts"},

@@ -202,6 +202,12 @@ REFUSED = {
         None,
         {"sec_fetch_site": "same-site", "sec_fetch_mode": "no-cors", "sec_fetch_dest": "image"},
     ),
+    "report asked for by another site": (
+        "GET",
+        "/report?run=x",
+        None,
+        {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors", "sec_fetch_dest": "iframe"},
+    ),
     "script in another site's page": (
         "GET",
         "/en/config",

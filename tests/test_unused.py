@@ -46,7 +46,7 @@ ALWAYS = {
     *("objective.timesteps", "objective.even_timesteps"),
     *("memory.gradient_checkpointing", "memory.offload", "memory.compile", "memory.cuda_graphs"),
     "preview.prompts",
-    *("validation.every", "validation.pictures", "checkpoint.every", "checkpoint.keep"),
+    *("validation.every", "validation.pictures", "checkpoint.every", "checkpoint.keep", "tracking.to"),
     *("export.every", "export.formats", "export.dtype", "export.title", "export.metadata", "export.verify"),
 }
 FOLDER = {

@@ -18,12 +18,12 @@ import pytest
 from waiting import LONG_SECONDS, wait_until
 
 from lora_fp8 import config, errors
-from lora_fp8.common import messages
+from lora_fp8.common import chart, messages
 from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
-from lora_fp8.run import Run
+from lora_fp8.run import Run, run_log
 from lora_fp8.verify.report import Report
-from webui import chart, drawings, form, run_cards, run_log, run_monitor, setting_values, translations
+from webui import drawings, form, run_cards, run_monitor, setting_values, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
@@ -543,7 +543,7 @@ def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path)
 TRAINER = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from lora_fp8.run import Run
+from lora_fp8.run import Run, run_log
 run = Run.create(Path(sys.argv[1]), "x = 1")
 run.events_file.touch()
 child = subprocess.Popen(["sleep", "60"])
@@ -631,7 +631,7 @@ def test_what_differs_is_told_in_words(ui: Ui, tmp_path: Path, language: str) ->
 
 def palette(dark: bool) -> list[np.ndarray]:
     """The colours of curves, as linear sRGB."""
-    css = (Path(chart.__file__).parent / "runs.css").read_text(encoding="utf-8")
+    css = (Path(run_page.__file__).parents[2] / "runs.css").read_text(encoding="utf-8")
     found = re.findall(r"--c(\d): #(\w{6})", css)
     assert [int(number) for number, _ in found] == [*range(8), *range(8)]  # light, then dark
     return [linear(code) for _, code in (found[8:] if dark else found[:8])]

@@ -36,6 +36,7 @@ from lora_fp8.plan import disk_budget, resolve
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.precision import kernels, matmul, stream
 from lora_fp8.settings import Job, Section
+from lora_fp8.stages import tracking
 from lora_fp8.training import memory
 
 BASE = (
@@ -238,6 +239,10 @@ OWN_TEST = {
     "preview.height": "test_what_the_changed_values_are",
     "checkpoint.every": "test_what_the_changed_values_are",
     "checkpoint.keep": "test_what_the_changed_values_are",
+    "tracking.to": "test_tracking_reaches_the_trackers",
+    "tracking.project": "test_tracking_reaches_the_trackers",
+    "tracking.run_name": "test_tracking_reaches_the_trackers",
+    "tracking.log_images": "test_tracking_reaches_the_trackers",
     "export.formats": "test_what_the_changed_values_are",
     "export.every": "test_what_the_changed_values_are",
     "export.dtype": "test_what_the_changed_values_are",
@@ -684,6 +689,35 @@ def test_threads(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == [3]
     train.run(job("train.threads=0", "train.steps=1", "name=second"), progress=False)
     assert asked == [3]  # 0 leaves torch's choice alone
+
+
+def test_tracking_reaches_the_trackers(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each tracker then does with it is asked in test_tracking.py."""
+    calls: list[Any] = []
+
+    class Tracker:
+        name = "wandb"
+
+        def __init__(self, project: str, **given: Any) -> None:
+            calls.append((project, given["name"]))
+
+        start = finish = store_init_configuration = log = lambda self, *_, **__: None
+
+        def log_images(self, values: dict[str, Any], step: int) -> None:
+            calls.append((step, *values))
+
+    monkeypatch.setitem(tracking.TRACKERS, "wandb", Tracker)
+    monkeypatch.setattr("lora_fp8.plan.plan.require_packages", lambda section: None)
+    short = ("train.steps=1", "preview.prompts=['a cat']", "preview.steps=1")
+    train.run(job(*short), progress=False)
+    assert calls == []
+    on = "tracking.to=['wandb']"
+    train.run(job(*short, on, "name=second"), progress=False)
+    assert calls == [("lora-fp8", "second"), (0, "previews/1"), (1, "previews/1")]
+    calls.clear()
+    own = ("tracking.project=foxes", "tracking.run_name=red", "tracking.log_images=false")
+    train.run(job(*short, on, *own, "name=third"), progress=False)
+    assert calls == [("foxes", "red")]
 
 
 def test_gradient_exchange_reaches_the_exchange(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

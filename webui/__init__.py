@@ -10,6 +10,7 @@ Site
     uploads.py           which uploaded files a call may name
     gradio_sessions.py   what Gradio keeps in memory for each open page
     file_routes.py       /picture and /download, below the allowed folders
+    report_route.py      /report: the report of a run as a download
     tour.py              the tour of the pages, offered on the first visit
     notifications.py     the end of a job, in the browser and at a webhook
     decoder.py           child processes that decode images and videos
@@ -36,8 +37,6 @@ Runs
     run_monitor.py       jobs, run folders and GPUs, read once a second for everyone; what the buttons do
     run_cards.py         a run's state, figures and buttons as HTML
     hub_uploads.py       uploads to the Hugging Face Hub, as jobs of the queue
-    run_log.py           a run's events, read incrementally and thinned for charts
-    chart.py             line charts as SVG and HTML
 pages/                   one file per page; `build(ui)` lays it out
 """
 

@@ -3,6 +3,7 @@
     /            redirects to the browser's language, as /new and other pages without a language do; /zh/... to Chinese
     /en/...      /zh-CN/...      runs (start page), new, dataset, run, draw, compare, tools, settings
     /picture     /download       files below the allowed folders (file_routes.py)
+    /report                      the report of a run (report_route.py)
 
 A page is laid out once per language when the site is built. Everything that changes is painted by ticks, which read the
 queue and the run folders.
@@ -22,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import api, file_routes, gradio_sessions, notifications, startup, tour, translations
+from . import api, file_routes, gradio_sessions, notifications, report_route, startup, tour, translations
 from .context import Place, Ui
 from .error_boundary import Boundary, Pages
 from .guard import Guard
@@ -119,6 +120,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
 
     file_routes.add_routes(app, place)
     image_routes.add_routes(app, place)
+    report_route.add_routes(app, place)
     notifications.add_routes(app, place)
     for language in translations.LANGUAGES:
         with startup.skip_servers():

@@ -185,6 +185,10 @@ class Ui:
         """Return the address that sends a file as a download. Its suffix must be in `file_routes.SENT`."""
         return f"/download?{_encoded({'path': str(path)})}"
 
+    def report(self, folder: Path) -> str:
+        """Return the address that sends the report of a run as a download."""
+        return f"/report?{_encoded({'run': str(folder), 'language': self.language})}"
+
 
 def _encoded(query: dict[str, str]) -> str:
     # A folder's name may hold bytes that are not UTF-8: they are kept.

@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 from gradio.context import Context
 
-from .chart import SCRIPT as CHARTS
+from lora_fp8.common.chart import SCRIPT as CHARTS
 
 STYLE = (Path(__file__).parent / "runs.css").read_text(encoding="utf-8")
 CLICKS = """

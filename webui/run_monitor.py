@@ -17,11 +17,11 @@ from lora_fp8.common import reading
 from lora_fp8.errors import Message, UserError, cannot_read
 from lora_fp8.jobs import JobView, Queue, run_events
 from lora_fp8.run import Run
+from lora_fp8.run.run_log import RunLog, RunLogs
 
 from . import form
 from .context import Place, Ui
 from .draft import Draft
-from .run_log import RunLog, RunLogs
 
 LOGS = RunLogs()
 T = TypeVar("T")

@@ -1,22 +1,20 @@
 """Check what a browser may name, and escape what it is shown: paths below the allowed folders, file names, HTML.
 
 Every path that is typed or sent in an address goes through `resolve_inside`. Everything that a person or a file has
-written and that becomes HTML goes through `escape`.
+written and that becomes HTML goes through `escape`, which is in `lora_fp8.common.markup`.
 """
 
-import html
 import re
-import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
 from lora_fp8.common import system
+from lora_fp8.common.markup import escape as escape
+from lora_fp8.common.markup import is_unseen, strip_unseen
 from lora_fp8.errors import Message, Template, UserError
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # what Linux takes, in bytes
 RESERVED = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?\Z", re.IGNORECASE)  # names that Windows cannot hold
-BIDI = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-"""Characters that change the direction of the text after them: "gnp.exe" would show as "exe.png"."""
 
 
 def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None) -> Path:
@@ -118,17 +116,6 @@ def check_name(text: str) -> str:
     return given
 
 
-def escape(text: object) -> str:
-    """Escape text for HTML: no markup, no invisible characters, none that change the direction of the text."""
-    return html.escape(strip_unseen(text), quote=True)
-
-
-def strip_unseen(text: object) -> str:
-    """Remove control characters, except line ends and tabs, and direction marks. Invalid Unicode becomes U+FFFD."""
-    whole = re.sub("[\ud800-\udfff]", "\ufffd", str(text))
-    return "".join(c for c in whole if c in "\n\t" or not _is_unseen(c))
-
-
 def shorten(text: object, longest: int = 120) -> str:
     """Return text as it stands in a message: plain, on one short line."""
     line = " ".join(strip_unseen(text).split())
@@ -153,16 +140,12 @@ def _check_text(text: str, sentences: tuple[Message, Template, Template]) -> str
     if not isinstance(text, str) or not text.strip():
         raise UserError(missing)
     given = text.strip()
-    if any(_is_unseen(c) or c in "\n\t" for c in given):
+    if any(is_unseen(c) or c in "\n\t" for c in given):
         raise UserError(has_unseen(text=shorten(text)))
     encoded = given.encode(errors="replace")
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(b"/")):
         raise UserError(too_long(text=shorten(text)))
     return given
-
-
-def _is_unseen(character: str) -> bool:
-    return character in BIDI or unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
 
 
 def _is_visible(path: Path, root: Path) -> bool:

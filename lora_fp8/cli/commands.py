@@ -20,7 +20,7 @@ import typer
 
 from ..common.messages import LANGUAGE, MESSAGE, without_home, write_message
 from ..errors import Message, UserError, reason
-from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, training
+from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, reports, training
 from .events import escape
 from .help import Program, explain
 from .options import print_lines
@@ -60,7 +60,7 @@ def _read_options(
         "",
         callback=_choose_language,
         is_eager=True,
-        help="Language of messages: en or zh. Default: that of the environment (LANG).",
+        help="Language of messages: en or zh. Default: that of LANG.",
     ),
 ) -> None:
     pass
@@ -116,7 +116,7 @@ def guarded(action: Callable[[], Any]) -> None:
         raise
 
 
-for group in (new, training, base_models, lora_files, drawing, images, programs, jobs):
+for group in (new, training, base_models, lora_files, drawing, reports, images, programs, jobs):
     group.add_to(app)
 app.add_typer(dataset.dataset_app, name="dataset")
 

@@ -30,6 +30,7 @@ GROUPS = {
         "train",
         "resume",
         "export",
+        "report",
         "demo",
     ),
     Message("Queue"): ("submit", "jobs", "stop", "worker"),

@@ -20,6 +20,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, listed, number, pair, positive, text, whole
@@ -222,6 +223,7 @@ SHORT: dict[str, Rule] = {
     "sample.format": idle(remarks.PREVIEWS_PNG),
     "sample.ext": idle(remarks.PREVIEWS_PNG),
     "sample.network_multiplier": none(Message("previews show the LoRA at full strength"), 1, 1.0),
+    **dict.fromkeys(("logging.use_wandb", "logging.project_name", "logging.run_name"), JOINT),
     "logging.**": idle(remarks.LOGGING),
     "datasets.*.square_crop": none(Message("see dataset.buckets, of all folders")),
     "datasets.*.prior_reg": none(NO_PRESERVE),
@@ -374,6 +376,8 @@ def combine(draft: Draft) -> None:
     _set_folders(draft)
     _set_training(draft)
     _set_previews(draft)
+    names = (f"{PROCESS}logging.{name}" for name in ("project_name", "run_name"))
+    tracker_settings.set_tracker(draft, f"{PROCESS}logging.use_wandb", "wandb", *names)
 
 
 def _set_model(draft: Draft) -> None:

@@ -19,6 +19,7 @@ from . import (
     objective_settings,
     optimizer_settings,
     remarks,
+    tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, listed, number, pair, positive, text, whole
@@ -85,6 +86,7 @@ RULES: dict[str, Rule] = {
     "x_axis_examples": idle(remarks.LOGGING),
     "resume_from_checkpoint": none(remarks.RESUMES),
     "regenerate_cache": idle(),
+    **dict.fromkeys(("monitoring.enable_wandb", "monitoring.wandb_tracker_name", "monitoring.wandb_run_name"), JOINT),
     "monitoring.**": idle(remarks.LOGGING),
     "model.type": JOINT,
     "model.diffusers_path": JOINT,
@@ -228,6 +230,8 @@ def combine(draft: Draft) -> None:
     _set_path(draft)
     objective_settings.set_prediction(draft, "model.v_pred", "v" if common_values.on(draft.get("model.v_pred")) else "")
     model_settings.set_dtype(draft, "model.dtype")
+    monitored = ("monitoring.wandb_tracker_name", "monitoring.wandb_run_name")
+    tracker_settings.set_tracker(draft, "monitoring.enable_wandb", "wandb", *monitored)
     dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
     stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
     model_settings.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)

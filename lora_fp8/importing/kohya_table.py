@@ -235,9 +235,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "sample_sampler": none(remarks.NO_SAMPLER),
     # Logs, uploads and the machine
     **dict.fromkeys(
-        ("logging_dir", "log_with", "log_prefix", "log_tracker_name", "log_tracker_config", "wandb_run_name"),
+        ("logging_dir", "log_prefix", "log_tracker_config"),
         idle(remarks.LOGGING),
     ),
+    **dict.fromkeys(("log_with", "log_tracker_name", "wandb_run_name"), JOINT),
     "wandb_api_key": idle(remarks.LOGGING),
     "log_config": idle(remarks.LOGGING),
     **dict.fromkeys(

@@ -19,6 +19,7 @@ from . import (
     model_settings,
     remarks,
     sd_scripts,
+    tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, listed, positive, text, whole
@@ -168,6 +169,7 @@ def combine(draft: Draft) -> None:
     _set_folders(draft)
     _set_pictures(draft)
     kohya_training.set_length_and_rate(draft)
+    tracker_settings.set_trackers(draft, "log_with", "log_tracker_name", "wandb_run_name")
     kohya_training.set_noise(draft)
     kohya_previews.set_previews(draft)
     common_values.set_seed(draft, "seed")

@@ -24,6 +24,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, number, positive, text, whole
@@ -56,7 +57,7 @@ RULES: dict[str, Rule] = {
     "debug_dir": idle(),
     "workspace_dir": idle(Message("the run folder holds everything")),
     "cache_dir": none(remarks.OTHER_CACHE),
-    "tensorboard": idle(remarks.LOGGING),
+    "tensorboard": JOINT,
     "tensorboard_expose": idle(remarks.LOGGING),
     "tensorboard_always_on": idle(remarks.LOGGING),
     "tensorboard_port": idle(remarks.LOGGING),
@@ -401,6 +402,7 @@ def combine(draft: Draft) -> None:
     _set_storage(draft, part)
     _set_adapter(draft)
     _set_folders(draft)
+    tracker_settings.set_tracker(draft, "tensorboard", "tensorboard")
     per_epoch = _set_length_and_rate(draft, part)
     _set_loss_and_timesteps(draft, part)
     chosen = str(draft.get("ema") or "OFF") != "OFF"

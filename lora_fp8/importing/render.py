@@ -82,10 +82,21 @@ def _untold(made: Import) -> list[str]:
     return [line for line in problems(made) if line.partition(": ")[0] not in mentioned]
 
 
-ALIKE = ("memory.", "checkpoint.", "export.", "preview.", "name", "output_dir", "train.steps", "train.batch_size")
+ALIKE = (
+    "memory.",
+    "checkpoint.",
+    "tracking.",
+    "export.",
+    "preview.",
+    "name",
+    "output_dir",
+    "train.steps",
+    "train.batch_size",
+)
 ALIKE_NOTES = (
     "memory.",
     "checkpoint.",
+    "tracking.",
     "export.",
     "preview.",
     remarks.UPLOAD,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import Message, UserError
-from . import common_values, memory_settings, model_settings, objective_settings, remarks
+from . import common_values, memory_settings, model_settings, objective_settings, remarks, tracker_settings
 from .import_draft import Draft, Tool
 from .kohya_data import (
     dataset,
@@ -83,6 +83,7 @@ def combine(draft: Draft) -> None:
     set_folders(draft)
     set_pictures(draft)
     set_length_and_rate(draft)
+    tracker_settings.set_trackers(draft, "log_with", "log_tracker_name", "wandb_run_name")
     set_noise(draft)
     objective_settings.set_huber(draft)
     set_previews(draft)

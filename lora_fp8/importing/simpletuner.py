@@ -21,6 +21,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import Unfit, flag, listed, number, positive, text, whole
@@ -180,10 +181,11 @@ RULES: dict[str, Rule] = {
         idle(NO_VALIDATION),
     ),
     **dict.fromkeys(
-        ("report_to", "tracker_project_name", "logging_dir", "webhook_config", "webhook_reporting_interval")
+        ("logging_dir", "webhook_config", "webhook_reporting_interval")
         + ("disable_benchmark", "print_filenames", "print_sampler_statistics"),
         idle(remarks.LOGGING),
     ),
+    **dict.fromkeys(("report_to", "tracker_project_name"), JOINT),
     "webhook_config.**": idle(remarks.LOGGING),
     **dict.fromkeys(
         ("push_to_hub", "push_checkpoints_to_hub", "hub_model_id", "hub_token", "push_to_hub_background")
@@ -347,6 +349,7 @@ def combine(draft: Draft) -> None:
         _set_previews(draft)
         common_values.set_seed(draft, "seed")
         _set_names(draft)
+        tracker_settings.set_trackers(draft, "report_to", "tracker_project_name")
 
 
 def _set_model(draft: Draft) -> None:

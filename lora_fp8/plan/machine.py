@@ -9,13 +9,17 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import settings
+import psutil
+
+from .. import __version__, settings
+from ..common import system
 from ..errors import Joined, Message
 from ..run.disk_space import amount, unwritable
 from .known_problems import find_known_problems
@@ -155,6 +159,51 @@ def examine(folders: dict[str, Path]) -> Machine:
     for finding in find_known_problems(machine):
         (machine.problems if finding.blocks else machine.warnings).append(finding.text)
     return machine
+
+
+def describe_environment(device: Any) -> dict[str, Any]:
+    """Return what a run records of where it is trained: versions, hardware and this program's commit.
+
+    No name of a person, computer or folder is among them, as a report with them is shown to others.
+
+    Args:
+        device: a `torch.device`.
+    """
+    names = ("lora-fp8", *PACKAGES, "prodigyopt", "nvidia-ml-py")
+    about: dict[str, Any] = {
+        "versions": {"python": platform.python_version()} | {name: v for name in names if (v := _version(name))},
+        "system": f"{platform.system()} {platform.release()}",
+        "cpus": system.count_cpus(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "commit": _read_commit(),
+    }
+    about["versions"]["lora-fp8"] = __version__
+    if device.type == "cuda":
+        import torch
+
+        card = torch.cuda.get_device_properties(device)
+        about |= {"gpu": card.name, "gpu_bytes": card.total_memory, "cuda": str(torch.version.cuda or "")}
+    return about
+
+
+def _read_commit() -> str:
+    """Return the commit of the checkout that this program runs from, "-dirty" behind it if files differ; "" without."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    options = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        answer = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(root), *options],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):  # git is not installed, or the disk is slow
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def get_folders(output_dir: str = "runs", cache_dir: str = "cache") -> dict[str, Path]:

@@ -35,6 +35,7 @@ from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images, scan
 from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
 from .start import read_start_values, read_training_adapter
+from .trackers import require_packages
 
 T = TypeVar("T")
 
@@ -225,6 +226,7 @@ def attempt(
         problems.collect(partial(family.guidance_inputs, guidance))
     plan = Plan(resolved, family, placed, layers)
     problems.collect(lambda: optim.try_out(job.optimizer))
+    problems.collect(lambda: require_packages(job.tracking))
     if not resume:
         problems.collect(lambda: plan.start)
     problems.collect(lambda: plan.training_adapter)

@@ -1,7 +1,7 @@
 """The run folder: where a job writes, and the only interface between the trainer and everything that watches it.
 
     runs/<name>/  .lora-fp8-run  config.toml  events.jsonl  status.json  lock  control/  samples/  checkpoints/  export/
-                  verify.json  validation.json
+                  verify.json  validation.json  tracking.json  tensorboard/
 
 * `.lora-fp8-run` marks the folder as one that we created; `ownership` decides which files in it are ours.
 * `config.toml` is the resolved job: a run can always be repeated from its own folder.
@@ -35,6 +35,9 @@ from ..common.writing import atomic_write, make_folder
 from ..errors import Message, UserError, reason
 from . import ownership
 
+ENDS = ("done", "error", "stopped")
+"""Events with which a run ends."""
+
 
 class Unreadable(UserError):
     """This user may not read a file that is needed to find out about a run, such as another user's.
@@ -65,6 +68,9 @@ class Run:
         )
         self.verify_file, self.lock_file = path / "verify.json", path / "lock"
         self.previews_file, self.validation_file = path / "previews.json", path / "validation.json"
+        self.watch: Callable[[dict[str, Any]], None] | None = (
+            None  # called with each event, an end before it is written
+        )
         self.echo: Callable[[dict[str, Any]], None] | None = None  # called with each event, to print it
         self._lock: Any = None
         self._events: Any = None
@@ -164,6 +170,9 @@ class Run:
         self.check_place()
         if isinstance(fields.get("text"), str):
             fields["text"] = without_home(fields["text"])
+        if event in ENDS and self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch({"event": event, **fields})
         now = round(time.time(), 3)
         line = add_translations({"t": now, "event": event, **fields})
         self._events.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -176,11 +185,13 @@ class Run:
                 self.log_event(
                     "warning", text=Message("events are no longer printed ({why}); the run goes on", why=reason(error))
                 )
+        if self.watch is not None:
+            self.watch(line)
         if event == "step":
             self._status.update(step=fields["step"], loss=fields.get("loss"))
         elif event in ("stage", "start"):
             self._status.update(fields, state=fields.get("stage", event))
-        elif event in ("done", "error", "stopped"):
+        elif event in ENDS:
             self._status.update(state=event)
         # status.json is a convenience for pollers; making each step durable would cost an fsync per step.
         if event != "step" or time.monotonic() - self._status_written >= 1:

@@ -39,18 +39,18 @@ _STAGED = rf"\.tmp-{_BUNDLE}-(\d+|old)"
 _LORA = r"(?:[A-Za-z0-9._-]|[^\x00-\x7f\s])+_(diffusers|comfy|kohya)\.safetensors"
 """Letters of every script, as in `lora_files.export_metadata.slug`."""
 _REPLACED = re.compile(
-    r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|contact_sheet\.png"
-    rf"|previews\.json|control/{SAMPLE_REQUEST}"
+    r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|report\.html|contact_sheet\.png"
+    rf"|previews\.json|tracking\.json|control/{SAMPLE_REQUEST}"
     rf"|samples/({_STEP}-(now-)?\d+\.(png|webp)|contact_sheet\.png)"
     rf"|export/(({_STEP}|average)/)?{_LORA})"
 )
 """Names of files that are written under a temporary name and then renamed."""
 _OTHERS = re.compile(
-    rf"({re.escape(MARKER)}|lock|events\.jsonl|log\.\d+\.txt|control/({'|'.join(REQUESTS)})"
+    rf"({re.escape(MARKER)}|lock|events\.jsonl|log\.\d+\.txt|tensorboard/events\.out\.tfevents\.[\w.-]+|control/({'|'.join(REQUESTS)})"
     rf"|checkpoints/({_BUNDLE}|{_STAGED})/(adapter\.safetensors|optimizer\.safetensors|state\.json|manifest\.json))"
 )
 _TEMPORARY = re.compile(r"((?:.*/)?)\.([^/]+)\.\d+\.tmp")
-_INNER = re.compile(rf"({'|'.join(FOLDERS)}|checkpoints/({_BUNDLE}|{_STAGED})|export/({_STEP}|average))")
+_INNER = re.compile(rf"({'|'.join(FOLDERS)}|tensorboard|checkpoints/({_BUNDLE}|{_STAGED})|export/({_STEP}|average))")
 _KEPT_TO_THE_END = ("events.jsonl", "config.toml", MARKER)
 """Files that are deleted last, so that an interrupted removal can be repeated."""
 

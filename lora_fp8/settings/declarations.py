@@ -734,7 +734,7 @@ class Optimizer(Section):
         "training goes on from its own. 0.99 averages about the last 100 steps, 0.999 the last 1,000; 0: off.",
         ge=0,
         lt=1,
-        also="ai-toolkit: ema_config; OneTrainer: ema; SimpleTuner: use_ema",
+        also="ai-toolkit: ema_decay; OneTrainer: ema_decay; SimpleTuner: ema_decay",
     )
 
 
@@ -1200,6 +1200,38 @@ class Checkpoint(Section):
     )
 
 
+class Tracking(Section):
+    """Experiment trackers, which get losses, learning rates and previews while the run trains."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio", "swanlab"]] = setting(
+        [],
+        "Experiment trackers. tensorboard: event files in the run folder. wandb, trackio, swanlab: log in with their "
+        "own command or environment variables first.",
+        also="kohya: log_with; SimpleTuner: report_to",
+    )
+    project: str = setting(
+        "lora-fp8",
+        "Project of the tracker, in which the run appears. TensorBoard has none.",
+        min_length=1,
+        max_length=120,
+        when={"tracking.to": ()},
+        also="kohya: log_tracker_name; ai-toolkit: project_name; SimpleTuner: tracker_project_name",
+    )
+    run_name: str = setting(
+        "auto",
+        "Name of the run in the tracker. auto: the name of the job.",
+        min_length=1,
+        max_length=120,
+        when={"tracking.to": ()},
+        also="kohya: wandb_run_name; SimpleTuner: tracker_run_name",
+    )
+    log_images: bool = setting(
+        True,
+        "Send the previews too. trackio gets none.",
+        when={"tracking.to": (), "preview.prompts": ()},
+    )
+
+
 class Export(Section):
     """The LoRA file."""
 
@@ -1285,4 +1317,5 @@ class Job(Section):
     preview: Preview = Preview()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
     export: Export = Export()

@@ -6,8 +6,10 @@ The encoders are loaded, used and freed before the denoiser is loaded, so that b
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .. import settings
@@ -68,6 +70,22 @@ class Data:
     files: dict[str, str]  # from `make_manifest`, for a checkpoint to name the files that changed
 
 
+def _describe_examples(examples: Sequence[Example], folders: Sequence[settings.Folder]) -> dict[str, Any]:
+    """Return what the log says of sizes, captions and folders. Of a folder, only the last part of its path is kept."""
+    by_size = sorted(((example.width, example.height) for example in examples), key=lambda size: size[0] * size[1])
+    counts = Counter(example.folder_index for example in examples)
+    return {
+        "smallest": by_size[0],
+        "largest": by_size[-1],
+        "captioned": sum(bool(example.caption.strip()) for example in examples),
+        "distinct_captions": len({example.caption for example in examples}),
+        "folders": [
+            {"name": Path(folder.path).name, "images": counts[number], "repeats": folder.repeats}
+            for number, folder in enumerate(folders)
+        ],
+    }
+
+
 def cache(session: Session) -> Data:
     """Encode every image and caption that is not in the cache yet, then free the encoders.
 
@@ -96,6 +114,7 @@ def cache(session: Session) -> Data:
         images=len(placed.examples),
         held_out=len(placed.held_out),
         masked=sum(example.mask is not None for example in placed.examples),
+        **_describe_examples(placed.examples, section.folders),
         samples_per_epoch=loader.samples_per_epoch,
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
         buckets={bucketing.named(bucket): len(members) for bucket, members in placed.buckets.items()},

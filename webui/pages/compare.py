@@ -10,13 +10,13 @@ import gradio as gr
 
 from lora_fp8 import config
 from lora_fp8.common import reading
+from lora_fp8.common.chart import Line, render_chart
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
+from lora_fp8.run.run_log import RunLog, smooth, thin
 
 from .. import live_panel, run_cards, run_monitor, setting_values, translations
-from ..chart import Line, render_chart
 from ..context import Ui
-from ..run_log import RunLog, smooth, thin
 from ..sanitize import escape
 from . import runs
 from .run import rendering

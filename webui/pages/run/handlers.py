@@ -9,10 +9,10 @@ import gradio as gr
 
 from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import ENDED, JobView
+from lora_fp8.run.run_log import RunLog
 
 from ... import engine, hub_uploads, live_panel, run_cards, run_monitor
 from ...context import Ui
-from ...run_log import RunLog
 from ...sanitize import escape
 from .. import runs
 from . import rendering

@@ -9,10 +9,10 @@ from lora_fp8 import config
 from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView
 from lora_fp8.run import Run, preview_requests
+from lora_fp8.run.run_log import RunLog
 
 from ... import drawings, live_panel, run_monitor
 from ...context import Ui
-from ...run_log import RunLog
 from ...sanitize import escape, shorten
 from .. import runs
 

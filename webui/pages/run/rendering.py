@@ -4,12 +4,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from lora_fp8.common.chart import Line, Mark, render_chart
 from lora_fp8.jobs import JobView
+from lora_fp8.run.run_log import RunLog, smooth, thin
 
 from ... import run_cards, run_monitor
-from ...chart import Line, Mark, render_chart
 from ...context import Ui
-from ...run_log import RunLog, smooth, thin
 from ...sanitize import escape
 from .. import runs
 
@@ -40,6 +40,9 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     links = runs.render_downloads(ui, view)
     if facts.checkpoints:
         links += f'<a class="button" href="{escape(ui.link("draw", run=str(view.id)))}">{ui.say("page.draw")}</a>'
+    if facts.start and view.folder is not None:
+        about_it, address = escape(ui.say("run.report_about")), escape(ui.report(view.folder))
+        links += f'<a class="button" title="{about_it}" href="{address}" download>{ui.say("run.report")}</a>'
     # Deleting asks for the run's name, which is typed on the page of all runs.
     buttons = run_cards.render_buttons(ui, view, without=["delete"], links=links)
     log_ = run_cards.render_log_tail(view, run_monitor.read_log_tail(view))

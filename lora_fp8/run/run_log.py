@@ -1,7 +1,7 @@
 """Read a run's event log incrementally, from where the last read ended.
 
 A log of hundreds of thousands of steps is kept as a few hundred points: steps are gathered in groups, and neighbouring
-groups are merged when there are too many. No torch, no Gradio.
+groups are merged when there are too many. Standard library only.
 """
 
 import math
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from lora_fp8.common import messages, reading
+from ..common import messages, reading
+from ..common.chart import Point
 
 POINTS = 500
 """Points of a curve; up to twice as many while it grows."""
@@ -20,8 +21,6 @@ MEASURES = ("loss", "lr", "grad_norm", "images_per_s", "vram_gb")
 KEPT = 300
 """Newest warnings that are kept, since a run that warns at every step must not fill the memory."""
 CHUNK = 1 << 20
-
-Point = tuple[int, float]
 
 
 class StepMeans:

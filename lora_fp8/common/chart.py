@@ -1,7 +1,7 @@
 """Line charts as HTML: a stretched SVG for the lines and HTML for the text, so that both stay sharp at every width.
 
-`SCRIPT` (js_on_load of the gr.HTML that holds charts) shows the values under the pointer. It reads the numbers from the
-chart itself, so that a redrawn chart needs no new script.
+`SCRIPT` shows the values under the pointer, for charts inside of `element` (js_on_load of a gr.HTML, or a loop around
+it). It reads the numbers from the chart itself, so that a redrawn chart needs no new script.
 """
 
 import json
@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .run_log import Point
-from .sanitize import escape, strip_unseen
+from .markup import escape, strip_unseen
 
+Point = tuple[int, float]
+"""Step and value."""
 WIDTH, HEIGHT = 1000, 300
 
 
