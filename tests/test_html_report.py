@@ -158,6 +158,15 @@ def test_the_numbers_are_those_of_the_log(folder: Path) -> None:
     assert "验证集 loss 在第 10 步最低（0.5）。" in chinese.text("head") and "已完成" in chinese.text("head")
 
 
+@pytest.mark.parametrize(("best", "risen", "marked"), [(10, None, False), (10, 15, True), (0, None, True)])
+def test_a_loss_that_rose_or_never_fell_is_no_success(folder: Path, best: int, risen: int | None, marked: bool) -> None:
+    train(folder)
+    verdict = {"best": best, "loss": 0.5, "risen_since": risen, "text": "Held-out loss."}
+    write_events(folder, [{"t": 1030.0, "event": "verdict", "step": 20, **verdict}])
+    classes = [given["class"] for tag, given in read(folder).tags if "verdict" in given.get("class", "")]
+    assert classes == ["verdict warn" if marked else "verdict"]
+
+
 def test_the_time_between_two_starts_is_not_counted(folder: Path) -> None:
     write_events(folder, [step(1, 1.0, 1010.0), {"t": 9000.0, "event": "start"}, step(2, 1.0, 9030.0)])
     contents = Contents(Run.open(folder))
@@ -260,7 +269,8 @@ def test_a_run_that_failed_before_its_first_step_is_reported(folder: Path) -> No
     assert "no step was trained" in reader.text("curves") and "previews" not in reader.texts
 
 
-def test_files_are_listed_with_size_hash_step_and_verification(folder: Path) -> None:
+def write_verified_file(folder: Path) -> bytes:
+    """Write a result file, one of whose two checks failed and one cost was measured. Returns its bytes."""
     checks = [
         {"name": "file", "ok": True, "detail": "318 tensors", "judged": True},
         {"name": "prediction", "ok": False, "detail": "relative error 0.5", "judged": True},
@@ -271,6 +281,11 @@ def test_files_are_listed_with_size_hash_step_and_verification(folder: Path) -> 
     header = json.dumps({"__metadata__": {"ss_steps": "20"}}).encode()
     data = len(header).to_bytes(8, "little") + header
     (folder / "export/fox_kohya.safetensors").write_bytes(data)
+    return data
+
+
+def test_files_are_listed_with_size_hash_step_and_verification(folder: Path) -> None:
+    data = write_verified_file(folder)
     os.symlink("/etc/passwd", folder / "export/other_kohya.safetensors")
     reader = read(folder)
     name, number, _, outcome, sha256 = reader.row("fox_kohya.safetensors")

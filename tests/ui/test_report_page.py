@@ -11,7 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from lora_fp8.tools import report
-from tests.test_html_report import fill_with_hostile_text, make_drawing, train, write_events
+from tests.test_html_report import fill_with_hostile_text, make_drawing, train, write_events, write_verified_file
 from tests.test_html_report import folder as folder  # a fixture
 from tests.ui.conftest import ARTEFACTS, Site
 
@@ -57,7 +57,11 @@ def test_it_opens_without_a_network_and_is_accessible(
     train(folder)
     make_drawing(folder / "strengths")
     write_events(folder, [{"t": 1100.0, "event": "data", "images": 5, "buckets": {"64x64": 3, "48x80": 2}}])
+    write_verified_file(folder)
     page = opened(write(folder, language), shape)
+    narrow = "caption => caption.offsetWidth < 0.6 * caption.parentElement.offsetWidth"
+    assert page.locator("caption").count()  # one once stood there letter by letter
+    assert not page.evaluate(f"[...document.querySelectorAll('caption')].filter({narrow}).length")
     assert page.evaluate("document.documentElement.scrollWidth") == SHAPES[shape][0], "nothing is cut off"
     assert page.evaluate("[...document.images].every(image => image.naturalWidth > 0)")
     ARTEFACTS.mkdir(exist_ok=True)

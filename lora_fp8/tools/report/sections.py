@@ -120,8 +120,9 @@ def _render_verdict(report: Report) -> str:
     """Render the sentence about the held-out loss, as everywhere, and why training ended before its steps."""
     facts = report.contents.log.facts
     lines = [event["text"] for event in (facts.verdict, facts.patience) if isinstance(event.get("text"), str)]
-    risen = " warn" if facts.verdict.get("risen_since") is not None else ""
-    return report.page.paragraph(Joined(" ", lines), f"verdict{risen}") if lines else ""
+    # Risen, or never below that of the base: nothing that a reader should take for a success.
+    doubtful = facts.verdict.get("risen_since") is not None or facts.verdict.get("best") == 0
+    return report.page.paragraph(Joined(" ", lines), "verdict warn" if doubtful else "verdict") if lines else ""
 
 
 def _render_ending(report: Report) -> str:
