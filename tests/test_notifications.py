@@ -102,6 +102,26 @@ def test_a_worker_tells_the_webhook_how_each_job_ended(server: Server, tmp_path:
     assert server.messages[1][2]["kind"] == "caption"
 
 
+def test_the_message_has_what_the_held_out_losses_say(server: Server, tmp_path: Path) -> None:
+    queue = Queue(tmp_path / "home")
+    webhook.write_address(queue.home, server.address)
+    id = queue.submit('name = "cat"\n' + CONFIG)
+    folder = tmp_path / "runs" / "cat"
+    folder.mkdir(parents=True)
+    verdict = {"t": 1.0, "event": "verdict", "step": 9, "best": 5, "text": "Held-out loss was best at step 5 (0.5)."}
+    (folder / "events.jsonl").write_text(json.dumps(verdict) + "\n", encoding="utf-8")
+    queue.store.update(id, folder=str(folder))
+    end(queue, [], id, job_view.Ending("done", Sentence("done", {"files": "cat.safetensors"}), 0))
+    text = server.messages[0][2]["text"]
+    assert text.startswith("cat: ") and text.endswith(". Held-out loss was best at step 5 (0.5).")
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()  # cannot be read: the message is sent all the same
+    again = queue.submit('name = "cat"\n' + CONFIG)
+    queue.store.update(again, folder=str(folder))
+    end(queue, [], again, job_view.Ending("done", Sentence("done", {"files": "cat.safetensors"}), 0))
+    assert "Held-out" not in server.messages[1][2]["text"] and "cat.safetensors" in server.messages[1][2]["text"]
+
+
 @pytest.mark.parametrize(
     ("codes", "sent", "problem"),
     [([503, 503], 3, ""), ([503] * 3, 3, "503"), ([404], 1, "404"), ([302], 1, "302")],

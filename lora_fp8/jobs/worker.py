@@ -34,8 +34,8 @@ from ..common.messages import LANGUAGE, MESSAGE, without_home
 from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..config import read_toml
-from ..errors import Message, UserError, UserErrors, cannot_read, cannot_write, reason
-from ..run import Run, ownership
+from ..errors import Joined, Message, UserError, UserErrors, cannot_read, cannot_write, reason
+from ..run import Run, ownership, run_log
 from ..settings import Section
 from . import job_endings, job_view, procs, run_events, webhook
 from .store import BESIDE, CONFIG, Row, Store, StoreError, now, parse_command
@@ -563,7 +563,8 @@ class Worker:
         if address:
             about = {"job": row.id, "name": row.name, "kind": kind, "state": end.state}
             times = {"launched": row.launched, "ended": now()}
-            self.sender.send(address, webhook.make_body(about, end.sentence.text, **times))
+            line = _add_verdict(end.sentence.text, Path(row.folder)) if row.folder else end.sentence.text
+            self.sender.send(address, webhook.make_body(about, line, **times))
 
     # -- the worker itself
 
@@ -635,3 +636,11 @@ class Worker:
         if line not in self._reported:
             self._reported.add(line)
             self.report(line)
+
+
+def _add_verdict(line: str, folder: Path) -> str:
+    """Return a sentence with what the run's held-out losses say after it, if they say anything."""
+    with contextlib.suppress(OSError):  # the message is sent without it; the run's page says what is wrong with its log
+        if verdict := run_log.read_verdict(folder):
+            return Joined(". ", (line, verdict))
+    return line

@@ -195,6 +195,12 @@ class RunLog:
                 groups.add(step, float(value))
 
 
+def read_verdict(folder: Path) -> str:
+    """Return the newest sentence on the held-out losses of a run; "" if it has none."""
+    text = RunLog(folder / "events.jsonl").read().facts.verdict.get("text")
+    return text if isinstance(text, str) else ""
+
+
 class RunLogs:
     """Logs by run folder. The least recently used are dropped."""
 
