@@ -316,12 +316,16 @@ def test_no_guessing_between_types() -> None:
                 assert len(found) == 1 and found[0].startswith(f"{key}: expected "), (key, value, found)
 
 
+FROM_ABOVE_0_TO_1 = ("objective.t_max", "objective.pyramid_discount")
+"""Settings that accept 1 and not 0."""
+
+
 def test_a_whole_number_is_a_number() -> None:
     for key, field in SETTINGS.items():
         kinds = leaves(field.annotation)
         if float in kinds and int not in kinds:
             limits = [limit for _, bounds in ranges(field) for a, limit in bounds.items() if a in ("lt", "le")]
-            number = 0 if limits and min(limits) <= 1 and key != "objective.t_max" else 1
+            number = 0 if limits and min(limits) <= 1 and key not in FROM_ABOVE_0_TO_1 else 1
             if key in ("optimizer.lr", "optimizer.text_encoder_lr", "optimizer.beta2", "optimizer.d0"):
                 continue  # between 0 and 1 without both: no whole number is accepted
             number = 2 if key == "optimizer.growth_rate" else number
