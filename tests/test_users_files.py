@@ -112,6 +112,9 @@ CASES: dict[str, list[list[str]]] = {
     "download": [["project"], ["project/config.toml"]],
     "recipes": [[], ["sd15"]],
     "estimate": [["project/config.toml"], ["project/config.toml", "--set", "name=received"]],
+    "timesteps": [["project/config.toml"]],
+    "lr-find": [["project/config.toml", "--steps", "60", "--set", "dataset.cache_dir=project"]],
+    "report": [[P], [R], *([folder, "--output", to] for folder in (P, R) for to in ("project/config.toml", LORA, P))],
     "precision": [["project/config.toml", "--pictures", "1", "--layers-only", "--set", "dataset.cache_dir=project"]],
     "train": [["project/config.toml"], ["project/config.toml", "--set", "name=received"]],
     "resume": [[P], [R], ["project/checkpoints"], [P, "--set", "train.steps=4"]],
@@ -161,6 +164,10 @@ CASES: dict[str, list[list[str]]] = {
 }
 """Each command in the ways that could hit a project. Jobs 1 and 2 have project and received run as their folders."""
 MAY_ADD = {"demo": r"project/(demo-sd15-2|cache)(/.*)?", "precision": r"project/(latents|conds)(/.*)?"}
+MAY_ADD |= {
+    "lr-find": MAY_ADD["precision"],
+    "report": r"(project|received)/report\.html",
+}  # where it says that it writes
 SERVERS = ("ui", "mcp")
 """What these serve is in test_users_files_page.py, function by function."""
 
