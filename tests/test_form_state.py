@@ -245,12 +245,12 @@ def test_settings_of_other_architectures_are_told() -> None:
     """Against what the engine's warnings and refusals say of each (see test_families)."""
     of = {
         "sd15": {"objective.min_snr_gamma", "adapter.text_encoder", "preview.negative"},
-        "flux": {"objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"},
-        "qwen_image": {"objective.shift", "objective.timesteps", "preview.negative"},
-        "ideogram4": {"objective.shift", "objective.timesteps"},
-        "wan": {"objective.shift", "objective.timesteps", "preview.negative", "dataset.frames", "preview.frames"},
+        "flux": {"objective.shift", "objective.guidance", "adapter.text_encoder"},
+        "qwen_image": {"objective.shift", "preview.negative"},
+        "ideogram4": {"objective.shift"},
+        "wan": {"objective.shift", "preview.negative", "dataset.frames", "preview.frames"},
         "flux_kontext": {
-            *("objective.shift", "objective.timesteps", "objective.guidance", "adapter.text_encoder"),
+            *("objective.shift", "objective.guidance", "adapter.text_encoder"),
             *("dataset.control_resolution", "preview.controls"),
         },
     }
