@@ -206,8 +206,10 @@ def attempt(
     resolved = problems.collect(lambda: resolve_auto(job, Family))
     if family is None or resolved is None:
         return None, problems
+    num_problems = len(problems.errors)
     problems.collect(family.check_parts)
-    problems.collect(lambda: family.make_objective(job.objective))
+    if len(problems.errors) == num_problems:  # a scheduler that makes no sense is told above
+        problems.collect(lambda: family.make_objective(job.objective))
     layers = problems.collect(lambda: plan_layers(job, family))
     resolved = problems.collect(partial(choose_layouts, resolved, family))
     if resolved is None or report.problems:
