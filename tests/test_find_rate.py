@@ -76,3 +76,14 @@ def test_what_is_suggested_and_said() -> None:
     flat = curve(1.0, 1.0, 0.9995, 1.1)
     assert flat.suggestion is None and "the loss never fell" in "\n".join(flat.lines())
     assert replace(found, factor=1.0).suggestion == 8e-4
+
+
+def test_a_target_of_the_base_itself_is_no_loss_of_the_base(job: Callable[..., Job]) -> None:
+    """With the base's prediction as the target of all images, the base's loss is 0: no rate can improve on it."""
+    own = ("dataset.folders.0.regularization=true", "objective.prior_for_regularization=true")
+    mine = job(*EXACT, *own)
+    session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
+    data, loaded = cache.cache(session), load.load(session)
+    assert find_rate._measure_base(session, data, loaded, 1) == 0.0
+    with pytest.raises(UserError, match="every image is a regularization image"):
+        find_rate.find_rate(mine, steps=3)

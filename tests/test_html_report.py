@@ -189,6 +189,16 @@ def test_previews_are_shown_by_prompt_and_step_and_are_those_that_were_drawn(fol
             assert image.convert("RGB").getpixel((9, 9)) == ((255, 0, 0) if "red" in text else (0, 0, 255))
 
 
+def test_of_many_prompts_it_says_how_many_are_shown(folder: Path) -> None:
+    images = [f"samples/step-000005-{at}.png" for at in range(14)]
+    for image in images:
+        draw(folder / image, "red")
+    prompts = [f"fox {at}" for at in range(14)]
+    write_events(folder, [{"t": 1001.0, "event": "preview", "step": 5, "images": images, "prompts": prompts}])
+    text = read(folder).text("previews")
+    assert "12 of 14 prompts are shown." in text and "fox 11" in text and "fox 12" not in text
+
+
 def test_of_many_steps_the_first_the_last_and_the_best_are_shown() -> None:
     steps = list(range(0, 1001, 10))
     chosen = pictures.choose_steps(steps, 330)

@@ -131,13 +131,7 @@ def set_prediction(draft: Draft, key: str, predicts: str) -> None:
         key: the tool's key.
         predicts: "epsilon" or "v"; "" if the key is off.
     """
-    if not predicts:
-        draft.none(key, remarks.OFF, off=True)
-    elif draft.family and not predicts_noise(draft.family):
-        note = Message("flow-matching models such as {family} predict neither noise nor v", family=draft.family)
-        draft.none(key, note, off=True)
-    else:
-        draft.mapped(key, {"objective.prediction": predicts})
+    set_of_diffusion(draft, key, {"objective.prediction": predicts} if predicts else {})
 
 
 def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
@@ -149,12 +143,7 @@ def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
         heeded: the other tool shifts the noise of flow-matching models too.
     """
     offset = draft.get(key, number)
-    if not offset:
-        draft.none(key, remarks.OFF, off=True)
-    elif predicts_noise(draft.family):
-        draft.mapped(key, {"objective.noise_offset": float(offset)})
-    elif draft.family and not heeded:
-        note = Message("flow-matching models such as {family} have no noise offset, there or here", family=draft.family)
-        draft.none(key, note, off=True)
-    else:
+    if offset and heeded and not predicts_noise(draft.family):
         draft.none(key, NO_NOISE)
+    else:
+        set_of_diffusion(draft, key, {"objective.noise_offset": float(offset)} if offset else {})

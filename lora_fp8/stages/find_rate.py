@@ -17,7 +17,7 @@ import torch
 
 from .. import adapters
 from ..distributed.processes import Processes
-from ..errors import Joined, Message, UserError
+from ..errors import Joined, Message, RunFailure, UserError
 from ..plan import plan as planning
 from ..settings import Job
 from ..training import optim
@@ -26,10 +26,11 @@ from .fit_memory import fit_memory
 from .load import Loaded, load
 from .measure import find_layers_to_move
 from .preflight import preflight
+from .prior import with_prior_targets
 from .progress import Progress
 from .resume import State
-from .session import Session, UnwrittenRun
-from .step import compute_gradient_, diffusion_loss
+from .session import Session, UnwrittenRun, explain_errors
+from .step import add_noise, compute_gradient_, predict_and_compare
 
 STEPS = 120
 LOWEST, HIGHEST = 1e-5, 1e-1
@@ -73,12 +74,12 @@ class RateTest:
 
     @property
     def lowest(self) -> Point:
-        """The point with the lowest ratio."""
+        """Return the point with the lowest ratio."""
         return min(self.points, key=lambda point: point.ratio)
 
     @property
     def suggestion(self) -> float | None:
-        """The suggested `optimizer.lr`, rounded to one digit; None if the curve shows no minimum."""
+        """Return the suggested `optimizer.lr`, rounded to one digit; None if the curve shows no minimum."""
         lowest = self.lowest
         if lowest.ratio > 1 - LEAST_FALL or self.still_falls:
             return None
@@ -86,7 +87,7 @@ class RateTest:
 
     @property
     def still_falls(self) -> bool:
-        """True if the ratio is lowest at the end, so that the highest rate was not high enough."""
+        """Return True if the ratio is lowest at the end, so that the highest rate was not high enough."""
         return self.lowest is self.points[-1]
 
     def to_json(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def find_rate(
 
     Raises:
         UserError: the job has a problem, or its optimizer finds its rate itself.
-        RunFailure: the first batch does not fit, or the base model is broken.
+        RunFailure: the memory or the disk is too small, or the base model is broken.
     """
     if job.optimizer.name == "prodigy":
         raise UserError(Message("optimizer.name = 'prodigy' finds its learning rate by itself"))
@@ -168,11 +169,21 @@ def find_rate(
     session = Session(plan, UnwrittenRun(echo), processes, shows_progress=shows_progress)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
-    data = cache(session)
-    session = fit_memory(session)
-    loaded = load(session, find_layers_to_move(session, data, resume=False))
-    preflight(session, data, loaded, State())
-    points = _measure(session, data, loaded, ends)
+    with explain_errors(session.run, processes.device):
+        data = cache(session)
+        session = fit_memory(session)
+        loaded = load(session, find_layers_to_move(session, data, resume=False))
+        preflight(session, data, loaded, State())
+        points = _measure(session, data, loaded, ends)
+    if points and not any(point.base_loss for point in points):
+        raise UserError(
+            Message(
+                "objective.prior_for_regularization: every image is a regularization image, whose target is the base's "
+                "own prediction, so no learning rate improves on it"
+            )
+        )
+    if not points:
+        raise RunFailure(Message("the gradient of the first step is not finite; is the base model whole?"))
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
     return RateTest(
         plan.family.title, loaded.layers.summary().splitlines()[0], factor, optim.lr(job.optimizer), tuple(points)
@@ -197,7 +208,8 @@ def _measure(session: Session, data: Data, loaded: Loaded, ends: tuple[float, fl
             loaded.amax.end_step_(session.processes.max_)
             loss_sum = SMOOTHING * loss_sum + gradient.loss
             base_sum = SMOOTHING * base_sum + base_loss
-            points.append(Point(lr, gradient.loss, base_loss, loss_sum / base_sum))
+            # A batch of regularization images alone, whose target is the base's prediction, has no loss of the base.
+            points.append(Point(lr, gradient.loss, base_loss, loss_sum / base_sum if base_sum else 1.0))
             session.run.log_event("rate", step=step, **asdict(points[-1]))
             progress.update(step, gradient.loss, lr)
             if points[-1].ratio > END:
@@ -207,15 +219,20 @@ def _measure(session: Session, data: Data, loaded: Loaded, ends: tuple[float, fl
 
 @torch.no_grad()
 def _measure_base(session: Session, data: Data, loaded: Loaded, step: int) -> float:
-    """Return the base's mean loss for the batches of a step: the same images, noise and timesteps."""
-    accumulate = session.job.train.accumulate
+    """Return the base's mean loss for the batches of a step: the same images, noise, timesteps and targets.
+
+    Where the base's own prediction is the target (see `prior`), its loss is 0; so the pass of a class word is left out.
+    """
+    job, family = session.job, session.family
+    positions = range((step - 1) * job.train.accumulate, step * job.train.accumulate)
     total, count = 0.0, 0
     with adapters.disabled(loaded.adapted):
-        for position in range((step - 1) * accumulate, step * accumulate):
+        for position in positions:
             batch = data.loader.micro(step, position)
             assert batch is not None  # one process, which has every sample
-            guidance = session.job.objective.guidance
-            losses_B = diffusion_loss(session.family, loaded.denoiser, loaded.objective, batch, guidance, loaded.text)
+            noised = add_noise(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, loaded.text)
+            noised = with_prior_targets(family, loaded, job.objective, batch, noised)
+            losses_B = predict_and_compare(family, loaded.denoiser, loaded.objective, noised)
             total += (losses_B.cpu() * torch.tensor(batch.weights)).sum().item()
             count += batch.total
     return total / count

@@ -113,11 +113,12 @@ def render(run: Run, language: str, drawn: Sequence[Path] = ()) -> str:
 def _collect(contents: Contents, page: Page, drawn: Sequence[Path]) -> sections.Report:
     """Choose the images that the report shows, and inline them."""
     run, best = contents.run, contents.best
-    previews = pictures.list_previews(run, contents.log)[: pictures.MOST_PROMPTS]
+    every = pictures.list_previews(run, contents.log)
+    previews = every[: pictures.MOST_PROMPTS]
     steps = sorted({step for preview in previews for step in preview.files})
     steps = pictures.choose_steps(steps, best[0] if best else None)
     strengths = [grid for place in pictures.find_drawings(run, drawn) if (grid := pictures.read_drawing(place))]
     album = pictures.Album()
     album.add(pictures.order_by_weight(previews, steps))
     album.add(path for grid in strengths for _, files in grid.rows for path in files.values())
-    return sections.Report(contents, page, previews, steps, strengths, album)
+    return sections.Report(contents, page, previews, len(every), steps, strengths, album)

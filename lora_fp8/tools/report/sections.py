@@ -70,6 +70,8 @@ class Report:
     contents: Contents
     page: Page
     previews: list[pictures.Preview]
+    num_prompts: int
+    """prompts that have previews, of which `previews` may leave some out"""
     steps: list[int]
     strengths: list[pictures.Strengths]
     album: pictures.Album
@@ -255,19 +257,16 @@ def render_previews(report: Report) -> str:
     if not previews:
         return ""
     drawn = {step for preview in previews for step in preview.files}
-    notes: list[object] = []
+    notes: list[str] = []
+    if len(previews) < report.num_prompts:
+        notes.append(Message("{shown} of {drawn} prompts are shown.", shown=len(previews), drawn=report.num_prompts))
     if len(report.steps) < len(drawn):
         notes.append(Message("{shown} of {drawn} steps are shown.", shown=len(report.steps), drawn=len(drawn)))
     if any("clips" in event for event in report.contents.log.facts.previews.values()):
         notes.append(Message("Of clips, the first frame is shown."))
     rows = "".join(_render_prompt(report, preview) for preview in previews)
-    body = f"{rows}{page.paragraph(Joined(' ', [*map(str_of, notes), *_describe_limits(report)]), 'dim')}"
+    body = f"{rows}{page.paragraph(Joined(' ', [*notes, *_describe_limits(report)]), 'dim')}"
     return page.section(Message("Previews"), body, "previews")
-
-
-def str_of(text: object) -> str:
-    """Return a text; a message stays one."""
-    return text if isinstance(text, str) else str(text)
 
 
 def _describe_limits(report: Report) -> list[str]:
@@ -488,7 +487,7 @@ def render_quantization(report: Report) -> str:
 def render_warnings(report: Report) -> str:
     """Render the warnings of the run, those of its images among them."""
     page, facts = report.page, report.contents.log.facts
-    texts = list(dict.fromkeys(str_of(event.get("text", "")) for event in facts.warnings))
+    texts = list(dict.fromkeys(event["text"] if isinstance(event.get("text"), str) else "" for event in facts.warnings))
     items = "".join(f"<li>{page.say(text)}</li>" for text in texts[-MOST_WARNINGS:])
     more = len(texts) - MOST_WARNINGS
     rest = (
