@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -553,6 +554,23 @@ def test_each_ending_has_its_code(
     monkeypatch.setattr(train, "run", lambda *_, **__: (_ for _ in ()).throw(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError):
         ask("train", path)
+
+
+def test_an_interrupt_that_a_library_makes_its_own_error_is_an_interrupt(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers, interrupted while it imports a part, says that the part's requirements are not defined."""
+
+    def run(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ModuleNotFoundError("Could not import module") from None
+
+    monkeypatch.setattr(train, "run", run)
+    answer = ask("train", job_file())
+    assert (answer.code, answer.err.strip()) == (130, "interrupted")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(

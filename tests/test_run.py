@@ -443,6 +443,18 @@ def test_a_signal_while_training_is_kept_for_the_end_of_the_step(monkeypatch):
             signalled(stop, signal.SIGINT)  # somebody means it
 
 
+def test_a_stop_that_is_taken_for_another_error_is_a_stop():
+    """As a check does that reads a config of a library: any error there means that the file is wrong."""
+    stop = StopSignal()
+    with pytest.raises(Stopped, match="before the first step"), stop.watching():
+        try:
+            signalled(stop, signal.SIGINT)
+        except Exception as error:
+            raise UserError(f"config.json does not describe a model ({error})") from error
+    with pytest.raises(UserError, match="wrong"), StopSignal().watching():
+        raise UserError("wrong")
+
+
 def test_a_signal_does_not_cut_an_exchange_in_two():
     stop = StopSignal()
     done = []

@@ -11,6 +11,7 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,15 +98,26 @@ def guarded(action: Callable[[], Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a character that the terminal lacks must not end a training
             stream.reconfigure(errors="backslashreplace")
+    pressed: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread, which alone is interrupted
+            signal.signal(signal.SIGINT, interrupt)
     try:
         action()
-    except UserError as error:
-        _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail(Message("interrupted"), 130)
     except Exception as error:
         from ..errors import RunFailure, Stopped
 
+        if pressed:  # a library that was being imported makes an error of its own of it
+            _fail(Message("interrupted"), 130)
+        if isinstance(error, UserError):
+            _fail(str(error), 2)
         if isinstance(error, Stopped):
             _fail(str(error), 75)
         if isinstance(error, RunFailure):
@@ -114,6 +126,9 @@ def guarded(action: Callable[[], Any]) -> None:
             message = Message("{path}: {why}", path=os.fsdecode(error.filename), why=reason(error))
             _fail(message, 2 if error.errno in REFUSED else 3)
         raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 for group in (new, training, base_models, lora_files, drawing, reports, images, programs, jobs):

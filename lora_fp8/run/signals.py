@@ -28,7 +28,8 @@ class StopSignal:
         self.requested = False
         self.at_once: str | None = STOPPED_EARLY
         self._first = 0.0
-        self._raised = self._held = False
+        self._raised: str | None = None  # the message of the stop that was raised
+        self._held = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -39,10 +40,25 @@ class StopSignal:
             yield
             return
         try:
-            yield
+            with self.recognised():
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def recognised(self) -> Iterator[None]:
+        """Raise Stopped for whatever the block makes of a stop at once.
+
+        The stop is raised wherever the program is, so also in a library or a check that takes any error for one of its
+        own, such as a config that cannot be read.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._raised is None or isinstance(error, Stopped):
+                raise
+            raise Stopped(self._raised) from error
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -65,6 +81,6 @@ class StopSignal:
         self._raise_if_at_once()
 
     def _raise_if_at_once(self) -> None:
-        if self.requested and self.at_once is not None and not self._held and not self._raised:
-            self._raised = True
+        if self.requested and self.at_once is not None and not self._held and self._raised is None:
+            self._raised = self.at_once
             raise Stopped(self.at_once)
