@@ -562,14 +562,18 @@ def test_an_interrupt_that_a_library_makes_its_own_error_is_an_interrupt(
     """transformers, interrupted while it imports a part, says that the part's requirements are not defined."""
 
     def run(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def hide(*_: object, **__: object) -> None:
         try:
-            signal.raise_signal(signal.SIGINT)
+            run()
         except KeyboardInterrupt:
             raise ModuleNotFoundError("Could not import module") from None
 
-    monkeypatch.setattr(train, "run", run)
-    answer = ask("train", job_file())
-    assert (answer.code, answer.err.strip()) == (130, "interrupted")
+    for interrupted in (run, hide):
+        monkeypatch.setattr(train, "run", interrupted)
+        answer = ask("train", job_file())
+        assert (answer.code, answer.err.strip()) == (130, "interrupted")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

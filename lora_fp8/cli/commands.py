@@ -81,6 +81,8 @@ def _run() -> None:
             print(error, file=sys.stderr)
             sys.exit(2)
         raise UserError(explain(error)) from None
+    if code == 130:  # what typer makes of Ctrl-C, without a word
+        raise KeyboardInterrupt
     if isinstance(code, int):
         sys.exit(code)
 
