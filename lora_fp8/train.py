@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import config
+from .common.progress import show_images
 from .common.shell import quote_path
 from .distributed.processes import Elsewhere, Processes, find_unused_gpus
 from .errors import Message, RunFailure, Stopped, UserError
@@ -76,7 +77,8 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 if processes.is_main:
                     ownership.require_startable(folder, resume=resume)
                 # All problems are reported before a run folder exists.
-                plan = planning.make(job, processes.device, world=processes.world, resume=resume)
+                count = show_images() if progress and processes.is_main else None
+                plan = planning.make(job, processes.device, world=processes.world, resume=resume, progress=count)
                 warnings = disk_space.require(plan.writes(processes.world)) if processes.is_main else []
             with processes.together():
                 text = config.dumps(plan.job)

@@ -23,9 +23,10 @@ from lora_fp8.common.writing import atomic_write
 from lora_fp8.families import _released
 from lora_fp8.families.sources import BaseDescription, parse
 from lora_fp8.plan import dry_run, training_memory
-from lora_fp8.plan.placement import place_images, scan
+from lora_fp8.plan.placement import place_images
 from lora_fp8.plan.plan import Plan, plan_layers
 from lora_fp8.plan.resolve import resolve_auto
+from lora_fp8.plan.scan import scan
 from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.settings import Job
 
@@ -72,7 +73,7 @@ def make_plan(name: str, folder: Path, values: dict[str, Any]) -> Plan:
     job = make_job(name, folder, values)
     base = BaseDescription(parse(job.model.path), unanswered="not asked")
     family = _released.make(families.get(name), job.model, base, device="cpu", dtype=DTYPES[job.model.dtype])
-    placed = place_images(job, scan(job, families.get(name)))
+    placed = place_images(job, scan(job))
     return Plan(job, family, placed, plan_layers(job, family))
 
 

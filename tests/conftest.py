@@ -118,13 +118,12 @@ def _has_cuda() -> bool:
 
 @pytest.fixture(autouse=True, scope="session")
 def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The queue of whoever runs the tests is not touched, by commands in processes of their own neither."""
-    before = os.environ.get("LORA_FP8_HOME")
-    os.environ["LORA_FP8_HOME"] = str(tmp_path_factory.mktemp("queue"))
-    yield
-    os.environ.pop("LORA_FP8_HOME")
-    if before is not None:
-        os.environ["LORA_FP8_HOME"] = before
+    """The queue and the cache of whoever runs the tests are not touched, not even by commands that tests start."""
+    places = {"LORA_FP8_HOME": "queue", "XDG_CACHE_HOME": "cache"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, folder in places.items():
+            patch.setenv(name, str(tmp_path_factory.mktemp(folder)))
+        yield
 
 
 def _freeze() -> None:

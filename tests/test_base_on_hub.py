@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, families, train
 from lora_fp8.common import messages
+from lora_fp8.common.system import cache_folder
 from lora_fp8.errors import UserError
 from lora_fp8.families import _components, _released, sources
-from lora_fp8.families.sources import BaseDescription, headers, hosts, known_bases, remembered
+from lora_fp8.families.sources import BaseDescription, headers, hosts, known_bases
 from lora_fp8.plan import plan as planning
 from lora_fp8.plan import resolve
 from lora_fp8.plan.check import Check, check
@@ -111,7 +112,7 @@ def test_headers_alone_are_transferred(hub: HubServer, offered: Repository, monk
     assert sources.describe("org/tiny").problems == ()
     length = int.from_bytes((offered.folder / weight).read_bytes()[:8], "little")
     assert hub.bytes_sent(file=weight) == 8 + length
-    shutil.rmtree(remembered.cache_folder())
+    shutil.rmtree(cache_folder())
     offered.faults.no_range = True
     hub.forget()
     assert sources.describe("org/tiny").problems == ()
@@ -589,7 +590,7 @@ def test_civitai(
         assert described.headers[file.name].tensors
     assert hub.downloads() == []
     offered.login = True
-    shutil.rmtree(remembered.cache_folder())
+    shutil.rmtree(cache_folder())
     assert "CIVITAI_TOKEN" in only_problem(sources.describe("civitai:345"))
     monkeypatch.setenv("CIVITAI_TOKEN", TOKEN)
     assert sources.describe("civitai:345").problems == ()

@@ -10,7 +10,8 @@ import pytest
 from PIL import Image, ImageFilter
 
 from lora_fp8 import cli, config, families
-from lora_fp8.data import buckets, caption_operations, captions, decoding, diagnosis, doctor, measurements
+from lora_fp8.common import stamps
+from lora_fp8.data import buckets, caption_operations, captions, decoding, diagnosis, doctor
 from lora_fp8.settings import Dataset
 
 
@@ -269,29 +270,23 @@ def test_folders_of_a_config_are_weighed_with_their_repeats(folder: Path, tmp_pa
 
 
 def test_what_is_remembered_is_measured_again_when_the_file_changes(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    measured = []
-    measure = measurements.measure_pixels
-    monkeypatch.setattr(doctor, "measure_pixels", lambda image, rgb: measured.append(rgb.size) or measure(image, rgb))
-    looked_at = []
-    look = decoding.light_of
-    monkeypatch.setattr(decoding, "light_of", lambda image, rgb: looked_at.append(rgb.size) or look(image, rgb))
+    monkeypatch.setattr(stamps, "SETTLED", 0.0)
+    decoded: list[str] = []
+    look = decoding._look
+    monkeypatch.setattr(decoding, "_look", lambda path, *rest: decoded.append(path.name) or look(path, *rest))
     for seed in range(3):
         put(Image.new("L", (320, 320), 100 * seed), tmp_path / f"masks/good{seed}.png")
-    memory, masked = tmp_path / "memory/facts.json", [{"path": str(folder), "mask": str(tmp_path / "masks")}]
+    memory, masked = tmp_path / "memory", [{"path": str(folder), "mask": str(tmp_path / "masks")}]
     first = examined(folder, remember=memory, folders=masked)
-    assert len(measured) == 4 and len(looked_at) == 3 and "black all over" in str(by_kind(first)["mask"])
+    assert len(decoded) == 7 and "black all over" in str(by_kind(first)["mask"])
     assert examined(folder, remember=memory, folders=masked).to_json() == first.to_json()
-    assert len(measured) == 4 and len(looked_at) == 3
+    assert len(decoded) == 7
     put(Image.new("L", (320, 320), 7), tmp_path / "masks/good0.png")
     assert "black" not in str(by_kind(examined(folder, remember=memory, folders=masked))["mask"])
-    assert len(measured) == 4 and len(looked_at) == 4
+    assert decoded[7:] == ["good0.png"]
     picture(9, (300, 500)).save(folder / "good2.png")
     assert {"file": "good2.png", "width": 300, "height": 500} in examined(folder, remember=memory).pictures
-    assert len(measured) == 5
-    for times, other in enumerate((b"{torn", b'{"of": "something else"}', b"[1]"), start=1):
-        memory.write_bytes(other)
-        examined(folder, remember=memory)
-        assert len(measured) == 5 + 4 * times
+    assert decoded[8:] == ["good2.png"]
 
 
 def test_looking_changes_nothing(folder: Path, tree_hash) -> None:
@@ -340,9 +335,7 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
     helped = ("--trigger", "zibo 😀", "--set", "dataset.missing_caption=trigger")
     assert ask(monkeypatch, capfd, "dataset", folder, *helped)[0] == 0
-    code, out, err = ask(
-        monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512", "--remember", tmp_path / "f"
-    )
+    code, out, err = ask(monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512")
     told = json.loads(out)
     assert code == 2 and not told["ok"] and told["findings"][0]["files"][0]["file"] == "odd.png"
     assert json.loads(err.splitlines()[-1]) == {"event": "progress", "done": 5, "total": 5}

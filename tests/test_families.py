@@ -32,6 +32,7 @@ from original_code import bfl_tensors, ldm_names, ldm_vae, open_clip
 from safetensors.torch import load_file, save_file
 
 from lora_fp8 import config, families, precision
+from lora_fp8.common import stamps
 from lora_fp8.config import find_unused_settings
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.families import _checks, _files, base
@@ -937,7 +938,7 @@ def book(tmp_path, monkeypatch):
     """A book of hashes of its own, and `reads`, the files that were really read; every size is worth keeping."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(_files, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(_files, "SETTLED", 0.0)
+    monkeypatch.setattr(stamps, "SETTLED", 0.0)
     original, reads = _files._sha256, []
     monkeypatch.setattr(_files, "_sha256", lambda path: reads.append(path.name) or original(path))
     _files._file_digest.cache_clear()
@@ -1029,9 +1030,9 @@ def test_a_book_that_cannot_be_written_is_said_and_the_hash_is_right(book, tmp_p
 def test_the_book_keeps_large_files_only_that_have_lain_still_and_not_for_ever(book, tmp_path, monkeypatch):
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
-    monkeypatch.setattr(_files, "SETTLED", 3600.0)
+    monkeypatch.setattr(stamps, "SETTLED", 3600.0)
     _files.digest([("x", path)])
-    monkeypatch.setattr(_files, "SETTLED", 0.0)
+    monkeypatch.setattr(stamps, "SETTLED", 0.0)
     monkeypatch.setattr(_files, "WORTH_KEEPING", 1001)
     book.new_process()
     _files.digest([("x", path)])

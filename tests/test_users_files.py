@@ -141,7 +141,7 @@ CASES: dict[str, list[list[str]]] = {
     "submit": [["project/config.toml", "--no-worker"], [P, "--no-worker"], [R, "--no-worker"]],
     "stop": [[P], [R], ["1"], ["2"]],
     "worker": [["--idle", "0"]],
-    "dataset look": [[P], ["project/config.toml"], [P, "--remember", "project/config.toml"]],
+    "dataset look": [[P], ["project/config.toml"]],
     "dataset edit": [[P, "--set", "x", "--dry-run"], ["project/photos", "--remove-tag", "absent"]],
     "dataset images": [
         [P],

@@ -1,12 +1,11 @@
 """A folder of images and videos for the Dataset page: captions and tags, the doctor's report, captioning jobs.
 
 Captions are read from disk whenever it has changed, so that edits by other programs show. Everything that decodes
-images runs in a process of its own (`lora-fp8 dataset`), one at a time. Its measurements are kept below home, keyed by
-the files' sizes and times.
+images runs in a process of its own (`lora-fp8 dataset`), one at a time. It remembers what it found, so that
+the next time is quick.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import posixpath
@@ -211,11 +210,9 @@ class Examination:
         self.done = self.total = 0
         self.files: tuple[Any, ...] | None = None
         self.begun = time.monotonic()
-        key = hashlib.blake2b(str(folder).encode(errors="surrogateescape"), digest_size=12).hexdigest()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
         self._command += ["--family", purpose.family, "--resolution", str(purpose.resolution)]
         self._command += [f"--mask={purpose.mask}"]
-        self._command += ["--remember", str(place.home / "examined" / f"{key}.json")]
         self._command += [part for setting in purpose.settings for part in ("--set", setting)]
         threading.Thread(target=self._run, daemon=True).start()
 

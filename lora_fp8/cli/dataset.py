@@ -49,19 +49,13 @@ def look(
     ),
     trigger: str = typer.Option("", help="Trigger word, for a folder."),
     mask: str = typer.Option("", help="Masks of a folder: a folder or a name pattern, as in dataset.folders."),
-    remember: Path | None = typer.Option(
-        None, metavar="FILE", help="File for the measurements, which makes the next call fast."
-    ),
     as_json: bool = JSON,
 ) -> None:
     """List facts and problems of a dataset. It covers sizes, buckets, crops, duplicates, tags and anything unusual."""
     from .. import config, errors, families, settings
-    from ..data import doctor, measurements
+    from ..common.progress import show_images
+    from ..data import doctor, look_memory
 
-    if remember and remember.exists() and not measurements.is_remembered(remember):
-        raise errors.UserError(
-            Message("--remember: {path} exists already and holds no measurements. Name another file", path=remember)
-        )
     if not target.exists():
         raise errors.UserError(
             Message("{path}: no such folder or config file (looked in {where})", path=target, where=Path.cwd())
@@ -88,7 +82,8 @@ def look(
     purpose = doctor.Target.of(job, families.get(family))
     if resolution:
         purpose = replace(purpose, resolution=resolution)
-    report = doctor.examine(section, purpose, remember=remember, progress=_look_progress if as_json else None)
+    show = _look_progress if as_json else show_images()
+    report = doctor.examine(section, purpose, remember=look_memory.default_folder(), progress=show)
     if as_json:
         print_json(report.to_json())
     else:

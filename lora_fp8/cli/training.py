@@ -25,11 +25,12 @@ def add_to(app: typer.Typer) -> None:
 def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Check config, images and base model files. No model is loaded."""
     from .. import errors
+    from ..common.progress import show_images
     from ..plan.check import Check
     from ..plan.check import check as check_job
 
     try:
-        result = check_job(load_config(config_file, overrides))
+        result = check_job(load_config(config_file, overrides), show_images())
     except errors.UserError as error:
         if not as_json:
             raise
@@ -116,6 +117,7 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     job = load_config(config_file, overrides)
     import torch
 
+    from ..common.progress import show_images
     from ..plan import plan as planning
     from ..plan import resolve
     from ..plan.estimate import estimate as estimate_plan
@@ -125,7 +127,7 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     folder = resolve.get_run_folder(job)
     if not ownership.is_run(folder):  # an existing run may be estimated again
         ownership.require_new(folder)
-    plan = planning.make(job, base=resolve.describe_for_estimate(job))
+    plan = planning.make(job, base=resolve.describe_for_estimate(job), progress=show_images())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     estimated = estimate_plan(plan, device.type, free_bytes(device))
     if as_json:

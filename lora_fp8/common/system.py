@@ -45,6 +45,12 @@ def detached() -> dict[str, Any]:
     return {"creationflags": sum(getattr(subprocess, name, 0) for name in names)}
 
 
+def cache_folder() -> Path:
+    """Return the folder for what the program remembers between runs; it may not exist yet."""
+    default = os.environ.get("LOCALAPPDATA") or "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8"
+
+
 def let_gpu_memory_grow() -> None:
     """Let torch enlarge blocks of GPU memory instead of adding new ones, unless the environment says how it allocates.
 

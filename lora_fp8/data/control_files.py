@@ -8,9 +8,10 @@ from pathlib import Path
 
 from .. import settings
 from ..errors import Message, Plural, about
-from .decoding import EXTENSIONS, look_all
+from .decoding import EXTENSIONS
 from .examples import Control, ScanReport
 from .image_files import CONTROLS, edits_along, list_beside
+from .look_memory import LookMemory
 from .scan_notes import as_text, list_names
 
 
@@ -19,6 +20,7 @@ def find_controls(
     images: list[tuple[int, Path, Path, Path | None]],
     num_controls: tuple[int, int] | None,
     report: ScanReport,
+    memory: LookMemory,
 ) -> list[tuple[Control, ...] | None]:
     """Return the control images of each found image; None where they have a problem, which is added to the report."""
     answers: list[tuple[Control, ...] | None] = []
@@ -29,7 +31,7 @@ def find_controls(
             if number == index
         }
         excluded = report.excluded.get(Path(os.path.expanduser(folder.path)), set())
-        answers += _controls_in(folder.control, pictures, excluded, section, num_controls, report)
+        answers += _controls_in(folder.control, pictures, excluded, num_controls, report, memory)
     return answers
 
 
@@ -37,9 +39,9 @@ def _controls_in(
     control: str,
     pictures: dict[Path, str],
     excluded: set[str],
-    section: settings.Dataset,
     num_controls: tuple[int, int] | None,
     report: ScanReport,
+    memory: LookMemory,
 ) -> Iterable[tuple[Control, ...] | None]:
     """Return the control images of each image of one folder entry, as `find_controls` does.
 
@@ -47,19 +49,20 @@ def _controls_in(
         control: the entry's folder of control images; "" if there is none.
         pictures: the entry's images, and their paths in its folder without extension.
         excluded: such paths of the images that the entry's folder excludes, whose control images are not used.
-        section, num_controls: as in `scan`.
+        num_controls: as in `scan`.
         report: takes the problems and warnings.
+        memory: decodes the files.
     """
     if not control:
         return [()] * len(pictures)
-    files = list_beside(CONTROLS, Path(os.path.expanduser(control)), section, report)
+    files = list_beside(CONTROLS, Path(os.path.expanduser(control)), memory.section, report)
     stems = {*pictures.values(), *excluded}
     named = {stem: _controls_of(stem, stems, files) for stem in stems}
     unused = {member for stem in excluded for candidates in named[stem] for member in candidates}
     beside = {path: [member for candidates in named[stem] for member in candidates] for path, stem in pictures.items()}
     edits = edits_along(beside, report)
     used = sorted(edits)
-    looks = dict(zip(used, look_all(used, section, edits=edits), strict=True))
+    looks = dict(zip(used, memory.look_all(used, edits=edits), strict=True))
     for path, look in looks.items():
         if look.error:
             report.problems.append(Message("control picture {line}", line=about(path, look.error)))
@@ -119,11 +122,15 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
 
 
 def preview_controls(
-    section: settings.Preview, dataset: settings.Dataset, num_controls: tuple[int, int] | None
+    section: settings.Preview,
+    dataset: settings.Dataset,
+    num_controls: tuple[int, int] | None,
+    memory: LookMemory | None = None,
 ) -> tuple[list[tuple[Control, ...]], list[str]]:
     """Find the control images of each preview.
 
     Each entry of `preview.controls` is a file (one control image) or a folder (all images in it, sorted by name).
+    `memory` decodes them.
 
     Returns:
         The control images of each preview, and the problems with them.
@@ -137,7 +144,7 @@ def preview_controls(
             seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `walk` does
             names = sorted(name for name in seen if name.suffix.lower() in EXTENSIONS)
         controls = []
-        for name, look in zip(names, look_all(names, dataset), strict=True):
+        for name, look in zip(names, (memory or LookMemory(dataset)).look_all(names), strict=True):
             if look.error:
                 problems.append(
                     Message("preview.controls.{number}: {line}", number=i, line=about(as_text(name), look.error))

@@ -35,7 +35,8 @@ from .caption_style import find_sentences_used_as_tags, shorten
 from .caption_variants import countable
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
-from .measurements import Facts, Memory, measure_pixels
+from .look_memory import LookMemory
+from .measurements import PIXELS, Facts, to_facts
 
 SAME_BITS = 10
 """Largest number of differing bits, of 256, between near-duplicates."""
@@ -103,18 +104,19 @@ def examine(
     Args:
         section: `[dataset]`.
         target: what the images are for.
-        remember: file that keeps measured facts, so that the next examination of the same images is quick.
+        remember: folder that keeps what was measured, so that the next examination of the same images is quick; None
+            keeps nothing.
         progress: called with (images done, images in all).
 
     Raises:
-        UserError: the bucket numbers contradict each other, or `remember` cannot be written.
+        UserError: the bucket numbers contradict each other.
     """
     findings = Findings()
     images, names, listed = _list_images(section, findings)
-    memory = Memory(remember, section, listed.edits)
-    facts = memory.facts("pictures", [path for _, _, path, _ in images], measure_pixels, progress)
+    memory = LookMemory(section, remember, progress)
+    facts = [to_facts(look) for look in memory.look_all([path for _, _, path, _ in images], PIXELS, listed.edits)]
     of_masks = ScanReport(edits=listed.edits, excluded=listed.excluded)
-    masks = _look_at_masks(section, target.unmasked_weight, images, facts, memory, of_masks)
+    masks = _look_at_masks(target.unmasked_weight, images, facts, memory, of_masks)
     findings.add_report("mask", of_masks)
     own = _own_names(images, names)
     damaged = _look_at_edits(section, images, names, findings)
@@ -235,19 +237,18 @@ def _look_at_clip(
 
 
 def _look_at_masks(
-    section: settings.Dataset,
     unmasked_weight: float,
     images: list[Any],
     facts: list[Facts],
-    memory: Memory,
+    memory: LookMemory,
     report: ScanReport,
 ) -> list[Mask | None]:
     """Find the mask of each image. The report, which has the edits, takes the problems exactly as in training."""
     seen = [
-        None if fact.error else mask_files.Seen(fact.whole, fact.sha256, _is_clip(fact, section), fact.opacity)
+        None if fact.error else mask_files.Seen(fact.whole, fact.sha256, _is_clip(fact, memory.section), fact.opacity)
         for fact in facts
     ]
-    return mask_files.find_masks(section, unmasked_weight, images, seen, report, memory.masks)
+    return mask_files.find_masks(memory.section, unmasked_weight, images, seen, report, memory)
 
 
 def _look_at_files(

@@ -36,9 +36,10 @@ from .buckets import same_shape
 from .caption_style import warn_of_sentences
 from .caption_text import choice_in, read_lines, trained_caption, with_trigger
 from .control_files import find_controls, preview_controls
-from .decoding import EXTENSIONS, Looked, look_all, opacity_of
+from .decoding import EXTENSIONS, Looked
 from .examples import Control, Example, ScanReport
 from .image_files import list_folder, warn_of_nested
+from .look_memory import OPACITY, LookMemory
 from .mask_files import find_masks, from_look
 from .scan_notes import to_warnings
 
@@ -49,6 +50,7 @@ def scan(
     previews: settings.Preview | None = None,
     clip_rate: int | None = None,
     unmasked_weight: float = settings.Objective().unmasked_weight,
+    memory: LookMemory | None = None,
 ) -> ScanReport:
     """Check every image, caption, control image and mask of the dataset.
 
@@ -60,12 +62,14 @@ def scan(
         previews: the `[preview]` section, whose control images are checked too.
         clip_rate: frames per second of the clips that the model draws, 0 if it draws none; None skips the check.
         unmasked_weight: the job's `objective.unmasked_weight`; if it is 0, a mask that is black all over is a problem.
+        memory: decodes the files, and knows those that were decoded before; None decodes all of them.
 
     Returns:
         The report. Faulty files never raise: all problems are reported together. Examples are in the order of the
         folders in the config, then sorted by path.
     """
     report = ScanReport()
+    memory = memory or LookMemory(section)
     if not section.folders:
         report.problems.append(
             Message("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
@@ -76,9 +80,9 @@ def scan(
         entries += list_folder(index, section, report, clip_rate)
     transparent = any(folder.mask == "alpha" for folder in section.folders)
     paths = [path for _, _, path, _ in entries]
-    looks = list(look_all(paths, section, opacity_of if transparent else None, report.edits))
-    controls = find_controls(section, entries, num_controls, report)
-    masks = find_masks(section, unmasked_weight, entries, [from_look(look) for look in looks], report)
+    looks = memory.look_all(paths, OPACITY if transparent else None, report.edits)
+    controls = find_controls(section, entries, num_controls, report, memory)
+    masks = find_masks(section, unmasked_weight, entries, [from_look(look) for look in looks], report, memory)
     notes: dict[str, list[str]] = defaultdict(list)
     for (index, root, path, caption_path), look, given, mask in zip(entries, looks, controls, masks, strict=True):
         folder = section.folders[index]
@@ -115,7 +119,7 @@ def scan(
     _note_copies(report, notes)
     _sum_up(report, notes, section)
     if previews is not None:
-        report.problems += preview_controls(previews, section, num_controls)[1]
+        report.problems += preview_controls(previews, section, num_controls, memory)[1]
     _sum_up_skipped(report)
     return report
 

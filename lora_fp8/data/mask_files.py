@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import settings
 from ..errors import Message, Plural
 from .buckets import Placed, same_shape
-from .decoding import BLACK, Light, Looked, light_of, look_all
+from .decoding import BLACK, Light, Looked
 from .examples import Mask, ScanReport
-from .image_edits import ImageEdit
 from .image_files import MASKS, edits_along, list_beside, masked_stem, walk
+from .look_memory import GREYS, LookMemory
 from .scan_notes import list_names, to_warnings
 
 
@@ -56,21 +56,13 @@ def from_look(look: Looked) -> Seen | None:
     return Seen(look.whole, look.sha256, look.timeline is not None, look.measured)
 
 
-LookAtMasks = Callable[[Sequence[Path], settings.Dataset, Mapping[Path, ImageEdit]], Sequence[Looked]]
-
-
-def look_at_masks(paths: Sequence[Path], section: settings.Dataset, edits: Mapping[Path, ImageEdit]) -> list[Looked]:
-    """Decode the masks, each with the edit of its image; `measured` of each is a `Light`."""
-    return list(look_all(paths, section, light_of, edits))
-
-
 def find_masks(
     section: settings.Dataset,
     unmasked_weight: float,
     entries: Sequence[tuple[int, Path, Path, Path | None]],
     seen: Sequence[Seen | None],
     report: ScanReport,
-    look: LookAtMasks = look_at_masks,
+    memory: LookMemory,
 ) -> list[Mask | None]:
     """Find the mask of each image; problems and warnings are added to the report.
 
@@ -80,7 +72,7 @@ def find_masks(
         entries: from `list_folder`, folder by folder.
         seen: properties of each found image; None for one that cannot be used.
         report: takes the problems and warnings; has the images' edits.
-        look: decodes the mask files.
+        memory: decodes the mask files.
 
     Returns:
         One entry per found image; None if it has no mask.
@@ -98,7 +90,7 @@ def find_masks(
         elif folder.mask == "alpha":
             answers += _masks_by_opacity(images, folder.path, index, notes, report)
         else:
-            answers += _masks_by_file(images, section, index, notes, report, look)
+            answers += _masks_by_file(images, memory, index, notes, report)
     if not unmasked_weight:
         report.problems += [
             Message(
@@ -149,12 +141,12 @@ def _masks_by_opacity(
 
 def _masks_by_file(
     images: list[tuple[Path, Path, Seen | None]],
-    section: settings.Dataset,
+    memory: LookMemory,
     index: int,
     notes: dict[str, list[str]],
     report: ScanReport,
-    look_at: LookAtMasks,
 ) -> list[Mask | None]:
+    section = memory.section
     folder = section.folders[index]
     if folder.mask_folder:
         files = list_beside(MASKS, Path(os.path.expanduser(folder.mask)), section, report)
@@ -165,7 +157,7 @@ def _masks_by_file(
     stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
     edits = edits_along({path: files.get(stem, []) for stem, (_, path, _) in zip(stems, images, strict=True)}, report)
     used = sorted(edits)
-    looks = dict(zip(used, look_at(used, section, edits), strict=True))
+    looks = dict(zip(used, memory.look_all(used, GREYS, edits), strict=True))
     report.problems += [
         Message("mask {path} cannot be used: {line}", path=path, line=look.error)
         for path, look in looks.items()

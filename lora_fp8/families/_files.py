@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import re
-import time
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -22,11 +21,18 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..common.messages import get_language, translate
-from ..common.reading import MOST_JSON, open_regular, parse_json, read_bytes, read_object
+from ..common.reading import (
+    MOST_JSON,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_object,
+)
+from ..common.stamps import FileStamp, is_settled, stamp_file
+from ..common.system import cache_folder
 from ..common.writing import atomic_write
 from ..errors import Message, UserError, UserErrors, cannot_read, reason
 from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
-from .sources.remembered import cache_folder
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -360,25 +366,13 @@ def check_kind(path: str, key: str = "model.path") -> None:
 WORTH_KEEPING = 16 << 20
 """Size in bytes from which a file's hash is kept between processes; smaller files are hashed in no time."""
 
-SETTLED = 2.0
-"""Seconds for which a file must be unchanged before it is hashed, for the hash to be kept: within one tick of the file
-system's clock, another write would leave the same times."""
-
 MOST_KEPT = 200
 """Number of hashes that the file keeps."""
-
-_Stamp = tuple[int, int, int, int]
 
 
 def hash_book() -> Path:
     """Return the file that keeps the hashes of large files: reading a base of 24 GB takes minutes."""
     return cache_folder() / "hashes.json"
-
-
-def _stamp(path: Path) -> _Stamp:
-    """Return values that change when the file does: size, times and inode. No tool can set back its ctime."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def _read_book(book: Path) -> dict[str, Any]:
@@ -396,7 +390,7 @@ def _sha256(path: Path) -> str:
 
 
 @lru_cache(maxsize=256)
-def _file_digest(path: Path, stamp: _Stamp) -> str:
+def _file_digest(path: Path, stamp: FileStamp) -> str:
     """Return the SHA-256 of a file with this stamp, from the kept hashes or by reading it."""
     if stamp[0] < WORTH_KEEPING:
         return _sha256(path)
@@ -405,9 +399,9 @@ def _file_digest(path: Path, stamp: _Stamp) -> str:
     if isinstance(kept, dict) and kept.get("stamp") == list(stamp):
         if re.fullmatch(r"[0-9a-f]{64}", str(kept.get("sha256"))):
             return kept["sha256"]
-    settled = time.time() - max(stamp[1], stamp[2]) / 1e9 > SETTLED
+    settled = is_settled(stamp)
     sha = _sha256(path)
-    if settled and _stamp(path) == stamp:
+    if settled and stamp_file(path) == stamp:
         content = {key: value for key, value in _read_book(book).items() if key != str(path)}
         content[str(path)] = {"stamp": list(stamp), "sha256": sha}
         try:
@@ -435,5 +429,5 @@ def digest(files: Iterable[tuple[str, Path]], absent: Absentees = MappingProxyTy
             total.update(f"{name}\0{absent[path].file.sha256}\n".encode())
             continue
         path = path.resolve()
-        total.update(f"{name}\0{_file_digest(path, _stamp(path))}\n".encode())
+        total.update(f"{name}\0{_file_digest(path, stamp_file(path))}\n".encode())
     return total.hexdigest()

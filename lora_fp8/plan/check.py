@@ -4,6 +4,7 @@ Checks that need no torch run first. torch is imported only to read the base mod
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
 from ..settings import Job
+from .scan import scan
 
 
 @dataclass
@@ -39,13 +41,17 @@ class Check:
         return {"ok": not self.problems, "problems": self.problems, "lines": self.lines}
 
 
-def check(job: Job) -> Check:
+def check(job: Job, progress: Callable[[int, int], None] | None = None) -> Check:
     """Check a job's folders, images, base model and disk space.
+
+    Args:
+        job: with its config.
+        progress: called with (files done, files in all) while images are decoded.
 
     Returns:
         All problems, warnings and facts; nothing is raised for a wrong job.
     """
-    report = _scan(job)
+    report = scan(job, progress)
     result = Check(problems=[*report.problems], facts=images.describe(report))
     result.problems += _check_places(job)
     section = job.model
@@ -136,12 +142,6 @@ def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
     if sizes:
         counts = ", ".join(f"{size}: {count}" for size, count in sizes.items())
         result.facts.append(Message("buckets {counts}", counts=counts))
-
-
-def _scan(job: Job) -> ScanReport:
-    family = families.get(job.model.family)
-    controls, (_, clip_rate) = family.controls, family.clips
-    return images.scan(job.dataset, controls, job.preview, clip_rate, job.objective.unmasked_weight)
 
 
 def _check_places(job: Job) -> list[str]:

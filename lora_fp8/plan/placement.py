@@ -4,12 +4,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..data import buckets as bucketing
-from ..data import control_files, images, mask_files, permutation
+from ..data import control_files, mask_files, permutation
 from ..data.cache import Cache
 from ..data.examples import Example, ScanReport
 from ..data.prompts import Prompt, whole
 from ..errors import Message, UserError
-from ..families.base import ModelFamily
 from ..settings import Job, Preview
 from .resolve import get_resolution
 
@@ -52,11 +51,6 @@ def place_images(job: Job, report: ScanReport) -> PlacedImages:
     placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out))
     placed_images.warnings.extend(mask_files.outside_masks(placed_images.placed))
     return placed_images
-
-
-def scan(job: Job, Family: type[ModelFamily]) -> ScanReport:
-    """Find the images and clips of a job with captions, masks and controls, and the control images of the previews."""
-    return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1], job.objective.unmasked_weight)
 
 
 def place(job: Job, examples: list[Example]) -> Buckets:

@@ -32,8 +32,9 @@ from ..run.disk_space import Need
 from ..settings import Job
 from ..training import memory, optim
 from . import disk_budget
-from .placement import PlacedImages, make_preview_prompts, place_images, scan
+from .placement import PlacedImages, make_preview_prompts, place_images
 from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
+from .scan import scan
 from .start import read_start_values, read_training_adapter
 from .trackers import require_packages
 
@@ -145,6 +146,7 @@ def make(
     base: BaseDescription | None = None,
     world: int = 1,
     resume: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Make the Plan of a job.
 
@@ -153,11 +155,12 @@ def make(
         base: the description of the base model, if it was asked for already.
         world: number of processes that will train.
         resume: True if the run continues from a checkpoint, so that `adapter.init_from` is not read.
+        progress: called with (files done, files in all) while images are decoded.
 
     Raises:
         UserError: the job has one problem; UserErrors: it has several, all listed.
     """
-    report = scan(job, families.get(job.model.family))
+    report = scan(job, progress)
     plan, problems = attempt(job, report, device, base=base, world=world, resume=resume)
     if plan is not None and not problems:
         return plan

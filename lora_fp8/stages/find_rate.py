@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import adapters
+from ..common.progress import show_images
 from ..distributed.processes import Processes
 from ..errors import Joined, Message, RunFailure, UserError
 from ..plan import plan as planning
@@ -164,7 +165,7 @@ def find_rate(
     # As many steps as there are: the batches are those of a training, of which this is the start.
     job = job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
     processes = Processes()
-    plan = planning.make(job, processes.device)
+    plan = planning.make(job, processes.device, progress=show_images() if shows_progress else None)
     plan.family.fetch_weights()
     session = Session(plan, UnwrittenRun(echo), processes, shows_progress=shows_progress)
     for text in [*plan.images.warnings, *plan.warnings]:

@@ -26,8 +26,9 @@ from ..families.base import ModelFamily
 from ..lora_files import export, export_metadata
 from ..lora_files.layer_names import LAYOUTS
 from ..objectives import PREDICTION_TYPES
-from ..plan.placement import find_holdout_candidates, place, scan, split
+from ..plan.placement import find_holdout_candidates, place, split
 from ..plan.resolve import choose_layouts, get_resolution, make_family, resolve_auto
+from ..plan.scan import scan
 from ..run import Run, ownership
 from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
@@ -345,7 +346,7 @@ def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export_metadata
     """Resolve the job of a run. Returns it without "auto", its family, and the facts for the metadata at a step."""
     family = make_family(job)
     job = choose_layouts(resolve_auto(job, type(family)), family)
-    report = scan(job, type(family))
+    report = scan(job)
     if report.problems:
         # The images are needed only for the metadata, so their problems do not prevent the export.
         line = Plural(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import precision, settings
+from ..common.progress import show_images
 from ..data.loader import Loader
 from ..distributed.processes import Processes
 from ..errors import Joined, Message, RunFailure, UserError
@@ -143,7 +144,7 @@ def report(
         RunFailure: a prediction is not finite, or the memory is too small.
     """
     processes = Processes()
-    plan = planning.make(job, processes.device)
+    plan = planning.make(job, processes.device, progress=show_images() if processes.is_main else None)
     if not plan.layers.quantized:
         raise UserError(
             Message(

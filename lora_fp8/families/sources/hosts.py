@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
+from ...common.system import cache_folder
 from ...common.writing import atomic_write
 from ...errors import Message, UserError, reason
 from . import headers, known_bases, remembered
@@ -431,7 +432,7 @@ class ModelScope(Host):
     def folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         owner, name = self.reference.repo.split("/")
-        return remembered.cache_folder() / "models" / f"modelscope--{owner}--{name}" / commit
+        return cache_folder() / "models" / f"modelscope--{owner}--{name}" / commit
 
     def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file at the revision that was asked for."""
@@ -505,7 +506,7 @@ class Civitai(Host):
 
     def folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
-        return remembered.cache_folder() / "models" / f"civitai--{commit}"
+        return cache_folder() / "models" / f"civitai--{commit}"
 
     def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of the version's file."""

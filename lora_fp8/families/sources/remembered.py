@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ...common.messages import get_language, translate
 from ...common.reading import MOST_JSON, parse_json, read_bytes
+from ...common.system import cache_folder
 from ...common.writing import atomic_write
 from ...errors import Message, reason
 from .headers import Header
@@ -53,12 +53,6 @@ class Answer:
     gated: bool = False
     title: str = ""
     headers: Mapping[str, Header] = field(default_factory=dict)
-
-
-def cache_folder() -> Path:
-    """Return the folder for what the program remembers between runs; it may not exist yet."""
-    default = os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8"
 
 
 def digest(content: Any) -> str:
