@@ -259,6 +259,23 @@ def test_damaged_entry_is_refused_when_read_and_encoded_again_when_filled(folder
     again.latents(placed[1])
 
 
+def test_filling_reads_no_contents_and_what_is_rotten_is_encoded_again_after_it_was_read(folder, monkeypatch):
+    """Reading a large cache takes minutes. One byte that rotted is met in the training, and once only."""
+    cache, placed, _ = fill(folder, Family())
+    path = cache.path("latents", cache.image_key(placed[1], False))
+    before = path.read_bytes()
+    path.write_bytes(rotten(before))
+    with monkeypatch.context() as patched:
+        patched.setattr(caching.Path, "read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+        cache, placed, report = fill(folder, Family())
+    assert report.reused == 6
+    with pytest.raises(RunFailure, match=r"1.png.*resume the run"):
+        cache.latents(placed[1])
+    assert not path.exists()
+    assert torch.equal(cache.latents(placed[0]), fill(folder, Family())[0].latents(placed[0]))
+    assert path.read_bytes() == before
+
+
 def test_entry_of_another_key_is_not_believed(folder):
     cache, placed, _ = fill(folder, Family())
     first, second = (cache.path("latents", cache.image_key(one, False)) for one in placed[:2])

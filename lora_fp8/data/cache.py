@@ -8,8 +8,10 @@ others keep theirs. Entries of several runs and families share one folder. An un
 the user asks `prune` to delete it: no run can know what the others will need, so the only sign is the time of last use,
 which is the file's mtime.
 
-Every entry is verified: its header has its key and the SHA-256 of its tensors. An entry that is truncated, corrupted or
-has another key is encoded again by `fill`, and refused by `latents` and `cond`. Entries are written to a temporary file
+Every entry is verified: its header has its key and the SHA-256 of its tensors. `fill` looks at the header and the size,
+as reading all of a large cache takes minutes, and encodes an entry again that is truncated or has another key. `latents`
+and `cond` look at the content too. They refuse an entry that is damaged, and delete it, so that the next `fill` encodes
+it again. Entries are written to a temporary file
 with a unique name and then renamed, so two runs (or machines) may fill one cache at the same time: they write the same
 content.
 
@@ -72,6 +74,9 @@ PREPROCESSING_VERSION = 2
 
 METADATA = "lora_fp8"
 """Key in the header of an entry; its value is JSON with kind, key and sha256."""
+
+MOST_HEADER = 1 << 20
+"""Largest header of an entry that is read, in bytes; ours have less than a thousand."""
 
 USE_NOTED_EVERY = 3600
 """Minimum seconds between two updates of an entry's time of last use, so that not every read costs a write."""
@@ -283,7 +288,7 @@ class Cache:
     # filling
 
     def missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
-        """Return the entries that do not exist or fail verification (each is read and verified once per Cache)."""
+        """Return the entries that do not exist, are not whole, or are of another key (each is looked at once)."""
         if self._identities or any(self.root.glob("*/*/*.safetensors")):
             return self._missing(placed, captions)
         # The cache is empty, whatever the encoders are: their large files need not be hashed to find that out.
@@ -550,14 +555,23 @@ class Cache:
     # reading
 
     def _good(self, kind: str, key: str) -> bool:
+        """Return True if an entry is there, whole and of this key; its content is verified when it is read."""
         if key in self._verified:
             return True
+        path = self.path(kind, key)
         try:
-            self._read(kind, key)
-        except (FileNotFoundError, NotADirectoryError, BadEntry):
-            return False
-        self._verified.add(key)
-        return True
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(size, MOST_HEADER)))
+                ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+                whole = os.fstat(file.fileno()).st_size == 8 + size + max(ends)
+                good = whole and json.loads(header["__metadata__"][METADATA])["key"] == key
+        except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return False  # what is not there or damaged is encoded again
+        if good:
+            _note_use(path)
+            self._verified.add(key)
+        return good
 
     def _read(self, kind: str, key: str) -> dict[str, Tensor]:
         """Read an entry and verify it. Raises FileNotFoundError or BadEntry."""
@@ -586,6 +600,9 @@ class Cache:
                 Message("{name} is not in the cache {path}; was the cache filled?", name=what, path=self.root)
             ) from None
         except BadEntry as error:
+            with contextlib.suppress(OSError):  # in a cache that is read-only, the owner has to
+                self.path(kind, key).unlink(missing_ok=True)
+            self._verified.discard(key)
             raise RunFailure(
                 Message("cache entry of {name}: {why}; resume the run and it is encoded again", name=what, why=error)
             ) from error
