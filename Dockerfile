@@ -26,7 +26,7 @@ RUN python3 -m venv /opt/venv \
     && /opt/venv/bin/pip install --no-cache-dir --index-url "${PIP_INDEX}" uv \
     && if [ "${TORCH}" != pypi ]; then backend="--torch-backend ${TORCH}"; fi \
     && /opt/venv/bin/uv pip install --no-cache --python /opt/venv/bin/python --default-index "${PIP_INDEX}" \
-        -c /opt/lora_fp8/constraints.txt ${backend:-} "/opt/lora_fp8[ui,video,tagger]"
+        -c /opt/lora_fp8/constraints.txt ${backend:-} "/opt/lora_fp8[ui,video,heic,tagger]"
 
 ENV PATH=/opt/venv/bin:$PATH \
     LORA_FP8_HOME=/data/home \

@@ -5,7 +5,7 @@
 #
 #   -Dir DIR        where .venv and start-ui.bat are made (default: this checkout)
 #   -Package WHAT   what to install: a wheel, a folder or a name (default: this checkout)
-#   -Extras LIST    optional parts (default: ui,video,tagger)
+#   -Extras LIST    optional parts (default: ui,video,heic,tagger)
 #   -Torch BACKEND  auto (default), cpu, cu126, cu128, cu130, ...; PyPI's own build for Windows has no CUDA
 #   -Mirror cn      mirrors in mainland China for Python packages and for Hugging Face
 #   -Python PYTHON  the Python to use (default: the newest from 3.11 on)
@@ -13,7 +13,7 @@
 param(
     [string]$Dir = "",
     [string]$Package = "",
-    [string]$Extras = "ui,video,tagger",
+    [string]$Extras = "ui,video,heic,tagger",
     [string]$Torch = "auto",
     [ValidateSet("", "cn")]
     [string]$Mirror = "",

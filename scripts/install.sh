@@ -8,14 +8,14 @@
 # Options:
 #   --dir DIR        where .venv and start-ui.sh are made (default: this checkout)
 #   --package WHAT   what to install: a wheel, a folder or a name (default: this checkout)
-#   --extras LIST    optional parts (default: ui,video,tagger)
+#   --extras LIST    optional parts (default: ui,video,heic,tagger)
 #   --torch BACKEND  auto (default), cpu, cu126, cu128, cu130, ...; pypi takes what the package index has
 #   --mirror cn      mirrors for Python packages and for Hugging Face
 #   --python PYTHON  the Python to use (default: the newest from 3.11 on)
 set -eu
 
 here=$(cd "$(dirname "$0")/.." && pwd)
-dir=$here package=$here extras=ui,video,tagger torch=auto mirror='' python=''
+dir=$here package=$here extras=ui,video,heic,tagger torch=auto mirror='' python=''
 
 fail() {
     echo "install.sh: $1" >&2

@@ -1,17 +1,23 @@
 """Images and captions: pixels against Pillow and hand-computed values, and a table of everything that can be wrong."""
 
+import hashlib
 import io
 import os
 import re
+import subprocess
+import sys
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pillow_heif
 import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
-from lora_fp8.data import caption_text, decoding, doctor, images
+from lora_fp8.data import caption_text, decoding, doctor, image_files, images
 from lora_fp8.errors import UserErrors
 from lora_fp8.settings import Dataset, Folder
 from webui import translations
@@ -283,16 +289,17 @@ def lab_to_srgb(lightness, a, b) -> np.ndarray:
 COLOURS = [(200, 100, 50), (30, 60, 90), (250, 250, 250), (128, 128, 128), (0, 0, 0), (180, 160, 120), (90, 140, 100)]
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "a.jpg", "a.avif"])
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "a.jpg", "a.avif", "a.heic"])
 @pytest.mark.parametrize(("primaries", "gamma"), [(P3_XY, None), (ADOBE_XY, 563 / 256), (SRGB_XY, 1.0)])
 def test_wide_gamut_pictures_become_the_srgb_that_they_look_like(tmp_path, name, primaries, gamma):
     linear = decoded(COLOURS) if gamma is None else (np.array(COLOURS) / 255) ** gamma
     expected = encoded(linear @ (np.linalg.inv(to_xyz(SRGB_XY)) @ to_xyz(primaries)).T)
     picture = Image.fromarray(np.array([COLOURS], dtype=np.uint8)).resize((16 * len(COLOURS), 16), 0)
     options = {"a.webp": {"lossless": True}, "a.jpg": {"quality": 100, "subsampling": 0}, "a.avif": {"quality": 100}}
+    options["a.heic"] = {"quality": 100, "chroma": 444}
     path = save(picture, tmp_path / name, icc_profile=rgb_profile(primaries, gamma), **options.get(name, {}))
     opened = np.asarray(decoding.open_image(path))[8, 8::16].astype(float)
-    tolerance = {"a.jpg": 3, "a.avif": 6}.get(name, 1.01)
+    tolerance = {"a.jpg": 3, "a.avif": 6, "a.heic": 6}.get(name, 1.01)
     if gamma == 1.0:  # eight bits of linear light are coarse in the dark: lossy formats move them far
         tolerance = max(tolerance, 6) if tolerance > 1.01 else tolerance
     assert np.abs(opened - expected).max() <= tolerance, (opened, expected)
@@ -785,14 +792,40 @@ def phone_pictures(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("a picture", encoding="utf-8")
 
 
-def test_images_and_videos_of_other_formats_have_a_sentence_of_their_own(tmp_path: Path) -> None:
+@pytest.fixture
+def without_heic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where pillow-heif is not installed."""
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "pillow_heif", None)
+        for suffix in decoding.HEIC_EXTENSIONS:
+            patched.delitem(decoding.EXTENSIONS, suffix)
+            patched.setitem(image_files.HEIC_IMAGES, suffix, "HEIC")
+        patched.setattr(image_files, "UNREADABLE", (*image_files.UNREADABLE, *decoding.HEIC_EXTENSIONS))
+        decoding._formats.cache_clear()
+        yield
+    decoding._formats.cache_clear()
+
+
+def test_what_is_known_without_pillow_heif() -> None:
+    """The constants are made when the modules are imported."""
+    code = "import sys; sys.modules['pillow_heif'] = None\nfrom lora_fp8.data import decoding, image_files\n"
+    code += "print(decoding._formats() == decoding.FORMATS, '.heic' in decoding.EXTENSIONS, *image_files.HEIC_IMAGES)\n"
+    code += "print('.hif' in image_files.UNREADABLE)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert told == ["True", "False", ".heic", ".heif", ".hif", "True"]
+    assert image_files.HEIC_IMAGES == {} and ".heic" not in image_files.UNREADABLE
+
+
+def test_images_and_videos_of_other_formats_have_a_sentence_of_their_own(tmp_path: Path, without_heic: None) -> None:
     phone_pictures(tmp_path)
     section = Dataset(folders=[Folder(path=str(tmp_path))], resolution=64)
     report = images.scan(section, clip_rate=0)
     assert [example.path.name for example in report.examples] == ["a.jpg", "b.jfif"]
     assert report.problems == [
-        f"folder {tmp_path}: 4 of 6 images are HEIC and JPEG XL and cannot be read; convert them to JPEG or PNG, or "
-        "take them out: 1.HEIC, 2.heic, 3.heif, a.jxl",
+        f"folder {tmp_path}: 3 of 6 images are HEIC, which pillow-heif reads; install it: pip install "
+        "'lora-fp8[heic]', or convert them to JPEG or PNG: 1.HEIC, 2.heic, 3.heif",
+        f"folder {tmp_path}: 1 of 6 images are JPEG XL and cannot be read; convert them to JPEG or PNG, or take them "
+        "out: a.jxl",
         f"folder {tmp_path}: 2 of 2 videos are .avi and .mts and cannot be read; convert them to MP4, or take them "
         "out: c.avi, d.MTS",
     ]
@@ -804,15 +837,100 @@ def test_images_and_videos_of_other_formats_have_a_sentence_of_their_own(tmp_pat
     told = [detail for one in found.findings if one.level == "problem" for _, detail in one.files]
     assert told == report.problems
     for line in report.problems:
-        assert "无法读取" in translations.translate("zh-CN", line)
+        assert (
+            re.search("无法读取|pillow-heif", (chinese := translations.translate("zh-CN", line)))
+            and "文件夹" in chinese
+        )
     for name in ("a.jpg", "b.jfif"):
         (tmp_path / name).unlink()
-    assert len(images.scan(section).problems) == 2  # and not also that there are none
+    assert len(images.scan(section).problems) == 3  # and not also that there are none
 
 
-def test_a_heic_named_as_jpeg_is_told_as_what_it_is(tmp_path: Path) -> None:
+def test_a_heic_named_as_jpeg_is_told_as_what_it_is(tmp_path: Path, without_heic: None) -> None:
     (tmp_path / "a.jpg").write_bytes(HEIC)
     (tmp_path / "a.txt").write_text("a picture", encoding="utf-8")
     section = Dataset(folders=[Folder(path=str(tmp_path))], resolution=64)
     (line,) = images.scan(section).problems
-    assert "it is HEIC, whatever its name says" in line and "其实是 HEIC" in translations.translate("zh-CN", line)
+    assert "a.jpg is HEIC, which pillow-heif reads" in line and "是 HEIC" in translations.translate("zh-CN", line)
+
+
+# ---------------------------------------------------------------------------------------------------------------- HEIC
+
+
+def heic(picture: Image.Image, orientation: int = 1, **options: Any) -> bytes:
+    """As a phone writes it: the turn is in the container too, where it counts, and EXIF repeats it."""
+    pillow_heif.register_heif_opener()
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture.save(buffer := io.BytesIO(), "HEIF", quality=95, exif=exif.tobytes(), **options)
+    return buffer.getvalue()
+
+
+def marked(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    """A picture without symmetry."""
+    picture = Image.linear_gradient("L").resize(size).convert("RGB")
+    picture.paste((250, 20, 20), (0, 0, 32, 16))
+    return picture
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_of_a_phone_is_upright_once(tmp_path: Path, orientation: int) -> None:
+    """Judged by the same picture and orientation as JPEG, turned by Pillow."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    marked().save(tmp_path / "b.jpg", quality=95, exif=exif)
+    (tmp_path / "a.heic").write_bytes(heic(marked(), orientation))
+    photo, expected = decoding.open_image(tmp_path / "a.heic"), decoding.open_image(tmp_path / "b.jpg")
+    assert photo.size == expected.size == ((64, 96) if orientation > 4 else (96, 64))
+    assert np.abs(np.asarray(photo).astype(int) - np.asarray(expected)).mean() < 4
+    (look,) = decoding.look_all([tmp_path / "a.heic"], Dataset())
+    assert (look.width, look.height, look.format, look.error) == (*photo.size, "HEIF", "")
+    assert look.sha256 == hashlib.sha256((tmp_path / "a.heic").read_bytes()).hexdigest()
+
+
+def test_photos_are_trained_on_like_other_images(tmp_path: Path) -> None:
+    (tmp_path / "IMG_1.HEIC").write_bytes(heic(marked((64, 64))))
+    (tmp_path / "burst.heif").write_bytes(heic(marked(), save_all=True, append_images=[marked((48, 48))]))
+    (tmp_path / "named.jpg").write_bytes(heic(marked()))
+    see_through = marked()
+    see_through.putalpha(Image.linear_gradient("L").resize(see_through.size))
+    (tmp_path / "clear.heic").write_bytes(heic(see_through))
+    for path in sorted(tmp_path.iterdir()):
+        path.with_suffix(".txt").write_text(path.stem, encoding="utf-8")
+    report = images.scan(section(tmp_path, resolution=64))
+    assert not report.problems
+    assert [(example.caption, example.width) for example in report.examples] == [
+        ("IMG_1", 64), ("burst", 96), ("clear", 96), ("named", 96)
+    ]  # fmt: skip
+    warnings = "\n".join(report.warnings)
+    assert "named as another format" in warnings and "named.jpg (HEIF)" in warnings and "burst.heif (2)" in warnings
+    see_through.save(tmp_path / "clear.png")
+    photo, expected = (decoding.open_image(tmp_path / f"clear.{end}", "#00ff00") for end in ("heic", "png"))
+    assert np.abs(np.asarray(photo).astype(int) - np.asarray(expected)).mean() < 4
+
+
+def test_photos_whose_colours_are_not_those_of_a_picture(tmp_path: Path) -> None:
+    """PQ and HLG are HDR. P3 that only the container names is read without it, and that is told."""
+    for number, kind in ((16, "PQ"), (18, "HLG")):
+        raw = heic(marked(), color_primaries=9, transfer_characteristics=number)
+        with pytest.raises(decoding.ImageError, match=rf"HDR \({kind}\)"):
+            decoding.open_image(io.BytesIO(raw))
+    for primaries, expected in ((1, 0), (2, 0), (6, 0), (12, 1), (9, 1)):
+        path = tmp_path / f"{primaries}.heic"
+        path.write_bytes(heic(marked(), color_primaries=primaries, transfer_characteristics=13))
+        (look,) = decoding.look_all([path], Dataset())
+        assert not look.error and ("primaries" in look.profile_problem) == bool(expected), primaries
+
+
+def test_damaged_photos_are_problems_and_large_ones_are_not_decoded(tmp_path: Path, monkeypatch) -> None:
+    raw = heic(marked((640, 480)))
+    for size in (12, 100, len(raw) // 2, len(raw) - 9):
+        (tmp_path / f"{size:07}.heic").write_bytes(raw[:size])
+    looks = list(decoding.look_all(sorted(tmp_path.iterdir()), Dataset()))
+    assert all(look.error for look in looks), looks
+    assert all(re.match("is not a readable image|cannot be decoded|is HEIC", look.error) for look in looks), looks
+    path = tmp_path / "large.heic"
+    path.write_bytes(raw)
+    monkeypatch.setattr(decoding, "_look_at_image", lambda *_: pytest.fail("it is decoded"))
+    (look,) = decoding.look_all([path], Dataset(max_pixels=640 * 480 - 1))
+    assert "640 x 480" in look.error

@@ -152,8 +152,8 @@ def test_a_folder_without_images_is_empty_and_says_why(site: Site) -> None:
         path.unlink()
     told = site.ask("list", fresh=True)
     assert (told["total"], told["rows"]) == (0, []) and "no image files" in told["problem"]
-    (site.set / "photo.heic").write_bytes(b"x")
-    assert "HEIC" in site.ask("list", language="zh-CN", fresh=True)["problem"]
+    (site.set / "photo.jxl").write_bytes(b"x")
+    assert "JPEG XL" in site.ask("list", language="zh-CN", fresh=True)["problem"]
     wait_until(lambda: not site.ask("state")["examining"], lambda: "does not end")
     Image.new("RGB", (60, 200)).save(site.set / "a.png")
     told = site.ask("list", fresh=True)

@@ -19,6 +19,7 @@ from lora_fp8.data import buckets, cache, clips, decoding, doctor, images, loade
 from lora_fp8.errors import UserError
 from lora_fp8.plan import disk_budget, estimate, placement, resolve
 from lora_fp8.plan import plan as planning
+from lora_fp8.plan.scan import scan
 from lora_fp8.settings import Dataset, Folder, Model, Objective, Validation
 
 FAMILIES = [name for name in families.available() if any(families.get(name).clips)]
@@ -326,7 +327,7 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     family = Family(made.model, device="cpu", dtype=torch.float32)
     made = resolve.resolve_auto(made, Family)
     assert made.dataset.fps == 16.0
-    examples = placement.scan(made, Family).require()
+    examples = scan(made).require()
     placed = placement.place(made, examples)
     assert {buckets.named(one): len(members) for one, members in placed.items()} == {
         "64x32": 2,

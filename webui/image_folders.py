@@ -17,8 +17,8 @@ from lora_fp8.common import system
 from lora_fp8.common.writing import make_folder, sync_folder, write_synced
 from lora_fp8.data import clips, image_edits
 from lora_fp8.data.caption_text import CAPTIONS
-from lora_fp8.data.decoding import EXTENSIONS
-from lora_fp8.data.image_files import OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
+from lora_fp8.data.decoding import EXTENSIONS, HEIC_NEEDED
+from lora_fp8.data.image_files import HEIC_IMAGES, OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
 from lora_fp8.errors import Message, UserError
 
 from . import sanitize
@@ -192,6 +192,8 @@ def _check_upload(file: Path) -> None:
         _decoders.decode_whole(file)
     elif suffix in clips.VIDEOS:
         raise UserError(Message("{file}: {line}", file=file.name, line=clips.NEEDED))
+    elif suffix in HEIC_IMAGES:
+        raise UserError(Message("{file}: {line}", file=file.name, line=HEIC_NEEDED))
     elif suffix in OTHER_IMAGES:
         kind = OTHER_IMAGES[suffix] or suffix
         raise UserError(Message("{file}: {kind} cannot be read; convert it to JPEG or PNG", file=file.name, kind=kind))

@@ -8,12 +8,11 @@ others keep theirs. Entries of several runs and families share one folder. An un
 the user asks `prune` to delete it: no run can know what the others will need, so the only sign is the time of last use,
 which is the file's mtime.
 
-Every entry is verified: its header has its key and the SHA-256 of its tensors. `fill` looks at the header and the size,
-as reading all of a large cache takes minutes, and encodes an entry again that is truncated or has another key. `latents`
-and `cond` look at the content too. They refuse an entry that is damaged, and delete it, so that the next `fill` encodes
-it again. Entries are written to a temporary file
-with a unique name and then renamed, so two runs (or machines) may fill one cache at the same time: they write the same
-content.
+Every entry is verified: its header has its key and the SHA-256 of its tensors. `fill` looks at the header and the
+size, as reading all of a large cache takes minutes, and encodes an entry again that is truncated or has another key.
+`latents` and `cond` look at the content too. They refuse an entry that is damaged, and delete it, so that the next
+`fill` encodes it again. Entries are written to a temporary file with a unique name and then renamed, so two runs (or
+machines) may fill one cache at the same time: they write the same content.
 
 Images and captions are encoded one by one: in a batch, the last bits of one result would depend on its neighbours, and
 editing one image would change others.

@@ -96,6 +96,11 @@ class Timeline:
         return start if around.count(start) == 1 else None
 
 
+def is_hdr(transfer: int) -> Message:
+    """Return what is wrong with an image or clip of one of the transfer characteristics in `HDR`."""
+    return Message("is HDR ({kind}), whose colours are not those of a picture; convert it to SDR", kind=HDR[transfer])
+
+
 def can_read_videos() -> bool:
     """Return True if PyAV is installed."""
     return importlib.util.find_spec("av") is not None
@@ -162,12 +167,7 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
                 raise ClipError(Message("has frames without a time; encode it again"))
             if first is None:
                 if frame.color_trc in HDR:
-                    raise ClipError(
-                        Message(
-                            "is HDR ({kind}), whose colours are not those of a picture; convert it to SDR",
-                            kind=HDR[frame.color_trc],
-                        )
-                    )
+                    raise ClipError(is_hdr(frame.color_trc))
                 first = _picture(frame)
             if len(starts) == MOST_FRAMES:
                 raise ClipError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import os
 import threading
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -42,6 +44,17 @@ from .colour import ProfileError, to_srgb
 from .image_edits import NOTHING, Box, ImageEdit
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
+HEIC_EXTENSIONS = (".heic", ".heif", ".hif")
+HEIC_NEEDED = Message(
+    "is HEIC, which pillow-heif reads; install it: pip install 'lora-fp8[heic]', or convert it to JPEG or PNG"
+)
+
+
+def can_read_heic() -> bool:
+    """Return True if pillow-heif is installed, which reads the photos of iPhones and of some cameras."""
+    return importlib.util.find_spec("pillow_heif") is not None
+
+
 EXTENSIONS = {
     ".png": "PNG",
     ".jpg": "JPEG",
@@ -53,11 +66,15 @@ EXTENSIONS = {
     ".tiff": "TIFF",
     ".gif": "GIF",
     ".avif": "AVIF",
+    **(dict.fromkeys(HEIC_EXTENSIONS, "HEIF") if can_read_heic() else {}),
 }
 ANIMATIONS = ("GIF", "WEBP", "PNG")
 """Formats in which several frames are a clip, not pages."""
 
 Measure = Callable[[Image.Image, Image.Image], Any]
+
+BT709, UNNAMED, SMALL = 1, 2, (5, 6, 7)
+"""Colour primaries (ITU-T H.273): those of sRGB, none, and those of old television, which are almost the same."""
 
 BLACK = 2
 """Brightest grey of a mask that counts as black all over. It includes masks saved with the class numbers 0 and 1."""
@@ -205,13 +222,13 @@ def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | Non
 
 
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
-"""Brands of HEIF files. Of all HEIF files, Pillow reads only AVIF."""
+"""Brands of HEIF files. Of all HEIF files, Pillow itself reads only AVIF."""
 
 
 def _beginning(raw: bytes) -> str:
     """Describe the first bytes of a file that is not an image; often it is an HTML page saved in the image's place."""
-    if raw[4:8] == b"ftyp" and raw[8:12] in HEIC:
-        return Message("is not a readable image (it is HEIC, whatever its name says; convert it to JPEG or PNG)")
+    if raw[4:8] == b"ftyp" and raw[8:12] in HEIC and not can_read_heic():
+        return HEIC_NEEDED
     text = raw[:12].decode("ascii", "replace").strip()
     if text.isprintable() and text and "\ufffd" not in text:
         return Message('is not a readable image (it begins with "{text}")', text=text)
@@ -323,6 +340,18 @@ def _timeline(image: Image.Image) -> clips.Timeline:
     return clips.Timeline(tuple(starts), now)
 
 
+@lru_cache
+def _formats() -> tuple[str, ...]:
+    """Return Pillow's names of the formats that are read."""
+    if not can_read_heic():
+        return FORMATS
+    import pillow_heif
+
+    # The images inside of a photo (thumbnails, depth maps, masks of people) are not needed.
+    pillow_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False)
+    return (*FORMATS, "HEIF")
+
+
 @contextlib.contextmanager
 def _no_bomb_check() -> Iterator[None]:
     """Lift Pillow's own pixel limit: `dataset.max_pixels`, checked before decoding, replaces it."""
@@ -347,7 +376,7 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     try:
         with contextlib.ExitStack() as held:
             file = held.enter_context(open_regular(source)) if isinstance(source, str | Path) else source
-            yield held.enter_context(Image.open(file, formats=FORMATS))
+            yield held.enter_context(Image.open(file, formats=_formats()))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -363,6 +392,9 @@ def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
     image.load()
     embedded = "icc_profile" in image.info
     profile = image.info.get("icc_profile")
+    colours = image.info.get("nclx_profile") or {}  # HEIC's own way to name them
+    if (transfer := colours.get("transfer_characteristics")) in clips.HDR:
+        raise ImageError(clips.is_hdr(transfer))
     image, alpha = _eight_bits(ImageOps.exif_transpose(image))
     rgb, converted, problem = None, False, ""
     if embedded:
@@ -372,6 +404,8 @@ def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
             problem = str(error)
     if rgb is None:
         rgb = image.convert("RGB")
+    if not embedded and (number := colours.get("color_primaries", BT709)) not in (BT709, UNNAMED, *SMALL):
+        problem = Message("colour primaries {number} of ITU-T H.273, without an ICC profile", number=number)
     if alpha is not None:
         rgb.putalpha(alpha)
         rgb = Image.alpha_composite(Image.new("RGBA", rgb.size, background), rgb).convert("RGB")

@@ -13,12 +13,11 @@ from ..common.text import is_utf8
 from ..errors import Joined, Message, Plural, Template, UserError, UserErrors, about, missing_folder, reason
 from . import clips, image_edits
 from .caption_text import CAPTIONS
-from .decoding import EXTENSIONS
+from .decoding import EXTENSIONS, HEIC_EXTENSIONS
 from .examples import ScanReport
 from .scan_notes import as_text, list_names
 
 OTHER_IMAGES = {
-    **dict.fromkeys((".heic", ".heif", ".hif"), "HEIC"),
     ".jxl": "JPEG XL",
     **dict.fromkeys((".jp2", ".j2k", ".jpf", ".jpx"), "JPEG 2000"),
     **dict.fromkeys((".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf"), Message("camera raw")),
@@ -26,7 +25,11 @@ OTHER_IMAGES = {
     **dict.fromkeys((".tga", ".exr", ".svg"), ""),
 }
 """Extensions of image formats that are not read -> the name that people know them by; "" shows the extension."""
+HEIC_IMAGES = {} if set(HEIC_EXTENSIONS) <= EXTENSIONS.keys() else dict.fromkeys(HEIC_EXTENSIONS, "HEIC")
+"""The same of HEIC, which is read if pillow-heif is installed."""
 OTHER_VIDEOS = (".avi", ".m4v", ".mts", ".m2ts", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".ogv", ".vob")
+UNREADABLE = (*OTHER_IMAGES, *HEIC_IMAGES, *OTHER_VIDEOS)
+"""Extensions of files that a person counts as images or videos and that are not read."""
 
 
 def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
@@ -105,7 +108,7 @@ class _Listing:
                 self.labels.append(str(path))
             elif suffix not in self.accepted:
                 self.others.append(name)
-                if suffix in (*OTHER_IMAGES, *OTHER_VIDEOS):
+                if suffix in UNREADABLE:
                     users.setdefault(stem, name)  # its caption does not count as left over
             elif not is_utf8(str(path.relative_to(self.root))):
                 report.problems.append(
@@ -248,7 +251,7 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
     suffixes = {name: os.path.splitext(name)[1].lower() for name in listing.others}
     unreadable = _describe_unreadable(root, listing.others, images)
     report.problems += unreadable
-    others = [name for name in listing.others if suffixes[name] not in (*OTHER_IMAGES, *OTHER_VIDEOS)]
+    others = [name for name in listing.others if suffixes[name] not in UNREADABLE]
     left = [name for name in others if suffixes[name] in clips.VIDEOS]
     if left and (section.frames or clip_rate is not None):
         problem = _advise_on_videos(section, clip_rate)
@@ -301,6 +304,10 @@ UNREADABLE_IMAGES = Template(
     "folder {folder}: {number} of {count} images are {kind} and cannot be read; convert them to JPEG or PNG, or take "
     "them out: {files}"
 )
+UNREADABLE_HEIC = Template(
+    "folder {folder}: {number} of {count} images are {kind}, which pillow-heif reads; install it: pip install "
+    "'lora-fp8[heic]', or convert them to JPEG or PNG: {files}"
+)
 UNREADABLE_VIDEOS = Template(
     "folder {folder}: {number} of {count} videos are {kind} and cannot be read; convert them to MP4, or take them "
     "out: {files}"
@@ -308,7 +315,7 @@ UNREADABLE_VIDEOS = Template(
 
 
 def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> list[str]:
-    """Return one message about the images, and one about the videos, whose formats cannot be read.
+    """Return a message for each kind of images and videos whose formats cannot be read.
 
     Args:
         root: the folder that the messages name.
@@ -318,9 +325,11 @@ def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> li
     problems: list[str] = []
     suffixes = {name: os.path.splitext(name)[1].lower() for name in others}
     videos = sum(path.suffix.lower() in clips.VIDEOS for path in paths)
-    videos += sum(suffix in clips.VIDEOS for suffix in suffixes.values())
+    videos += sum(suffix in (*clips.VIDEOS, *OTHER_VIDEOS) for suffix in suffixes.values())
     images = sum(path.suffix.lower() in EXTENSIONS for path in paths)
-    for known, there, template in (
+    images += sum(suffix in (*OTHER_IMAGES, *HEIC_IMAGES) for suffix in suffixes.values())
+    for known, count, template in (
+        (HEIC_IMAGES, images, UNREADABLE_HEIC),
         (OTHER_IMAGES, images, UNREADABLE_IMAGES),
         (dict.fromkeys(OTHER_VIDEOS, ""), videos, UNREADABLE_VIDEOS),
     ):
@@ -328,7 +337,6 @@ def _describe_unreadable(root: Path, others: list[str], paths: list[Path]) -> li
         if names:
             kinds = sorted({known[suffixes[name]] or suffixes[name] for name in names})
             kind = Joined(" and ", [Joined(", ", kinds[:-1]), kinds[-1]]) if kinds[1:] else kinds[0]
-            count = there + len(names)
             problems.append(template(folder=root, number=len(names), count=count, kind=kind, files=list_names(names)))
     return problems
 
