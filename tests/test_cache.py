@@ -412,6 +412,23 @@ def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
         cache_cleanup.prune(folder / "nowhere", 30)
 
 
+def test_shrinking_deletes_what_was_unused_for_longest_and_nothing_of_the_last_day(folder):
+    fill(folder, Family())
+    ages = dict(zip(sorted(entries(folder)), (9, 3, 7, 0.9, 5, 0.1), strict=True))
+    for path, days in ages.items():
+        os.utime(path, (0, time.time() - days * 86400))
+    sizes = {path: path.stat().st_size for path in ages}
+    total = sum(sizes.values())
+    oldest = sorted(ages, key=ages.get, reverse=True)
+    (folder / "cache" / "readme").write_bytes(b"mine" * 1000)
+    assert cache_cleanup.shrink(folder / "cache", total) == []
+    deleted = cache_cleanup.shrink(folder / "cache", total - sizes[oldest[0]] - 1)
+    assert [entry.path for entry in deleted] == oldest[:2] and set(entries(folder)) == set(oldest[2:])
+    deleted = cache_cleanup.shrink(folder / "cache", 0)
+    assert [entry.path for entry in deleted] == oldest[2:4] and set(entries(folder)) == set(oldest[4:])
+    assert (folder / "cache" / "readme").exists()
+
+
 def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
     filled, placed, _ = fill(folder, Family())
     age(folder, 40)

@@ -390,11 +390,13 @@ def test_the_cache_is_told_and_pruned(ask: Callable[..., Answer], tmp_path: Path
     assert abs(time.time() - told["newest_use"]) < 86400 and told["newest_use"] - told["oldest_use"] > 39 * 86400
     pruned = json.loads(ask("cache", folder, "--prune-unused-days", "30", "--json").out)
     assert (pruned["entries"], pruned["deleted"], pruned["deleted_bytes"]) == (2, 1, 1 << 20)
-    pruned = ask("cache", folder, "--prune-unused-days", "2")
+    assert json.loads(ask("cache", folder, "--limit", "0.002", "--json").out)["deleted"] == 0  # 2 MiB are 0.00195 GiB
+    pruned = ask("cache", folder, "--limit", "0.0019")
     assert pruned.out.startswith(f"{folder}: 1 entries deleted, 1.0 MiB\n{folder}: 1 entries, 1.0 MiB\n")
     for wrong in ("0", "-3", "0.5"):
         refused = ask("cache", folder, "--prune-unused-days", wrong)
         assert refused.code == 2 and "at least 1" in refused.err and len(list(folder.glob("*/*/*"))) == 1
+    assert json.loads(ask("cache", folder, "--limit", "0", "--json").out)["deleted"] == 0  # used today
     nowhere = ask("cache", tmp_path / "nowhere")
     assert nowhere.code == 2 and "no such folder" in nowhere.err
     empty = ask("cache", tmp_path)

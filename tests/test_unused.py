@@ -30,6 +30,7 @@ ALWAYS = {
         "dataset.tag_dropout",
         "dataset.wildcards",
         "dataset.cache_dir",
+        "dataset.cache_limit",
         "dataset.max_pixels",
     ),
     *(

@@ -135,7 +135,7 @@ CASES: dict[str, list[list[str]]] = {
         [LORA, "owner/name"],
         ["project/photos", "x", "--update"],
     ],
-    "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"]],
+    "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"], [P, "--limit", "0"]],
     "caption": [[P, "--model", "project"], ["project/photos", "--model", "project/photos", "--overwrite"]],
     "demo": [["--out", P]],
     "submit": [["project/config.toml", "--no-worker"], [P, "--no-worker"], [R, "--no-worker"]],

@@ -10,6 +10,7 @@ The table is held against the declarations in settings.py: a new setting without
 
 import dataclasses
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,6 +253,7 @@ OWN_TEST = {
     "export.license": "test_what_the_changed_values_are",
     "output_dir": "test_output_dir_and_cache_dir_are_where_things_go",
     "dataset.cache_dir": "test_output_dir_and_cache_dir_are_where_things_go",
+    "dataset.cache_limit": "test_the_cache_is_kept_below_its_limit",
     "preset": "test_preset",
     "model.family": "test_family_and_path_choose_the_base",
     "model.path": "test_family_and_path_choose_the_base",
@@ -502,6 +504,36 @@ def test_output_dir_and_cache_dir_are_where_things_go(job: Callable[..., Job], t
     assert len(list((tmp_path / "there" / "latents").rglob("*.safetensors"))) == 5
     assert list((tmp_path / "there" / "conds").rglob("*.safetensors"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["here", "there"]
+
+
+def test_the_cache_is_kept_below_its_limit(job: Callable[..., Job], tmp_path: Path) -> None:
+    """What is unused for longest goes, what this run needs stays, and the run says if that is more than the limit."""
+    cached = f"dataset.cache_dir='{tmp_path / 'cache'}'"
+
+    def run_with(name: str, *more: str) -> tuple[list[dict[str, Any]], set[Path]]:
+        made = job(cached, "train.steps=1", f"name='{name}'", f"output_dir='{tmp_path}'", *more)
+        events = train.run(made, progress=False).run.events()
+        return events, {path for path in (tmp_path / "cache").rglob("*.safetensors")}
+
+    _, first = run_with("first")
+    for path in first:
+        os.utime(path, (0, 0))
+    events, both = run_with("second", "dataset.background='#102030'")
+    assert both > first and not [event for event in events if event["event"] == "cache_shrunk"]
+    old = {path for path in first if path.stat().st_mtime == 0}
+    assert old and old < first  # the captions were used again
+    size = sum(path.stat().st_size for path in both - old) / 2**30
+    for path in first:
+        os.utime(path, (0, 0))
+    events, left = run_with("third", "dataset.background='#102030'", f"dataset.cache_limit={size}")
+    (shrunk,) = [event for event in events if event["event"] == "cache_shrunk"]
+    assert left == both - old and shrunk["deleted"] == len(old)
+    (made,) = [event for event in events if event["event"] == "cache"]
+    assert made["encoded"] == 0
+    assert "cache_limit" not in str([event for event in events if event["event"] == "warning"])
+    events, left = run_with("fourth", "dataset.background='#102030'", f"dataset.cache_limit={size / 2}")
+    assert left == both - old
+    assert "dataset.cache_limit = " in str([event for event in events if event["event"] == "warning"])
 
 
 def test_preset(tmp_path: Path) -> None:

@@ -22,12 +22,16 @@ def cache(
     prune_unused_days: float | None = typer.Option(
         None, metavar="N", help="Days without use after which entries are deleted. Default: delete nothing."
     ),
+    limit: float | None = typer.Option(
+        None, min=0, metavar="GIB", help="Size down to which entries are deleted, none of the last 24 hours."
+    ),
     as_json: bool = JSON,
 ) -> None:
     """Show size and last use of the image cache. Delete entries that no run uses any more."""
     from ..data import cache_cleanup
 
     deleted = cache_cleanup.prune(folder, prune_unused_days) if prune_unused_days is not None else []
+    deleted += cache_cleanup.shrink(folder, limit * 2**30) if limit is not None else []
     entries = cache_cleanup.stored(folder)
     held_bytes, deleted_bytes = (sum(entry.bytes for entry in listed) for listed in (entries, deleted))
     content = {
@@ -42,7 +46,7 @@ def cache(
     if as_json:
         print_json(content)
         return
-    if prune_unused_days is not None:
+    if prune_unused_days is not None or limit is not None:
         size = f"{deleted_bytes / 2**20:.1f}"
         print_lines(Message("{path}: {count} entries deleted, {size} MiB", path=folder, count=len(deleted), size=size))
     size = f"{held_bytes / 2**20:.1f}"

@@ -14,6 +14,7 @@ from ..errors import Message, UserError
 if TYPE_CHECKING:
     pass
 
+DAY = 86400
 _ENTRY = re.compile(r"(latents|conds)/([0-9a-f]{2})/\2[0-9a-f]{62}\.safetensors")
 
 
@@ -51,6 +52,26 @@ def stored(root: Path) -> list[Stored]:
     return sorted(entries, key=lambda entry: (entry.used, entry.path))
 
 
+def shrink(root: Path, size: float) -> list[Stored]:
+    """Delete the entries that were unused for longest until the others have at most this many bytes, and return them.
+
+    None that was used in the last 24 hours is deleted, for the reason that `prune` gives, so more bytes may be left.
+
+    Raises:
+        UserError: the folder does not exist.
+    """
+    entries = stored(root)
+    before, left = time.time() - DAY, sum(entry.bytes for entry in entries)
+    deleted = []
+    for entry in entries:
+        if left <= size or entry.used >= before:
+            break
+        entry.path.unlink(missing_ok=True)
+        deleted.append(entry)
+        left -= entry.bytes
+    return deleted
+
+
 def prune(root: Path, days: float) -> list[Stored]:
     """Delete the entries that have not been used for this many days, and return them.
 
@@ -64,7 +85,7 @@ def prune(root: Path, days: float) -> list[Stored]:
         raise UserError(
             Message("{days} days: entries may be in use by a run that is training; give at least 1", days=f"{days:g}")
         )
-    before = time.time() - days * 86400
+    before = time.time() - days * DAY
     old = [entry for entry in stored(root) if entry.used < before]
     for entry in old:
         entry.path.unlink(missing_ok=True)

@@ -554,6 +554,11 @@ class Dataset(Section):
         also="kohya: cache_directory",
         place="folder",
     )
+    cache_limit: Literal["none"] | Annotated[float, Field(gt=0)] = setting(
+        "none",
+        "Largest size of the cache, in GiB. Before images are encoded, entries that were unused for longest are "
+        "deleted, but none of the last 24 hours.",
+    )
     max_pixels: int = setting(64_000_000, "Maximum number of pixels of an image. Larger images are refused.", ge=4096)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from .. import settings
 from ..config import apply_preview_changes
 from ..data import buckets as bucketing
-from ..data import control_files
+from ..data import cache_cleanup, control_files
 from ..data.cache import Cache, preview_pictures
 from ..data.caption_variants import plain_captions, truncation_warnings
 from ..data.examples import Example
@@ -23,7 +23,7 @@ from ..data.loader import Item, Loader
 from ..data.prompts import Prompt, text_of
 from ..errors import Message, Stopped, UserError
 from ..families.base import Cond
-from ..plan.disk_budget import count_pixels
+from ..plan.disk_budget import count_pixels, estimate_cache
 from ..plan.placement import make_preview_prompts
 from ..plan.plan import Plan
 from ..run import Run, preview_requests
@@ -100,6 +100,8 @@ def cache(session: Session) -> Data:
     # Every process encodes its share. Entries are complete or absent, so encoding one twice is harmless.
     preview, version = read_preview_section(session)
     texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(preview, store)]))
+    if processes.is_main and section.cache_limit != "none":
+        _make_room(session, section.cache_limit * 2**30, texts)
     report = store.fill(processes.share(placed.placed), processes.share(texts), log=_make_progress_log(run))
     reports = processes.gather(report)
     counts = ("encoded", "reused", "bytes")
@@ -142,6 +144,26 @@ def cache(session: Session) -> Data:
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
+
+
+def _make_room(session: Session, limit: float, texts: Sequence[str | Prompt]) -> None:
+    """Keep the cache below `limit` bytes, with what this run is going to add; warn where that is impossible."""
+    store, placed = session.plan.cache, session.plan.images
+    missing = store.missing(placed.placed, texts)  # the entries that this run needs now count as used just now
+    added = estimate_cache(store, missing, min(placed.buckets)).likely
+    if store.root.is_dir():
+        if deleted := cache_cleanup.shrink(store.root, limit - added):
+            session.run.log_event("cache_shrunk", deleted=len(deleted), bytes=sum(entry.bytes for entry in deleted))
+        added += sum(entry.bytes for entry in cache_cleanup.stored(store.root))
+    if added > limit:
+        session.warn(
+            Message(
+                "dataset.cache_limit = {limit}: the cache will have up to {size} GiB, as nothing of the last 24 hours "
+                "is deleted; raise the limit",
+                limit=f"{limit / 2**30:g}",
+                size=f"{added / 2**30:.3g}",
+            )
+        )
 
 
 def read_preview_section(

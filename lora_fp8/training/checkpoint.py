@@ -334,7 +334,7 @@ WATCHED = (
 )
 BEFORE = {"quantize.convolutions": "bf16"}
 """What older versions did where there was no setting yet, if it differs from the setting's default now."""
-ASIDE = ("dataset.folders", "dataset.cache_dir", "train.log_every", "adapter.init_from")
+ASIDE = ("dataset.folders", "dataset.cache_dir", "dataset.cache_limit", "train.log_every", "adapter.init_from")
 
 
 def remember(job: Job, base: str, data: str, files: dict[str, str] | None = None) -> dict[str, Any]:
