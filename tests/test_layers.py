@@ -43,6 +43,8 @@ LIBRARIES = {
     "accelerate": {"distributed.processes", "stages.tracking", "scripts"},
     "transformers": {"families", "tools.captioner", "training.optimizers", "scripts"},
     "onnxruntime": {"tools.wd_tagger"},
+    "pyarrow": {"data.foreign_datasets"},
+    "pillow_heif": {"data.decoding"},
     "diffusers": {"families", "objectives", "verify", "lora_files.export", "demo.show", "scripts"},
     "typer": {"cli"},
     "tomlkit": {"config", "cli", "lora_files.export_metadata", "importing", "jobs", "scripts"},

@@ -148,6 +148,7 @@ CASES: dict[str, list[list[str]]] = {
         [P, "--only", "absent*", "--exclude"],
         ["project/photos", "--only", "absent*", "--exclude"],
     ],
+    "dataset import": [[P], [P, "project/photos"], ["project/photos"], ["project/config.toml", P], [R, R]],
     "dataset undo": [[P], ["project/photos"]],
     "dataset redo": [[P], ["project/photos"]],
     "dataset repair": [[P], ["project/photos"]],

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from ..data.captions import Repair
     from ..data.image_edits import Box
 
-from ..errors import Message, Plural, first_few
+from ..common.shell import quote_path
+from ..errors import Joined, Message, Plural, first_few
 from .help import Group, Program
 from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
 
@@ -212,6 +213,58 @@ def images(
                 total=len(chosen),
             ),
         )
+
+
+@dataset_app.command("import")
+def import_dataset(
+    source: Path = typer.Argument(
+        ..., metavar="SOURCE", help="Folder or file: metadata.jsonl or .csv, parquet, tar shards, JSON of captions."
+    ),
+    folder: Path | None = typer.Argument(
+        None, metavar="[FOLDER]", help="New folder for images and captions. Default: captions beside SOURCE's images."
+    ),
+    caption: str = typer.Option("", metavar="COLUMN", help="Column with the captions. Default: the usual names."),
+    limit: int = typer.Option(0, min=0, help="Number of images to take. 0: all."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Also replace captions that are there, without FOLDER."),
+    as_json: bool = JSON,
+) -> None:
+    """Take over a dataset of another form, such as one from Hugging Face. It becomes images with .txt captions."""
+    from ..common.progress import CountProgress
+    from ..data import dataset_import, foreign_datasets
+    from ..errors import UserError
+
+    known = foreign_datasets.find_source(source, caption)
+    if folder is None:
+        if limit:
+            raise UserError(Message("--limit: is for a new FOLDER"))
+        report = dataset_import.import_captions(known, overwrite=overwrite)
+    else:
+        if overwrite:
+            raise UserError(Message("--overwrite: is for captions beside the images; into FOLDER nothing is replaced"))
+        count = CountProgress(Message("images"))
+        report = dataset_import.import_images(known, folder, limit=limit, progress=count.show)
+    if as_json:
+        print_json(vars(report))
+        return
+    place = folder or known.root
+    lines = [
+        Message(
+            "{path}: {count} images, {number} of them without a caption",
+            path=place,
+            count=report.images,
+            number=report.uncaptioned,
+        )
+    ]
+    if report.kept:
+        lines.append(
+            Message("{count} captions were there already and stay; --overwrite replaces them", count=report.kept)
+        )
+    if report.problems:
+        named = Joined("; ", report.problems[:5])
+        lines.append(
+            Message("warning: {count} records were left out: {lines}", count=len(report.problems), lines=named)
+        )
+    print_lines(*lines, Message("next: {command}", command=f"lora-fp8 dataset {quote_path(place)}"))
 
 
 @dataset_app.command()

@@ -40,21 +40,14 @@ def submit(
 ) -> None:
     """Queue a training. Its settings are fixed now: later edits of the file change nothing."""
     from .. import jobs
-    from ..common.reading import load_text
 
     queue = jobs.Queue()
     scheduling = jobs.Scheduling(priority, gpus, attempts)
     if config_file.is_dir():
         id = queue.submit_run(config_file, overrides=overrides, scheduling=scheduling)
     else:
-        # Loaded for its error messages: a file that cannot be read is reported here.
-        load_config(config_file, overrides)
-        id = queue.submit(
-            load_text(config_file),
-            overrides=overrides,
-            source=jobs.Source(str(config_file), presets=config_file.parent),
-            scheduling=scheduling,
-        )
+        load_config(config_file, overrides)  # for its error messages
+        id = queue.submit_file(config_file, overrides=overrides, scheduling=scheduling)
     _print_queued(queue, id, with_worker, as_json)
 
 

@@ -27,6 +27,14 @@ class CountProgress:
         self._line = self._began
         self._bar: tqdm[Any] | None = None
 
+    def show(self, done: int) -> None:
+        """Show that this many are done, of an unknown number."""
+        now = time.monotonic()
+        if now - self._line >= LINE_EVERY:
+            self._line = now
+            line = Message("{title}: {done}", title=self._title, done=done)
+            print(translate(get_language(), line), file=sys.stderr, flush=True)
+
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` are done; the last one ends the display."""
         now = time.monotonic()

@@ -252,6 +252,12 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
     return Looked("", *edited.size, first.size, identity, frames=frames, measured=measured, timeline=timeline)
 
 
+def find_format(raw: bytes) -> str:
+    """Return Pillow's name of an image's format from its header. Raises ImageError if it is no image that is read."""
+    with _opened(io.BytesIO(raw)) as image:
+        return image.format or ""
+
+
 def open_image(source: str | Path | BinaryIO, background: str = "#ffffff", edit: ImageEdit = NOTHING) -> Image.Image:
     """Decode an image file into upright RGB (the first frame if it has several).
 

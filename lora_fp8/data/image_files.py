@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .. import settings
+from ..common.shell import quote_path
 from ..common.text import is_utf8
 from ..errors import Joined, Message, Plural, Template, UserError, UserErrors, about, missing_folder, reason
 from . import clips, image_edits
@@ -28,6 +29,9 @@ OTHER_IMAGES = {
 HEIC_IMAGES = {} if set(HEIC_EXTENSIONS) <= EXTENSIONS.keys() else dict.fromkeys(HEIC_EXTENSIONS, "HEIC")
 """The same of HEIC, which is read if pillow-heif is installed."""
 OTHER_VIDEOS = (".avi", ".m4v", ".mts", ".m2ts", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp", ".ogv", ".vob")
+METADATA = ("metadata.jsonl", "metadata.csv")
+"""Files with captions of the images beside them, as datasets on Hugging Face have them."""
+TARS = (".tar", ".tar.gz", ".tgz")
 UNREADABLE = (*OTHER_IMAGES, *HEIC_IMAGES, *OTHER_VIDEOS)
 """Extensions of files that a person counts as images or videos and that are not read."""
 
@@ -257,12 +261,32 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         problem = _advise_on_videos(section, clip_rate)
         report.problems.append(problem(path=root, count=len(left), names=list_names(sorted(left))))
         others = [name for name in others if name not in left]
+    elif not images and (tables := [name for name in others if name.lower().endswith((".parquet", *TARS))]):
+        command = f"lora-fp8 dataset import {quote_path(root)} FOLDER"
+        report.problems.append(
+            Message(
+                "folder {path} has its images inside of {names}; `{command}` makes files with captions of them",
+                path=root,
+                names=list_names(sorted(tables)),
+                command=command,
+            )
+        )
     elif not images and not unreadable:
         what = Message("only {names}", names=list_names(sorted(others))) if others else Message("no image files")
         accepted = " ".join(listing.accepted)
         report.problems.append(
             Message(
                 "folder {path} has no images, {what}; accepted are {suffixes}", path=root, what=what, suffixes=accepted
+            )
+        )
+    if any(caption is None for _, caption in listing.images) and (named := set(others) & set(METADATA)):
+        others = [name for name in others if name not in named]
+        report.warnings.append(
+            Message(
+                "folder {path} has captions in {names}; `{command}` writes them beside the images",
+                path=root,
+                names=list_names(sorted(named)),
+                command=f"lora-fp8 dataset import {quote_path(root)}",
             )
         )
     if images and others:

@@ -64,7 +64,9 @@ NO_RESCALE = Message("guidance is not rescaled here")
 CENTER_CROP = Message("pictures are cropped at the middle")
 BUCKETS = Message("buckets are made from the resolution and max_aspect")
 MAX_ASPECT = Message("no picture is left out for its shape; dataset.max_aspect crops it")
-CAPTION_FILES = Message("captions are .txt or .caption files beside the pictures here")
+CAPTION_FILES = Message(
+    "captions are .txt or .caption files beside the pictures here; `lora-fp8 dataset import FILE` writes them"
+)
 A_LORA = Message("a LoRA is trained")
 FOLDERS_OF = Template("the folders of {file}, which is not here")
 NO_PROMPTS = Message("no prompts are written")

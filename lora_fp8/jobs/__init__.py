@@ -230,6 +230,17 @@ class Queue:
             **_make_columns(scheduling),
         )
 
+    def submit_file(
+        self,
+        file: Path,
+        *,
+        overrides: Sequence[str] = (),
+        scheduling: Scheduling = Scheduling(),  # noqa: B008 - frozen
+    ) -> int:
+        """Queue the training of a config file. Arguments, result and errors are as for `submit`."""
+        source = Source(str(file), presets=file.parent)
+        return self.submit(load_text(file), overrides=overrides, source=source, scheduling=scheduling)
+
     def submit_run(
         self,
         folder: Path,

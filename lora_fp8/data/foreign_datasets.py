@@ -1,0 +1,386 @@
+"""Read datasets in the forms that others publish or other trainers keep them in.
+
+| form | what it is |
+|---|---|
+| metadata | `metadata.jsonl` or `.csv` beside images, a row each with `file_name` and a caption (Hugging Face) |
+| parquet | tables with images and captions (Hugging Face); a table with `file_name` and no images is metadata |
+| tar | shards of webdataset: `key.jpg` with `key.txt` or `key.json` in one tar file |
+| kohya | one JSON object, path of an image -> {"caption": ..., "tags": ...} (sd-scripts' `in_json`) |
+| json | `name.json` beside `name.jpg` |
+
+Nothing in such a dataset is trusted: not the names, and not the sizes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import posixpath
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..common.reading import MOST_JSON, MOST_TEXT, open_regular, parse_json, read_bytes
+from ..errors import Message, UserError, cannot_read, first_few
+from .decoding import EXTENSIONS, MOST_IMAGE
+from .image_files import METADATA, TARS, walk
+
+PATHS = ("file_name", "image_path", "file", "path", "filename")
+"""Columns with the path of an image, the first one that there is."""
+CAPTIONS = ("caption", "text", "captions", "prompt", "description", "tag_string", "tags")
+"""Columns with the caption, the first one that there is."""
+TAGS = ("tags", "tag_string")
+"""Columns whose lists are the tags of one caption; other lists are captions, a line each."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """An image and its caption.
+
+    Attributes:
+        name: for people, and to name the image's file by; not safe as a path.
+        image: the bytes of its file, or where the file is.
+        caption: "" if it has none.
+    """
+
+    name: str
+    image: bytes | Path
+    caption: str
+
+    def read(self) -> bytes:
+        """Return the bytes of the image file. Raises OSError."""
+        return self.image if isinstance(self.image, bytes) else read_bytes(self.image, MOST_IMAGE)
+
+
+@dataclass
+class Source:
+    """A dataset that can be read.
+
+    Attributes:
+        form: see the top of this file.
+        files: its files: metadata, tables, shards, or images for the form json.
+        root: the folder that paths in it are relative to.
+        column: the column with the captions; "" chooses.
+        problems: one line each for what could not be read; filled by `records`.
+        images: the column of a table that has the images; "" if it has their paths.
+        columns: number of records that have each column, without those of images and paths; filled by `records`.
+    """
+
+    form: str
+    files: list[Path]
+    root: Path
+    column: str = ""
+    problems: list[str] = field(default_factory=list)
+    images: str = ""
+    columns: Counter[str] = field(default_factory=Counter)
+
+    def records(self) -> Iterator[Record]:
+        """Read the records, one after another.
+
+        Raises:
+            UserError: a file cannot be read at all.
+        """
+        read = {"metadata": self._metadata, "parquet": self._parquet, "tar": self._tar, "kohya": self._kohya}
+        for path in self.files:
+            try:
+                yield from read.get(self.form, self._sidecar)(path)
+            except OSError as error:
+                raise cannot_read(path, error) from None
+
+    def _note(self, path: Path, where: object, line: object) -> None:
+        self.problems.append(Message("{path}, {where}: {line}", path=path, where=where, line=line))
+
+    def _caption(self, fields: Mapping[str, Any], path: Path, where: object) -> str:
+        """Return the caption among the fields of a record; "" if there is none, or if it is no text, which is noted."""
+        self.columns.update(name for name in fields if name not in PATHS)
+        names = (self.column,) if self.column else CAPTIONS
+        name = next((name for name in names if fields.get(name)), "")
+        try:
+            caption = _as_text(name, fields[name]) if name else ""
+            if self.form == "kohya" and name == "caption" and not self.column and fields.get("tags"):
+                return f"{caption}, {_as_text('tags', fields['tags'])}"  # as sd-scripts joins them
+        except ValueError as error:
+            self._note(path, where, error.args[0])
+            return ""
+        return caption
+
+    def _of_path(self, table: Path, fields: Mapping[str, Any], where: object) -> Record:
+        """Make the record of a row that names a file. Raises ValueError with what is wrong with the row."""
+        given = next((fields[name] for name in PATHS if isinstance(fields.get(name), str)), "")
+        if not given:
+            raise ValueError(Message("names no image ({names})", names=" | ".join(PATHS)))
+        path = Path(os.path.realpath(table.parent / given))
+        if not path.is_relative_to(os.path.realpath(self.root)):
+            raise ValueError(Message("names a file outside of {folder}", folder=self.root))
+        if not path.is_file():
+            raise ValueError(Message("{path} does not exist", path=given))
+        return Record(given, path, self._caption(fields, table, where))
+
+    # ------------------------------------------------------------------------------------------------ one file each
+
+    def _metadata(self, path: Path) -> Iterator[Record]:
+        rows = _read_csv(path) if path.suffix.lower() == ".csv" else _read_lines(path)
+        for number, row in rows:
+            where = Message("line {number}", number=number)
+            try:
+                if not isinstance(row, Mapping):
+                    raise ValueError(row if isinstance(row, Message) else Message("is not an object"))
+                record = self._of_path(path, row, where)
+            except ValueError as error:
+                self._note(path, where, error.args[0])
+            else:
+                yield record
+
+    def _parquet(self, path: Path) -> Iterator[Record]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise UserError(
+                Message("{path}: reading it needs pyarrow; install it: pip install 'lora-fp8[parquet]'", path=path)
+            ) from None
+        try:
+            with open_regular(path) as file, pyarrow.parquet.ParquetFile(file) as table:
+                self.images = _find_images(table.schema_arrow)
+                number = 0
+                # Few rows at a time: each has an image.
+                for batch in table.iter_batches(batch_size=16):
+                    for row in batch.to_pylist():
+                        number += 1
+                        where = Message("row {number}", number=number)
+                        make = self._of_row if self.images else self._of_path
+                        try:
+                            record = make(path, row, where)
+                        except ValueError as error:
+                            self._note(path, where, error.args[0])
+                        else:
+                            yield record
+        except pyarrow.ArrowException as error:
+            raise UserError(
+                Message("{path}: is no parquet file, or is damaged ({why})", path=path, why=error)
+            ) from None
+        except _NoImages as error:
+            raise UserError(
+                Message("{path}: has no images; its columns are {names}", path=path, names=", ".join(error.columns))
+            ) from None
+
+    def _of_row(self, path: Path, row: dict[str, Any], where: object) -> Record:
+        column = self.images
+        image = row.pop(column)
+        raw = image.get("bytes") if isinstance(image, dict) else image
+        given = (image.get("path") if isinstance(image, dict) else "") or ""
+        if not isinstance(raw, bytes) or not raw:
+            raise ValueError(Message("has no image in column {column}", column=column))
+        return Record(given or path.stem, raw, self._caption(row, path, where))
+
+    def _tar(self, path: Path) -> Iterator[Record]:
+        try:
+            with open_regular(path) as file, tarfile.open(fileobj=file, mode="r|*", encoding="utf-8") as archive:
+                key = ""
+                parts: dict[str, bytes] = {}
+                for member in archive:
+                    if not member.isreg():
+                        continue
+                    name = posixpath.join(posixpath.dirname(member.name), posixpath.basename(member.name).split(".")[0])
+                    kind = member.name[len(name) + 1 :].lower()
+                    if name != key:
+                        yield from self._of_sample(path, key, parts)
+                        key, parts = name, {}
+                    image = f".{kind.rpartition('.')[2]}" in EXTENSIONS
+                    if not image and kind not in ("json", *CAPTIONS, "txt"):
+                        continue
+                    if member.size > (MOST_IMAGE if image else MOST_TEXT):
+                        self._note(path, member.name, Message("is too large"))
+                    elif extracted := archive.extractfile(member):
+                        parts[kind] = extracted.read()
+                yield from self._of_sample(path, key, parts)
+        except tarfile.TarError as error:
+            raise UserError(Message("{path}: is no tar file, or is damaged ({why})", path=path, why=error)) from None
+
+    def _of_sample(self, path: Path, key: str, parts: Mapping[str, bytes]) -> Iterator[Record]:
+        images = [kind for kind in parts if f".{kind.rpartition('.')[2]}" in EXTENSIONS]
+        if not parts:
+            return
+        if not images:
+            self._note(path, key, Message("has no image"))
+            return
+        fields: dict[str, Any] = {}
+        try:
+            if "json" in parts:
+                fields |= _as_object(parse_json(parts["json"]))
+            texts = {kind: raw for kind, raw in parts.items() if kind != "json" and kind not in images}
+            fields |= {"caption" if kind == "txt" else kind: raw.decode() for kind, raw in texts.items()}
+        except ValueError as error:
+            self._note(path, key, error.args[0] if isinstance(error.args[0], Message) else error)
+        yield Record(key, parts[images[0]], self._caption(fields, path, key))
+
+    def _kohya(self, path: Path) -> Iterator[Record]:
+        try:
+            table = _as_object(parse_json(read_bytes(path, MOST_JSON)))
+        except ValueError as error:
+            raise UserError(
+                Message("{path}: is not JSON of the form of sd-scripts ({why})", path=path, why=error)
+            ) from None
+        files = _list_images(self.root)
+        by_stem = Counter(os.path.splitext(posixpath.basename(name))[0] for name in files)
+        stems = {os.path.splitext(posixpath.basename(name))[0]: name for name in files}
+        without = {os.path.splitext(name)[0]: name for name in files}
+        for key, fields in table.items():
+            # The paths are those of the machine that the file was made on, with or without the extension.
+            plain = key.replace("\\", "/")
+            stem = posixpath.basename(plain)
+            stem = os.path.splitext(stem)[0] if os.path.splitext(stem)[1].lower() in EXTENSIONS else stem
+            name = plain if plain in files else without.get(plain) or (stems.get(stem) if by_stem[stem] == 1 else None)
+            if name is None or not isinstance(fields, Mapping):
+                self._note(path, key, Message("no image of this name, or several"))
+                continue
+            yield Record(name, self.root / name, self._caption(fields, path, key))
+
+    def _sidecar(self, path: Path) -> Iterator[Record]:
+        file = path.with_suffix(".json")
+        try:
+            fields = _as_object(parse_json(read_bytes(file, MOST_TEXT)))
+        except ValueError as error:
+            self._note(file, "JSON", error.args[0] if isinstance(error.args[0], Message) else error)
+            return
+        yield Record(path.relative_to(self.root).as_posix(), path, self._caption(fields, file, "JSON"))
+
+
+def find_source(given: Path, column: str = "") -> Source:
+    """Find out which form a file or folder has.
+
+    Args:
+        given: the file or folder.
+        column: the column with the captions; "" chooses.
+
+    Raises:
+        UserError: it does not exist, or has none of the forms.
+    """
+    path = given.expanduser()
+    if not path.exists():
+        raise UserError(Message("{path}: no such file or folder (looked in {where})", path=given, where=Path.cwd()))
+    if path.is_file():
+        form = _form_of(path)
+        if not form:
+            raise _is_none(path)
+        return Source(form, [path], path.parent, column)
+    files_by_form: dict[str, list[Path]] = {"metadata": [], "parquet": [], "tar": [], "json": [], "kohya": []}
+    try:
+        for folder, names in walk(path):
+            there = set(names)
+            for name in names:
+                stem, suffix = os.path.splitext(name)
+                if suffix.lower() in EXTENSIONS and f"{stem}.json" in there:
+                    files_by_form["json"].append(folder / name)
+                elif name in METADATA or (form := _form_of(folder / name)) in ("parquet", "tar"):
+                    files_by_form["metadata" if name in METADATA else form].append(folder / name)
+                elif form == "kohya" and name.startswith("meta"):
+                    files_by_form["kohya"].append(folder / name)
+    except OSError as error:
+        raise cannot_read(path, error) from None
+    for form, files in files_by_form.items():
+        if files:
+            return Source(form, files, path, column)
+    raise _is_none(path)
+
+
+def _is_none(path: Path) -> UserError:
+    return UserError(Message("{path}: no dataset that can be read; accepted are {names}", path=path, names=FORMS))
+
+
+FORMS = "metadata.jsonl, metadata.csv, .parquet, .tar, meta*.json, NAME.json"
+
+
+def _form_of(path: Path) -> str:
+    name = path.name.lower()
+    if name.endswith(TARS):
+        return "tar"
+    return {".parquet": "parquet", ".jsonl": "metadata", ".csv": "metadata", ".json": "kohya"}.get(
+        path.suffix.lower(), ""
+    )
+
+
+class _NoImages(Exception):
+    def __init__(self, columns: Sequence[str]) -> None:
+        super().__init__()
+        self.columns = columns
+
+
+def _find_images(schema: Any) -> str:
+    """Return the column of a table that has images; "" if it has their paths."""
+    import pyarrow
+
+    names = schema.names
+    for name in names:
+        kind = schema.field(name).type
+        if pyarrow.types.is_struct(kind) and "bytes" in [kind.field(i).name for i in range(kind.num_fields)]:
+            return str(name)
+    for name in names:
+        kind = schema.field(name).type
+        if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
+            return str(name)
+    if not set(PATHS) & set(names):
+        raise _NoImages(names)
+    return ""
+
+
+def _as_text(name: str, value: Any) -> str:
+    """Return a caption as text. Raises ValueError if it is none."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return (", " if name in TAGS else "\n").join(part.strip() for part in value if part.strip())
+    raise ValueError(Message("column {name} has no text", name=name))
+
+
+def _as_object(content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(Message("is not an object"))
+    return content
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, JSON) of each line that is not empty; a Message in place of what is no JSON."""
+    with open_regular(path) as file:
+        number = 0
+        while raw := file.readline(MOST_TEXT + 1):
+            number += 1
+            if len(raw) > MOST_TEXT:
+                raise UserError(Message("{path}, line {number}: is too long", path=path, number=number))
+            if raw.strip():
+                try:
+                    yield number, parse_json(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+                except ValueError:
+                    yield number, Message("is not JSON")
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
+    with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        try:
+            for row in rows:
+                yield rows.line_num, {name: value for name, value in row.items() if isinstance(name, str)}
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(
+                Message(
+                    "{path}, line {number}: is not CSV in UTF-8 ({why})", path=path, number=rows.line_num, why=error
+                )
+            ) from None
+
+
+def _list_images(root: Path) -> set[str]:
+    return {
+        (folder / name).relative_to(root).as_posix()
+        for folder, names in walk(root)
+        for name in names
+        if os.path.splitext(name)[1].lower() in EXTENSIONS
+    }
+
+
+def list_columns(source: Source) -> Message:
+    """List the columns of the records that were read, the most frequent first."""
+    return first_few([name for name, _ in source.columns.most_common()], 12)

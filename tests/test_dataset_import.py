@@ -1,0 +1,360 @@
+"""Datasets of other forms become images with captions.
+
+Judged by files that the forms' own libraries write (pyarrow, tarfile, csv, json), by the bytes of the images, and by a
+scan of the result.
+"""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from lora_fp8 import cli
+from lora_fp8.common.messages import translate
+from lora_fp8.data import captions, dataset_import, foreign_datasets, images
+from lora_fp8.data.dataset_import import import_captions, import_images
+from lora_fp8.data.foreign_datasets import find_source
+from lora_fp8.errors import UserError
+from lora_fp8.settings import Dataset, Folder
+
+
+def encoded(seed: int, format: str = "JPEG") -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer := io.BytesIO(), format)
+    return buffer.getvalue()
+
+
+def write_images(folder: Path, *names: str) -> None:
+    for seed, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(encoded(seed, "PNG" if name.endswith("png") else "JPEG"))
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in sorted(folder.rglob("*.txt"))}
+
+
+def write_table(path: Path, rows: list[dict[str, Any]], schema: pyarrow.Schema | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), path, row_group_size=3)
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, mode) as archive:
+        for name, raw in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(raw)
+            archive.addfile(entry, io.BytesIO(raw))
+
+
+# ------------------------------------------------------------------------------------------- captions beside the images
+
+
+def as_jsonl(folder: Path, rows: list[dict[str, Any]]) -> None:
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "metadata.jsonl").write_text(f"\ufeff{lines}\n\n", encoding="utf-8")
+
+
+def as_csv(folder: Path, rows: list[dict[str, Any]]) -> None:
+    with open(folder / "metadata.csv", "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, sorted({name for row in rows for name in row}))
+        table.writeheader()
+        table.writerows(rows)
+
+
+def as_table(folder: Path, rows: list[dict[str, Any]]) -> None:
+    write_table(folder / "metadata.parquet", rows)
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_csv, as_table])
+def test_a_table_beside_images(tmp_path: Path, write: Callable[..., None]) -> None:
+    write_images(tmp_path, "a.jpg", "deep/b.png", "c.jpg", "d.jpg")
+    (tmp_path / "c.txt").write_text("mine", encoding="utf-8")
+    rows = [
+        {"file_name": "a.jpg", "text": "a cat, sitting"},
+        {"file_name": "deep/b.png", "text": 'two "lines"\nof text'},
+        {"file_name": "c.jpg", "text": "theirs"},
+        {"file_name": "d.jpg", "text": ""},
+        {"file_name": "gone.jpg", "text": "nobody"},
+        {"file_name": "../other.jpg", "text": "outside"},
+    ]
+    (tmp_path.parent / "other.jpg").write_bytes(encoded(9))
+    write(tmp_path, rows)
+    report = import_captions(find_source(tmp_path))
+    expected = {"a.txt": "a cat, sitting", "deep/b.txt": 'two "lines"\nof text', "c.txt": "mine"}
+    assert texts(tmp_path) == expected
+    assert (report.images, report.uncaptioned, report.kept) == (4, 1, 1)
+    assert len(report.problems) == 2
+    assert "gone.jpg does not exist" in report.problems[0] and "outside of" in report.problems[1]
+    again = import_captions(find_source(tmp_path), overwrite=True)
+    assert texts(tmp_path)["c.txt"] == "theirs" and again.kept == 0
+    captions.undo(tmp_path)
+    captions.undo(tmp_path)
+    assert texts(tmp_path) == {"c.txt": "mine"}
+
+
+def test_the_captions_of_sd_scripts(tmp_path: Path) -> None:
+    """Its keys are paths of the machine that it ran on; a caption and tags are joined by a comma."""
+    write_images(tmp_path, "a.jpg", "sub/b.png", "c.webp.jpg", "x/same.jpg", "y/same.jpg")
+    table = {
+        "C:\\data\\a.jpg": {"caption": "a dog", "tags": "red, blue"},
+        "/elsewhere/b": {"tags": "one, two"},
+        "c.webp.jpg": {"caption": "a third"},
+        "/elsewhere/same.jpg": {"caption": "which?"},
+        "y/same": {"caption": "this one"},
+        "/elsewhere/none.jpg": {"caption": "none"},
+        "a.jpg": 3,
+    }
+    (tmp_path / "meta_lat.json").write_text(json.dumps(table), encoding="utf-8")
+    report = import_captions(find_source(tmp_path))
+    assert texts(tmp_path) == {
+        "a.txt": "a dog, red, blue", "sub/b.txt": "one, two", "c.webp.txt": "a third", "y/same.txt": "this one"
+    }  # fmt: skip
+    assert len(report.problems) == 3 and all("no image of this name" in line for line in report.problems)
+
+
+def test_json_beside_each_image(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg", "b.jpg", "c.jpg", "d.jpg")
+    contents = {
+        "a": {"tags": ["1girl", "solo "], "rating": "g"},
+        "b": {"caption": ["a first", "a second"]},
+        "c": {"tag_string": "1girl solo"},
+        "d": [1, 2],
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    report = import_captions(find_source(tmp_path))
+    assert texts(tmp_path) == {"a.txt": "1girl, solo", "b.txt": "a first\na second", "c.txt": "1girl solo"}
+    assert report.form == "json" and "is not an object" in report.problems[0]
+
+
+def test_the_column_is_chosen_and_named_where_none_is_known(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg", "b.jpg")
+    rows = [{"file_name": f"{name}.jpg", "de": f"auf {name}", "score": 3} for name in "ab"]
+    as_jsonl(tmp_path, rows)
+    with pytest.raises(UserError, match=r"none of its columns.*: de, score; name one with --caption"):
+        import_captions(find_source(tmp_path))
+    with pytest.raises(UserError, match=r"none of its columns.*: de, score"):
+        import_captions(find_source(tmp_path, "nothing"))
+    assert not texts(tmp_path)
+    import_captions(find_source(tmp_path, "de"))
+    assert texts(tmp_path) == {"a.txt": "auf a", "b.txt": "auf b"}
+    with pytest.raises(UserError, match="column score has no text"):
+        import_captions(find_source(tmp_path, "score"), overwrite=True)
+
+
+def test_lines_that_are_none(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg")
+    lines = ["{broken", "[1]", '{"text": "no name"}', '{"file_name": "a.jpg", "text": "good"}', '"deep": ' + "[" * 9000]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    report = import_captions(find_source(tmp_path))
+    assert texts(tmp_path) == {"a.txt": "good"}
+    said = [line.split(", line ")[1] for line in report.problems]
+    assert [line[0] for line in said] == list("1235") and "is not JSON" in said[0] and "names no image" in said[2]
+    (tmp_path / "metadata.jsonl").write_bytes(b"x" * (2 << 20))
+    with pytest.raises(UserError, match="line 1: is too long"):
+        import_captions(find_source(tmp_path))
+    (tmp_path / "metadata.jsonl").write_bytes(b"")
+    with pytest.raises(UserError, match="has no records"):
+        import_captions(find_source(tmp_path))
+
+
+# ----------------------------------------------------------------------------------------------- into a new folder
+
+HF_IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+
+
+def published(folder: Path) -> list[bytes]:
+    """As Hugging Face publishes datasets: shards with an image feature, whose paths need not be unique or safe."""
+    files = [encoded(seed, format) for seed, format in enumerate(["JPEG", "PNG", "WEBP", "JPEG", "JPEG", "BMP", "GIF"])]
+    paths = ["a.jpg", "a.jpg", None, "../../evil.jpg", "x/con.png", "A.jpg", ""]
+    rows = [
+        {"image": {"bytes": raw, "path": path}, "text": f"image {number}", "id": number}
+        for number, (raw, path) in enumerate(zip(files, paths, strict=True))
+    ]
+    schema = pyarrow.schema([("image", HF_IMAGE), ("text", pyarrow.string()), ("id", pyarrow.int64())])
+    write_table(folder / "data/train-00000-of-00002.parquet", rows[:4], schema)
+    write_table(folder / "data/train-00001-of-00002.parquet", rows[4:], schema)
+    return files
+
+
+def test_tables_with_images(tmp_path: Path) -> None:
+    files = published(tmp_path / "given")
+    target = tmp_path / "new"
+    report = import_images(find_source(tmp_path / "given"), target)
+    assert (report.images, report.uncaptioned, report.problems) == (7, 0, [])
+    names = [
+        "a.jpg", "a_2.png", "train-00000-of-00002.webp", "evil.jpg", "_con.jpg", "A_3.bmp", "train-00001-of-00002.gif"
+    ]  # fmt: skip
+    assert {path.name: path.read_bytes() for path in target.iterdir() if path.suffix != ".txt"} == dict(
+        zip(names, files, strict=True)
+    )
+    assert texts(target) == {f"{Path(name).stem}.txt": f"image {number}" for number, name in enumerate(names)}
+    assert not (tmp_path / "evil.jpg").exists() and sorted(path.name for path in tmp_path.iterdir()) == ["given", "new"]
+    scanned = images.scan(Dataset(folders=[Folder(path=str(target))], resolution=32))
+    assert not scanned.problems and len(scanned.examples) == 7
+
+
+def test_an_import_goes_on_and_replaces_nothing(tmp_path: Path) -> None:
+    published(tmp_path / "given")
+    source, target = tmp_path / "given", tmp_path / "new"
+    import_images(find_source(source), target, limit=3)
+    assert len(list(target.iterdir())) == 6
+    before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
+    assert import_images(find_source(source), target).images == 7
+    assert {path: path.stat().st_mtime_ns for path in before} == before and len(list(target.iterdir())) == 14
+    (target / "evil.txt").write_text("edited", encoding="utf-8")
+    with pytest.raises(UserError, match=r"evil.txt: exists already with other content; name a new folder"):
+        import_images(find_source(source), target)
+    assert (target / "evil.txt").read_text("utf-8") == "edited"
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "a.jpg").symlink_to(tmp_path / "somewhere")
+    with pytest.raises(UserError, match="exists already"):
+        import_images(find_source(source), linked)
+    assert not (tmp_path / "somewhere").exists()
+    assert not [path for path in tmp_path.rglob("*.tmp")]
+
+
+@pytest.mark.parametrize("end", [".tar", ".tar.gz"])
+def test_shards_of_webdataset(tmp_path: Path, end: str) -> None:
+    files = [encoded(seed) for seed in range(5)]
+    members = {
+        "000.jpg": files[0], "000.txt": b"a first", "000.json": b'{"caption": "unused", "width": 4}',
+        "dir/001.json": '{"caption": "ein zweites Bild: \u00e4"}'.encode(), "dir/001.jpg": files[1],
+        "dir/001.cls": b"7",
+        "002.seg.png": encoded(7, "PNG"), "002.txt": b"a third",
+        "003.txt": b"no image",
+        "../../004.jpg": files[4], "../../004.txt": b"\xff\xfe broken",
+        "005.jpg": b"<html>", "005.txt": b"no image either",
+    }  # fmt: skip
+    write_tar(tmp_path / f"given/shard-0{end}", members, "w:gz" if end.endswith("gz") else "w")
+    with tarfile.open(tmp_path / "given/shard-1.tar", "w") as archive:
+        link = tarfile.TarInfo("006.jpg")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(link)
+    target = tmp_path / "new"
+    report = import_images(find_source(tmp_path / "given"), target)
+    assert texts(target) == {"000.txt": "a first", "001.txt": "ein zweites Bild: ä", "002.txt": "a third"}
+    assert sorted(path.name for path in target.iterdir() if path.suffix != ".txt") == [
+        "000.jpg", "001.jpg", "002.png", "004.jpg"
+    ]  # fmt: skip
+    assert [(target / f"{name}.jpg").read_bytes() for name in ("000", "001", "004")] == [files[0], files[1], files[4]]
+    assert report.images == 4 and report.uncaptioned == 1
+    assert ["003" in line or "005" in line or "004" in line for line in report.problems] == [True] * 3
+
+
+def test_images_beside_metadata_into_a_new_folder(tmp_path: Path) -> None:
+    write_images(tmp_path / "given", "a.jpg", "deep/b.png")
+    as_jsonl(tmp_path / "given", [{"file_name": name, "text": name} for name in ("a.jpg", "deep/b.png")])
+    import_images(find_source(tmp_path / "given" / "metadata.jsonl"), tmp_path / "new")
+    assert texts(tmp_path / "new") == {"a.txt": "a.jpg", "deep_b.txt": "deep/b.png"}
+    assert (tmp_path / "new/deep_b.png").read_bytes() == (tmp_path / "given/deep/b.png").read_bytes()
+
+
+def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
+    write_table(tmp_path / "links.parquet", [{"url": "https://x/a.jpg", "caption": "a"}])
+    with pytest.raises(UserError, match=r"has no images; its columns are url, caption"):
+        import_images(find_source(tmp_path / "links.parquet"), tmp_path / "new")
+    (tmp_path / "torn.parquet").write_bytes((tmp_path / "links.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"torn.parquet: is no parquet file, or is damaged"):
+        import_images(find_source(tmp_path / "torn.parquet"), tmp_path / "new")
+    (tmp_path / "torn.tar").write_bytes(b"\x01" * 700)
+    with pytest.raises(UserError, match=r"torn.tar: is no tar file, or is damaged"):
+        import_images(find_source(tmp_path / "torn.tar"), tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(UserError, match=r"pipe.parquet: no dataset|pipe.parquet: no such|cannot be read"):
+        import_images(find_source(tmp_path / "pipe.parquet"), tmp_path / "new")
+    write_table(tmp_path / "empty.parquet", [{"image": {"bytes": None, "path": "a.jpg"}, "text": "a"}],
+                pyarrow.schema([("image", HF_IMAGE), ("text", pyarrow.string())]))  # fmt: skip
+    with pytest.raises(UserError, match=r"no image could be taken: .*row 1: has no image in column image"):
+        import_images(find_source(tmp_path / "empty.parquet"), tmp_path / "new")
+    published(tmp_path / "given")
+    with pytest.raises(UserError, match="has the images in it; name a new folder to unpack it into"):
+        import_captions(find_source(tmp_path / "given"))
+    (tmp_path / "nothing").mkdir()
+    for path, line in (("nothing", "accepted are metadata.jsonl"), ("nowhere", "no such file or folder")):
+        with pytest.raises(UserError, match=line):
+            find_source(tmp_path / path)
+
+
+def test_few_rows_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has some hundred MB of images."""
+    sizes = []
+    table, batches = pyarrow.parquet.ParquetFile, pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr(table, "iter_batches", lambda *one, **named: sizes.append(named) or batches(*one, **named))
+    published(tmp_path / "given")
+    import_images(find_source(tmp_path / "given"), tmp_path / "new")
+    assert sizes == [{"batch_size": 16}] * 2
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
+    published(tmp_path / "given")
+    code = "import sys; sys.modules['pyarrow'] = None; from lora_fp8.cli import main; main()"
+    command = [sys.executable, "-c", code, "dataset", "import", str(tmp_path / "given"), str(tmp_path / "new")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 2 and "pip install 'lora-fp8[parquet]'" in ended.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------ in use
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lora-fp8", "dataset", "import", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    published(tmp_path / "given")
+    code, out, _ = ask(str(tmp_path / "given"), str(tmp_path / "new"))
+    assert code == 0 and "7 images, 0 of them without a caption" in out
+    assert f"next: lora-fp8 dataset {tmp_path / 'new'}" in out
+    code, out, _ = ask(str(tmp_path / "given"), str(tmp_path / "new"), "--json")
+    assert code == 0 and json.loads(out)["images"] == 7
+    write_images(tmp_path / "plain", "a.jpg")
+    as_jsonl(tmp_path / "plain", [{"file_name": "a.jpg", "text": "a"}, {"file_name": "b.jpg", "text": "b"}])
+    code, out, _ = ask(str(tmp_path / "plain"))
+    assert code == 0 and "warning: 1 records were left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
+    for wrong in (["--limit", "3"], ["--overwrite", str(tmp_path / "new")]):
+        code, _, err = ask(str(tmp_path / "plain"), *wrong)
+        assert code == 2 and wrong[0] in err and "Traceback" not in err
+
+
+def test_a_scan_says_that_there_is_a_dataset_of_another_form(tmp_path: Path) -> None:
+    published(tmp_path / "given")
+    (problem,) = images.scan(Dataset(folders=[Folder(path=str(tmp_path / "given"))], resolution=32)).problems
+    assert "has its images inside of train-00000-of-00002.parquet" in problem
+    assert f"`lora-fp8 dataset import {tmp_path / 'given'} FOLDER`" in problem
+    assert "dataset import" in translate("zh-CN", problem) and translate("zh-CN", problem) != problem
+    plain = tmp_path / "plain"
+    write_images(plain, "a.jpg", "b.jpg")
+    as_jsonl(plain, [{"file_name": "a.jpg", "text": "a"}])
+    report = images.scan(Dataset(folders=[Folder(path=str(plain))], resolution=32))
+    assert any(f"`lora-fp8 dataset import {plain}` writes them" in line for line in report.warnings)
+    for name in "ab":
+        (plain / f"{name}.txt").write_text("x", encoding="utf-8")
+    report = images.scan(Dataset(folders=[Folder(path=str(plain))], resolution=32))
+    assert not any("dataset import" in line for line in report.warnings)
+    assert any("not read: metadata.jsonl" in line for line in report.warnings)
+
+
+def test_the_lists_of_names_do_not_overlap() -> None:
+    assert not set(foreign_datasets.PATHS) & set(foreign_datasets.CAPTIONS)
+    assert set(dataset_import.SUFFIXES) >= {"PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF"}
