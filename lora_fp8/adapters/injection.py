@@ -10,14 +10,15 @@ peft wraps the layers, adds the small matrices and runs LoRA's forward. This mod
   itself.
 * The other kinds' forward. peft's DoRA computes the whole weight in the adapter's dtype. Its LoKr and LoHa compute the
   whole delta, keep it for the backward, and draw from the global random state. The versions here avoid all of this.
-  Dropout means the same for every kind: it applies to the adapter's input, never to the base's.
+  `dropout` means the same for every kind: it applies to the adapter's input, never to the base's. Dropout of ranks and
+  of whole adapters is in `dropout`.
 * Names. Outside this module a parameter is called "<diffusers module path>.lora_A.weight", without peft's "base_layer"
   and "default".
 * Fusion. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the result
   (`FusedLora`); everywhere else peft does.
 * Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
-* Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`. A layer of
-  rank 0 has no adapter.
+* Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`, unlike in
+  peft, or with `section.rank_stabilized` by alpha and the root of their own rank. A layer of rank 0 has no adapter.
 
 What the kinds compute, and their sources, is in `kinds`.
 """
@@ -42,6 +43,7 @@ from ..precision.formats import load_bitsandbytes
 from ..precision.names import by_name, hint
 from ..settings import Adapter
 from . import kinds
+from .dropout import NONE, Dropout
 
 load_bitsandbytes()  # before peft imports it
 
@@ -84,22 +86,57 @@ class FusedLora(lora.Linear):
         return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
 
 
+class _Lora(nn.Module, LoraLayer):
+    """peft's LoRA with dropout of ranks and of the whole adapter, on a linear layer or a convolution."""
+
+    base_layer: nn.Linear | nn.Conv2d
+    drops: Dropout = NONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x)
+        if self.disable_adapters:
+            return result
+        drops = self.drops if self.training else NONE
+        return (result + drops.drop_module(_lora_update(self, x, drops))).to(result.dtype)
+
+
+def _lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
+    """Return a LoRA's update of the output, times alpha / rank."""
+    a: Any = layer.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
+    b: Any = layer.lora_B[ADAPTER]
+    reduced = a(layer.lora_dropout[ADAPTER](x.to(a.weight.dtype)))
+    return b(drops.drop_ranks(reduced, 1 if isinstance(a, nn.Conv2d) else -1)) * layer.scaling[ADAPTER]
+
+
+class LoraLinear(_Lora, lora.Linear):
+    """LoRA with dropout of ranks and modules on a linear layer."""
+
+    pass
+
+
+class LoraConv2d(_Lora, lora.Conv2d):
+    """LoRA with dropout of ranks and modules on a convolution."""
+
+    pass
+
+
 class _Dora(nn.Module, LoraLayer):
     """peft's LoRA with a magnitude for each row of the weight, on a linear layer or a convolution."""
 
     base_layer: nn.Linear | nn.Conv2d
     magnitude: nn.Parameter  # (N), float32 whatever the adapter's dtype: bf16 would change whole rows by up to 0.4 %
+    drops: Dropout = NONE
 
     def forward(self, x: Tensor) -> Tensor:
         base = self.base_layer
         result = base(x)
         if self.disable_adapters:
             return result
-        a: Any = self.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
-        b: Any = self.lora_B[ADAPTER]
-        scaling = self.scaling[ADAPTER]
-        update = b(a(self.lora_dropout[ADAPTER](x.to(a.weight.dtype)))) * scaling
-        ratio = kinds.length_ratio(base, a.weight, b.weight, scaling, self.magnitude)
+        drops = self.drops if self.training else NONE
+        update = _lora_update(self, x, drops)
+        a: Any = self.lora_A[ADAPTER].weight
+        b: Any = self.lora_B[ADAPTER].weight
+        ratio = kinds.length_ratio(base, a, b, self.scaling[ADAPTER], self.magnitude)
         without_bias = result
         if isinstance(base, nn.Conv2d):
             ratio = ratio.view(-1, 1, 1)
@@ -107,7 +144,7 @@ class _Dora(nn.Module, LoraLayer):
             without_bias = result - base.bias.view(ratio.shape)
         # The ratio is near 1, where bf16 is coarse, so its difference from 1 is rounded instead.
         lengthened = (ratio - 1).to(result.dtype) * without_bias + ratio.to(update.dtype) * update
-        return (result + lengthened).to(result.dtype)
+        return (result + drops.drop_module(lengthened)).to(result.dtype)
 
 
 class DoraLinear(_Dora, lora.Linear):
@@ -127,6 +164,7 @@ class _Product(nn.Module, LycorisLayer):
 
     base_layer: nn.Linear | nn.Conv2d
     dropout = 0.0
+    drops: Dropout = NONE
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base_layer(x)
@@ -134,7 +172,9 @@ class _Product(nn.Module, LycorisLayer):
             return result
         parts, scaling = _parts(self), self.scaling[ADAPTER]
         dropped = F.dropout(x.to(next(iter(parts.values())).dtype), self.dropout, self.training)
-        return result + self.update(dropped, parts, scaling).to(result.dtype)
+        update = self.update(dropped, parts, scaling).to(result.dtype)
+        drops = self.drops if self.training else NONE
+        return result + drops.drop_module(drops.drop_rows(update, 1 if isinstance(self.base_layer, nn.Conv2d) else -1))
 
     def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
@@ -316,6 +356,8 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
     )
     if section.type == "dora":
         lora_settings._register_custom_module({nn.Linear: DoraLinear, nn.Conv2d: DoraConv2d})
+    elif section.rank_dropout or section.module_dropout:
+        lora_settings._register_custom_module({nn.Linear: LoraLinear, nn.Conv2d: LoraConv2d})
     elif any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
         lora_settings._register_custom_module({FrozenLinear: FusedLora})
     inject_adapter_in_model(lora_settings, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
@@ -335,8 +377,10 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
             where[ADAPTER] = nn.Parameter(value)
         else:
             where[ADAPTER].weight = nn.Parameter(value)
+    if isinstance(layer, _Lora | _Dora | _Product):
+        layer.drops = Dropout.of(section)
     scaling = _scaling(layer)
-    scaling[ADAPTER] = section.alpha / section.rank  # peft divides by the layer's own rank
+    scaling[ADAPTER] = kinds.scaling_at(section, kinds.rank_of(_parts(layer)) or section.rank)
     if isinstance(layer, _Dora):
         a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
         layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))

@@ -251,6 +251,14 @@ def _check_optimizer(job: Job) -> Problems:
     rate = section.lr if isinstance(section.lr, float) else None
     if section.ema_decay and section.name == "adamw_schedulefree":
         yield "optimizer.ema_decay", Message("'adamw_schedulefree' averages the weights itself; leave it at 0")
+    if job.adapter.scale_weight_norms and section.name == "adamw_schedulefree":
+        yield (
+            "adapter.scale_weight_norms",
+            Message(
+                "optimizer.name = {name} averages the weights itself, and they cannot be limited; leave it at 0",
+                name=repr(section.name),
+            ),
+        )
     if section.name != "prodigy":
         if rate is not None and rate >= 1:
             yield (
@@ -575,7 +583,10 @@ def _check_memory(job: Job) -> Problems:
         for key, clash, usual in (
             ("memory.offload", bool(section.share_in_ram), "0"),  # fetching waits for copies that Python starts
             ("quantize.backend", quantize.backend != "own", "'own'"),
-            ("adapter.dropout", bool(job.adapter.dropout), "0"),  # a recording would drop the same elements each time
+            # a recording would drop the same elements each time
+            ("adapter.dropout", bool(job.adapter.dropout), "0"),
+            ("adapter.rank_dropout", bool(job.adapter.rank_dropout), "0"),
+            ("adapter.module_dropout", bool(job.adapter.module_dropout), "0"),
             ("adapter.text_encoder", job.adapter.text_encoder, "false"),  # tokenizing is no work of the GPU
         ):
             if clash:
@@ -613,7 +624,7 @@ RULES = (
         _check_memory,
         reads=(
             *("memory", "quantize.compute", "quantize.recipe", "quantize.backend"),
-            *("adapter.dropout", "adapter.text_encoder"),
+            *("adapter.dropout", "adapter.rank_dropout", "adapter.module_dropout", "adapter.text_encoder"),
         ),
     ),
     Rule(_check_sources),
@@ -628,7 +639,7 @@ RULES = (
     Rule(_check_objective, reads=("model.family", "objective.loss"), known_family=True),
     Rule(_check_missing_caption, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
-    Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),
+    Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr", "adapter.scale_weight_norms")),
     Rule(_check_loraplus, reads=("adapter.type",)),
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),

@@ -413,8 +413,20 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     rank = common_values.said_number("linear_dim", inner.get("linear_dim", 4))
     made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
     made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
+    if common_values.on(inner.get("rs_lora")):
+        made["adapter.rank_stabilized"] = True
+    for name in ("rank_dropout", "module_dropout"):
+        if share := common_values.said_decimal(name, inner.get(name) or 0.0):
+            made[f"adapter.{name}"] = share
+    if (
+        kind in ("lokr", "loha")
+        and "adapter.rank_dropout" in made
+        and common_values.on(inner.get("rank_dropout_scale"))
+    ):
+        made["adapter.rank_dropout_scale"] = True
     draft.mapped(keys, made)
-    known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
+    known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
+    known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
         note = Message("adapter.targets names the layers, which all have one factor and one rank")
         draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=note))

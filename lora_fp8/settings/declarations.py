@@ -324,12 +324,46 @@ class Adapter(Section):
         gt=0,
         also="kohya: network_alpha; ai-toolkit: linear_alpha; OneTrainer: lora_alpha; SimpleTuner: lora_alpha",
     )
+    rank_stabilized: bool = setting(
+        False,
+        "Rank-stabilized LoRA (rsLoRA): multiply by alpha / sqrt(rank), so that a high rank learns as fast as a low "
+        "one (peft: use_rslora; LyCORIS: rs_lora). Each layer of adapter.ranks uses its own rank.",
+    )
     dropout: float = setting(
         0.0,
         "Probability of dropping each adapter input during training.",
         ge=0,
         lt=1,
         also="kohya: network_dropout; OneTrainer: dropout_probability; SimpleTuner: lora_dropout",
+    )
+    rank_dropout: float = setting(
+        0.0,
+        "Probability of dropping each rank of a sample during training. LoKr and LoHa: each row of the update, for all "
+        "samples.",
+        ge=0,
+        lt=1,
+        also="kohya: rank_dropout",
+    )
+    rank_dropout_scale: bool = setting(
+        False,
+        "LoKr and LoHa: divide the rows that rank dropout leaves by their share. LoRA always divides by 1 - "
+        "rank_dropout.",
+        when={"adapter.type": ("lokr", "loha"), "adapter.rank_dropout": ()},
+        also="kohya: rank_dropout_scale",
+    )
+    module_dropout: float = setting(
+        0.0,
+        "Probability of training a pass without the adapter of a layer, drawn for each layer.",
+        ge=0,
+        lt=1,
+        also="kohya: module_dropout",
+    )
+    scale_weight_norms: float = setting(
+        0.0,
+        "Maximum norm of each layer's update; layers above it are scaled down after every step. sd-scripts recommends "
+        "1 as a start; 0: no limit.",
+        ge=0,
+        also="kohya: scale_weight_norms",
     )
     targets: list[str] = setting(
         [],
@@ -351,6 +385,11 @@ class Adapter(Section):
         when={"family.text_encoder": (True,)},
         also="kohya: network_train_unet_only = false; ai-toolkit: train_text_encoder; SimpleTuner: train_text_encoder",
     )
+
+    @property
+    def is_random(self) -> bool:
+        """True if the adapters draw random numbers in training: for dropout of any kind."""
+        return any((self.dropout, self.rank_dropout, self.module_dropout))
 
 
 class Folder(Section):

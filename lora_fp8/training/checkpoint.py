@@ -312,6 +312,7 @@ PINNED = (
     "adapter.factor",
     "adapter.decompose_both",
     "adapter.alpha",
+    "adapter.rank_stabilized",
     "adapter.targets",
     "adapter.dtype",
     "adapter.text_encoder",
