@@ -5,6 +5,7 @@ Judges: peft's own layers, diffusers' loader, and the rules of sd-scripts and Ly
 
 import json
 import math
+import tomllib
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
 
-from lora_fp8 import adapters, config, families, importing, train
-from lora_fp8.adapters import kinds
-from lora_fp8.errors import UserError
+from lora_fp8 import adapters, config, families, importing, precision, train
+from lora_fp8.adapters import kinds, starts
+from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.lora_files import layouts, safetensors_file
+from lora_fp8.plan import disk_budget, estimate
 from lora_fp8.plan import plan as planning
-from lora_fp8.settings import Adapter, Optimizer
+from lora_fp8.settings import Adapter, Optimizer, Quantize
 from lora_fp8.tools import average, files
+from lora_fp8.tools import resize as resize_tool
 from lora_fp8.training import checkpoint, memory, optim
 from lora_fp8.training.norm_cap import NormCap
 
@@ -385,6 +388,198 @@ def test_weights_that_are_held_twice_cannot_be_limited(make_job, tmp_path, name,
         planning.make(make_job(tmp_path, f"optimizer.name={name}", "adapter.scale_weight_norms=1.0"))
 
 
+# -- initial values
+
+
+def decaying(out, inner):
+    """A weight whose singular values fall by a tenth each, so that the largest are told apart."""
+    generator = torch.Generator().manual_seed(4)
+    count = min(out, inner, 40)
+    u, v = (torch.linalg.qr(torch.randn(side, count, generator=generator)).Q for side in (out, inner))
+    return u @ torch.diag(3 * 0.9 ** torch.arange(count)) @ v.T
+
+
+@pytest.mark.parametrize(("out", "inner"), [(24, 40), (300, 200)])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_starts_from_the_base_are_those_of_peft(init, out, inner):
+    """Of a small weight, which is decomposed whole, and a large one."""
+    mine, theirs = nn.Sequential(nn.Linear(inner, out)), nn.Sequential(nn.Linear(inner, out))
+    mine[0].weight.data = decaying(out, inner)
+    theirs[0].weight.data = mine[0].weight.data.clone()
+    adapters.inject(mine, Adapter(rank=4, alpha=2.0, init=init, dtype="fp32"), ["0"], 0)
+    settings = LoraConfig(r=4, lora_alpha=2, init_lora_weights=init, target_modules=["0"])
+    inject_adapter_in_model(settings, theirs)
+    held = adapters.frozen_starts(mine)
+    peft_a, peft_b = (getattr(theirs[0], f"lora_{half}")["default"].weight.detach() for half in "AB")
+    got = held["0.lora_B.weight"] @ held["0.lora_A.weight"]
+    torch.testing.assert_close(got, peft_b @ peft_a, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(held["0.lora_A.weight"].norm(dim=1), peft_a.norm(dim=1), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_training_from_such_a_start_is_peft_s(init):
+    """peft writes W - s B0 A0 into the base and trains B and A; here the base stays and the change is trained."""
+    mine, theirs = pair_of()
+    targets, x = ["0", "1"], torch.randn(16, 64)
+    whole = theirs(x).detach()
+    adapters.inject(mine, Adapter(rank=4, alpha=2.0, init=init, dtype="fp32"), targets, 0)
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=2, init_lora_weights=init, target_modules=targets), theirs)
+    assert torch.equal(mine(x), whole)
+    theirs_named = [parameter for name, parameter in theirs.named_parameters() if "lora" in name]
+    judges = [torch.optim.Adam(p, lr=1e-2) for p in ([p for _, p in adapters.parameters(mine)], theirs_named)]
+    target = torch.randn(16, 32)
+    for _ in range(15):
+        for model, optimizer in zip((mine, theirs), judges, strict=True):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+    assert (mine(x) - whole).norm() > 0.1 * whole.norm()
+    torch.testing.assert_close(mine(x), theirs(x), rtol=2e-2, atol=2e-2)
+    state, scaling = adapters.state(mine), adapters.scalings(mine)
+    plain, _ = pair_of()
+    for layer, parts in kinds.grouped(state).items():
+        assert kinds.kind_of(parts, layer) == "lora" and kinds.rank_of(parts) == 8
+        plain[int(layer)].weight.data += kinds.delta(parts, scaling[layer])
+    torch.testing.assert_close(plain(x), mine(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "orthogonal", "pissa", "olora"])
+@pytest.mark.parametrize("form", ["fp8 row", "int8 1x128", "nf4 64", "torchao", "none", "conv"])
+def test_every_start_is_the_base_itself(init, form):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 24, 3, padding=1, stride=2) if form == "conv" else nn.Linear(128, 256))
+    storage, _, scale = form.partition(" ")
+    if storage == "torchao":
+        section = Quantize(storage="fp8", backend="torchao")
+    else:
+        name = "int8" if storage == "conv" else storage
+        section = Quantize(storage=name, scale=scale if storage in ("fp8", "int8") else "auto")
+    precision.quantize_(model, section, (), torch.bfloat16)
+    if storage == "none":
+        model.bfloat16()
+    x = torch.randn(2, 16, 8, 8).bfloat16() if form == "conv" else torch.randn(5, 128).bfloat16()
+    before, state = model(x), torch.get_rng_state()
+    adapters.inject(model, Adapter(rank=4, alpha=3.0, init=init), ["0"], 0)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(model(x), before)
+    model(x).square().sum().backward()
+    named = dict(adapters.parameters(model))
+    moving = {name for name, parameter in named.items() if parameter.grad.any()}
+    assert moving == (set(named) if init in ("pissa", "olora") else {"0.lora_B.weight"})
+    a = named["0.lora_A.weight"].detach().flatten(1).float()
+    if init == "orthogonal":
+        torch.testing.assert_close(a @ a.T, torch.eye(4), atol=2e-2, rtol=0)
+    if init in ("pissa", "olora"):
+        start = adapters.frozen_starts(model)
+        product = start["0.lora_B.weight"].flatten(1).float() @ start["0.lora_A.weight"].flatten(1).float() * 0.75
+        weight = model[0].get_base_layer().weight.detach().float().flatten(1)
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+        best = u[:, :4] @ torch.diag(s[:4]) @ vh[:4]
+        if init == "pissa":
+            assert (product - best).norm() < 0.02 * best.norm()
+
+
+def test_gaussian_is_that_of_peft():
+    model = nn.Sequential(nn.Linear(4096, 8))
+    adapters.inject(model, Adapter(rank=5, init="gaussian", dtype="fp32"), ["0"], 0)
+    theirs = nn.Sequential(nn.Linear(4096, 8))
+    inject_adapter_in_model(LoraConfig(r=5, init_lora_weights="gaussian", target_modules=["0"]), theirs)
+    mine, other = adapters.state(model)["0.lora_A.weight"], theirs[0].lora_A["default"].weight.detach()
+    assert mine.std().item() == pytest.approx(other.std().item(), rel=0.03)
+    assert mine.std().item() == pytest.approx(1 / 5, rel=0.03) and abs(mine.mean()) < 0.01
+
+
+def test_a_rank_above_the_weight_s_own_is_filled_with_zeros():
+    model = nn.Sequential(nn.Linear(6, 3))
+    before, x = model[0].weight.detach().clone(), torch.randn(2, 6)
+    report = adapters.inject(model, Adapter(rank=5, alpha=5.0, init="pissa", dtype="fp32"), ["0"], 0)
+    start = adapters.frozen_starts(model)
+    torch.testing.assert_close(start["0.lora_B.weight"] @ start["0.lora_A.weight"], before)
+    assert "is more than 0 can use (3)" in str(report.warnings[0]) and model(x).isfinite().all()
+
+
+SPLIT = (*SMALL, "adapter.init=pissa", "adapter.rank=4", "adapter.alpha=3.0", "adapter.ranks={'attn1.to_q' = 2}")
+
+
+def test_a_run_from_pissa_resumes_to_the_bit_without_its_decomposition(make_job, tmp_path, monkeypatch):
+    """The frozen start is in the checkpoint: another machine may decompose the weight a little differently."""
+    settings = (*SPLIT, "optimizer.ema_decay=0.5", "adapter.rank_dropout=0.2", "adapter.text_encoder=true")
+    settings += ("export.formats=['kohya']", "memory.gradient_checkpointing=true")
+    whole = train.run(make_job(tmp_path / "a", *settings, "train.steps=4"), progress=False)
+    train.run(make_job(tmp_path / "b", *settings, "train.steps=2"), progress=False)
+    split = starts.split_weight
+    monkeypatch.setattr(starts, "split_weight", lambda *given: tuple(half * 1.5 for half in split(*given)))
+    pieces = train.run(make_job(tmp_path / "b", *settings, "train.steps=4"), progress=False, resume=True)
+    for name in ("adapter", "optimizer"):
+        assert files_equal(*(one.run.path / f"checkpoints/step-000004/{name}.safetensors" for one in (whole, pieces)))
+    assert files_equal(whole.files[0], pieces.files[0])
+    with pytest.raises(UserError, match="adapter.init: was pissa, is default"):
+        train.run(make_job(tmp_path / "b", *settings, "adapter.init=default"), progress=False, resume=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_files_of_such_a_start_are_loras_of_twice_the_rank(make_job, tmp_path, init, dtype):
+    """diffusers loads them (export.verify) on the base as it is; they go on, and are brought back to the rank."""
+    settings = (*SPLIT, f"adapter.init={init}", "export.formats=['diffusers', 'kohya']", "export.verify=true")
+    settings += ("train.steps=4", f"export.dtype={dtype}", f"adapter.dtype={dtype}", "adapter.rank_stabilized=true")
+    settings += ("validation.pictures=1", "validation.every=2", "preview.prompts=['a cat']")
+    settings += ("model.dtype=fp32", "quantize.storage=fp8") if dtype == "fp32" else ()
+    job = make_job(tmp_path, *settings)
+    planned = estimate.estimate(planning.make(job))
+    result = train.run(job, progress=False)
+    assert all(report.ok for report in result.reports), [report.failed() for report in result.reports]
+    assert all(report.measured["effect"] > 1e-4 for report in result.reports)
+    if dtype == "fp32":
+        assert all(report.measured["prediction_error"] < 1e-5 for report in result.reports)
+    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
+    assert {kinds.rank_of(parts) for parts in held.values()} == {4, 8}
+    for path in result.files:
+        metadata = safetensors_file.read_header(path).metadata
+        assert metadata["ss_network_dim"] == "8"
+        assert float(metadata["ss_network_alpha"]) == (8.0 if "diffusers" in path.name else 3.0 * 2 * 2)
+        layout = "diffusers" if "diffusers" in path.name else "kohya"
+        size = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith(".alpha"))
+        assert planned.file_bytes[layout] == size
+        state, scaling = layouts.from_layout(load_file(path), families.get("sd15"), {})
+        for layer, parts in kinds.grouped(state).items():
+            wanted = kinds.delta(held[layer], 3.0 / math.sqrt(kinds.rank_of(held[layer]) / 2))
+            got = kinds.delta(parts, scaling[layer])
+            assert (got - wanted).norm() < (1e-5 if dtype == "fp32" else 6e-3) * wanted.norm()
+        smaller = tmp_path / f"{path.stem}-small.safetensors"
+        resize_tool.resize(path, smaller, rank=4, energy=0.0, uniform=False, dtype="")
+        small, small_scaling = layouts.from_layout(load_file(smaller), families.get("sd15"), {})
+        for layer, parts in kinds.grouped(small).items():
+            exact = kinds.delta(kinds.grouped(state)[layer], scaling[layer])
+            singular = torch.linalg.svdvals(exact.float())
+            gap = (kinds.delta(parts, small_scaling[layer]) - exact).norm()
+            assert gap < singular[4:].norm() + 0.01 * singular.norm()
+    doubled = ("adapter.rank=8", "adapter.alpha=6.0", "adapter.ranks={'attn1.to_q' = 4}", SMALL[0])
+    follows = make_job(tmp_path / "next", *doubled, f"adapter.init_from='{result.files[0]}'")
+    assert planning.make(follows).start.keys() == {f"{n}.{p}" for n, parts in held.items() for p in parts}
+    assert average.run(result.run.path, what="delta", half_life=0.0, last=2)[1]
+    saved = sum(file.stat().st_size for file in (result.run.checkpoints / "step-000004").iterdir())
+    named = disk_budget.list_trainable(job, planning.make(job).family)
+    assert disk_budget.count_checkpoint_bytes(job, named) == pytest.approx(saved, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("adapter.init=pissa", "adapter.type=dora"), "'pissa' is not known with adapter.type = 'dora'"),
+        (("adapter.init=olora", "adapter.scale_weight_norms=1.0"), "excludes adapter.scale_weight_norms"),
+        (("adapter.init=gaussian", "adapter.init_from='a'"), "excludes adapter.init_from"),
+    ],
+)
+def test_starts_that_other_settings_exclude_are_refused(make_job, tmp_path, more, why):
+    with pytest.raises(UserErrors, match=f"adapter.init: .*{why}"):
+        make_job(tmp_path, *more)
+
+
+def test_a_convolution_in_groups_has_no_such_start():
+    with pytest.raises(UserError, match="adapter.init = 'pissa': 0 is a convolution in 4 groups"):
+        adapters.inject(nn.Sequential(nn.Conv2d(8, 8, 3, groups=4)), Adapter(rank=4, init="pissa"), ["0"], 0)
+
+
 def import_of(folder, text, name="a.toml", tool="sd-scripts"):
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text, encoding="utf-8")
@@ -431,3 +626,29 @@ def test_dropout_of_the_kohya_page_is_ours(tmp_path):
 def test_sd_scripts_limit_of_norms_is_ours(tmp_path):
     made = import_of(tmp_path, f"{SD_SCRIPTS}network_module = 'networks.lora'\nscale_weight_norms = 1.0\n")
     assert config.loads(importing.to_toml(made)).adapter.scale_weight_norms == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("default", "default"), ("gaussian", "gaussian"), ("pissa", "pissa"), ("olora", "olora"), ("loftq", "default")],
+)
+def test_the_start_of_simpletuner_is_ours(tmp_path, given, expected):
+    content = {"model_family": "flux", "model_type": "lora", "lora_type": "standard", "lora_rank": 8}
+    content |= {"max_train_steps": 10, "lora_init_type": given}
+    (tmp_path / "a.json").write_text(json.dumps(content), encoding="utf-8")
+    made = importing.import_file(tmp_path / "a.json", tool="simpletuner")
+    assert Adapter(**tomllib.loads(importing.to_toml(made))["adapter"]).init == expected
+    assert any("adapter.init" in line for line in made.todo) == (given == "loftq")
+
+
+def test_a_lycoris_config_of_simpletuner_has_scale_and_dropout(tmp_path):
+    (tmp_path / "config").mkdir()
+    inner = {"algo": "loha", "linear_dim": 8, "linear_alpha": 4, "rs_lora": True, "rank_dropout": 0.1}
+    inner |= {"module_dropout": 0.2, "rank_dropout_scale": True}
+    (tmp_path / "config" / "lycoris_config.json").write_text(json.dumps(inner), encoding="utf-8")
+    content = {"model_family": "flux", "model_type": "lora", "lora_type": "lycoris", "max_train_steps": 10}
+    content |= {"lycoris_config": "config/lycoris_config.json"}
+    (tmp_path / "a.json").write_text(json.dumps(content), encoding="utf-8")
+    found = tomllib.loads(importing.to_toml(importing.import_file(tmp_path / "a.json", tool="simpletuner")))["adapter"]
+    assert (found["rank_stabilized"], found["rank_dropout_scale"]) == (True, True)
+    assert (found["rank_dropout"], found["module_dropout"]) == (0.1, 0.2)

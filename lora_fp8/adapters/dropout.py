@@ -41,18 +41,19 @@ class Dropout:
         """Return what the job's `[adapter]` table asks for."""
         return cls(section.rank_dropout, section.module_dropout, section.rank_dropout_scale)
 
-    def drop_ranks(self, reduced: Tensor, dim: int) -> Tensor:
+    def drop_ranks(self, reduced: Tensor, dim: int, copies: int = 1) -> Tensor:
         """Drop ranks of each sample.
 
         Args:
             reduced: (B, ..., R, ...), the adapter's input times A.
             dim: dimension of the ranks.
+            copies: how often the ranks stand there, one after the other; all copies lose the same.
         """
         if not self.ranks:
             return reduced
         shape = [1] * reduced.ndim
-        shape[0], shape[dim] = reduced.shape[0], reduced.shape[dim]
-        kept = torch.rand(shape, device=reduced.device) > self.ranks
+        shape[0], shape[dim] = reduced.shape[0], reduced.shape[dim] // copies
+        kept = torch.cat([torch.rand(shape, device=reduced.device) > self.ranks] * copies, dim)
         return reduced * (kept / (1 - self.ranks)).to(reduced.dtype)
 
     def drop_rows(self, update: Tensor, dim: int) -> Tensor:

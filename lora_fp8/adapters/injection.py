@@ -4,10 +4,10 @@ peft wraps the layers, adds the small matrices and runs LoRA's forward. This mod
 
 * Dtype. peft gives adapters the dtype of the base weight; with an FP8 base, this has made people train in FP8 (about 49
   distinct values in a new A). Here adapters get `section.dtype`, however the base is stored.
-* Initial values. A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B is zero.
-  So the initial values depend neither on the order of layers nor on which other layers are adapted nor on the global
-  random state, which is left untouched. The tensors in `kinds.ZERO_AT_START` are zero: every kind starts as the base
-  itself.
+* Initial values (`starts`). A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B
+  is zero. So the initial values depend neither on the order of layers nor on which other layers are adapted nor on the
+  global random state, which is left untouched. The tensors in `kinds.ZERO_AT_START` are zero: every kind starts as the
+  base itself.
 * The other kinds' forward. peft's DoRA computes the whole weight in the adapter's dtype. Its LoKr and LoHa compute the
   whole delta, keep it for the backward, and draw from the global random state. The versions here avoid all of this.
   `dropout` means the same for every kind: it applies to the adapter's input, never to the base's. Dropout of ranks and
@@ -24,8 +24,6 @@ What the kinds compute, and their sources, is in `kinds`.
 """
 
 import contextlib
-import hashlib
-import math
 import re
 import warnings as python_warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -36,13 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import Joined, Message, UserError
+from ..errors import Joined, Message, UserError, first_few
 from ..precision import FrozenLayer, FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
 from ..precision.names import by_name, hint
 from ..settings import Adapter
-from . import kinds
+from . import kinds, starts
 from .dropout import NONE, Dropout
 
 load_bitsandbytes()  # before peft imports it
@@ -87,10 +85,12 @@ class FusedLora(lora.Linear):
 
 
 class _Lora(nn.Module, LoraLayer):
-    """peft's LoRA with dropout of ranks and of the whole adapter, on a linear layer or a convolution."""
+    """peft's LoRA with dropout of ranks and of the whole adapter, or a start that is taken from the base's weight."""
 
     base_layer: nn.Linear | nn.Conv2d
     drops: Dropout = NONE
+    start_A: Tensor  # A0 and B0 of `starts`, if there is a start; the parameters are then the change from them
+    start_B: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base_layer(x)
@@ -104,18 +104,25 @@ def _lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
     """Return a LoRA's update of the output, times alpha / rank."""
     a: Any = layer.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
     b: Any = layer.lora_B[ADAPTER]
-    reduced = a(layer.lora_dropout[ADAPTER](x.to(a.weight.dtype)))
-    return b(drops.drop_ranks(reduced, 1 if isinstance(a, nn.Conv2d) else -1)) * layer.scaling[ADAPTER]
+    scaling, dim = layer.scaling[ADAPTER], 1 if isinstance(a, nn.Conv2d) else -1
+    x = layer.lora_dropout[ADAPTER](x.to(a.weight.dtype))
+    if not hasattr(layer, "start_A"):
+        return b(drops.drop_ranks(a(x), dim)) * scaling
+    both_a, both_b = _held(layer).values()
+    if isinstance(a, nn.Conv2d):
+        reduced = F.conv2d(x, both_a, None, a.stride, a.padding, a.dilation)
+        return F.conv2d(drops.drop_ranks(reduced, dim, copies=2), both_b) * scaling
+    return F.linear(drops.drop_ranks(F.linear(x, both_a), dim, copies=2), both_b) * scaling
 
 
 class LoraLinear(_Lora, lora.Linear):
-    """LoRA with dropout of ranks and modules on a linear layer."""
+    """LoRA with own dropout or start on a linear layer."""
 
     pass
 
 
 class LoraConv2d(_Lora, lora.Conv2d):
-    """LoRA with dropout of ranks and modules on a convolution."""
+    """LoRA with own dropout or start on a convolution."""
 
     pass
 
@@ -308,6 +315,16 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
                     count=count,
                 )
             )
+        if section.doubles_rank and count > 1:
+            raise UserError(
+                Message(
+                    "adapter.init = {init}: {name} is a convolution in {count} groups, which has no such start; leave "
+                    "it out of adapter.targets, or use 'default'",
+                    init=repr(section.init),
+                    name=name,
+                    count=count,
+                )
+            )
         if rank % count:  # peft's B has the groups as well
             raise UserError(
                 Message(
@@ -356,7 +373,7 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
     )
     if section.type == "dora":
         lora_settings._register_custom_module({nn.Linear: DoraLinear, nn.Conv2d: DoraConv2d})
-    elif section.rank_dropout or section.module_dropout:
+    elif section.rank_dropout or section.module_dropout or section.doubles_rank:
         lora_settings._register_custom_module({nn.Linear: LoraLinear, nn.Conv2d: LoraConv2d})
     elif any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
         lora_settings._register_custom_module({FrozenLinear: FusedLora})
@@ -366,12 +383,12 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
 def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype: torch.dtype) -> None:
     """Set the initial values of one layer's adapter, on the layer's device."""
     base = layer.get_base_layer()
-    device = _device(base)
+    device, key = _device(base), f"{seed}|{name}"
     for part, parameter in _parts(layer).items():
-        if part in kinds.ZERO_AT_START:
+        if part in kinds.ZERO_AT_START or section.doubles_rank:
             value = torch.zeros(parameter.shape, device=device, dtype=dtype)
         else:
-            value = _drawn(part, parameter.shape, seed, name).to(device=device, dtype=dtype)
+            value = starts.draw(part, parameter.shape, key, section.init).to(device=device, dtype=dtype)
         where = getattr(layer, part.removesuffix(".weight"))
         if isinstance(where, nn.ParameterDict):
             where[ADAPTER] = nn.Parameter(value)
@@ -381,11 +398,27 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
         layer.drops = Dropout.of(section)
     scaling = _scaling(layer)
     scaling[ADAPTER] = kinds.scaling_at(section, kinds.rank_of(_parts(layer)) or section.rank)
+    if isinstance(layer, _Lora) and section.doubles_rank:
+        _split_base_(layer, section, key)
     if isinstance(layer, _Dora):
         a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
         layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))
     if section.type == "lokr" and not kinds.has_rank(_parts(layer)):
         scaling[ADAPTER] = 1.0
+
+
+@torch.no_grad()
+def _split_base_(layer: _Lora, section: Adapter, key: str) -> None:
+    """Set a layer's frozen start, which is taken from the base's weight."""
+    a, b = _parts(layer).values()
+    a_RK, b_NR = torch.empty_like(a), torch.empty_like(b)
+    if a.device.type != "meta":
+        weight: Any = layer.get_base_layer().weight  # dequantized here, for this layer alone
+        start = starts.split_weight(weight.detach().flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key)
+        a_RK.copy_(start[0].view(a.shape))
+        b_NR.copy_(start[1].view(b.shape))
+    layer.register_buffer("start_A", a_RK, persistent=False)
+    layer.register_buffer("start_B", b_NR, persistent=False)
 
 
 def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
@@ -422,6 +455,18 @@ def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 
 
+def _held(layer: BaseTunerLayer) -> dict[str, Tensor]:
+    """Return the layer's tensors as checkpoints and files hold them: the parameters, or with a start both ranks."""
+    parts: dict[str, Tensor] = dict(_parts(layer))
+    if not isinstance(layer, _Lora) or not hasattr(layer, "start_A"):
+        return parts
+    a, b = parts.values()
+    return {
+        "lora_A.weight": torch.cat([layer.start_A + a, a]),
+        "lora_B.weight": torch.cat([b, layer.start_B], dim=1),
+    }
+
+
 def _scaling(layer: BaseTunerLayer) -> dict[str, float]:
     """Return the layer's own table of alpha / rank by the adapters' names."""
     assert isinstance(layer, LoraLayer | LycorisLayer)  # peft's other kinds are never injected
@@ -453,8 +498,47 @@ def scalings(denoiser: nn.Module) -> dict[str, float]:
 
 
 def state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the adapters' parameters on the CPU, by the names of `parameters`."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters(denoiser)}
+    """Return copies of the adapters' tensors on the CPU, by the names of `parameters`.
+
+    They are the parameters, or with a start that is taken from the base a LoRA of twice the rank; see `starts`.
+    """
+    return {
+        f"{name}.{part}": tensor.detach().cpu().clone()
+        for name, layer in modules(denoiser).items()
+        for part, tensor in _held(layer).items()
+    }
+
+
+def frozen_starts(denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the starts that are taken from the base, on the CPU; {} if there are none."""
+    return {name: tensor.cpu().clone() for name, tensor in _list_starts(denoiser).items()}
+
+
+@torch.no_grad()
+def load_frozen_starts_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy what `frozen_starts` returned into the adapters, so that a resumed run does not depend on how it computes.
+
+    Raises:
+        UserError: names are missing or unknown, or shapes differ.
+    """
+    held = _list_starts(denoiser)
+    wrong = sorted(held.keys() ^ tensors.keys())
+    wrong += [name for name in held.keys() & tensors.keys() if held[name].shape != tensors[name].shape]
+    if wrong:
+        raise UserError(
+            Message("the checkpoint's starts of adapter.init do not fit this job: {names}", names=first_few(wrong))
+        )
+    for name, tensor in held.items():
+        tensor.copy_(tensors[name])
+
+
+def _list_starts(denoiser: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}.{part}.weight": tensor
+        for name, layer in modules(denoiser).items()
+        if isinstance(layer, _Lora) and hasattr(layer, "start_A")
+        for part, tensor in (("lora_A", layer.start_A), ("lora_B", layer.start_B))
+    }
 
 
 @torch.no_grad()
@@ -464,7 +548,7 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
     """
-    held = dict(parameters(denoiser))
+    held = {f"{name}.{part}": t for name, layer in modules(denoiser).items() for part, t in _held(layer).items()}
     problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in tensors]
     problems += [Message("{name} is not part of this adapter", name=name) for name in tensors if name not in held]
     problems += [
@@ -483,8 +567,11 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
         raise UserError(
             Message("the adapter file does not fit this job's adapters: {line}", line=Joined("; ", problems))
         )
-    for name, parameter in held.items():
-        parameter.copy_(tensors[name])
+    for name, parameter in parameters(denoiser):
+        given = tensors[name]
+        if given.shape != parameter.shape:  # with a start: the change of A comes after A, that of B before B0
+            given = given[-parameter.shape[0] :] if name.endswith("lora_A.weight") else given[:, : parameter.shape[1]]
+        parameter.copy_(given)
 
 
 @contextlib.contextmanager
@@ -532,21 +619,6 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
             )
         chosen |= matched
     return [name for name in adaptable if name in chosen], notes
-
-
-def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:
-    """Draw an initial value in float32.
-
-    For LoRA, DoRA and LoKr it is uniform within 1 / sqrt(fan in), as in peft, LyCORIS and Hu et al.'s code (kaiming
-    uniform with a = sqrt 5). For LoHa it is normal, as in LyCORIS, whose learning rates people know.
-    """
-    key = f"{seed}|{name}" if part == "lora_A.weight" else f"{seed}|{name}|{part}"
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
-    generator = torch.Generator().manual_seed(number)
-    empty = torch.empty(shape, dtype=torch.float32)
-    if part.startswith("hada_"):
-        return nn.init.normal_(empty, std=0.1 if part == "hada_w1_a" else 1.0, generator=generator)
-    return nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
 
 
 def _device(layer: nn.Module) -> torch.device:

@@ -159,9 +159,15 @@ def scaling_at(section: Adapter, rank: float) -> float:
 
 
 def scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str, float]:
-    """Return the factor of each layer's product in an adapter that was trained with this `[adapter]` table."""
+    """Return the factor of each layer's product in an adapter that was trained with this `[adapter]` table.
+
+    Args:
+        state: tensors as `adapters.state` returns them.
+        section: the table.
+    """
+    copies = 2 if section.doubles_rank else 1
     return {
-        layer: scaling_at(section, rank_of(parts)) if has_rank(parts) else 1.0
+        layer: scaling_at(section, rank_of(parts) / copies) if has_rank(parts) else 1.0
         for layer, parts in grouped(state).items()
     }
 

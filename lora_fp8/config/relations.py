@@ -152,6 +152,38 @@ def _check_loraplus(job: Job) -> Problems:
         )
 
 
+def _check_start(job: Job) -> Problems:
+    """Yield the problems of initial values that other settings of the adapter exclude."""
+    section = job.adapter
+    if section.init != "default" and section.init_from:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.init_from, whose values come from a file; leave one of them out",
+                init=repr(section.init),
+            ),
+        )
+    if not section.doubles_rank:
+        return
+    if section.type == "dora":
+        yield (
+            "adapter.init",
+            Message(
+                "{init} is not known with adapter.type = 'dora'; use 'lora', or adapter.init = 'default'",
+                init=repr(section.init),
+            ),
+        )
+    if section.scale_weight_norms:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.scale_weight_norms, whose factor does not pass through the start; set it "
+                "to 0, or use 'default'",
+                init=repr(section.init),
+            ),
+        )
+
+
 def _check_schedule(job: Job) -> Problems:
     """Yield a problem if the warm-up and decay are longer than the training, or if points are no places in it."""
     section, steps = job.schedule, job.train.steps
@@ -641,6 +673,7 @@ RULES = (
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr", "adapter.scale_weight_norms")),
     Rule(_check_loraplus, reads=("adapter.type",)),
+    Rule(_check_start, reads=("adapter.type", "adapter.init_from", "adapter.scale_weight_norms")),
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),
     Rule(_check_validation),

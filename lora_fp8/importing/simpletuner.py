@@ -29,6 +29,8 @@ from .rules import JOINT, Rule, always, idle, none, to
 from .source_files import Source, flattened
 
 NO_VALIDATION = remarks.VALIDATION
+STARTS = ("default", "gaussian", "pissa", "olora")
+"""Initial values of a LoRA that exist here, which are peft's."""
 NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")
 NO_CLOUD = Message("pictures are read from folders of this machine")
 
@@ -53,7 +55,10 @@ RULES: dict[str, Rule] = {
     "lora_rank": JOINT,
     "lora_alpha": JOINT,
     "lora_dropout": to("adapter.dropout", number),
-    "lora_init_type": none(Message("adapters start as peft's LoRA: A at random, B at zero"), "default"),
+    "lora_init_type": to(
+        "adapter.init",
+        common_values.choice({name: name for name in STARTS}, Message("default, gaussian, pissa and olora")),
+    ),
     "lora_format": none(Message("export.formats says which key names are written"), "diffusers"),
     "init_lora": to("adapter.init_from", text, remarks.START),
     "use_dora": JOINT,

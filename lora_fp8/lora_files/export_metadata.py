@@ -60,6 +60,7 @@ class ExportFacts:
         rank: LoRA rank.
         alpha: LoRA alpha, as in the config (before any scaling).
         rank_stabilized: True if the layers are scaled by alpha / sqrt(rank).
+        rank_factor: the file's rank as a multiple of `rank`.
         learning_rate: learning rate of the training, after scaling.
         text_encoder_lr: learning rate of the text encoders' adapters; None if they were not trained.
         learning_rate_factor: factor on the configured learning rate for the base's storage.
@@ -100,6 +101,7 @@ class ExportFacts:
     kind: str = "lora"
     kind_settings: Mapping[str, str] = field(default_factory=dict)
     rank_stabilized: bool = False
+    rank_factor: int = 1
     folders: tuple[FolderFacts, ...] = ()
     batch_size: int = 1
     optimizer: str = ""
@@ -125,8 +127,14 @@ class ExportFacts:
 
     @property
     def alpha_in_file(self) -> float:
-        """The alpha of layers of the rank `rank`, for programs that all compute alpha / rank."""
-        return self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
+        """The alpha of layers of the rank `rank_in_file`, for programs that all compute alpha / rank."""
+        alpha = self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
+        return alpha * self.rank_factor
+
+    @property
+    def rank_in_file(self) -> int:
+        """The rank of the file's layers."""
+        return self.rank * self.rank_factor
 
     @property
     def output_name(self) -> str:
@@ -217,10 +225,10 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "modelspec.tags": ", ".join(tags),
         "modelspec.prediction_type": (facts.prediction_type or "").replace("v_prediction", "v"),
         "ss_network_module": network_module(family, facts.kind),
-        "ss_network_dim": facts.rank,
+        "ss_network_dim": facts.rank_in_file,
         # If the scaling is multiplied into the weights, the file behaves as with alpha = rank: a program that reads
         # alpha here must not scale a second time.
-        "ss_network_alpha": float(facts.rank) if baked(layout, facts.kind) else facts.alpha_in_file,
+        "ss_network_alpha": float(facts.rank_in_file) if baked(layout, facts.kind) else facts.alpha_in_file,
         "ss_network_args": _json(facts.kind_settings),
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,

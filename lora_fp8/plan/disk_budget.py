@@ -57,6 +57,8 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
         world: number of processes that train.
     """
     size = sum(parameter.nbytes for _, parameter in named)
+    if job.adapter.doubles_rank:  # both ranks, and the start
+        size *= 3
     size += optim.state_bytes([parameter for _, parameter in named], job.optimizer)
     if job.optimizer.name == "adamw_schedulefree" or job.optimizer.ema_decay:
         # The weights in training, beside those to evaluate, unless masters have them.
@@ -72,7 +74,7 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
 
 def count_file_bytes(job: Job, named: Named) -> dict[str, int]:
     """Count the bytes of the tensors in each exported file. Returns layout -> bytes."""
-    num = sum(parameter.numel() for _, parameter in named)
+    num = sum(parameter.numel() for _, parameter in named) * (2 if job.adapter.doubles_rank else 1)
     return {layout: num * FILE_BYTES[job.export.dtype] for layout in job.export.formats}
 
 
@@ -102,6 +104,7 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
     # The best LoRA is kept twice until a checkpoint is saved, and written at the end unless it is the last one.
     keeps_best = job.validation.keep_best and job.validation.pictures > 0 and saves > 0
     best_size = 2 * sum(parameter.nbytes for _, parameter in named) * keeps_best
+    best_size *= 2 if job.adapter.doubles_rank else 1
     place = folder if folder.exists() else folder.parent  # a run folder may be a link to another disk
     return [
         Need(place, Message("checkpoints"), checkpoint_size, checkpoint_size + best_size),

@@ -370,6 +370,13 @@ class Adapter(Section):
         "Target modules: endings of module names, such as 'to_q'; empty: the architecture's default.",
         also="ai-toolkit: only_if_contains; OneTrainer: layer_filter",
     )
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = setting(
+        "default",
+        "Initial values of a LoRA (peft: init_lora_weights). default, gaussian and orthogonal draw the first matrix. "
+        "pissa and olora take both from the base's weight; the file has twice the rank.",
+        when={"adapter.type": ("lora", "dora")},
+        also="SimpleTuner: lora_init_type",
+    )
     init_from: str = setting(
         "",
         "LoRA file to continue from, with the same base model, type and rank, in any key layout; empty: start from "
@@ -385,6 +392,11 @@ class Adapter(Section):
         when={"family.text_encoder": (True,)},
         also="kohya: network_train_unet_only = false; ai-toolkit: train_text_encoder; SimpleTuner: train_text_encoder",
     )
+
+    @property
+    def doubles_rank(self) -> bool:
+        """True if the start is taken from the base, so that checkpoints and files hold twice the rank."""
+        return self.type in ("lora", "dora") and self.init in ("pissa", "olora")
 
     @property
     def is_random(self) -> bool:

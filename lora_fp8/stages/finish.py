@@ -408,6 +408,7 @@ def _make_facts(
         rank=job.adapter.rank,
         alpha=job.adapter.alpha,
         rank_stabilized=job.adapter.rank_stabilized,
+        rank_factor=2 if job.adapter.doubles_rank else 1,
         kind=job.adapter.type,
         kind_settings=_make_kind_settings(job.adapter),
         learning_rate=optim.lr(job.optimizer) * factor,

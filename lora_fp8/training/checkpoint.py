@@ -313,6 +313,7 @@ PINNED = (
     "adapter.decompose_both",
     "adapter.alpha",
     "adapter.rank_stabilized",
+    "adapter.init",
     "adapter.targets",
     "adapter.dtype",
     "adapter.text_encoder",
