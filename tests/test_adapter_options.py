@@ -5,13 +5,19 @@ Judges: peft's own layers, diffusers' loader, and the rules of sd-scripts and Ly
 
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
+from waiting import LONG_SECONDS
 
 from lora_fp8 import adapters, config, families, importing, precision, train
 from lora_fp8.adapters import kinds, starts
@@ -26,6 +32,7 @@ from lora_fp8.training import checkpoint, memory, optim
 from lora_fp8.training.norm_cap import NormCap
 
 torch.set_num_threads(1)
+ROOT = Path(__file__).parent.parent
 SMALL = ("adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']", "optimizer.lr=1e-2")
 
 
@@ -302,7 +309,6 @@ def test_norms_are_limited_as_in_sd_scripts_and_lycoris(kind):
     else:
         model, _ = trained(kind, decompose_both=kind == "lokr", rank=2)
     before, scaling = adapters.state(model), adapters.scalings(model)
-    names = [name for name, _ in adapters.parameters(model)]
     if kind == "lora of groups":  # the update of such a convolution, from its own forward
         both = [
             part.unflatten(0, (2, -1)).flatten(2) for part in (before["0.lora_B.weight"], before["0.lora_A.weight"])
@@ -311,7 +317,8 @@ def test_norms_are_limited_as_in_sd_scripts_and_lycoris(kind):
     else:
         norm = (kinds.delta(kinds.grouped(before)["0"], scaling["0"], torch.float64)).norm().item()
     for limit in (norm * 2, norm * 0.7):
-        cap, values = NormCap(limit, names, scaling), {name: tensor.clone() for name, tensor in before.items()}
+        cap = NormCap(limit, dict(adapters.tensors(model)), scaling)
+        values = {name: tensor.clone() for name, tensor in before.items()}
         cap(values)
         assert cap.figures() == {"keys_scaled": int(limit < norm), "max_key_norm": pytest.approx(min(limit, norm))}
         if kind == "lora of groups":
@@ -334,7 +341,7 @@ def test_the_exact_weights_are_limited_after_each_update(rounding):
     ours = [(name, nn.Parameter(tensor.clone())) for name, tensor in start.items()]
     section = Optimizer(name="adamw", lr=0.05, weight_decay=0.0, rounding=rounding, ema_decay=0.5)
     made = optim.build(ours, section, base_storage="none", seed=0)
-    cap = NormCap(5.0, list(shapes), {"0": 0.5})
+    cap = NormCap(5.0, dict(ours), {"0": 0.5})
     made.limit_with(cap)
     theirs = {name: nn.Parameter(tensor.float()) for name, tensor in start.items()}
     judge = torch.optim.AdamW(theirs.values(), lr=0.05, betas=(0.9, 0.999), eps=section.eps, weight_decay=0.0)
@@ -568,6 +575,7 @@ def test_files_of_such_a_start_are_loras_of_twice_the_rank(make_job, tmp_path, i
         (("adapter.init=pissa", "adapter.type=dora"), "'pissa' is not known with adapter.type = 'dora'"),
         (("adapter.init=olora", "adapter.scale_weight_norms=1.0"), "excludes adapter.scale_weight_norms"),
         (("adapter.init=gaussian", "adapter.init_from='a'"), "excludes adapter.init_from"),
+        (("adapter.init=pissa", "adapter.freeze_a=true"), "excludes adapter.freeze_a"),
     ],
 )
 def test_starts_that_other_settings_exclude_are_refused(make_job, tmp_path, more, why):
@@ -578,6 +586,111 @@ def test_starts_that_other_settings_exclude_are_refused(make_job, tmp_path, more
 def test_a_convolution_in_groups_has_no_such_start():
     with pytest.raises(UserError, match="adapter.init = 'pissa': 0 is a convolution in 4 groups"):
         adapters.inject(nn.Sequential(nn.Conv2d(8, 8, 3, groups=4)), Adapter(rank=4, init="pissa"), ["0"], 0)
+
+
+# -- LoRA-FA
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_frozen_first_matrix_gets_no_gradient_and_keeps_no_input(kind):
+    """The gradients of the rest are those of the same layer with both matrices trained."""
+    made = {}
+    for frozen in (False, True):
+        model, x = trained(kind, freeze_a=frozen)
+        parts, held = dict(adapters.tensors(model)), []
+        adapters.load_state_(model, {n: torch.full_like(p, 0.01) if "lora_A" in n else p for n, p in parts.items()})
+        x = x.requires_grad_(True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(t) or t, lambda t: t):
+            y = model(x)
+        y.square().sum().backward()
+        made[frozen] = {name: parameter.grad for name, parameter in adapters.parameters(model)}, held
+    (both, kept), (rest, fewer) = made[False], made[True]
+    assert both.keys() - rest.keys() == {"0.lora_A.weight"}
+    for name, gradient in rest.items():
+        torch.testing.assert_close(gradient, both[name])
+    inputs = [[tensor for tensor in one if tensor.shape[-1] == 64 and tensor.ndim > 1] for one in (kept, fewer)]
+    assert sum(t.numel() for t in inputs[1]) < sum(t.numel() for t in inputs[0])
+    with adapters.disabled(model):
+        pass
+    assert not dict(adapters.tensors(model))["0.lora_A.weight"].requires_grad
+
+
+def test_a_limited_norm_leaves_a_frozen_matrix():
+    model, _ = trained("lora", freeze_a=True)
+    before = adapters.state(model)
+    limit = kinds.delta(kinds.grouped(before)["0"], 0.5).norm().item() / 2
+    cap = NormCap(limit, dict(adapters.tensors(model)), adapters.scalings(model))
+    cap(dict(adapters.parameters(model)))
+    after = adapters.state(model)
+    assert torch.equal(after["0.lora_A.weight"], before["0.lora_A.weight"])
+    assert kinds.delta(kinds.grouped(after)["0"], 0.5).norm().item() == pytest.approx(limit, rel=1e-4)
+
+
+def test_lora_fa_trains_half_resumes_to_the_bit_and_goes_on_from_a_file(make_job, tmp_path):
+    settings = (*SMALL, "adapter.freeze_a=true", "adapter.init=orthogonal", "optimizer.ema_decay=0.5")
+    settings += ("adapter.scale_weight_norms=0.5", "adapter.text_encoder=true", "export.formats=['kohya']")
+    settings += ("export.verify=true", "optimizer.loraplus_lr_ratio=4.0")
+    job = make_job(tmp_path / "a", *settings, "train.steps=4")
+    plan, plain = planning.make(job), planning.make(make_job(tmp_path / "a", *settings, "adapter.freeze_a=false"))
+    ours, theirs = estimate.estimate(plan), estimate.estimate(plain)
+    assert ours.optimizer_bytes < 0.7 * theirs.optimizer_bytes and ours.file_bytes == theirs.file_bytes
+    whole = train.run(job, progress=False)
+    assert all(report.ok for report in whole.reports)
+    train.run(make_job(tmp_path / "b", *settings, "train.steps=2"), progress=False)
+    pieces = train.run(make_job(tmp_path / "b", *settings, "train.steps=4"), progress=False, resume=True)
+    for name in ("adapter", "optimizer"):
+        assert files_equal(*(one.run.path / f"checkpoints/step-000004/{name}.safetensors" for one in (whole, pieces)))
+    states = [load_file(whole.run.path / f"checkpoints/step-00000{step}/adapter.safetensors") for step in (2, 4)]
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]) == ("lora_A" in name)
+    moments = load_file(whole.run.path / "checkpoints/step-000004/optimizer.safetensors")
+    assert moments and not any("lora_A" in name for name in moments)
+    saved = sum(file.stat().st_size for file in (whole.run.path / "checkpoints/step-000004").iterdir())
+    named = disk_budget.list_trainable(job, plan.family)
+    assert disk_budget.count_checkpoint_bytes(job, named) == pytest.approx(saved, rel=0.35)
+    more = ("adapter.init=default", "seed=7", f"adapter.init_from='{whole.files[0]}'", "train.steps=1")
+    follows = train.run(make_job(tmp_path / "c", *settings, *more, "export.verify=false"), progress=False)
+    after = load_file(follows.run.path / "checkpoints/step-000001/adapter.safetensors")
+    for name in after:
+        if "lora_A" in name:
+            torch.testing.assert_close(after[name], states[1][name], rtol=2**-7, atol=1e-6)
+    with pytest.raises(UserError, match="adapter.freeze_a: was True, is False"):
+        train.run(make_job(tmp_path / "b", *settings, "adapter.freeze_a=false"), progress=False, resume=True)
+
+
+# -- several processes
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("adapter.init=pissa", "adapter.rank_stabilized=true"),
+        ("adapter.freeze_a=true", "adapter.scale_weight_norms=0.3"),
+    ],
+    ids=["pissa", "limited lora-fa"],
+)
+def test_two_processes_train_what_one_trains(make_job, tmp_path, more):
+    settings = (*SMALL, *more, "train.steps=2", "train.batch_size=2", "export.formats=['diffusers']")
+    settings += ("model.dtype=fp32", "quantize.storage=none", "adapter.dtype=fp32", "optimizer.name=adamw")
+    alone = train.run(make_job(tmp_path / "a", *settings), progress=False)
+    shared, file = make_job(tmp_path / "b", *settings), tmp_path / "job.toml"
+    file.write_text(config.dumps(shared), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+    command += ["--main_process_port", str(port), "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", str(ROOT / "train_lora.py"), "--config", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_SECONDS, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = Path(shared.output_dir) / shared.name
+    for name in ("adapter", "optimizer"):
+        saved = f"checkpoints/step-000002/{name}.safetensors"
+        one, two = load_file(alone.run.path / saved), load_file(folder / saved)
+        assert one.keys() == two.keys()
+        for key in one if name == "adapter" else (key for key in one if key.startswith("start.")):
+            assert (two[key] - one[key]).norm() <= 2e-3 * one[key].norm()
 
 
 def import_of(folder, text, name="a.toml", tool="sd-scripts"):
@@ -652,3 +765,13 @@ def test_a_lycoris_config_of_simpletuner_has_scale_and_dropout(tmp_path):
     found = tomllib.loads(importing.to_toml(importing.import_file(tmp_path / "a.json", tool="simpletuner")))["adapter"]
     assert (found["rank_stabilized"], found["rank_dropout_scale"]) == (True, True)
     assert (found["rank_dropout"], found["module_dropout"]) == (0.1, 0.2)
+
+
+def test_sd_scripts_lora_fa_is_ours(tmp_path):
+    made = import_of(tmp_path, f"{SD_SCRIPTS}network_module = 'networks.lora_fa'\n")
+    found = config.loads(importing.to_toml(made)).adapter
+    assert (found.type, found.freeze_a) == ("lora", True) and not any("adapter" in line for line in made.todo)
+    page = {"LoRA_type": "LoRA-FA", "pretrained_model_name_or_path": "v1-5.safetensors", "train_data_dir": "p"}
+    page |= {"network_dim": 8, "max_resolution": "512,512"}
+    found = config.loads(importing.to_toml(import_of(tmp_path, json.dumps(page), "a.json", "kohya_ss"))).adapter
+    assert (found.type, found.freeze_a) == ("lora", True)

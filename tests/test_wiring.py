@@ -113,6 +113,7 @@ FLIPS = {
     "adapter.module_dropout": Flip("0.1", TRAINING, ("shapes", "rates")),
     "adapter.scale_weight_norms": Flip("0.01", ("losses", "tensors"), ("norms_1", "rates", "shapes")),
     "adapter.init": Flip("gaussian", TRAINING, ("rates", "shapes")),
+    "adapter.freeze_a": Flip("true", ("losses", "tensors"), ("losses_1", "rates", "shapes")),
     "adapter.targets": Flip("['to_q']", ("shapes", "losses")),
     "adapter.dtype": Flip("fp32", TRAINING, ("shapes",)),
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),

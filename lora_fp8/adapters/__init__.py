@@ -15,6 +15,7 @@ from .injection import (
     ranks,
     scalings,
     state,
+    tensors,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "ranks",
     "scalings",
     "state",
+    "tensors",
 ]

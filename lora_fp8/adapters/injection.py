@@ -394,6 +394,9 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
             where[ADAPTER] = nn.Parameter(value)
         else:
             where[ADAPTER].weight = nn.Parameter(value)
+    if section.freezes_a:
+        vars(layer)["freezes_a"] = True
+        _parts(layer)["lora_A.weight"].requires_grad_(False)
     if isinstance(layer, _Lora | _Dora | _Product):
         layer.drops = Dropout.of(section)
     scaling = _scaling(layer)
@@ -479,12 +482,27 @@ def modules(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of the adapters ("<diffusers module path>.lora_A.weight"), in the model's order."""
+    """Return (name, parameter) of what is trained ("<diffusers module path>.lora_A.weight"), in the model's order."""
+    return [
+        (f"{name}.{part}", parameter)
+        for name, layer in modules(denoiser).items()
+        for part, parameter in _parts(layer).items()
+        if not _is_frozen(layer, part)
+    ]
+
+
+def tensors(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return `parameters`, and the A of `adapter.freeze_a`, which requires no gradient."""
     return [
         (f"{name}.{part}", parameter)
         for name, layer in modules(denoiser).items()
         for part, parameter in _parts(layer).items()
     ]
+
+
+def _is_frozen(layer: BaseTunerLayer, part: str) -> bool:
+    """Return True for the A of a layer with `adapter.freeze_a`; `disabled` changes requires_grad for a while."""
+    return part == "lora_A.weight" and getattr(layer, "freezes_a", False)
 
 
 def num_fused(denoiser: nn.Module) -> int:
@@ -510,29 +528,7 @@ def state(denoiser: nn.Module) -> dict[str, Tensor]:
 
 
 def frozen_starts(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the starts that are taken from the base, on the CPU; {} if there are none."""
-    return {name: tensor.cpu().clone() for name, tensor in _list_starts(denoiser).items()}
-
-
-@torch.no_grad()
-def load_frozen_starts_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy what `frozen_starts` returned into the adapters, so that a resumed run does not depend on how it computes.
-
-    Raises:
-        UserError: names are missing or unknown, or shapes differ.
-    """
-    held = _list_starts(denoiser)
-    wrong = sorted(held.keys() ^ tensors.keys())
-    wrong += [name for name in held.keys() & tensors.keys() if held[name].shape != tensors[name].shape]
-    if wrong:
-        raise UserError(
-            Message("the checkpoint's starts of adapter.init do not fit this job: {names}", names=first_few(wrong))
-        )
-    for name, tensor in held.items():
-        tensor.copy_(tensors[name])
-
-
-def _list_starts(denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return the starts that are taken from the base, not copies of them; {} if there are none."""
     return {
         f"{name}.{part}.weight": tensor
         for name, layer in modules(denoiser).items()
@@ -542,24 +538,42 @@ def _list_starts(denoiser: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
+    """Copy starts of a checkpoint into the adapters, so that a resumed run does not depend on the decomposition.
+
+    Raises:
+        UserError: names are missing or unknown, or shapes differ.
+    """
+    held = frozen_starts(denoiser)
+    wrong = sorted(held.keys() ^ values.keys())
+    wrong += [name for name in held.keys() & values.keys() if held[name].shape != values[name].shape]
+    if wrong:
+        raise UserError(
+            Message("the checkpoint's starts of adapter.init do not fit this job: {names}", names=first_few(wrong))
+        )
+    for name, tensor in held.items():
+        tensor.copy_(values[name])
+
+
+@torch.no_grad()
+def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
     """Copy tensors, named and shaped as `state` returns them, into the adapters.
 
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
     """
     held = {f"{name}.{part}": t for name, layer in modules(denoiser).items() for part, t in _held(layer).items()}
-    problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in tensors]
-    problems += [Message("{name} is not part of this adapter", name=name) for name in tensors if name not in held]
+    problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in values]
+    problems += [Message("{name} is not part of this adapter", name=name) for name in values if name not in held]
     problems += [
         Message(
             "{name} has shape {shape}, expected {wanted}",
             name=name,
-            shape=str(list(tensors[name].shape)),
+            shape=str(list(values[name].shape)),
             wanted=str(list(parameter.shape)),
         )
         for name, parameter in held.items()
-        if name in tensors and tensors[name].shape != parameter.shape
+        if name in values and values[name].shape != parameter.shape
     ]
     if problems:
         if len(problems) > 8:
@@ -567,8 +581,8 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
         raise UserError(
             Message("the adapter file does not fit this job's adapters: {line}", line=Joined("; ", problems))
         )
-    for name, parameter in parameters(denoiser):
-        given = tensors[name]
+    for name, parameter in tensors(denoiser):
+        given = values[name]
         if given.shape != parameter.shape:  # with a start: the change of A comes after A, that of B before B0
             given = given[-parameter.shape[0] :] if name.endswith("lora_A.weight") else given[:, : parameter.shape[1]]
         parameter.copy_(given)
@@ -578,7 +592,7 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
 def disabled(denoiser: nn.Module) -> Iterator[None]:
     """Disable the adapters inside this context; afterwards everything, including `requires_grad`, is as before."""
     before = [(layer, layer.disable_adapters) for layer in modules(denoiser).values()]
-    trainable = [(parameter, parameter.requires_grad) for _, parameter in parameters(denoiser)]
+    trainable = [(parameter, parameter.requires_grad) for _, parameter in tensors(denoiser)]
     try:
         for layer, _ in before:
             layer.enable_adapters(False)

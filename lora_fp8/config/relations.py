@@ -173,6 +173,15 @@ def _check_start(job: Job) -> Problems:
                 init=repr(section.init),
             ),
         )
+    if section.freeze_a:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.freeze_a, because it trains the change of both matrices; set it to false, "
+                "or use 'orthogonal'",
+                init=repr(section.init),
+            ),
+        )
     if section.scale_weight_norms:
         yield (
             "adapter.init",
@@ -673,7 +682,7 @@ RULES = (
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr", "adapter.scale_weight_norms")),
     Rule(_check_loraplus, reads=("adapter.type",)),
-    Rule(_check_start, reads=("adapter.type", "adapter.init_from", "adapter.scale_weight_norms")),
+    Rule(_check_start, reads=("adapter.type", "adapter.init_from", "adapter.freeze_a", "adapter.scale_weight_norms")),
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),
     Rule(_check_validation),

@@ -156,8 +156,11 @@ def set_network(draft: Draft) -> None:
     algorithm = common_values.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
-    if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
+    if not lycoris and other in ("dylora", "oft", "oft_flux"):
         algorithm = other
+    if not lycoris and "lorafa" in (common_values.plain(other), algorithm):
+        algorithm = "lora"
+        draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains the second matrix only"))
     decomposed = str(given.get("dora_wd", "")).lower() == "true" or common_values.on(draft.get("dora_wd"))
     if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)

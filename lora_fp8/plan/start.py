@@ -23,7 +23,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     """Read the tensors of `adapter.init_from`.
 
     Args:
-        trainable: the parameters of the job, for their names and shapes.
+        trainable: the tensors of the job's adapters, for their names and shapes.
 
     Returns:
         Parameter name -> float32 tensor, at the job's scaling; {} without `adapter.init_from`.

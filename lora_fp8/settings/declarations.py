@@ -377,6 +377,12 @@ class Adapter(Section):
         when={"adapter.type": ("lora", "dora")},
         also="SimpleTuner: lora_init_type",
     )
+    freeze_a: bool = setting(
+        False,
+        "LoRA-FA: train the second matrix only, and keep the first as it was drawn. This halves optimizer states and "
+        "gradients, and saves activations.",
+        when={"adapter.type": ("lora", "dora")},
+    )
     init_from: str = setting(
         "",
         "LoRA file to continue from, with the same base model, type and rank, in any key layout; empty: start from "
@@ -397,6 +403,11 @@ class Adapter(Section):
     def doubles_rank(self) -> bool:
         """True if the start is taken from the base, so that checkpoints and files hold twice the rank."""
         return self.type in ("lora", "dora") and self.init in ("pissa", "olora")
+
+    @property
+    def freezes_a(self) -> bool:
+        """True if LoRA's first matrix is not trained."""
+        return self.freeze_a and self.type in ("lora", "dora")
 
     @property
     def is_random(self) -> bool:

@@ -132,9 +132,11 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         seed=job.seed,
         of_text=[name for name, _ in named if text_encoder_of(name, family)],
     )
+    for start in adapters.frozen_starts(adapted).values():
+        session.processes.broadcast_(start)  # the same decomposition everywhere, on GPUs of several kinds too
     cap = None
     if job.adapter.scale_weight_norms:
-        cap = NormCap(job.adapter.scale_weight_norms, [name for name, _ in named], adapters.scalings(adapted))
+        cap = NormCap(job.adapter.scale_weight_norms, dict(adapters.tensors(adapted)), adapters.scalings(adapted))
         optimizer.limit_with(cap)
     reports = [injected, *(encoders.injected if encoders else [])]
     recorder = Recorder() if job.memory.cuda_graphs else None

@@ -61,7 +61,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
                 )
             )
     tensors |= loaded.amax.tensors() | residuals
-    tensors |= {f"start.{name}": tensor for name, tensor in adapters.frozen_starts(loaded.adapted).items()}
+    tensors |= {f"start.{name}": tensor.cpu() for name, tensor in adapters.frozen_starts(loaded.adapted).items()}
     content = describe_state(session, data, loaded, state) | {"optimizer": scalars}
     path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=session.job.checkpoint.keep)
     for line in warnings:

@@ -314,6 +314,7 @@ PINNED = (
     "adapter.alpha",
     "adapter.rank_stabilized",
     "adapter.init",
+    "adapter.freeze_a",
     "adapter.targets",
     "adapter.dtype",
     "adapter.text_encoder",

@@ -30,19 +30,19 @@ class NormCap:
         largest: the largest norm after it.
     """
 
-    def __init__(self, limit: float, names: list[str], scaling: Mapping[str, float]) -> None:
+    def __init__(self, limit: float, tensors: Mapping[str, Tensor], scaling: Mapping[str, float]) -> None:
         """Prepare for an adapter's parameters.
 
         Args:
             limit: the largest norm.
-            names: of the parameters, as `adapters.parameters` lists them.
+            tensors: of the adapter, as `adapters.tensors` lists them. Those that require no gradient are not scaled.
             scaling: factor of each layer's product.
         """
         self.limit, self.scaled, self.largest = limit, 0, 0.0
-        placeholders = {name: torch.empty(0) for name in names}
+        self._fixed = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.requires_grad}
         self._layers = {
             layer: ({part: f"{layer}.{part}" for part in parts if part != "lora_magnitude_vector"}, scaling[layer])
-            for layer, parts in kinds.grouped(placeholders).items()
+            for layer, parts in kinds.grouped(tensors).items()
         }
 
     @torch.no_grad()
@@ -50,11 +50,12 @@ class NormCap:
         """Scale the adapter in place; `values` are the tensors of its parameters, by name."""
         norms = []
         for names, scale in self._layers.values():
-            parts = {part: values[name] for part, name in names.items()}
-            norm = _measure(parts) * scale
+            trained = {part: values[name] for part, name in names.items() if name not in self._fixed}
+            fixed = {part: self._fixed[name] for part, name in names.items() if name in self._fixed}
+            norm = _measure(trained | fixed) * scale
             share = (self.limit / norm).clamp(max=1.0)
-            for part in parts.values():
-                part.mul_(share ** (1 / len(parts)))
+            for tensor in trained.values():
+                tensor.mul_(share ** (1 / len(trained)))
             norms.append(norm)
         every = torch.stack(norms)
         self.scaled = int((every > self.limit).sum())
