@@ -163,6 +163,8 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             figures = {"loss": gradient.loss, "lr": rate}
             if loaded.text:
                 figures["lr_text_encoder"] = rate * optimizer.text_ratio
+            if loaded.cap:
+                figures |= loaded.cap.figures()
             seconds = time.perf_counter() - started
             figures |= {"grad_norm": norm, "images_per_s": round(gradient.num_samples / seconds, 3)}
             milestones.after_step(gradient, figures | {"step_s": round(seconds, 4)})

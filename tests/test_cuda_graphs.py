@@ -197,6 +197,8 @@ def test_out_of_memory_is_not_told_as_a_pass_that_cannot_be_recorded(graphs: lis
     [
         ("memory.offload=0.5", "memory.offload = 0"),
         ("adapter.dropout=0.1", "adapter.dropout = 0"),
+        ("adapter.rank_dropout=0.1", "adapter.rank_dropout = 0"),
+        ("adapter.module_dropout=0.1", "adapter.module_dropout = 0"),
         ("adapter.text_encoder=true", "adapter.text_encoder = false"),
         ("quantize.backend=torchao", "quantize.backend = 'own'"),
     ],

@@ -117,7 +117,7 @@ def test_an_attached_adapter_computes_what_a_trained_one_does(kind, storage):
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     tensors = state(model)
-    scaling = kinds.scalings(tensors, 2, 4)
+    scaling = kinds.scalings(tensors, section)
     for name, x in (("linear", torch.randn(3, 5, 64)), ("conv", torch.randn(2, 4, 6, 6))):
         trained, layer = model.get_submodule(name), plain.get_submodule(name)
         with torch.no_grad():

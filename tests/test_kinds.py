@@ -146,7 +146,7 @@ def test_lokr_and_loha_are_lycoris(form, kind, settings, parts, scale):
     adapted(model, kind, **settings)
     assert [name.partition(".")[2] for name, _ in adapters.parameters(model)] == parts
     assert adapters.scalings(model) == {"0": scale}
-    assert kinds.scalings(adapters.state(model), 2.0, settings["rank"]) == {"0": scale}
+    assert kinds.scalings(adapters.state(model), Adapter(alpha=2.0, rank=settings["rank"])) == {"0": scale}
     trained_(model)
     compare(model, torch.randn(2, 3, 128), 1e-5)
 

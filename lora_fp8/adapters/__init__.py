@@ -5,7 +5,9 @@ from .injection import (
     FusedLora,
     InjectReport,
     disabled,
+    frozen_starts,
     inject,
+    load_frozen_starts_,
     load_state_,
     modules,
     num_fused,
@@ -13,6 +15,7 @@ from .injection import (
     ranks,
     scalings,
     state,
+    tensors,
 )
 
 __all__ = [
@@ -20,7 +23,9 @@ __all__ = [
     "FusedLora",
     "InjectReport",
     "disabled",
+    "frozen_starts",
     "inject",
+    "load_frozen_starts_",
     "load_state_",
     "modules",
     "num_fused",
@@ -28,4 +33,5 @@ __all__ = [
     "ranks",
     "scalings",
     "state",
+    "tensors",
 ]

@@ -4,27 +4,26 @@ peft wraps the layers, adds the small matrices and runs LoRA's forward. This mod
 
 * Dtype. peft gives adapters the dtype of the base weight; with an FP8 base, this has made people train in FP8 (about 49
   distinct values in a new A). Here adapters get `section.dtype`, however the base is stored.
-* Initial values. A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B is zero.
-  So the initial values depend neither on the order of layers nor on which other layers are adapted nor on the global
-  random state, which is left untouched. The tensors in `kinds.ZERO_AT_START` are zero: every kind starts as the base
-  itself.
+* Initial values (`starts`). A is drawn in float32 from a generator keyed by the seed and the layer's name, then cast; B
+  is zero. So the initial values depend neither on the order of layers nor on which other layers are adapted nor on the
+  global random state, which is left untouched. The tensors in `kinds.ZERO_AT_START` are zero: every kind starts as the
+  base itself.
 * The other kinds' forward. peft's DoRA computes the whole weight in the adapter's dtype. Its LoKr and LoHa compute the
   whole delta, keep it for the backward, and draw from the global random state. The versions here avoid all of this.
-  Dropout means the same for every kind: it applies to the adapter's input, never to the base's.
+  `dropout` means the same for every kind: it applies to the adapter's input, never to the base's. Dropout of ranks and
+  of whole adapters is in `dropout`.
 * Names. Outside this module a parameter is called "<diffusers module path>.lora_A.weight", without peft's "base_layer"
   and "default".
 * Fusion. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the result
   (`FusedLora`); everywhere else peft does.
 * Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
-* Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`. A layer of
-  rank 0 has no adapter.
+* Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`, unlike in
+  peft, or with `section.rank_stabilized` by alpha and the root of their own rank. A layer of rank 0 has no adapter.
 
 What the kinds compute, and their sources, is in `kinds`.
 """
 
 import contextlib
-import hashlib
-import math
 import re
 import warnings as python_warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,13 +34,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import Joined, Message, UserError
+from ..errors import Joined, Message, UserError, first_few
 from ..precision import FrozenLayer, FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
 from ..precision.names import by_name, hint
 from ..settings import Adapter
-from . import kinds
+from . import kinds, starts
+from .dropout import NONE, Dropout
 
 load_bitsandbytes()  # before peft imports it
 
@@ -84,22 +84,66 @@ class FusedLora(lora.Linear):
         return self.base_layer(x, lora=(a_RK, b_NR, self.scaling[ADAPTER]))
 
 
+class _Lora(nn.Module, LoraLayer):
+    """peft's LoRA with dropout of ranks and of the whole adapter, or a start that is taken from the base's weight."""
+
+    base_layer: nn.Linear | nn.Conv2d
+    drops: Dropout = NONE
+    start_A: Tensor  # A0 and B0 of `starts`, if there is a start; the parameters are then the change from them
+    start_B: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base_layer(x)
+        if self.disable_adapters:
+            return result
+        drops = self.drops if self.training else NONE
+        return (result + drops.drop_module(_lora_update(self, x, drops))).to(result.dtype)
+
+
+def _lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
+    """Return a LoRA's update of the output, times alpha / rank."""
+    a: Any = layer.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
+    b: Any = layer.lora_B[ADAPTER]
+    scaling, dim = layer.scaling[ADAPTER], 1 if isinstance(a, nn.Conv2d) else -1
+    x = layer.lora_dropout[ADAPTER](x.to(a.weight.dtype))
+    if not hasattr(layer, "start_A"):
+        return b(drops.drop_ranks(a(x), dim)) * scaling
+    both_a, both_b = _held(layer).values()
+    if isinstance(a, nn.Conv2d):
+        reduced = F.conv2d(x, both_a, None, a.stride, a.padding, a.dilation)
+        return F.conv2d(drops.drop_ranks(reduced, dim, copies=2), both_b) * scaling
+    return F.linear(drops.drop_ranks(F.linear(x, both_a), dim, copies=2), both_b) * scaling
+
+
+class LoraLinear(_Lora, lora.Linear):
+    """LoRA with own dropout or start on a linear layer."""
+
+    pass
+
+
+class LoraConv2d(_Lora, lora.Conv2d):
+    """LoRA with own dropout or start on a convolution."""
+
+    pass
+
+
 class _Dora(nn.Module, LoraLayer):
     """peft's LoRA with a magnitude for each row of the weight, on a linear layer or a convolution."""
 
     base_layer: nn.Linear | nn.Conv2d
     magnitude: nn.Parameter  # (N), float32 whatever the adapter's dtype: bf16 would change whole rows by up to 0.4 %
+    drops: Dropout = NONE
 
     def forward(self, x: Tensor) -> Tensor:
         base = self.base_layer
         result = base(x)
         if self.disable_adapters:
             return result
-        a: Any = self.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
-        b: Any = self.lora_B[ADAPTER]
-        scaling = self.scaling[ADAPTER]
-        update = b(a(self.lora_dropout[ADAPTER](x.to(a.weight.dtype)))) * scaling
-        ratio = kinds.length_ratio(base, a.weight, b.weight, scaling, self.magnitude)
+        drops = self.drops if self.training else NONE
+        update = _lora_update(self, x, drops)
+        a: Any = self.lora_A[ADAPTER].weight
+        b: Any = self.lora_B[ADAPTER].weight
+        ratio = kinds.length_ratio(base, a, b, self.scaling[ADAPTER], self.magnitude)
         without_bias = result
         if isinstance(base, nn.Conv2d):
             ratio = ratio.view(-1, 1, 1)
@@ -107,7 +151,7 @@ class _Dora(nn.Module, LoraLayer):
             without_bias = result - base.bias.view(ratio.shape)
         # The ratio is near 1, where bf16 is coarse, so its difference from 1 is rounded instead.
         lengthened = (ratio - 1).to(result.dtype) * without_bias + ratio.to(update.dtype) * update
-        return (result + lengthened).to(result.dtype)
+        return (result + drops.drop_module(lengthened)).to(result.dtype)
 
 
 class DoraLinear(_Dora, lora.Linear):
@@ -127,6 +171,7 @@ class _Product(nn.Module, LycorisLayer):
 
     base_layer: nn.Linear | nn.Conv2d
     dropout = 0.0
+    drops: Dropout = NONE
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.base_layer(x)
@@ -134,7 +179,9 @@ class _Product(nn.Module, LycorisLayer):
             return result
         parts, scaling = _parts(self), self.scaling[ADAPTER]
         dropped = F.dropout(x.to(next(iter(parts.values())).dtype), self.dropout, self.training)
-        return result + self.update(dropped, parts, scaling).to(result.dtype)
+        update = self.update(dropped, parts, scaling).to(result.dtype)
+        drops = self.drops if self.training else NONE
+        return result + drops.drop_module(drops.drop_rows(update, 1 if isinstance(self.base_layer, nn.Conv2d) else -1))
 
     def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
@@ -268,6 +315,16 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
                     count=count,
                 )
             )
+        if section.doubles_rank and count > 1:
+            raise UserError(
+                Message(
+                    "adapter.init = {init}: {name} is a convolution in {count} groups, which has no such start; leave "
+                    "it out of adapter.targets, or use 'default'",
+                    init=repr(section.init),
+                    name=name,
+                    count=count,
+                )
+            )
         if rank % count:  # peft's B has the groups as well
             raise UserError(
                 Message(
@@ -316,6 +373,8 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
     )
     if section.type == "dora":
         lora_settings._register_custom_module({nn.Linear: DoraLinear, nn.Conv2d: DoraConv2d})
+    elif section.rank_dropout or section.module_dropout or section.doubles_rank:
+        lora_settings._register_custom_module({nn.Linear: LoraLinear, nn.Conv2d: LoraConv2d})
     elif any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
         lora_settings._register_custom_module({FrozenLinear: FusedLora})
     inject_adapter_in_model(lora_settings, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
@@ -324,24 +383,45 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
 def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype: torch.dtype) -> None:
     """Set the initial values of one layer's adapter, on the layer's device."""
     base = layer.get_base_layer()
-    device = _device(base)
+    device, key = _device(base), f"{seed}|{name}"
     for part, parameter in _parts(layer).items():
-        if part in kinds.ZERO_AT_START:
+        if part in kinds.ZERO_AT_START or section.doubles_rank:
             value = torch.zeros(parameter.shape, device=device, dtype=dtype)
         else:
-            value = _drawn(part, parameter.shape, seed, name).to(device=device, dtype=dtype)
+            value = starts.draw(part, parameter.shape, key, section.init).to(device=device, dtype=dtype)
         where = getattr(layer, part.removesuffix(".weight"))
         if isinstance(where, nn.ParameterDict):
             where[ADAPTER] = nn.Parameter(value)
         else:
             where[ADAPTER].weight = nn.Parameter(value)
+    if section.freezes_a:
+        vars(layer)["freezes_a"] = True
+        _parts(layer)["lora_A.weight"].requires_grad_(False)
+    if isinstance(layer, _Lora | _Dora | _Product):
+        layer.drops = Dropout.of(section)
     scaling = _scaling(layer)
-    scaling[ADAPTER] = section.alpha / section.rank  # peft divides by the layer's own rank
+    scaling[ADAPTER] = kinds.scaling_at(section, kinds.rank_of(_parts(layer)) or section.rank)
+    if isinstance(layer, _Lora) and section.doubles_rank:
+        _split_base_(layer, section, key)
     if isinstance(layer, _Dora):
         a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
         layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))
     if section.type == "lokr" and not kinds.has_rank(_parts(layer)):
         scaling[ADAPTER] = 1.0
+
+
+@torch.no_grad()
+def _split_base_(layer: _Lora, section: Adapter, key: str) -> None:
+    """Set a layer's frozen start, which is taken from the base's weight."""
+    a, b = _parts(layer).values()
+    a_RK, b_NR = torch.empty_like(a), torch.empty_like(b)
+    if a.device.type != "meta":
+        weight: Any = layer.get_base_layer().weight  # dequantized here, for this layer alone
+        start = starts.split_weight(weight.detach().flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key)
+        a_RK.copy_(start[0].view(a.shape))
+        b_NR.copy_(start[1].view(b.shape))
+    layer.register_buffer("start_A", a_RK, persistent=False)
+    layer.register_buffer("start_B", b_NR, persistent=False)
 
 
 def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
@@ -378,6 +458,18 @@ def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 
 
+def _held(layer: BaseTunerLayer) -> dict[str, Tensor]:
+    """Return the layer's tensors as checkpoints and files hold them: the parameters, or with a start both ranks."""
+    parts: dict[str, Tensor] = dict(_parts(layer))
+    if not isinstance(layer, _Lora) or not hasattr(layer, "start_A"):
+        return parts
+    a, b = parts.values()
+    return {
+        "lora_A.weight": torch.cat([layer.start_A + a, a]),
+        "lora_B.weight": torch.cat([b, layer.start_B], dim=1),
+    }
+
+
 def _scaling(layer: BaseTunerLayer) -> dict[str, float]:
     """Return the layer's own table of alpha / rank by the adapters' names."""
     assert isinstance(layer, LoraLayer | LycorisLayer)  # peft's other kinds are never injected
@@ -390,12 +482,27 @@ def modules(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) of the adapters ("<diffusers module path>.lora_A.weight"), in the model's order."""
+    """Return (name, parameter) of what is trained ("<diffusers module path>.lora_A.weight"), in the model's order."""
+    return [
+        (f"{name}.{part}", parameter)
+        for name, layer in modules(denoiser).items()
+        for part, parameter in _parts(layer).items()
+        if not _is_frozen(layer, part)
+    ]
+
+
+def tensors(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return `parameters`, and the A of `adapter.freeze_a`, which requires no gradient."""
     return [
         (f"{name}.{part}", parameter)
         for name, layer in modules(denoiser).items()
         for part, parameter in _parts(layer).items()
     ]
+
+
+def _is_frozen(layer: BaseTunerLayer, part: str) -> bool:
+    """Return True for the A of a layer with `adapter.freeze_a`; `disabled` changes requires_grad for a while."""
+    return part == "lora_A.weight" and getattr(layer, "freezes_a", False)
 
 
 def num_fused(denoiser: nn.Module) -> int:
@@ -409,29 +516,64 @@ def scalings(denoiser: nn.Module) -> dict[str, float]:
 
 
 def state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the adapters' parameters on the CPU, by the names of `parameters`."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in parameters(denoiser)}
+    """Return copies of the adapters' tensors on the CPU, by the names of `parameters`.
+
+    They are the parameters, or with a start that is taken from the base a LoRA of twice the rank; see `starts`.
+    """
+    return {
+        f"{name}.{part}": tensor.detach().cpu().clone()
+        for name, layer in modules(denoiser).items()
+        for part, tensor in _held(layer).items()
+    }
+
+
+def frozen_starts(denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return the starts that are taken from the base, not copies of them; {} if there are none."""
+    return {
+        f"{name}.{part}.weight": tensor
+        for name, layer in modules(denoiser).items()
+        if isinstance(layer, _Lora) and hasattr(layer, "start_A")
+        for part, tensor in (("lora_A", layer.start_A), ("lora_B", layer.start_B))
+    }
 
 
 @torch.no_grad()
-def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
+    """Copy starts of a checkpoint into the adapters, so that a resumed run does not depend on the decomposition.
+
+    Raises:
+        UserError: names are missing or unknown, or shapes differ.
+    """
+    held = frozen_starts(denoiser)
+    wrong = sorted(held.keys() ^ values.keys())
+    wrong += [name for name in held.keys() & values.keys() if held[name].shape != values[name].shape]
+    if wrong:
+        raise UserError(
+            Message("the checkpoint's starts of adapter.init do not fit this job: {names}", names=first_few(wrong))
+        )
+    for name, tensor in held.items():
+        tensor.copy_(values[name])
+
+
+@torch.no_grad()
+def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
     """Copy tensors, named and shaped as `state` returns them, into the adapters.
 
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
     """
-    held = dict(parameters(denoiser))
-    problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in tensors]
-    problems += [Message("{name} is not part of this adapter", name=name) for name in tensors if name not in held]
+    held = {f"{name}.{part}": t for name, layer in modules(denoiser).items() for part, t in _held(layer).items()}
+    problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in values]
+    problems += [Message("{name} is not part of this adapter", name=name) for name in values if name not in held]
     problems += [
         Message(
             "{name} has shape {shape}, expected {wanted}",
             name=name,
-            shape=str(list(tensors[name].shape)),
+            shape=str(list(values[name].shape)),
             wanted=str(list(parameter.shape)),
         )
         for name, parameter in held.items()
-        if name in tensors and tensors[name].shape != parameter.shape
+        if name in values and values[name].shape != parameter.shape
     ]
     if problems:
         if len(problems) > 8:
@@ -439,15 +581,18 @@ def load_state_(denoiser: nn.Module, tensors: dict[str, Tensor]) -> None:
         raise UserError(
             Message("the adapter file does not fit this job's adapters: {line}", line=Joined("; ", problems))
         )
-    for name, parameter in held.items():
-        parameter.copy_(tensors[name])
+    for name, parameter in tensors(denoiser):
+        given = values[name]
+        if given.shape != parameter.shape:  # with a start: the change of A comes after A, that of B before B0
+            given = given[-parameter.shape[0] :] if name.endswith("lora_A.weight") else given[:, : parameter.shape[1]]
+        parameter.copy_(given)
 
 
 @contextlib.contextmanager
 def disabled(denoiser: nn.Module) -> Iterator[None]:
     """Disable the adapters inside this context; afterwards everything, including `requires_grad`, is as before."""
     before = [(layer, layer.disable_adapters) for layer in modules(denoiser).values()]
-    trainable = [(parameter, parameter.requires_grad) for _, parameter in parameters(denoiser)]
+    trainable = [(parameter, parameter.requires_grad) for _, parameter in tensors(denoiser)]
     try:
         for layer, _ in before:
             layer.enable_adapters(False)
@@ -488,21 +633,6 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
             )
         chosen |= matched
     return [name for name in adaptable if name in chosen], notes
-
-
-def _drawn(part: str, shape: torch.Size, seed: int, name: str) -> Tensor:
-    """Draw an initial value in float32.
-
-    For LoRA, DoRA and LoKr it is uniform within 1 / sqrt(fan in), as in peft, LyCORIS and Hu et al.'s code (kaiming
-    uniform with a = sqrt 5). For LoHa it is normal, as in LyCORIS, whose learning rates people know.
-    """
-    key = f"{seed}|{name}" if part == "lora_A.weight" else f"{seed}|{name}|{part}"
-    number = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
-    generator = torch.Generator().manual_seed(number)
-    empty = torch.empty(shape, dtype=torch.float32)
-    if part.startswith("hada_"):
-        return nn.init.normal_(empty, std=0.1 if part == "hada_w1_a" else 1.0, generator=generator)
-    return nn.init.kaiming_uniform_(empty, a=math.sqrt(5), generator=generator)
 
 
 def _device(layer: nn.Module) -> torch.device:

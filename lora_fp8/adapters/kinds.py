@@ -7,10 +7,11 @@
 | lokr | W + s kron(W1, W2) | lokr_w1 or lokr_w1_a lokr_w1_b, lokr_w2 or lokr_w2_a lokr_w2_b |
 | loha | W + s (W1a W1b) * (W2a W2b), elementwise | hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b |
 
-s is alpha / rank, or 1 for a LoKr layer whose two matrices are both whole, since such a layer has no rank. A
-convolution's weight is treated as a matrix (out, in * kh * kw). The names are peft's and LyCORIS's. LoRA: Hu et al.
-2021. DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". LoKr and LoHa: Yeh et al. 2023, "Navigating
-Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021, "FedPara".
+s is alpha / rank, or alpha / sqrt(rank) with `adapter.rank_stabilized` (`scaling_at`), or 1 for a LoKr layer whose two
+matrices are both whole, since such a layer has no rank. A convolution's weight is treated as a matrix (out, in * kh *
+kw). The names are peft's and LyCORIS's. LoRA: Hu et al. 2021. rsLoRA: Kalajdzievski 2023, "A Rank Stabilization Scaling
+Factor for Fine-Tuning with LoRA". DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". LoKr and LoHa:
+Yeh et al. 2023, "Navigating Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021, "FedPara".
 
 Shapes: M tokens, N output features, K input features, R rank.
 """
@@ -28,6 +29,7 @@ from ..errors import Message, UserError
 from ..precision import FrozenLayer
 from ..precision.formats import decode_rows
 from ..precision.stream import here
+from ..settings import Adapter
 
 PARTS = {
     "lora": ("lora_A.weight", "lora_B.weight"),
@@ -147,12 +149,27 @@ def shape_of(parts: Parts) -> tuple[int, int]:
     return rows_1 * rows_2, math.prod(columns_1) * math.prod(columns_2)
 
 
-def scalings(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, float]:
-    """Return the factor of each layer's product in an adapter trained with this alpha and rank.
+def scaling_at(section: Adapter, rank: float) -> float:
+    """Return the factor of the product of a layer of this rank, under the job's `[adapter]` table.
 
-    Layers of other ranks (`adapter.ranks`) have the same factor.
+    Layers of other ranks (`adapter.ranks`) have the same factor, except with `rank_stabilized`, whose factor depends on
+    each layer's own rank (as in peft with `rank_pattern` and `use_rslora`).
     """
-    return {layer: alpha / rank if has_rank(parts) else 1.0 for layer, parts in grouped(state).items()}
+    return section.alpha / math.sqrt(rank) if section.rank_stabilized else section.alpha / section.rank
+
+
+def scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str, float]:
+    """Return the factor of each layer's product in an adapter that was trained with this `[adapter]` table.
+
+    Args:
+        state: tensors as `adapters.state` returns them.
+        section: the table.
+    """
+    copies = 2 if section.doubles_rank else 1
+    return {
+        layer: scaling_at(section, rank_of(parts) / copies) if has_rank(parts) else 1.0
+        for layer, parts in grouped(state).items()
+    }
 
 
 def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:

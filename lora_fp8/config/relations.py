@@ -152,6 +152,47 @@ def _check_loraplus(job: Job) -> Problems:
         )
 
 
+def _check_start(job: Job) -> Problems:
+    """Yield the problems of initial values that other settings of the adapter exclude."""
+    section = job.adapter
+    if section.init != "default" and section.init_from:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.init_from, whose values come from a file; leave one of them out",
+                init=repr(section.init),
+            ),
+        )
+    if not section.doubles_rank:
+        return
+    if section.type == "dora":
+        yield (
+            "adapter.init",
+            Message(
+                "{init} is not known with adapter.type = 'dora'; use 'lora', or adapter.init = 'default'",
+                init=repr(section.init),
+            ),
+        )
+    if section.freeze_a:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.freeze_a, because it trains the change of both matrices; set it to false, "
+                "or use 'orthogonal'",
+                init=repr(section.init),
+            ),
+        )
+    if section.scale_weight_norms:
+        yield (
+            "adapter.init",
+            Message(
+                "{init} excludes adapter.scale_weight_norms, whose factor does not pass through the start; set it "
+                "to 0, or use 'default'",
+                init=repr(section.init),
+            ),
+        )
+
+
 def _check_schedule(job: Job) -> Problems:
     """Yield a problem if the warm-up and decay are longer than the training, or if points are no places in it."""
     section, steps = job.schedule, job.train.steps
@@ -251,6 +292,14 @@ def _check_optimizer(job: Job) -> Problems:
     rate = section.lr if isinstance(section.lr, float) else None
     if section.ema_decay and section.name == "adamw_schedulefree":
         yield "optimizer.ema_decay", Message("'adamw_schedulefree' averages the weights itself; leave it at 0")
+    if job.adapter.scale_weight_norms and section.name == "adamw_schedulefree":
+        yield (
+            "adapter.scale_weight_norms",
+            Message(
+                "optimizer.name = {name} averages the weights itself, and they cannot be limited; leave it at 0",
+                name=repr(section.name),
+            ),
+        )
     if section.name != "prodigy":
         if rate is not None and rate >= 1:
             yield (
@@ -575,7 +624,10 @@ def _check_memory(job: Job) -> Problems:
         for key, clash, usual in (
             ("memory.offload", bool(section.share_in_ram), "0"),  # fetching waits for copies that Python starts
             ("quantize.backend", quantize.backend != "own", "'own'"),
-            ("adapter.dropout", bool(job.adapter.dropout), "0"),  # a recording would drop the same elements each time
+            # a recording would drop the same elements each time
+            ("adapter.dropout", bool(job.adapter.dropout), "0"),
+            ("adapter.rank_dropout", bool(job.adapter.rank_dropout), "0"),
+            ("adapter.module_dropout", bool(job.adapter.module_dropout), "0"),
             ("adapter.text_encoder", job.adapter.text_encoder, "false"),  # tokenizing is no work of the GPU
         ):
             if clash:
@@ -613,7 +665,7 @@ RULES = (
         _check_memory,
         reads=(
             *("memory", "quantize.compute", "quantize.recipe", "quantize.backend"),
-            *("adapter.dropout", "adapter.text_encoder"),
+            *("adapter.dropout", "adapter.rank_dropout", "adapter.module_dropout", "adapter.text_encoder"),
         ),
     ),
     Rule(_check_sources),
@@ -628,8 +680,9 @@ RULES = (
     Rule(_check_objective, reads=("model.family", "objective.loss"), known_family=True),
     Rule(_check_missing_caption, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
-    Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr")),
+    Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr", "adapter.scale_weight_norms")),
     Rule(_check_loraplus, reads=("adapter.type",)),
+    Rule(_check_start, reads=("adapter.type", "adapter.init_from", "adapter.freeze_a", "adapter.scale_weight_norms")),
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),
     Rule(_check_validation),

@@ -89,6 +89,13 @@ class Processes:
             torch.distributed.all_to_all_single(received_WN, parts_WN)
         self.sent += parts_WN.nbytes * (self.world - 1) // self.world
 
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Replace a contiguous tensor with the main process's, in place."""
+        if self.world > 1:
+            with _others():
+                torch.distributed.broadcast(tensor.view(torch.uint8), 0)
+            self.sent += tensor.nbytes * self.is_main
+
     def to_main(self, mine: Tensor) -> list[Tensor]:
         """Return each process's tensor, by rank, in the main process's RAM; [] on the others.
 

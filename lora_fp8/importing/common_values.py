@@ -112,6 +112,18 @@ def on(value: Any) -> bool:
     return value not in (None, "") and flag(value)
 
 
+def said_decimal(what: str, value: Any) -> float:
+    """Read a number from inside another program's settings.
+
+    Raises:
+        UserError: it is not a number.
+    """
+    try:
+        return number(value)
+    except Unfit as error:
+        raise UserError(Message("{key}: {line}", key=what, line=error)) from None
+
+
 def said_number(what: str, value: Any) -> int:
     """Read a whole number from inside another program's settings.
 

@@ -9,7 +9,7 @@ from ..errors import Message
 from . import model_settings, remarks, sd_scripts
 from .import_draft import Draft, Tool
 from .kohya_data import datasets_of
-from .kohya_table import NO_DROPOUT, NO_PART, SD_SCRIPTS_RULES
+from .kohya_table import NO_PART, SD_SCRIPTS_RULES
 from .rules import JOINT, Rule, idle, none
 from .source_files import Source, flattened, parse_options
 
@@ -50,8 +50,8 @@ PAGE_RULES: dict[str, Rule] = {
     ),
     "block_dims": none(NO_PART),
     "block_alphas": none(NO_PART),
-    "rank_dropout": none(NO_DROPOUT),
-    "module_dropout": none(NO_DROPOUT),
+    "rank_dropout": JOINT,
+    "module_dropout": JOINT,
     "conv_dim": JOINT,
     "conv_alpha": JOINT,
 }

@@ -59,7 +59,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     ),
     "base_weights": none(remarks.MERGE_BEFOREHAND),
     "base_weights_multiplier": none(Message("belongs to base_weights")),
-    "scale_weight_norms": none(Message("weights are not rescaled here")),
+    "scale_weight_norms": to("adapter.scale_weight_norms", number),
     "conv_dim": none(NO_CONV),
     "conv_alpha": none(NO_CONV),
     # Learning rate

@@ -20,7 +20,7 @@ from . import (
 from .import_draft import Draft
 from .kohya_data import collect_values, subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
-from .readers import is_off, listed, number, positive, text, whole
+from .readers import Unfit, is_off, listed, number, positive, text, whole
 
 SCRIPTS = {
     "train_network.py": "sd15",
@@ -156,8 +156,11 @@ def set_network(draft: Draft) -> None:
     algorithm = common_values.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
-    if not lycoris and other in ("dylora", "oft", "oft_flux", "lora_fa"):
+    if not lycoris and other in ("dylora", "oft", "oft_flux"):
         algorithm = other
+    if not lycoris and "lorafa" in (common_values.plain(other), algorithm):
+        algorithm = "lora"
+        draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains the second matrix only"))
     decomposed = str(given.get("dora_wd", "")).lower() == "true" or common_values.on(draft.get("dora_wd"))
     if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)
@@ -167,6 +170,9 @@ def set_network(draft: Draft) -> None:
     draft.set("adapter.type", own_type)
     if algorithm == "lokr":
         _set_lokr(draft, given)
+    if lycoris and given.pop("rs_lora", "").lower() == "true":
+        draft.set("adapter.rank_stabilized", True)
+    _set_dropout(draft, given, own_type, lycoris)
     own_network = algorithm == "lora" and not lycoris
     kohya_blocks.set_blocks(draft, given, plain=own_network)
     kohya_blocks.set_choice(draft, given, plain=own_network)
@@ -239,6 +245,28 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     if full or (rank or 0) > adapter_settings.WHOLE_RANK:
         settings = {"adapter.rank": adapter_settings.lokr_rank(rank or 1, full)}
         draft.mapped(["network_dim", "full_matrix"], settings, Message("whole matrices"))
+
+
+def _set_dropout(draft: Draft, given: dict[str, str], kind: str, lycoris: bool) -> None:
+    """Set dropout of ranks and modules from the network's arguments or the page's keys, and remove the arguments."""
+    for name in ("rank_dropout", "module_dropout"):
+        try:
+            share = number(given[name] or 0.0) if name in given else draft.get(name, number) or 0.0
+        except Unfit:
+            continue  # `_report_arguments` reports it
+        given.pop(name, None)
+        if share and name == "rank_dropout" and lycoris and kind in ("lora", "dora"):
+            draft.differs(name, {f"adapter.{name}": share}, ROWS_THERE)
+            draft.comments.setdefault(f"adapter.{name}", []).append(ROWS_THERE)
+        elif share:
+            draft.mapped(name, {f"adapter.{name}": share})
+        draft.none(name, remarks.OFF, off=True)
+    scaled = given.pop("rank_dropout_scale", "").lower() == "true" or common_values.on(draft.get("rank_dropout_scale"))
+    if scaled and kind in ("lokr", "loha") and "adapter.rank_dropout" in draft.settings:
+        draft.mapped("rank_dropout_scale", {"adapter.rank_dropout_scale": True})
+
+
+ROWS_THERE = Message("LyCORIS drops rows of the update there; here ranks of each sample, as sd-scripts' own LoRA does")
 
 
 def set_precision(draft: Draft) -> None:

@@ -29,6 +29,8 @@ from .rules import JOINT, Rule, always, idle, none, to
 from .source_files import Source, flattened
 
 NO_VALIDATION = remarks.VALIDATION
+STARTS = ("default", "gaussian", "pissa", "olora")
+"""Initial values of a LoRA that exist here, which are peft's."""
 NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")
 NO_CLOUD = Message("pictures are read from folders of this machine")
 
@@ -53,7 +55,10 @@ RULES: dict[str, Rule] = {
     "lora_rank": JOINT,
     "lora_alpha": JOINT,
     "lora_dropout": to("adapter.dropout", number),
-    "lora_init_type": none(Message("adapters start as peft's LoRA: A at random, B at zero"), "default"),
+    "lora_init_type": to(
+        "adapter.init",
+        common_values.choice({name: name for name in STARTS}, Message("default, gaussian, pissa and olora")),
+    ),
     "lora_format": none(Message("export.formats says which key names are written"), "diffusers"),
     "init_lora": to("adapter.init_from", text, remarks.START),
     "use_dora": JOINT,
@@ -413,8 +418,20 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     rank = common_values.said_number("linear_dim", inner.get("linear_dim", 4))
     made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
     made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
+    if common_values.on(inner.get("rs_lora")):
+        made["adapter.rank_stabilized"] = True
+    for name in ("rank_dropout", "module_dropout"):
+        if share := common_values.said_decimal(name, inner.get(name) or 0.0):
+            made[f"adapter.{name}"] = share
+    if (
+        kind in ("lokr", "loha")
+        and "adapter.rank_dropout" in made
+        and common_values.on(inner.get("rank_dropout_scale"))
+    ):
+        made["adapter.rank_dropout_scale"] = True
     draft.mapped(keys, made)
-    known = {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
+    known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
+    known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
         note = Message("adapter.targets names the layers, which all have one factor and one rank")
         draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=note))

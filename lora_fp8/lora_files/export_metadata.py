@@ -59,6 +59,8 @@ class ExportFacts:
         steps: optimizer steps done.
         rank: LoRA rank.
         alpha: LoRA alpha, as in the config (before any scaling).
+        rank_stabilized: True if the layers are scaled by alpha / sqrt(rank).
+        rank_factor: the file's rank as a multiple of `rank`.
         learning_rate: learning rate of the training, after scaling.
         text_encoder_lr: learning rate of the text encoders' adapters; None if they were not trained.
         learning_rate_factor: factor on the configured learning rate for the base's storage.
@@ -78,7 +80,7 @@ class ExportFacts:
         trigger: the trigger word.
         tags: ModelSpec tags.
         objective: the job's `[objective]` table.
-        dropout, max_grad_norm, caption_dropout: as in the config.
+        dropout, max_grad_norm, scale_weight_norms, caption_dropout: as in the config.
         caption_tokens: tokens of the longest caption that is read whole; 0 if `model.caption_tokens` has no effect.
         clip_skip: as in the config; 0 if it has no effect.
         buckets: {(width, height): images}.
@@ -98,6 +100,8 @@ class ExportFacts:
     architecture: str = ""
     kind: str = "lora"
     kind_settings: Mapping[str, str] = field(default_factory=dict)
+    rank_stabilized: bool = False
+    rank_factor: int = 1
     folders: tuple[FolderFacts, ...] = ()
     batch_size: int = 1
     optimizer: str = ""
@@ -113,12 +117,24 @@ class ExportFacts:
     dropout: float = 0.0
     objective: settings.Objective = field(default_factory=settings.Objective)
     max_grad_norm: float = 0.0
+    scale_weight_norms: float = 0.0
     caption_dropout: float = 0.0
     caption_tokens: int = 0
     clip_skip: int = 0
     buckets: Mapping[tuple[int, int], int] = field(default_factory=dict)
     config_toml: str = ""
     suffix: str = ""
+
+    @property
+    def alpha_in_file(self) -> float:
+        """The alpha of layers of the rank `rank_in_file`, for programs that all compute alpha / rank."""
+        alpha = self.alpha * math.sqrt(self.rank) if self.rank_stabilized else self.alpha
+        return alpha * self.rank_factor
+
+    @property
+    def rank_in_file(self) -> int:
+        """The rank of the file's layers."""
+        return self.rank * self.rank_factor
 
     @property
     def output_name(self) -> str:
@@ -178,6 +194,7 @@ OWN_WORDS = (  # what authors write about the LoRA, and the base; nothing about 
     *("modelspec.implementation_version", "modelspec.author", "modelspec.description", "modelspec.license"),
     *("modelspec.trigger_phrase", "modelspec.tags", "ss_network_args", "ss_output_name", "ss_sd_model_name"),
     *("ss_resolution", "ss_training_comment", "lora_fp8_version", "lora_fp8_alpha", "lora_fp8_base_hash"),
+    "lora_fp8_rank_stabilized",
 )
 LEVELS = {"none": LOADING, "private": (*LOADING, *OWN_WORDS)}
 
@@ -208,10 +225,10 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "modelspec.tags": ", ".join(tags),
         "modelspec.prediction_type": (facts.prediction_type or "").replace("v_prediction", "v"),
         "ss_network_module": network_module(family, facts.kind),
-        "ss_network_dim": facts.rank,
+        "ss_network_dim": facts.rank_in_file,
         # If the scaling is multiplied into the weights, the file behaves as with alpha = rank: a program that reads
         # alpha here must not scale a second time.
-        "ss_network_alpha": float(facts.rank) if baked(layout, facts.kind) else facts.alpha,
+        "ss_network_alpha": float(facts.rank_in_file) if baked(layout, facts.kind) else facts.alpha_in_file,
         "ss_network_args": _json(facts.kind_settings),
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,
@@ -235,6 +252,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "ss_mixed_precision": facts.mixed_precision,
         "ss_fp8_base": str(facts.storage == "fp8"),
         "ss_max_grad_norm": facts.max_grad_norm,
+        "ss_scale_weight_norms": facts.scale_weight_norms or "",
         **_describe_noise(facts.objective),
         "ss_caption_dropout_rate": facts.caption_dropout,
         # Programs offer the file's clip skip to their users; without a setting, sd-scripts writes "None".
@@ -251,6 +269,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "lora_fp8_layout": layout,
         "lora_fp8_storage": facts.storage,
         "lora_fp8_alpha": facts.alpha,
+        "lora_fp8_rank_stabilized": "True" if facts.rank_stabilized else "",
         "lora_fp8_learning_rate_factor": facts.learning_rate_factor,
         "lora_fp8_base_hash": facts.base_hash,
         "lora_fp8_config": without_paths(facts.config_toml),

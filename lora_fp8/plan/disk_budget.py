@@ -31,7 +31,7 @@ PNG_BYTES_PER_PIXEL = 2
 """Approximate bytes of a preview per pixel: those of a photo as PNG."""
 
 Named = list[tuple[str, nn.Parameter]]
-"""Trained parameters by name, on the meta device."""
+"""Tensors of an adapter by name, on the meta device; those that are not trained require no gradient."""
 
 
 def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
@@ -41,13 +41,13 @@ def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
 
 
 def list_trainable(job: Job, family: ModelFamily) -> Named:
-    """Return the parameters that the job trains, in the order of `adapters.parameters`, on the meta device."""
+    """Return the tensors of the job's adapters, in the order of `adapters.tensors`, on the meta device."""
     denoiser = family.empty_denoiser()
     layer_names = family.adapter_names(denoiser, job.adapter.targets)
     adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), layer_names, seed=job.seed)
     encoders = family.empty_trained_text() if job.adapter.text_encoder else {}
     inject_(encoders, family, job.adapter, job.seed)
-    return adapters.parameters(Adapted(denoiser, encoders))
+    return adapters.tensors(Adapted(denoiser, encoders))
 
 
 def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
@@ -57,13 +57,16 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
         world: number of processes that train.
     """
     size = sum(parameter.nbytes for _, parameter in named)
-    size += optim.state_bytes([parameter for _, parameter in named], job.optimizer)
+    if job.adapter.doubles_rank:  # both ranks, and the start
+        size *= 3
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    size += optim.state_bytes(trained, job.optimizer)
     if job.optimizer.name == "adamw_schedulefree" or job.optimizer.ema_decay:
         # The weights in training, beside those to evaluate, unless masters have them.
         without = job.optimizer.rounding != "master" or job.adapter.dtype == "fp32"
-        size += sum(parameter.nbytes for _, parameter in named) if without else 0
+        size += sum(parameter.nbytes for parameter in trained) if without else 0
     if world > 1 and job.train.gradient_exchange == "fp8":
-        size += 4 * world * sum(parameter.numel() for _, parameter in named)
+        size += 4 * world * sum(parameter.numel() for parameter in trained)
     # Each name is in both files' headers, and in the state with dtype and count: at least three times. The state of
     # some optimizers has a list of their tensors, which is as long as a header, and a table of numbers.
     names = 3 + optim.count_listed(job.optimizer)
@@ -72,7 +75,7 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
 
 def count_file_bytes(job: Job, named: Named) -> dict[str, int]:
     """Count the bytes of the tensors in each exported file. Returns layout -> bytes."""
-    num = sum(parameter.numel() for _, parameter in named)
+    num = sum(parameter.numel() for _, parameter in named) * (2 if job.adapter.doubles_rank else 1)
     return {layout: num * FILE_BYTES[job.export.dtype] for layout in job.export.formats}
 
 
@@ -102,6 +105,7 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
     # The best LoRA is kept twice until a checkpoint is saved, and written at the end unless it is the last one.
     keeps_best = job.validation.keep_best and job.validation.pictures > 0 and saves > 0
     best_size = 2 * sum(parameter.nbytes for _, parameter in named) * keeps_best
+    best_size *= 2 if job.adapter.doubles_rank else 1
     place = folder if folder.exists() else folder.parent  # a run folder may be a link to another disk
     return [
         Need(place, Message("checkpoints"), checkpoint_size, checkpoint_size + best_size),

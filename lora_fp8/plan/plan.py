@@ -230,7 +230,7 @@ def attempt(
     if job.preview.prompts and guidance != "auto":
         problems.collect(partial(family.guidance_inputs, guidance))
     plan = Plan(resolved, family, placed, layers)
-    problems.collect(lambda: optim.try_out(job.optimizer))
+    problems.collect(lambda: optim.try_out(job.optimizer, limits=bool(job.adapter.scale_weight_norms)))
     problems.collect(lambda: require_packages(job.tracking))
     if not resume:
         problems.collect(lambda: plan.start)

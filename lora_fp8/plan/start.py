@@ -23,10 +23,10 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     """Read the tensors of `adapter.init_from`.
 
     Args:
-        trainable: the parameters of the job, for their names and shapes.
+        trainable: the tensors of the job's adapters, for their names and shapes.
 
     Returns:
-        Parameter name -> float32 tensor, scaled to the job's alpha / rank; {} without `adapter.init_from`.
+        Parameter name -> float32 tensor, at the job's scaling; {} without `adapter.init_from`.
 
     Raises:
         UserError: there is no such file, or its base model, kind, rank or layers differ from the job's.
@@ -54,7 +54,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     job_ranks = adapters.ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
     _check_layers(layers, job_ranks, section, family, where)
-    own = kinds.scalings(tensors, section.alpha, section.rank)
+    own = kinds.scalings(tensors, section)
     values = {
         f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
         for layer, parts in layers.items()

@@ -54,7 +54,7 @@ class TrainingMemory:
     step_bytes: int | None
     """peak of a forward and backward pass, beside the weights and the optimizer; None if it is unknown"""
     trainable: Named
-    """trained parameters by name, on the meta device"""
+    """tensors of the adapters by name, on the meta device; see `disk_budget.Named`"""
     note: str = ""
     """why the step is unknown"""
 
@@ -106,7 +106,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None) -> TrainingMem
         optimizer_bytes=4 * sum(parameter.numel() for _, parameter in named)
         + optim.state_bytes([parameter for _, parameter in named], job.optimizer),
         step_bytes=step,
-        trainable=named,
+        trainable=adapters.tensors(adapted),
         note=note,
     )
 

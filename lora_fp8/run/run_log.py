@@ -17,7 +17,7 @@ from ..common.chart import Point
 
 POINTS = 500
 """Points of a curve; up to twice as many while it grows."""
-MEASURES = ("loss", "lr", "grad_norm", "images_per_s", "vram_gb")
+MEASURES = ("loss", "lr", "grad_norm", "images_per_s", "vram_gb", "max_key_norm")
 KEPT = 300
 """Newest warnings that are kept, since a run that warns at every step must not fill the memory."""
 CHUNK = 1 << 20

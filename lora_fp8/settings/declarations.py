@@ -324,6 +324,11 @@ class Adapter(Section):
         gt=0,
         also="kohya: network_alpha; ai-toolkit: linear_alpha; OneTrainer: lora_alpha; SimpleTuner: lora_alpha",
     )
+    rank_stabilized: bool = setting(
+        False,
+        "Rank-stabilized LoRA (rsLoRA): multiply by alpha / sqrt(rank), so that a high rank learns as fast as a low "
+        "one (peft: use_rslora; LyCORIS: rs_lora). Each layer of adapter.ranks uses its own rank.",
+    )
     dropout: float = setting(
         0.0,
         "Probability of dropping each adapter input during training.",
@@ -331,10 +336,52 @@ class Adapter(Section):
         lt=1,
         also="kohya: network_dropout; OneTrainer: dropout_probability; SimpleTuner: lora_dropout",
     )
+    rank_dropout: float = setting(
+        0.0,
+        "Probability of dropping each rank of a sample during training. LoKr and LoHa: each row of the update, for all "
+        "samples.",
+        ge=0,
+        lt=1,
+        also="kohya: rank_dropout",
+    )
+    rank_dropout_scale: bool = setting(
+        False,
+        "LoKr and LoHa: divide the rows that rank dropout leaves by their share. LoRA always divides by 1 - "
+        "rank_dropout.",
+        when={"adapter.type": ("lokr", "loha"), "adapter.rank_dropout": ()},
+        also="kohya: rank_dropout_scale",
+    )
+    module_dropout: float = setting(
+        0.0,
+        "Probability of training a pass without the adapter of a layer, drawn for each layer.",
+        ge=0,
+        lt=1,
+        also="kohya: module_dropout",
+    )
+    scale_weight_norms: float = setting(
+        0.0,
+        "Maximum norm of each layer's update; layers above it are scaled down after every step. sd-scripts recommends "
+        "1 as a start; 0: no limit.",
+        ge=0,
+        also="kohya: scale_weight_norms",
+    )
     targets: list[str] = setting(
         [],
         "Target modules: endings of module names, such as 'to_q'; empty: the architecture's default.",
         also="ai-toolkit: only_if_contains; OneTrainer: layer_filter",
+    )
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "olora"] = setting(
+        "default",
+        "Initial values of a LoRA (peft: init_lora_weights). default, gaussian and orthogonal draw the first matrix. "
+        "pissa and olora take both from the base's weight; the file has twice the rank.",
+        when={"adapter.type": ("lora", "dora")},
+        also="SimpleTuner: lora_init_type",
+    )
+    freeze_a: bool = setting(
+        False,
+        "LoRA-FA: train the second matrix only, and keep the first as it was drawn. This halves optimizer states and "
+        "gradients, and saves activations.",
+        when={"adapter.type": ("lora", "dora")},
     )
     init_from: str = setting(
         "",
@@ -351,6 +398,21 @@ class Adapter(Section):
         when={"family.text_encoder": (True,)},
         also="kohya: network_train_unet_only = false; ai-toolkit: train_text_encoder; SimpleTuner: train_text_encoder",
     )
+
+    @property
+    def doubles_rank(self) -> bool:
+        """True if the start is taken from the base, so that checkpoints and files hold twice the rank."""
+        return self.type in ("lora", "dora") and self.init in ("pissa", "olora")
+
+    @property
+    def freezes_a(self) -> bool:
+        """True if LoRA's first matrix is not trained."""
+        return self.freeze_a and self.type in ("lora", "dora")
+
+    @property
+    def is_random(self) -> bool:
+        """True if the adapters draw random numbers in training: for dropout of any kind."""
+        return any((self.dropout, self.rank_dropout, self.module_dropout))
 
 
 class Folder(Section):

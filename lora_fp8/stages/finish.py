@@ -278,7 +278,7 @@ def export_adapter(job: Job, adapter: dict[str, Tensor], step: int, target: Path
 
     Args:
         job: the job of the run.
-        adapter: tensors under internal names, at the job's alpha / rank.
+        adapter: tensors under internal names, at the job's scaling.
         step: step to name in the metadata.
         target: folder of the files.
         suffix: end of the files' names.
@@ -374,14 +374,15 @@ def _iterate_base(
 
 
 def _compute_scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
-    return kinds.scalings(state, job.adapter.alpha, job.adapter.rank)
+    return kinds.scalings(state, job.adapter)
 
 
 def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
-    """Make the settings that LyCORIS writes into files of its kinds; {} for LoRA and DoRA."""
-    if section.type not in ("lokr", "loha"):
-        return {}
-    kind_settings: dict[str, str] = {"algo": section.type}
+    """Make the network's arguments that sd-scripts and LyCORIS write into a file."""
+    kind_settings: dict[str, str] = {"algo": section.type} if section.type in ("lokr", "loha") else {}
+    for name in ("rank_dropout", "module_dropout"):
+        if getattr(section, name):
+            kind_settings[name] = str(getattr(section, name))
     if section.type == "lokr":
         kind_settings |= {"factor": str(section.factor or -1), "decompose_both": str(section.decompose_both)}
     return kind_settings
@@ -407,6 +408,8 @@ def _make_facts(
         steps=step,
         rank=job.adapter.rank,
         alpha=job.adapter.alpha,
+        rank_stabilized=job.adapter.rank_stabilized,
+        rank_factor=2 if job.adapter.doubles_rank else 1,
         kind=job.adapter.type,
         kind_settings=_make_kind_settings(job.adapter),
         learning_rate=optim.lr(job.optimizer) * factor,
@@ -428,6 +431,7 @@ def _make_facts(
         dropout=job.adapter.dropout,
         objective=job.objective,
         max_grad_norm=job.train.max_grad_norm,
+        scale_weight_norms=job.adapter.scale_weight_norms,
         caption_dropout=job.dataset.caption_dropout,
         caption_tokens=job.model.caption_tokens if family.num_chunks > 1 else 0,
         clip_skip=family.clip_skip if family.clip_skip > 1 else 0,

@@ -18,6 +18,7 @@ from ..objectives import Objective
 from ..training import memory, optim
 from ..training.cuda_graphs import Recorder
 from ..training.flat import Gradients
+from ..training.norm_cap import NormCap
 from ..training.text_encoders import Adapted, TextEncoders
 from .cache import Data, PreviewPrompts
 from .progress import StageProgress
@@ -37,6 +38,7 @@ class Loaded:
     moved: list[str]  # lines that quantize.sensitivity = "auto" added to quantize.override
     text: TextEncoders | None = None  # the trained text encoders
     recorder: Recorder | None = None  # of CUDA graphs
+    cap: NormCap | None = None  # of adapter.scale_weight_norms
 
     @property
     def adapted(self) -> nn.Module:
@@ -112,7 +114,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     beneath = session.plan.training_adapter
     if beneath is not None:
         attach_beneath_(denoiser, beneath.state, beneath.scaling, family.dtype)
-    applied = memory.apply_(denoiser, session.memory, is_random=job.adapter.dropout > 0)
+    applied = memory.apply_(denoiser, session.memory, is_random=job.adapter.is_random)
     denoiser.train()
     encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
     if encoders is not None:
@@ -121,7 +123,8 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         encoders.train()
 
     objective = family.make_objective(job.objective)
-    named = adapters.parameters(denoiser if encoders is None else Adapted(denoiser, encoders.encoders))
+    adapted = denoiser if encoders is None else Adapted(denoiser, encoders.encoders)
+    named = adapters.parameters(adapted)
     optimizer = optim.build(
         named,
         job.optimizer,
@@ -129,6 +132,12 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         seed=job.seed,
         of_text=[name for name, _ in named if text_encoder_of(name, family)],
     )
+    for start in adapters.frozen_starts(adapted).values():
+        session.processes.broadcast_(start)  # the same decomposition everywhere, on GPUs of several kinds too
+    cap = None
+    if job.adapter.scale_weight_norms:
+        cap = NormCap(job.adapter.scale_weight_norms, dict(adapters.tensors(adapted)), adapters.scalings(adapted))
+        optimizer.limit_with(cap)
     reports = [injected, *(encoders.injected if encoders else [])]
     recorder = Recorder() if job.memory.cuda_graphs else None
     for report in reports:
@@ -158,7 +167,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     gradients = Gradients(named, optimizer.layout)
     exchanged = exchange.build(job.train.gradient_exchange, gradients, session.processes)
     amax = precision.amax_history(denoiser)
-    return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders, recorder)
+    return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders, recorder, cap)
 
 
 def _describe_beneath(beneath: Adapter | None) -> list[str]:

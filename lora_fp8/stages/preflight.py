@@ -62,7 +62,7 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
     loaded.exchange.gradients.zero_()
     # With dropout, compiled and uncompiled blocks draw other elements.
     is_special = job.memory.compile == "blocks" or loaded.recorder is not None
-    if is_special and first is not None and not job.adapter.dropout:
+    if is_special and first is not None and not job.adapter.is_random:
         # A batch draws its noise as it is used: each pass gets a new one, with the same noise.
         off = _compare_with_plain(session, loaded, lambda recorder: attempt(draw(), recorder))
         facts["gradient_off"] = round(off, 5)

@@ -61,6 +61,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
                 )
             )
     tensors |= loaded.amax.tensors() | residuals
+    tensors |= {f"start.{name}": tensor.cpu() for name, tensor in adapters.frozen_starts(loaded.adapted).items()}
     content = describe_state(session, data, loaded, state) | {"optimizer": scalars}
     path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=session.job.checkpoint.keep)
     for line in warnings:
@@ -143,8 +144,10 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
                 steps=job.train.steps,
             )
         )
-    adapters.load_state_(loaded.adapted, newest.adapter)
     tensors = dict(newest.optimizer)
+    starts = {name: tensors.pop(name) for name in list(tensors) if name.startswith("start.")}
+    adapters.load_frozen_starts_(loaded.adapted, {name.removeprefix("start."): t for name, t in starts.items()})
+    adapters.load_state_(loaded.adapted, newest.adapter)
     loaded.amax.load_({name: tensors.pop(name) for name in list(tensors) if name.startswith("amax.")})
     residuals = {name: tensors.pop(name) for name in list(tensors) if name.startswith("residual.")}
     for text in loaded.exchange.load_(residuals):

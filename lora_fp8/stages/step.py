@@ -175,8 +175,8 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
         batch = data.loader.micro(step, position, processes.rank, processes.world)
         if batch is None:
             continue  # a short batch, which other processes have
-        if job.adapter.dropout:
-            # Dropout draws from torch's global generator, inside peft: keyed here, so that resuming draws the same.
+        if job.adapter.is_random:
+            # Dropout draws from torch's global generator, as inside peft: keyed here, so that resuming draws the same.
             torch.manual_seed(_make_seed(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
         own.append((batch, backward_(session, loaded, batch, loaded.recorder)))
     if step < job.train.steps:

@@ -39,6 +39,8 @@ FIGURES = {
     "lr": "train/lr",
     "lr_text_encoder": "train/lr_text_encoder",
     "grad_norm": "train/grad_norm",
+    "keys_scaled": "max_norm/keys_scaled",
+    "max_key_norm": "max_norm/max_key_norm",
     "step_s": "train/step_seconds",
     "images_per_s": "train/images_per_second",
     "vram_gb": "train/peak_memory_gib",

@@ -23,8 +23,8 @@ from torch import Tensor
 from .. import config, verify
 from ..adapters import kinds
 from ..errors import Joined, Message, RunFailure, UserError, first_few
-from ..lora_files import layouts
 from ..run import Run, ownership
+from ..settings import Adapter
 from ..stages import finish
 from ..training import checkpoint
 from . import merge, pairs, resize
@@ -159,7 +159,7 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     newest = held[-1].step
     shares = weights([newest - bundle.step for bundle in held], half_life)
     if job.adapter.type == "lora":
-        state = _of_pairs(held, shares, what, job.adapter.alpha / job.adapter.rank)
+        state = _of_pairs(held, shares, what, job.adapter)
     elif what == "factors":
         state = {name: _sum([bundle.adapter[name] for bundle in held], shares) for name in held[-1].adapter}
     else:
@@ -179,18 +179,24 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
 
 
 def _of_pairs(
-    held: Sequence[checkpoint.Checkpoint], shares: Sequence[float], what: str, scale: float
+    held: Sequence[checkpoint.Checkpoint], shares: Sequence[float], what: str, section: Adapter
 ) -> dict[str, Tensor]:
-    """Return the mean of a LoRA's checkpoints, in internal naming at the strength `scale`."""
+    """Return the mean of a LoRA's checkpoints, in internal naming at the scaling of the job's `[adapter]` table."""
     halves = pairs.HALVES[0]
     loras = []
     for bundle in held:
-        names = layouts.modules(bundle.adapter)
-        made = {name: Pair(bundle.adapter[name + halves[0]], bundle.adapter[name + halves[1]], scale) for name in names}
+        scaling = kinds.scalings(bundle.adapter, section)
+        made = {
+            name: Pair(bundle.adapter[name + halves[0]], bundle.adapter[name + halves[1]], scale)
+            for name, scale in scaling.items()
+        }
         loras.append(Lora(made, halves, False, torch.float32))
     average, _ = mean(loras, shares, what, 0)
     state = {}
     for name, pair in average.pairs.items():
-        # B is brought to the strength `scale`, so that rank and alpha in the run's metadata stay right.
-        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b * (pair.scale / scale)
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b
+    # B is brought to the scaling of the layer's rank, so that rank and alpha in the run's metadata stay right.
+    own = kinds.scalings(state, section)
+    for name, pair in average.pairs.items():
+        state[f"{name}.lora_B.weight"] = pair.b * (pair.scale / own[name])
     return state

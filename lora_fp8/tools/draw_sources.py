@@ -155,7 +155,7 @@ def _read_checkpoint(folder: Path, step: int, family: ModelFamily) -> Lora:
     saved = checkpoint.read(bundle) if step else checkpoint.latest(run.checkpoints)[0]
     if saved is None:
         raise UserError(Message("{path}: there is no checkpoint to draw with yet", path=folder))
-    scaling = kinds.scalings(saved.adapter, own.adapter.alpha, own.adapter.rank)
+    scaling = kinds.scalings(saved.adapter, own.adapter)
     moved = tuple(map(str, saved.state.get("moved") or ()))
     return Lora(f"step {saved.step}", folder, saved.step, export.Adapter(saved.adapter, scaling), moved)
 

@@ -23,7 +23,7 @@ The state of AdamW, Lion and Prodigy is known key by key. That of the others is 
 import contextlib
 import hashlib
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,16 +81,27 @@ def lr_factor(section: Optimizer, base_storage: str) -> float:
     return 1.0 if section.lr_scale == "none" else float(section.lr_scale)
 
 
-def try_out(section: Optimizer) -> None:
+def try_out(section: Optimizer, *, limits: bool = False) -> None:
     """Check that the optimizer can be made here; one that is given as a class takes a few steps and is resumed.
 
+    Args:
+        section: the job's `[optimizer]` table.
+        limits: the job limits the weights after each update.
+
     Raises:
-        UserError: it cannot be made, or not be resumed to the bit.
+        UserError: it cannot be made, or not be resumed to the bit, or its weights cannot be limited.
     """
     require(section)
     if is_class(section.name):
         plain = section.model_copy(update={"lrs": {}})
-        foreign.try_out(section, lambda named: build(named, plain, base_storage="none", seed=0))
+
+        def make_one(named: list[tuple[str, nn.Parameter]]) -> AdapterOptimizer:
+            made = build(named, plain, base_storage="none", seed=0)
+            if limits:
+                made.limit_with(lambda values: None)
+            return made
+
+        foreign.try_out(section, make_one)
 
 
 def text_encoder_lr(section: Optimizer) -> float:
@@ -164,6 +175,10 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     # The cast changes nothing, as finite values are exact in bf16. NaN and infinity must not get noise in their
     # payload.
     return torch.where(torch.isfinite(values), cut, values).to(torch.bfloat16)
+
+
+Limit = Callable[[dict[str, Tensor]], None]
+"""Changes parameters, given by name, in place."""
 
 
 @dataclass
@@ -247,9 +262,29 @@ class AdapterOptimizer:
             )
         # One float32 vector of each unit: the average of its masters, or of its values where it has none.
         self._averages = [unit.master.float().clone() for unit in self._units] if self.ema_decay else []
+        self._limit: Limit | None = None
         if self._has_modes:
             self._switch("train")
         self._release()
+
+    def limit_with(self, limit: "Limit") -> None:
+        """Let a function change the parameters after each update, in place and before they are rounded and averaged.
+
+        Raises:
+            UserError: the optimizer holds the weights a second time, which the function would not reach.
+        """
+        if self._has_modes:
+            raise UserError(
+                Message(
+                    "{key}: {line}",
+                    key="adapter.scale_weight_norms",
+                    line=Message(
+                        "{name} holds the weights a second time, which would not be limited; leave it at 0",
+                        name=repr(self.name),
+                    ),
+                )
+            )
+        self._limit = limit
 
     @torch.no_grad()
     def _make_units(self, part: Part) -> list[Unit]:
@@ -315,6 +350,8 @@ class AdapterOptimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["ratio"]
             optimizer.step()
+        if self._limit is not None:
+            self._limit({segment.name: segment.of(unit.master) for unit in self._units for segment in unit.segments})
         for unit in self._units:
             unit.stepped.grad = None
             if unit.direct:

@@ -98,9 +98,10 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
     for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
         curve = [Line("", thin(points[name]), colour)]
         made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, log=scale, x_label=step))
-    if any(value > 0 for _, value in points["vram_gb"]):
-        curve = [Line("", thin(points["vram_gb"]), 0)]
-        made.append(render_chart(ui.say("run.vram_gb"), curve, empty=none, x_label=step))
+    for name in ("max_key_norm", "vram_gb"):  # only with adapter.scale_weight_norms, and only on a GPU
+        if any(value > 0 for _, value in points[name]):
+            curve = [Line("", thin(points[name]), 0)]
+            made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, x_label=step))
     return f'<div class="charts">{"".join(made)}</div>'
 
 
