@@ -117,6 +117,23 @@ def epoch_memory(config: Path) -> dict[str, Any]:
             "ms_a_batch": round(1000 * seconds / len(sizes), 2)}  # fmt: skip
 
 
+def caption_rate(folder: Path) -> dict[str, Any]:
+    """Write a caption for each image, one edit each, as `lora-fp8 caption` does. Returns ms of CPU time of the edits."""
+    from lora_fp8.data import captions
+
+    names = sorted(captions.listed(folder).values())
+    times = []
+    with captions.open_journal(folder) as journal:
+        for number, path in enumerate(names):
+            began = time.process_time()
+            edit = captions.assign(folder, {path.relative_to(folder).as_posix(): f"new caption {number}"}, "bench")
+            captions.apply(folder, edit, group="bench", journal=journal)
+            times.append(1000 * (time.process_time() - began))
+    part = max(1, len(times) // 10)
+    return {"captions": len(times), "ms_first": round(sum(times[:part]) / part, 2),
+            "ms_last": round(sum(times[-part:]) / part, 2)}  # fmt: skip
+
+
 def measure(work: Path, count: int, large: int) -> dict[str, Any]:
     """Measure all commands on one dataset."""
     make_dataset(work / "images", count, large)
@@ -127,12 +144,13 @@ def measure(work: Path, count: int, large: int) -> dict[str, Any]:
     rows["first start, one step"] = run(work, "train", str(config))
     rows["second start, one step"] = run(work, "train", str(config), "--set", "name=again")
     os.environ["XDG_CACHE_HOME"] = str(work / "own")
-    return {"images": count, "large": large, "rows": rows, "epoch": epoch_memory(config)}
+    epoch = epoch_memory(config)
+    return {"images": count, "large": large, "rows": rows, "epoch": epoch, "captions": caption_rate(work / "images")}
 
 
 def page(result: dict[str, Any], machine: str) -> str:
     """Return the table as Markdown."""
-    epoch = result["epoch"]
+    epoch, captions = result["epoch"], result["captions"]
     lines = [
         "# Many images",
         "",
@@ -148,6 +166,9 @@ def page(result: dict[str, Any], machine: str) -> str:
         f"An epoch of {epoch['batches']:,} batches, with 1 MiB of the cache kept in memory: the process has "
         f"{epoch['mib_after_a_tenth']} MiB after a tenth of it and {epoch['mib_at_the_end']} MiB at its end; a batch "
         f"takes {epoch['ms_a_batch']} ms to load.",
+        "",
+        f"Of {captions['captions']:,} new captions, each an edit of its own, one of the first tenth takes "
+        f"{captions['ms_first']} ms of CPU time, and one of the last tenth {captions['ms_last']} ms.",
     ]
     return "\n".join(lines) + "\n"
 
