@@ -118,7 +118,7 @@ def epoch_memory(config: Path) -> dict[str, Any]:
 
 
 def caption_rate(folder: Path) -> dict[str, Any]:
-    """Write a caption for each image, one edit each, as `lora-fp8 caption` does. Returns ms of CPU time of the edits."""
+    """Write a caption for each image, one edit each, as `lora-fp8 caption` does. Returns ms of CPU time."""
     from lora_fp8.data import captions
 
     names = sorted(captions.listed(folder).values())

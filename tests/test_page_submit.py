@@ -7,7 +7,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from lora_fp8 import jobs, settings
+from lora_fp8 import config, jobs, settings
 from lora_fp8.errors import UserError
 from webui import submission
 from webui.context import Place
@@ -80,6 +80,23 @@ def test_presets_outside_are_not_read(place: Place, preset: str) -> None:
     with pytest.raises(UserError, match="preset") as refused:
         submission.check_config(place, text)
     assert "stolen" not in str(refused.value)
+
+
+def test_a_learning_rate_test_is_queued_with_the_draft_and_starts_no_training(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "ensure_worker", lambda home: None)
+    text = TEXT.format(folder=f"{place.given[0]}/cats") + "[optimizer]\nlr = 3e-4\n"
+    ids = [submission.submit_rate_test(place, text) for _ in range(2)]
+    (view,) = (view for view in jobs.Queue(place.home).view() if view.id == ids[0])
+    assert (view.kind, view.name, view.command[:2]) == ("command", "lr-find cat", ("lr-find", "--"))
+    file = Path(view.command[2])
+    assert file.parent == place.home / "lr-find" and list(file.parent.iterdir()) == [file]
+    job = config.load(file)
+    assert job == submission.check_config(place, text) and job.optimizer.lr == 3e-4
+    with pytest.raises(UserError, match=r"path.*not below"):
+        submission.submit_rate_test(place, TEXT.format(folder="/etc"))
+    assert sorted(view.id for view in jobs.Queue(place.home).view()) == ids and not (place.home / "runs").exists()
 
 
 def test_what_the_check_finds_is_told_as_always(place: Place) -> None:

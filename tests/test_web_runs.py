@@ -408,6 +408,11 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     assert "/download" not in runs_page.render_job(ui, failed)
     assert run_cards.render_log_tail(failed, ["2 problems", "  one", "  two"]) == ""
     assert "Traceback" in run_cards.render_log_tail(failed, ["  one", "Traceback"])
+    for command, shown in (("lr-find", True), ("verify", True), ("caption", False)):  # whose answer is the log
+        command_done = JobView(
+            **about | {"kind": "command", "command": (command, "x")}, state="done", sentence=Sentence("command_done")
+        )
+        assert ("0.002" in run_cards.render_log_tail(command_done, ["Suggestion: 0.002"])) == shown
     assert translations.say("en", "runs.mend") in run_cards.render_sentence(
         ui, replace(failed, resumable=True, saved_step=20)
     )

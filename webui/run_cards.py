@@ -66,7 +66,8 @@ def render_sentence(ui: Ui, view: JobView) -> str:
 
 def render_log_tail(view: JobView, tail: Sequence[str]) -> str:
     """Render the end of a log that has an error or an answer; "" if it only repeats the reason."""
-    result = view.command[:1] == ("verify",) and view.state == "done"  # its answer is in the log only
+    # The answer of these commands is in the log only.
+    result = view.command[:1] in (("verify",), ("lr-find",)) and view.state == "done"
     if not (result or view.state in ("failed", "lost")) or not tail:
         return ""
     reason = {line.strip() for line in str(view.sentence.args.get("message", "")).split("\n")}

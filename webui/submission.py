@@ -4,9 +4,11 @@ A config names folders that a training reads and writes. On the command line the
 browser they are limited to the same folders as everything else (sanitize.py).
 """
 
+import hashlib
 import os
 
 from lora_fp8 import config, jobs, settings
+from lora_fp8.common.writing import atomic_write
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families import sources
 
@@ -49,6 +51,24 @@ def submit_training(place: Place, text: str, scheduling: jobs.Scheduling | None 
     job = check_config(place, text)
     source, scheduling = jobs.Source(folder=place.home), scheduling or jobs.Scheduling()
     id = jobs.Queue(place.home).submit(config.dumps(job), source=source, scheduling=scheduling)
+    jobs.ensure_worker(place.home)
+    return id
+
+
+def submit_rate_test(place: Place, text: str) -> int:
+    """Queue `lora-fp8 lr-find` for a config, start a worker if there is none, and return the job's id.
+
+    Raises:
+        UserErrors: as `check_config`.
+        UserError: the queue cannot be used.
+    """
+    job = check_config(place, text)
+    content = config.dumps(job).encode()
+    file = place.home / "lr-find" / f"{hashlib.sha256(content).hexdigest()[:16]}.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(file, content)
+    name = f"lr-find {job.name}"
+    id = jobs.Queue(place.home).submit_command("lr-find", ["--", str(file)], folder=place.home, name=name)
     jobs.ensure_worker(place.home)
     return id
 

@@ -58,7 +58,9 @@ __all__ = [
     "was_worker_killed",
 ]
 
-COMMANDS = ("caption", "precision", "export", "verify", "resize", "merge", "extract", "average", "draw", "push")
+COMMANDS = (
+    *("caption", "precision", "lr-find", "export", "verify", "resize", "merge", "extract", "average", "draw", "push"),
+)
 """Subcommands of `lora-fp8` that may be queued: they compute something and then exit."""
 
 

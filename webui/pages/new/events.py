@@ -177,13 +177,14 @@ class Events:
 
     def _bind_start(self) -> None:
         layout = self.layout
-        layout.start.click(
-            self.handlers.start,
-            inputs_kwargs=self.typed,
-            outputs=[layout.address, *self.side],
-            js=self.script % "window.touchedSettings()",
-            **SLOW,
-        )
+        for button, submit in ((layout.start, self.handlers.start), (layout.find_rate, self.handlers.find_rate)):
+            button.click(
+                submit,
+                inputs_kwargs=self.typed,
+                outputs=[layout.address, *self.side],
+                js=self.script % "window.touchedSettings()",
+                **SLOW,
+            )
         layout.address.change(None, [layout.address], None, js=GO)
         gr.Timer(SECONDS).tick(
             self.handlers.tick,

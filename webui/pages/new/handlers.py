@@ -180,6 +180,20 @@ class Handlers:
 
         return self._warn_on_error(start) | address | self.painter.paint_side(everything)
 
+    def find_rate(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
+        """Queue a learning-rate test of the draft and go to the queue."""
+        address: dict[Any, Any] = {}
+
+        def submit() -> None:
+            self._apply_touched(touched, held)
+            text = self.draft.text()
+            if not self.problems.find(text):
+                id = submission.submit_rate_test(self.ui.place, text)
+                address[self.layout.address] = self.ui.link("")
+                gr.Info(self.ui.say("new.start.queued", id=id))
+
+        return self._warn_on_error(submit) | address | self.painter.paint_side(everything)
+
     def switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Handle a change of the view."""
         return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self.painter.repaint(view, everything)

@@ -126,6 +126,8 @@ class Layout:
             text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
             with gr.Column(elem_id=make_id("section", section), elem_classes="setting-group"):
                 gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
+                if section == "optimizer":
+                    self.find_rate = gr.Button(say("new.rate"), size="sm", elem_id="new-find-rate")
                 members = [setting for setting in _list_members(section) if setting.key != "preset"]
                 for setting in (setting for setting in members if setting.kind == "table"):
                     self._add_field("all", setting.key)
