@@ -1696,8 +1696,8 @@ def as_kohya_shows(repeats: list[int], trained: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("num", [3, 40])
-def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: Path, num: int) -> None:
+@pytest.mark.parametrize(("num", "factor"), [(3, 1), (30, 1), (40, 2), (100, 4)])
+def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: Path, num: int, factor: int) -> None:
     shutil.copytree(here / "pictures" / "plain", tmp_path / "set" / "4_zibo cat")  # 7 pictures with captions
     shutil.copytree(here / "pictures" / "reg", tmp_path / "reg" / "2_dog")  # 2 with captions
     shutil.copytree(here / "pictures" / "reg", tmp_path / "reg" / "no number")
@@ -1711,7 +1711,7 @@ def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: 
     regular = {"repeats": repeats} if repeats > 1 else {}
     regular |= {"regularization": True, "weight": 0.5}
     assert made.settings["dataset"]["folders"] == [
-        {"path": "set/4_zibo cat", "repeats": 4},
+        {"path": "set/4_zibo cat", "repeats": 4 * factor},
         {"path": "reg/1_cat", **regular},
         {"path": "reg/2_dog", **regular},
     ]
@@ -1722,7 +1722,12 @@ def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: 
     ]
     assert any("reg/no number: no number in front of its name" in note for note in made.notes)
     told = [note for note in made.notes if f"there are {num + 2} regularization pictures" in note]
-    assert bool(told) == (num == 40) == (0 in theirs)
+    assert bool(told) == (num >= 30) == (0 in theirs)
+    # Both count about as much, and theirs as well.
+    ours = [sum(images * folder.get("repeats", 1) for folder, images in zip(part, counts, strict=True))
+            for part, counts in ((made.settings["dataset"]["folders"][:1], [7]),
+                                 (made.settings["dataset"]["folders"][1:], [num, 2]))]  # fmt: skip
+    assert sum(theirs) == 28 and 2 / 3 < ours[0] / ours[1] < 3 / 2
     assert any(entry.key == "reg_data_dir" for entry in made.differs)
     for path in (tmp_path / "set").glob("*/*.txt"):
         path.unlink()

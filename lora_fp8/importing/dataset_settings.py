@@ -127,31 +127,42 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
 
 
 def samples(draft: Draft) -> int | None:
-    """Return images times repeats, summed over all folders; None if a folder does not exist here."""
+    """Return the samples of an epoch there: images times repeats, over all folders; None if one does not exist here."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
     counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
     # kohya's trainers train on as many regularization images as on others, whatever their number.
-    return sum(counts) * (2 if any(folder.regularization for folder in draft.folders) else 1)
+    total = sum(counts) // draft.repeats_factor
+    return total * (2 if any(folder.regularization for folder in draft.folders) else 1)
 
 
 def balance_regularization(draft: Draft) -> None:
-    """Set the repeats of regularization folders so that they are trained on about as often as the others."""
+    """Set repeats so that regularization images are trained on about as often as the others.
+
+    If there are more of them, the repeats of the others are multiplied. An epoch is longer then; steps are counted as
+    before.
+    """
     others = [folder for folder in draft.folders if folder.regularization]
-    wanted, there = samples(draft), sum(folder.images or 0 for folder in others)
-    if others and wanted and there:
-        for folder in others:
-            folder.repeats = max(1, round(wanted / 2 / there))
-        if there > wanted // 2:
-            draft.notes.append(
-                Message(
-                    "there are {count} regularization pictures, of which theirs shows the first {shown} an "
-                    "epoch; here all are shown, so that they count more: take some out, or lower their folders' "
-                    "weight",
-                    count=there,
-                    shown=wanted // 2,
-                )
+    total, there = samples(draft), sum(folder.images or 0 for folder in others)
+    if not (others and total and there):
+        return
+    wanted = total // 2
+    for folder in others:
+        folder.repeats = max(1, round(wanted / there))
+    draft.repeats_factor = max(1, round(there / wanted))
+    for folder in draft.folders:
+        folder.repeats *= 1 if folder.regularization else draft.repeats_factor
+    if there > wanted:
+        draft.notes.append(
+            Message(
+                "there are {count} regularization pictures, of which theirs shows the first {shown} an epoch; here all "
+                "are shown in turn, and the repeats of the other folders are multiplied by {factor}, so that both count "
+                "about as much",
+                count=there,
+                shown=wanted,
+                factor=draft.repeats_factor,
             )
+        )
 
 
 def weigh_regularization(draft: Draft, key: str) -> None:

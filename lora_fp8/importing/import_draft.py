@@ -152,6 +152,7 @@ class Draft:
         self.labels: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.folders: list[Folder] = []
+        self.repeats_factor = 1  # from `dataset_settings.balance_regularization`
         self.assumed: dict[str, tuple[Any, str, str]] = {}
         self.comments: dict[str, list[str]] = {}
         self.lists: dict[str, list[Entry]] = {name: [] for name in ("mapped", "differs", "none", "unknown", "defaults")}
