@@ -1738,6 +1738,50 @@ def test_regularization_pictures_in_folders_named_1_class(here: Path, tmp_path: 
     assert made.settings["dataset"]["folders"][0]["trigger"] == "zibo cat" and not made.todo
 
 
+@pytest.mark.parametrize(
+    ("given", "factor", "written"),
+    [
+        ((1, 1), 1, (1, 1)),
+        ((3, 2), 1, (3, 2)),
+        ((0.5, 1.25), 4, (2, 5)),
+        ((0.04, 1), 20, (1, 20)),
+        ((1 / 3, 1), 3, (1, 3)),
+    ],
+)
+def test_shares_of_repeats_stay_and_so_do_the_steps(
+    tmp_path: Path, given: tuple[float, float], factor: int, written: tuple[int, int]
+) -> None:
+    """OneTrainer and diffusion-pipe count parts of an image; ours are whole, in an epoch that is as much longer."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(60):
+            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.png")
+            (tmp_path / name / f"{number}.txt").write_text("x", encoding="utf-8")
+    concepts = [{"path": str(tmp_path / name), "balancing": part} for name, part in zip("ab", given, strict=True)]
+    (tmp_path / "c.json").write_text(json.dumps(concepts), encoding="utf-8")
+    data = {"concept_file_name": str(tmp_path / "c.json"), "model_type": "STABLE_DIFFUSION_15", "epochs": 4}
+    (tmp_path / "o.json").write_text(json.dumps(data | {"training_method": "LORA", "batch_size": 2}), encoding="utf-8")
+    tables = "".join(
+        f"[[directory]]\npath = '{tmp_path / name}'\nnum_repeats = {float(part)}\n"
+        for name, part in zip("ab", given, strict=True)
+    )
+    (tmp_path / "d.toml").write_text(f"resolutions = [512]\n{tables}", encoding="utf-8")
+    (tmp_path / "p.toml").write_text(
+        f"dataset = '{tmp_path / 'd.toml'}'\nepochs = 4\nmicro_batch_size_per_gpu = 2\n"
+        "[model]\ntype = 'sdxl'\ncheckpoint_path = 'x'\n[adapter]\ntype = 'lora'\nrank = 4\n",
+        encoding="utf-8",
+    )
+    for tool, file in (("onetrainer", "o.json"), ("diffusion-pipe", "p.toml")):
+        made = importing.import_file(tmp_path / file, tool)
+        folders = made.settings["dataset"]["folders"]
+        assert tuple(folder.get("repeats", 1) for folder in folders) == written, tool
+        assert any(f"multiplied by {factor}" in note for note in made.notes) == (factor > 1)
+        assert (
+            abs(made.settings["train"]["steps"] - 4 * 60 * sum(given) / 2)
+            <= 2 + 60 * abs(sum(given) - sum(written) / factor) * 2
+        ), (tool, made.settings["train"])
+
+
 def test_prompt_files_of_every_kind(tmp_path: Path) -> None:
     def of(name: str, content: str) -> dict[str, Any]:
         (tmp_path / name).write_text(content, encoding="utf-8")

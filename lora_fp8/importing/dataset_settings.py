@@ -132,7 +132,7 @@ def samples(draft: Draft) -> int | None:
         return None
     counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
     # kohya's trainers train on as many regularization images as on others, whatever their number.
-    total = sum(counts) // draft.repeats_factor
+    total = int(sum(counts) / draft.repeats_factor)
     return total * (2 if any(folder.regularization for folder in draft.folders) else 1)
 
 
@@ -156,13 +156,42 @@ def balance_regularization(draft: Draft) -> None:
         draft.notes.append(
             Message(
                 "there are {count} regularization pictures, of which theirs shows the first {shown} an epoch; here all "
-                "are shown in turn, and the repeats of the other folders are multiplied by {factor}, so that both count "
-                "about as much",
+                "are shown in turn, and the repeats of the other folders are multiplied by {factor}, so that both "
+                "count about as much",
                 count=there,
                 shown=wanted,
                 factor=draft.repeats_factor,
             )
         )
+
+
+def make_repeats_whole(draft: Draft) -> None:
+    """Multiply all repeats by the factor that makes them whole numbers, which keeps the shares of the folders.
+
+    An epoch is longer then; steps are counted as before. A repeat that no factor up to `MOST_FACTOR` makes whole is
+    rounded.
+    """
+    repeats = [folder.repeats for folder in draft.folders]
+    factor = next((n for n in range(1, MOST_FACTOR) if all(_is_whole(n * part) for part in repeats)), MOST_FACTOR)
+    for folder in draft.folders:
+        folder.repeats = max(1, round(factor * folder.repeats))
+    draft.repeats_factor = factor
+    if factor > 1:
+        draft.notes.append(
+            Message(
+                "repeats are whole numbers here: those of all folders are multiplied by {factor}, so that their shares "
+                "stay; an epoch is as much longer",
+                factor=factor,
+            )
+        )
+
+
+MOST_FACTOR = 20
+
+
+def _is_whole(number: float) -> bool:
+    """Return True if a number of repeats is a whole one, or within a hundredth of one."""
+    return round(number) >= 1 and abs(number - round(number)) <= 0.01 * number
 
 
 def weigh_regularization(draft: Draft, key: str) -> None:

@@ -309,6 +309,7 @@ def _set_adapter(draft: Draft) -> None:
 def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
+    dataset_settings.make_repeats_whole(draft)
     dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     glued = [key for key in keys if not str(draft.get(key) or " ")[-1].isspace()]
@@ -332,17 +333,10 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     if not path:
         return []
     repeats = draft.get(f"{table}num_repeats", number) or 1.0
-    folder = dataset_settings.look_into(draft, Folder(path, max(1, round(repeats))), deep=False)
+    folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
     at = f"dataset.folders.{len(draft.folders)}"
     draft.mapped(f"{table}path", {}, f"{at}.path")
-    if repeats == folder.repeats:
-        draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
-    else:
-        draft.differs(
-            f"{table}num_repeats",
-            {},
-            remarks.WHOLE_REPEATS(at=at, repeats=folder.repeats),
-        )
+    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {repeats:g}")
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)

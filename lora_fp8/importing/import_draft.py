@@ -120,7 +120,7 @@ class Folder:
     """
 
     path: str
-    repeats: int = 1
+    repeats: float = 1
     trigger: str = ""
     prefix: str = ""
     suffix: str = ""
@@ -152,7 +152,7 @@ class Draft:
         self.labels: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.folders: list[Folder] = []
-        self.repeats_factor = 1  # from `dataset_settings.balance_regularization`
+        self.repeats_factor = 1  # what `dataset_settings` multiplied the repeats by, so that an epoch is longer
         self.assumed: dict[str, tuple[Any, str, str]] = {}
         self.comments: dict[str, list[str]] = {}
         self.lists: dict[str, list[Entry]] = {name: [] for name in ("mapped", "differs", "none", "unknown", "defaults")}
@@ -433,7 +433,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
     tables["folders"] = [
         {
             "path": folder.path,
-            **({"repeats": folder.repeats} if folder.repeats != 1 else {}),
+            **({"repeats": round(folder.repeats)} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
             **({"prefix": folder.prefix} if folder.prefix else {}),
             **({"suffix": folder.suffix} if folder.suffix else {}),

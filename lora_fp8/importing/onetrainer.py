@@ -531,6 +531,7 @@ def _set_folders(draft: Draft) -> None:
             kept.append(table)
             _add_folder(draft, table)
     draft.mapped(["concept_file_name"], {}, Message("read as well") if tables else Message("not here"))
+    dataset_settings.make_repeats_whole(draft)
     _set_masks(draft)
     draft.none("concepts", remarks.EMPTY, off=True)
     if not kept and draft.has("concept_file_name"):
@@ -575,7 +576,7 @@ def _add_folder(draft: Draft, table: str) -> None:
     masked = common_values.on(draft.get("masked_training"))
     folder = Folder(
         draft.get(f"{table}path", text),
-        1 if by_samples else max(1, round(repeats)),
+        1 if by_samples else repeats,
         mask="*-masklabel" if masked else "",
     )
     dataset_settings.look_into(draft, folder, deep=deep)
@@ -589,10 +590,8 @@ def _add_folder(draft: Draft, table: str) -> None:
                 at=at,
             ),
         )
-    elif repeats == folder.repeats:
-        draft.mapped(counted, {}, f"{at}.repeats = {folder.repeats}")
     else:
-        draft.differs(counted, {}, remarks.WHOLE_REPEATS(at=at, repeats=folder.repeats))
+        draft.mapped(counted, {}, f"{at}.repeats = {repeats:g}")
     draft.none(f"{table}balancing_strategy", Message("belongs to balancing"), off=not by_samples)
     if deep:
         draft.mapped(f"{table}include_subdirectories", {}, Message("subfolders are always searched"))
