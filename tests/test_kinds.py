@@ -348,7 +348,7 @@ def test_a_layer_s_tensors_tell_their_kind():
     ):
         with pytest.raises(UserError, match="x: not a whole"):
             kinds.kind_of(broken, "x")
-    with pytest.raises(UserError, match="x.oft_r: not a tensor of LoRA, DoRA, LoKr or LoHa"):
+    with pytest.raises(UserError, match="x.oft_r: not a tensor of LoRA, DoRA, LoKr, LoHa or OFT"):
         kinds.grouped({"x.oft_r": a})
 
 

@@ -18,12 +18,10 @@ ALWAYS = {
     "model.training_adapter",
     *("name", "output_dir", "seed", "preset"),
     *("model.family", "model.path", "model.dtype", "model.text_storage", "quantize.storage"),
-    *("adapter.type", "adapter.rank", "adapter.ranks", "adapter.alpha", "adapter.dropout", "adapter.targets"),
+    *("adapter.type", "adapter.ranks", "adapter.targets"),
     *(
-        "adapter.rank_dropout",
         "adapter.module_dropout",
         "adapter.scale_weight_norms",
-        "adapter.rank_stabilized",
         "adapter.init_from",
         "adapter.dtype",
     ),

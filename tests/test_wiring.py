@@ -98,6 +98,7 @@ FLIPS = {
     "quantize.fp8_exclude": Flip("['to_q']", (*TRAINING, "storage"), ("shapes", "rates"), IN_FP8),
     "adapter.type": Flip("loha", ("shapes", "losses"), under=("export.formats=['kohya']",)),
     "adapter.factor": Flip("2", ("shapes", "losses"), under=LOKR),
+    "adapter.block_size": Flip("8", ("shapes", "losses"), under=("adapter.type=oft", "export.formats=['kohya']")),
     "adapter.decompose_both": Flip("true", ("shapes", "losses"), under=LOKR),
     "adapter.rank": Flip("8", ("shapes", "losses")),
     "adapter.ranks": Flip("{'attn2' = 8, 'mid_block' = 2}", ("shapes", "losses")),

@@ -113,6 +113,7 @@ class _Addition:
     def __init__(self, layer: Any, parts: dict[str, Tensor], scaling: float, strength: float) -> None:
         self.parts, self.scaling, self.strength, self.is_on = parts, scaling, strength, True
         self.is_linear = not isinstance(layer, nn.Conv2d)
+        self.turned = kinds.turn(parts["oft_blocks"]) if "oft_blocks" in parts else None
         self.ratio_N: Tensor | None = None
         if "lora_magnitude_vector" in parts:
             a, b = parts["lora_A.weight"], parts["lora_B.weight"]
@@ -122,13 +123,16 @@ class _Addition:
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
         if not self.is_on:
             return answer
+        if self.turned is not None:
+            plain = self._without_bias(layer, answer)
+            turned = kinds.turn_rows(self.turned.to(answer.dtype), plain, -1 if self.is_linear else 1)
+            return (answer + turned * self.strength).to(answer.dtype)
         x = inputs[0]
         added = self._compute_product(layer, x)
         if self.ratio_N is None:
             return (answer + added * self.strength).to(answer.dtype)
         # DoRA rescales the rows of W + s B A, and leaves the bias alone.
-        bias_N = layer.bias
-        plain = answer if bias_N is None else answer - self._over_rows(bias_N)
+        plain = self._without_bias(layer, answer)
         whole = (plain + added) * self._over_rows(self.ratio_N)
         return (answer + (whole - plain) * self.strength).to(answer.dtype)
 
@@ -150,6 +154,9 @@ class _Addition:
         if "hada_w1_a" in parts:
             return F.linear(x, kinds.delta(parts, self.scaling, dtype))
         return kinds.kronecker_linear(x, *kinds.kronecker_factors(parts)) * self.scaling
+
+    def _without_bias(self, layer: Any, answer: Tensor) -> Tensor:
+        return answer if layer.bias is None else answer - self._over_rows(layer.bias)
 
     def _over_rows(self, values_N: Tensor) -> Tensor:
         return values_N if self.is_linear else values_N.view(1, -1, 1, 1)

@@ -1,4 +1,4 @@
-"""Adds LoRA, DoRA, LoKr and LoHa adapters beside the frozen layers. No other module imports peft.
+"""Adds LoRA, DoRA, LoKr, LoHa and OFT adapters beside the frozen layers. No other module imports peft.
 
 peft wraps the layers, adds the small matrices and runs LoRA's forward. This module decides the rest:
 
@@ -222,6 +222,42 @@ class HadamardConv2d(_Product, loha.Conv2d):
     pass
 
 
+class _Rotation(nn.Module, BaseTunerLayer):
+    """OFT on a linear layer or a convolution: rotates the output features, so that W is not needed.
+
+    Attributes:
+        oft_blocks: by the adapter's name.
+        scaling: 1, by the adapter's name.
+    """
+
+    adapter_layer_names = ("oft_blocks",)
+    other_param_names = ()
+    drops: Dropout = NONE
+
+    def __init__(self, base_layer: nn.Linear | nn.Conv2d, most: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        rows = base_layer.out_channels if isinstance(base_layer, nn.Conv2d) else base_layer.out_features
+        size = kinds.block_size(rows, most)
+        self.oft_blocks = nn.ParameterDict(
+            {ADAPTER: nn.Parameter(torch.empty(rows // size, size, size, device="meta"))}
+        )
+        self.scaling = {ADAPTER: 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.base_layer
+        result = base(x)
+        if self.disable_adapters:
+            return result
+        dim = 1 if isinstance(base, nn.Conv2d) else -1
+        without_bias = result
+        if base.bias is not None:
+            without_bias = result - (base.bias.view(-1, 1, 1) if dim == 1 else base.bias)
+        turned = kinds.turn(self.oft_blocks[ADAPTER]).to(result.dtype)
+        drops = self.drops if self.training else NONE
+        return result + drops.drop_module(kinds.turn_rows(turned, without_bias, dim))
+
+
 class _KroneckerModel(LoKrModel):
     layers_mapping: dict[type[nn.Module], type[lokr.LoKrLayer]]
     layers_mapping = {nn.Linear: KroneckerLinear, nn.Conv2d: KroneckerConv2d}
@@ -335,7 +371,19 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
                     count=count,
                 )
             )
-        if rank > narrow and section.type != "lokr":
+        if section.type == "oft":
+            rows = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
+            if kinds.block_size(rows, section.block_size) == 1:
+                raise UserError(
+                    Message(
+                        "adapter.block_size = {size}: {name} has {rows} output features, which no block up to that "
+                        "size divides; leave it out of adapter.targets, or choose another size",
+                        size=section.block_size,
+                        name=name,
+                        rows=rows,
+                    )
+                )
+        elif rank > narrow and section.type != "lokr":
             notes.append(
                 Message("adapter.rank {rank} is more than {name} can use ({most})", rank=rank, name=name, most=narrow)
             )
@@ -343,7 +391,13 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
 
 
 def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> None:
-    """Let peft wrap each named layer, with the adapters' parameters on the meta device."""
+    """Let peft wrap each named layer, with the adapters' parameters on the meta device; OFT is our own."""
+    if section.type == "oft":
+        for name in rank_of:
+            parent, _, child = name.rpartition(".")
+            layer: Any = denoiser.get_submodule(name)
+            setattr(denoiser.get_submodule(parent), child, _Rotation(layer, section.block_size))
+        return
     # A pattern of whole names: peft matches a list by suffixes, and would include an embedding with such a name.
     pattern = "|".join(map(re.escape, rank_of))
     others = sorted(set(rank_of.values()) - {section.rank})
@@ -397,7 +451,7 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
     if section.freezes_a:
         vars(layer)["freezes_a"] = True
         _parts(layer)["lora_A.weight"].requires_grad_(False)
-    if isinstance(layer, _Lora | _Dora | _Product):
+    if isinstance(layer, _Lora | _Dora | _Product | _Rotation):
         layer.drops = Dropout.of(section)
     scaling = _scaling(layer)
     scaling[ADAPTER] = kinds.scaling_at(section, kinds.rank_of(_parts(layer)) or section.rank)
@@ -406,7 +460,7 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
     if isinstance(layer, _Dora):
         a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
         layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))
-    if section.type == "lokr" and not kinds.has_rank(_parts(layer)):
+    if not kinds.has_rank(_parts(layer)):
         scaling[ADAPTER] = 1.0
 
 
@@ -454,6 +508,8 @@ def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     if isinstance(layer, LoraLayer):
         named_parts = {f"lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight for half in "AB"}
         return named_parts | ({"lora_magnitude_vector": layer.magnitude} if hasattr(layer, "magnitude") else {})
+    if isinstance(layer, _Rotation):
+        return {"oft_blocks": layer.oft_blocks[ADAPTER]}
     names = kinds.PARTS["lokr" if isinstance(layer, lokr.LoKrLayer) else "loha"]
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 
@@ -472,7 +528,7 @@ def _held(layer: BaseTunerLayer) -> dict[str, Tensor]:
 
 def _scaling(layer: BaseTunerLayer) -> dict[str, float]:
     """Return the layer's own table of alpha / rank by the adapters' names."""
-    assert isinstance(layer, LoraLayer | LycorisLayer)  # peft's other kinds are never injected
+    assert isinstance(layer, LoraLayer | LycorisLayer | _Rotation)  # peft's other kinds are never injected
     return layer.scaling
 
 

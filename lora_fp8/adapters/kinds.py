@@ -6,18 +6,21 @@
 | dora | m / |W + s B A| (W + s B A), row by row | the same, and lora_magnitude_vector m (N) |
 | lokr | W + s kron(W1, W2) | lokr_w1 or lokr_w1_a lokr_w1_b, lokr_w2 or lokr_w2_a lokr_w2_b |
 | loha | W + s (W1a W1b) * (W2a W2b), elementwise | hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b |
+| oft | R^T W, R of blocks (I + Q) (I - Q)^-1 with Q = P - P^T | oft_blocks P (N / n, n, n) |
 
 s is alpha / rank, or alpha / sqrt(rank) with `adapter.rank_stabilized` (`scaling_at`), or 1 for a LoKr layer whose two
-matrices are both whole, since such a layer has no rank. A convolution's weight is treated as a matrix (out, in * kh *
-kw). The names are peft's and LyCORIS's. LoRA: Hu et al. 2021. rsLoRA: Kalajdzievski 2023, "A Rank Stabilization Scaling
-Factor for Fine-Tuning with LoRA". DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". LoKr and LoHa:
-Yeh et al. 2023, "Navigating Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021, "FedPara".
+matrices are both whole, or for OFT, since such a layer has no rank. A convolution's weight is treated as a matrix (out,
+in * kh * kw). The names are peft's and LyCORIS's. LoRA: Hu et al. 2021. rsLoRA: Kalajdzievski 2023, "A Rank
+Stabilization Scaling Factor for Fine-Tuning with LoRA". DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank
+Adaptation". LoKr and LoHa: Yeh et al. 2023, "Navigating Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021,
+"FedPara". OFT: Qiu et al. 2023, "Controlling Text-to-Image Diffusion by Orthogonal Finetuning", in LyCORIS' form
+(Diag-OFT), which ComfyUI reads.
 
 Shapes: M tokens, N output features, K input features, R rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +39,12 @@ PARTS = {
     "dora": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
     "lokr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
     "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "oft": ("oft_blocks",),
 }
 """Kind -> the last part of each tensor's name, in the order in which parameters are listed."""
 ALL_PARTS = tuple(dict.fromkeys(part for parts in PARTS.values() for part in parts))
-TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}
-ZERO_AT_START = ("lora_B.weight", "lokr_w2", "lokr_w2_b", "hada_w2_a")
+TITLES = {"lora": "LoRA", "dora": "DoRA", "lokr": "LoKr", "loha": "LoHa", "oft": "OFT"}
+ZERO_AT_START = ("lora_B.weight", "lokr_w2", "lokr_w2_b", "hada_w2_a", "oft_blocks")
 """Tensors that start at zero, so that the delta is zero. DoRA's magnitude starts at the weight's own row lengths."""
 
 FACTORS = (
@@ -62,7 +66,7 @@ def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     for name, tensor in state.items():
         part = next((part for part in ALL_PARTS if name.endswith(f".{part}")), None)
         if part is None:
-            raise UserError(Message("{name}: not a tensor of LoRA, DoRA, LoKr or LoHa", name=name))
+            raise UserError(Message("{name}: not a tensor of LoRA, DoRA, LoKr, LoHa or OFT", name=name))
         layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
     return dict(sorted(layers.items()))
 
@@ -80,6 +84,8 @@ def kind_of(parts: Parts, layer: str) -> str:
         kind, wanted = "lora", set(PARTS["lora"])
     elif any(name.startswith("hada_") for name in names):
         kind, wanted = "loha", set(PARTS["loha"])
+    elif "oft_blocks" in names:
+        kind, wanted = "oft", set(PARTS["oft"])
     else:
         kind, wanted = "lokr", set()
         for side in ("lokr_w1", "lokr_w2"):
@@ -108,6 +114,9 @@ KERNELS = ("lora_A.weight", "lora_B.weight", "lokr_w2")
 
 def match(parts: Parts) -> bool:
     """Return True if the shapes of a layer's tensors fit each other, so that they can be multiplied."""
+    if "oft_blocks" in parts:
+        blocks = parts["oft_blocks"]
+        return blocks.ndim == 3 and blocks.shape[1] == blocks.shape[2]
     for name, tensor in parts.items():
         if name != "lora_magnitude_vector" and (tensor.ndim < 2 or (tensor.ndim > 2 and name not in KERNELS)):
             return False
@@ -123,8 +132,8 @@ def match(parts: Parts) -> bool:
 
 
 def has_rank(parts: Parts) -> bool:
-    """Return True if alpha / rank applies to the layer, as it does unless a LoKr's matrices are both whole."""
-    return not ("lokr_w1" in parts and "lokr_w2" in parts)
+    """Return True if alpha / rank applies to the layer: not to OFT, nor where a LoKr's matrices are both whole."""
+    return not ("oft_blocks" in parts or ("lokr_w1" in parts and "lokr_w2" in parts))
 
 
 def rank_of(parts: Parts) -> int:
@@ -135,8 +144,17 @@ def rank_of(parts: Parts) -> int:
     return 0
 
 
+def fits(parts: Parts, shape: Sequence[int]) -> bool:
+    """Return True if a layer's tensors are for a weight of this shape. OFT's tell nothing about K."""
+    rows, columns = shape_of(parts)
+    return rows == shape[0] and ("oft_blocks" in parts or columns == math.prod(shape[1:]))
+
+
 def shape_of(parts: Parts) -> tuple[int, int]:
-    """Return (N, K) of the layer's weight as a matrix."""
+    """Return (N, K) of the layer's weight as a matrix; K is 0 for OFT, which is for any."""
+    if "oft_blocks" in parts:
+        count, size, _ = parts["oft_blocks"].shape
+        return count * size, 0
     if "lora_A.weight" in parts:
         return parts["lora_B.weight"].shape[0], parts["lora_A.weight"][0].numel()
     if "hada_w1_a" in parts:
@@ -173,7 +191,10 @@ def scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str, float]:
 
 
 def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the matrix (N, K) that is added to the weight, times `scale`; for DoRA, before rows are rescaled."""
+    """Return the matrix (N, K) that is added to the weight, times `scale`; for DoRA, before rows are rescaled.
+
+    OFT has none without a weight: see `gain`.
+    """
     held = {name: tensor.to(dtype) for name, tensor in parts.items()}
     if "lora_A.weight" in held:
         return held["lora_B.weight"].flatten(1) @ held["lora_A.weight"].flatten(1) * scale
@@ -192,6 +213,9 @@ def gain(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> T
         scale: alpha / rank.
         strength: strength of the whole adapter, as in programs that load it.
     """
+    if "oft_blocks" in parts:
+        added = turn_rows(turn(parts["oft_blocks"]).to(weight), weight, 0)
+        return added * strength
     added = delta(parts, scale, weight.dtype).to(weight.device)
     if "lora_magnitude_vector" in parts:
         sum_NK = weight.flatten(1) + added
@@ -314,3 +338,40 @@ class HadamardLinear(torch.autograd.Function):
         grad_NK = (grad_MN.T @ x_MK) * ctx.scale
         of_left, of_right = grad_NK * right_NK, grad_NK * left_NK
         return grad_x, of_left @ w1_b.T, w1_a.T @ of_left, of_right @ w2_b.T, w2_a.T @ of_right, None
+
+
+# -- OFT ---------------------------------------------------------------------------------------------------------------
+
+LIMIT = 1000.0
+"""alpha of a file with OFT, where it limits the norm of Q and not the strength: far above any that is trained. ComfyUI
+takes 0 for no limit, A1111 for a limit of 0."""
+
+
+def block_size(rows: int, most: int) -> int:
+    """Return the size of the blocks of a layer with so many output features: their largest divisor up to `most`."""
+    return next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
+
+
+def turn(blocks: Tensor) -> Tensor:
+    """Return R - I of OFT's blocks (k, n, n), in float32.
+
+    R = (I + Q) (I - Q)^-1 is Cayley's rotation of Q = P - P^T; R - I = 2 Q (I - Q)^-1 loses nothing where Q is small.
+    """
+    blocks = blocks.float()
+    q = blocks - blocks.mT
+    eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    return torch.linalg.solve_ex(eye - q, 2 * q, left=False).result
+
+
+def turn_rows(turned: Tensor, values: Tensor, dim: int) -> Tensor:
+    """Return what blocks of R - I (k, n, n) add to values along the dimension of the output features: (R - I)^T y."""
+    count, size, _ = turned.shape
+    parts = values.movedim(dim, -1).unflatten(-1, (count, size))
+    return torch.einsum("knm,...kn->...km", turned, parts).flatten(-2).movedim(-1, dim)
+
+
+def limited(blocks: Tensor, alpha: float) -> Tensor:
+    """Return the blocks of a file at the norm to which its alpha limits Q; an alpha of 0 limits nothing."""
+    q = blocks.double() - blocks.double().mT
+    norm = float(q.norm())
+    return blocks.float() * (alpha / norm) if 0 < alpha < norm else blocks

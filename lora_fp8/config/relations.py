@@ -152,6 +152,27 @@ def _check_loraplus(job: Job) -> Problems:
         )
 
 
+def _check_oft(job: Job) -> Problems:
+    """Yield the problems of OFT, whose blocks have no ranks."""
+    section = job.adapter
+    if section.type != "oft":
+        return
+    if ranks := {name: rank for name, rank in section.ranks.items() if rank}:
+        yield (
+            "adapter.ranks",
+            Message(
+                "{names}: OFT has no ranks; with adapter.type = 'oft' only 0 has a meaning, for layers that are not "
+                "trained",
+                names=", ".join(ranks),
+            ),
+        )
+    if job.memory.cuda_graphs:
+        yield (
+            "memory.cuda_graphs",
+            Message("true excludes adapter.type = 'oft', whose rotations are solved for in each pass; use false"),
+        )
+
+
 def _check_start(job: Job) -> Problems:
     """Yield the problems of initial values that other settings of the adapter exclude."""
     section = job.adapter
@@ -682,6 +703,7 @@ RULES = (
     Rule(_check_class_word, reads=("dataset.trigger", "dataset.folders")),
     Rule(_check_optimizer, reads=("optimizer.name", "optimizer.lr", "adapter.scale_weight_norms")),
     Rule(_check_loraplus, reads=("adapter.type",)),
+    Rule(_check_oft, reads=("adapter.type",)),
     Rule(_check_start, reads=("adapter.type", "adapter.init_from", "adapter.freeze_a", "adapter.scale_weight_norms")),
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),

@@ -16,7 +16,8 @@ from .readers import Unfit
 
 def find_type(kind: str) -> str:
     """Return our adapter.type of a kind of adapter, which other trainers may spell otherwise; "" if there is none."""
-    return {plain(name): name for name in accepted("adapter.type")}.get(kind, "")
+    ours = {plain(name): name for name in accepted("adapter.type") if name != "oft"}
+    return (ours | {"diagoft": "oft"}).get(kind, "")  # what others call OFT is mostly another form of it
 
 
 def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:

@@ -170,6 +170,8 @@ def set_network(draft: Draft) -> None:
     draft.set("adapter.type", own_type)
     if algorithm == "lokr":
         _set_lokr(draft, given)
+    if own_type == "oft":
+        _set_oft(draft)
     if lycoris and given.pop("rs_lora", "").lower() == "true":
         draft.set("adapter.rank_stabilized", True)
     _set_dropout(draft, given, own_type, lycoris)
@@ -245,6 +247,12 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     if full or (rank or 0) > adapter_settings.WHOLE_RANK:
         settings = {"adapter.rank": adapter_settings.lokr_rank(rank or 1, full)}
         draft.mapped(["network_dim", "full_matrix"], settings, Message("whole matrices"))
+
+
+def _set_oft(draft: Draft) -> None:
+    """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect there either."""
+    draft.mapped("network_dim", {"adapter.block_size": max(draft.get("network_dim", whole) or 4, 2)})
+    draft.none("network_alpha", Message("OFT has no strength"), off=True)
 
 
 def _set_dropout(draft: Draft, given: dict[str, str], kind: str, lycoris: bool) -> None:

@@ -416,8 +416,11 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
             "adapter.decompose_both": common_values.on(inner.get("decompose_both")),
         }
     rank = common_values.said_number("linear_dim", inner.get("linear_dim", 4))
-    made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
-    made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
+    if kind == "oft":
+        made["adapter.block_size"] = max(rank, 2)
+    else:
+        made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
+        made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
     if common_values.on(inner.get("rs_lora")):
         made["adapter.rank_stabilized"] = True
     for name in ("rank_dropout", "module_dropout"):

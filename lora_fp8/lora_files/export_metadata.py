@@ -74,7 +74,7 @@ class ExportFacts:
         base_name: the base model; of a path, only the last part is written.
         base_hash: sha256 hex over the base's denoiser files.
         architecture: ModelSpec name of the given model's architecture; empty: the family's usual one.
-        kind: kind of adapter: "lora", "dora", "lokr", "loha".
+        kind: kind of adapter: "lora", "dora", "lokr", "loha", "oft".
         kind_settings: entries of `ss_network_args` about the kind.
         prediction_type: "epsilon" or "v_prediction"; None for flow matching.
         trigger: the trigger word.
@@ -173,16 +173,20 @@ def implementation(family: Any, layout: str) -> str:
     return {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[family.kohya_naming]
 
 
+LYCORIS = {"lokr": "lokr", "loha": "loha", "oft": "diag-oft"}
+"""Kinds of adapter of LyCORIS -> its name of the algorithm."""
+
+
 def network_module(family: Any, kind: str) -> str:
     """Return kohya's name of the module that trains this kind of adapter."""
-    if kind in ("lokr", "loha"):
+    if kind in LYCORIS:
         return "lycoris.kohya"
     return family.kohya_module
 
 
 def baked(layout: str, kind: str) -> bool:
     """Return True if alpha / rank is multiplied into the weights of such a file, which then has no alpha."""
-    return layout == "diffusers" or (layout == "comfy" and kind not in ("lokr", "loha"))
+    return layout == "diffusers" or (layout == "comfy" and kind not in LYCORIS)
 
 
 LOADING = (  # what a program needs to recognize the file and use it

@@ -19,7 +19,7 @@ If the original code has several layers fused into one (q, k and v), their LoRAs
 without loss: the A's are stacked, the B's form a block diagonal, the rank is the sum of the ranks, and alpha grows with
 the rank. Members that were not trained are rows of zeros.
 
-DoRA, LoKr and LoHa have their own tensors (`kinds`) under the same layer names. Not every layout supports them:
+DoRA, LoKr, LoHa and OFT have their own tensors (`kinds`) under the same layer names. Not every layout supports them:
 `uncarried` tells which does not, and why. alpha is written wherever LyCORIS writes it; diffusers accepts none.
 
 This module has pure functions of tensors and names; `export` handles files. The arguments and results of `to_layout`
@@ -303,7 +303,7 @@ def _others_to_layout(
     denoiser_config: Mapping[str, Any],
     layout: str,
 ) -> dict[str, Tensor]:
-    """Do what `to_layout` does for DoRA, LoKr and LoHa, where every layer keeps its own tensors."""
+    """Do what `to_layout` does for DoRA, LoKr, LoHa and OFT, where every layer keeps its own tensors."""
     name_of, _ = get_rule(family, denoiser_config, layout)
     out: dict[str, Tensor] = {}
     for module, parts in kinds.grouped(state).items():
@@ -332,7 +332,9 @@ def _others_to_layout(
             is_conv = held["lora_A.weight"].ndim > 2
             held["lora_magnitude_vector"] = rows.view(1, -1, 1, 1) if is_conv else rows.flatten()
         out |= {f"{name}.{part}": tensor for part, tensor in held.items()}
-        if layout != "diffusers":
+        if kind == "oft":
+            out[f"{name}.alpha"] = torch.tensor(kinds.LIMIT)
+        elif layout != "diffusers":
             out[f"{name}.alpha"] = torch.tensor(scale * (kinds.rank_of(parts) or 1), dtype=torch.float32)
     if layout == "kohya" and family.denoiser_name == "unet" and kinds_in(state) == {"dora"}:  # diffusers reads no other
         _equalize_alphas_(out)
@@ -345,7 +347,7 @@ SCALED = ("lora_B.weight", "lokr_w1", "lokr_w1_a", "hada_w1_a")
 def _others_from_layout(
     tensors: Mapping[str, Tensor], family: Any, denoiser_config: Mapping[str, Any], layout: str
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Do what `from_layout` does for DoRA, LoKr and LoHa.
+    """Do what `from_layout` does for DoRA, LoKr, LoHa and OFT.
 
     Raises:
         UserError: also for DoRA in another layout than diffusers', and for a fused layer.
@@ -391,6 +393,8 @@ def _others_from_layout(
         scaling[module] = alphas[group] / kinds.rank_of(parts) if group in alphas and kinds.has_rank(parts) else 1.0
         for part, tensor in parts.items():
             state[f"{module}.{part}"] = tensor.flatten() if part == "lora_magnitude_vector" else tensor
+        if kind == "oft" and group in alphas:
+            state[f"{module}.oft_blocks"] = kinds.limited(parts["oft_blocks"], alphas[group])
     return state, scaling
 
 
@@ -481,7 +485,7 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
 
 def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str, kind: str = "lora") -> str | None:
     """Return why diffusers itself cannot load this layout and kind for this base, or None if it can."""
-    if kind == "loha" or (kind == "lokr" and not (family.lokr_of_diffusers and layout == "diffusers")):
+    if kind in ("loha", "oft") or (kind == "lokr" and not (family.lokr_of_diffusers and layout == "diffusers")):
         return Message(
             "diffusers does not read {kind} in the {layout} layout of {title}",
             kind=kinds.TITLES[kind],
@@ -540,6 +544,6 @@ def find_misfits(state: Mapping[str, Tensor], family: Any) -> list[str]:
         if text_encoder_of(layer, family):
             continue
         shape = shapes.get(layer)
-        if shape is None or (shape[0], math.prod(shape[1:])) != kinds.shape_of(parts):
+        if shape is None or not kinds.fits(parts, shape):
             misfits.append(layer)
     return misfits

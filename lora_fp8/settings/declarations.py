@@ -285,17 +285,23 @@ class Quantize(Section):
     )
 
 
+BY_RANK: dict[str, tuple[Any, ...]] = {"adapter.type": Except(("oft",))}
+"""When a rank has an effect."""
+
+
 class Adapter(Section):
     """The adapter (LoRA) that is trained."""
 
-    type: Literal["lora", "dora", "lokr", "loha"] = setting(
+    type: Literal["lora", "dora", "lokr", "loha", "oft"] = setting(
         "lora",
-        "Adapter type: lora, dora (LoRA with a trained magnitude per weight row), lokr or loha (from LyCORIS).",
+        "Adapter type: lora, dora (LoRA with a trained magnitude per weight row), lokr, loha or oft (from LyCORIS; oft "
+        "is its diag-oft).",
         also="kohya: network_module, lycoris_algo; SimpleTuner: lora_type",
     )
     rank: int = setting(
         16,
         "Rank of the low-rank update (kohya: network_dim). A higher rank can learn more but makes a larger file.",
+        when=BY_RANK,
         ge=1,
         le=MOST_RANK,
         also="kohya: network_dim; ai-toolkit: linear; OneTrainer: lora_rank; SimpleTuner: lora_rank",
@@ -307,6 +313,14 @@ class Adapter(Section):
         when={"adapter.type": ("lokr",)},
         ge=0,
         also="ai-toolkit: lokr_factor",
+    )
+    block_size: int = setting(
+        32,
+        "OFT block size: each rotation mixes so many output features of a layer, or the next smaller number that "
+        "divides them. A larger block can learn more but makes a larger file.",
+        when={"adapter.type": ("oft",)},
+        ge=2,
+        le=MOST_RANK,
     )
     decompose_both: bool = setting(
         False,
@@ -321,6 +335,7 @@ class Adapter(Section):
     alpha: float = setting(
         16.0,
         "Strength of the LoRA (kohya: network_alpha). Its weights are multiplied by alpha / rank.",
+        when=BY_RANK,
         gt=0,
         also="kohya: network_alpha; ai-toolkit: linear_alpha; OneTrainer: lora_alpha; SimpleTuner: lora_alpha",
     )
@@ -328,10 +343,12 @@ class Adapter(Section):
         False,
         "Rank-stabilized LoRA (rsLoRA): multiply by alpha / sqrt(rank), so that a high rank learns as fast as a low "
         "one (peft: use_rslora; LyCORIS: rs_lora). Each layer of adapter.ranks uses its own rank.",
+        when=BY_RANK,
     )
     dropout: float = setting(
         0.0,
         "Probability of dropping each adapter input during training.",
+        when=BY_RANK,
         ge=0,
         lt=1,
         also="kohya: network_dropout; OneTrainer: dropout_probability; SimpleTuner: lora_dropout",
@@ -340,6 +357,7 @@ class Adapter(Section):
         0.0,
         "Probability of dropping each rank of a sample during training. LoKr and LoHa: each row of the update, for all "
         "samples.",
+        when=BY_RANK,
         ge=0,
         lt=1,
         also="kohya: rank_dropout",

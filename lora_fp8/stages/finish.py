@@ -379,7 +379,8 @@ def _compute_scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
 
 def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
     """Make the network's arguments that sd-scripts and LyCORIS write into a file."""
-    kind_settings: dict[str, str] = {"algo": section.type} if section.type in ("lokr", "loha") else {}
+    algorithm = export_metadata.LYCORIS.get(section.type)
+    kind_settings: dict[str, str] = {"algo": algorithm} if algorithm else {}
     for name in ("rank_dropout", "module_dropout"):
         if getattr(section, name):
             kind_settings[name] = str(getattr(section, name))
@@ -406,8 +407,9 @@ def _make_facts(
         architecture=family.architecture_name(),
         name=job.name,
         steps=step,
-        rank=job.adapter.rank,
-        alpha=job.adapter.alpha,
+        # LyCORIS calls the size of OFT's blocks its rank; its alpha is a limit, which is not used.
+        rank=job.adapter.block_size if job.adapter.type == "oft" else job.adapter.rank,
+        alpha=float(job.adapter.block_size) if job.adapter.type == "oft" else job.adapter.alpha,
         rank_stabilized=job.adapter.rank_stabilized,
         rank_factor=2 if job.adapter.doubles_rank else 1,
         kind=job.adapter.type,

@@ -27,12 +27,12 @@ class About:
     Attributes:
         file: name of the file.
         bytes: size of the file.
-        kind: "lora", "dora", "lokr" or "loha".
+        kind: "lora", "dora", "lokr", "loha" or "oft".
         layout: key layout; "" if it is unknown.
         families: the family that the header names, or else those with layers of these names and shapes.
         ranks, alphas, dtypes: number of layers with each value. An alpha is None if the file has none, a rank is 0 if
             LoKr's matrices are whole.
-        norms: norm of each layer's delta, the largest first; for DoRA, before rows are rescaled.
+        norms: norm of each layer's delta, the largest first; for DoRA, before rows are rescaled, for OFT of R - I.
         metadata: the header's metadata, unchanged.
         hashes: sha256 of the file, AutoV2 (its first 10 digits), AutoV3 (first 12 digits of the tensors' hash), and
             "header": True if the header's own hash matches the tensors, None if it has none.
@@ -155,12 +155,17 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
 
 
 def is_other(tensors: Mapping[str, Tensor]) -> bool:
-    """Return True if a file holds DoRA, LoKr or LoHa."""
+    """Return True if a file holds another kind than LoRA."""
     return any(layouts.in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
 
 
 def _norm(parts: Mapping[str, Tensor]) -> float:
-    """Return the Frobenius norm of a layer's unscaled delta; for pairs, computed from two r x r matrices."""
+    """Return the Frobenius norm of a layer's unscaled delta; for pairs, computed from two r x r matrices.
+
+    For OFT it is that of R - I, because its delta depends on the weight.
+    """
+    if "oft_blocks" in parts:
+        return float(kinds.turn(parts["oft_blocks"]).norm())
     if "lora_A.weight" in parts:
         a, b = parts["lora_A.weight"].double().flatten(1), parts["lora_B.weight"].double().flatten(1)
         return math.sqrt(max(float((b.T @ b * (a @ a.T)).sum()), 0.0))
@@ -182,8 +187,7 @@ def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
         shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
         layouts.modules(state)  # raises UserError for half a pair
         fits = (
-            module in shapes and kinds.shape_of(parts) == (shapes[module][0], math.prod(shapes[module][1:]))
-            for module, parts in kinds.grouped(state).items()
+            module in shapes and kinds.fits(parts, shapes[module]) for module, parts in kinds.grouped(state).items()
         )
         if all(fits):
             names.append(name)

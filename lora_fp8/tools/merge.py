@@ -300,7 +300,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
     for name, layer_changes in deltas.items():
         rows, *columns = places[name].shape
         if wrong := next(
-            (change.shape for change in layer_changes if change.shape != (rows, math.prod(columns))), None
+            (change.shape for change in layer_changes if not kinds.fits(change.parts, (rows, *columns))), None
         ):
             raise UserError(
                 Message(

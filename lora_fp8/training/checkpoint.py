@@ -310,6 +310,7 @@ PINNED = (
     "adapter.rank",
     "adapter.ranks",
     "adapter.factor",
+    "adapter.block_size",
     "adapter.decompose_both",
     "adapter.alpha",
     "adapter.rank_stabilized",

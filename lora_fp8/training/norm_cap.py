@@ -2,7 +2,7 @@
 
 A layer whose delta s B A has a larger Frobenius norm is scaled down to the limit. Its matrices share the factor: each
 is multiplied by the same root of it, as in sd-scripts (`apply_max_norm_regularization`) and LyCORIS (`apply_max_norm`).
-DoRA's lengths are not changed.
+DoRA's lengths are not changed. Of OFT it is the norm of the blocks that is limited, as in LyCORIS.
 
 The optimizer's float32 values are scaled before they are rounded to the adapter's dtype, and before they are averaged.
 Moments stay as they are, as there.
@@ -69,6 +69,8 @@ class NormCap:
 def _measure(parts: Mapping[str, Tensor]) -> Tensor:
     """Return the Frobenius norm of a layer's product, without its factor; a float32 scalar."""
     held = {part: tensor.float() for part, tensor in parts.items()}
+    if "oft_blocks" in held:
+        return torch.linalg.vector_norm(held["oft_blocks"])
     if "lora_A.weight" in held:
         return _measure_product(held["lora_B.weight"].flatten(1), held["lora_A.weight"].flatten(1))
     if "hada_w1_a" in held:

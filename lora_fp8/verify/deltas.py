@@ -35,6 +35,8 @@ def layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float
         return math.inf
     device = loaded.weight.device
     trained = {name: tensor.to(device) for name, tensor in parts.items()}
+    if "oft_blocks" in parts:  # R - I: the change of the weight, whatever that is
+        return relative_error(kinds.turn(loaded.parts["oft_blocks"].to(device)), kinds.turn(trained["oft_blocks"]))
     if "lora_A.weight" not in parts:
         deltas = (
             kinds.delta(held, by, torch.float64) for held, by in ((loaded.parts, loaded.scaling), (trained, scale))

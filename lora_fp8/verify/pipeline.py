@@ -139,14 +139,18 @@ def _complaints() -> Iterator[list[str]]:
 
 
 class _Attached:
-    """A forward hook that adds the effect of LoKr or LoHa tensors to a layer's output."""
+    """A forward hook that adds the effect of LoKr, LoHa or OFT tensors to a layer's output."""
 
     def __init__(self, parts: dict[str, Tensor], scaling: float) -> None:
         self.parts, self.scaling, self.strength = parts, scaling, 1.0
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
         x = inputs[0]
-        added = kinds.delta({name: part.to(x.device) for name, part in self.parts.items()}, self.scaling)
+        parts = {name: part.to(x.device) for name, part in self.parts.items()}
+        if "oft_blocks" in parts:
+            added = kinds.gain(layer.weight.float(), parts, self.scaling)
+        else:
+            added = kinds.delta(parts, self.scaling)
         added = (added * self.strength).to(x.dtype).reshape(layer.weight.shape)
         if isinstance(layer, nn.Conv2d):
             return answer + F.conv2d(x, added, None, layer.stride, layer.padding, layer.dilation)

@@ -97,8 +97,8 @@ def render_head(report: Report) -> str:
         (
             Message("Adapter"),
             Message("{kind}, rank {rank}", kind=adapter, rank=settings["adapter.rank"])
-            if is_number(settings.get("adapter.rank"))
-            else "",
+            if is_number(settings.get("adapter.rank")) and adapter != "oft"
+            else adapter,
         ),
         (Message("Trigger word"), settings.get("dataset.trigger", "")),
         (Message("Hardware"), _name_hardware(contents)),
