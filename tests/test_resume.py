@@ -92,12 +92,11 @@ def events(job, kind):
 @pytest.mark.parametrize(
     ("optimizer", "rounding", "accumulate", "random"),
     [
-        ("adamw8bit", "master", 1, False),
-        ("adamw8bit", "master", 3, True),
+        # These four have each pair of values of any two columns.
+        ("adamw8bit", "master", 2, True),
         ("adamw8bit", "stochastic", 1, True),
-        ("adamw8bit", "stochastic", 3, True),
-        ("adamw", "master", 3, True),
-        ("adamw", "stochastic", 1, False),
+        ("adamw", "master", 1, False),
+        ("adamw", "stochastic", 2, False),
         ("lion8bit", "stochastic", 1, True),
         ("prodigy", "master", 1, True),
         ("adafactor", "master", 1, True),
@@ -110,7 +109,7 @@ def events(job, kind):
         ("pytorch_optimizer.ScheduleFreeAdamW", "stochastic", 1, True),
     ],
 )
-def test_resumed_three_times_is_the_same_to_the_bit(
+def test_stopped_and_crashed_it_is_the_same_to_the_bit(
     make_job, tmp_path, tree_hash, optimizer, rounding, accumulate, random
 ):
     settings = (f"optimizer.name={optimizer}", f"optimizer.rounding={rounding}", f"train.accumulate={accumulate}")
@@ -124,9 +123,8 @@ def test_resumed_three_times_is_the_same_to_the_bit(
     run(whole)
     run_until(pieces, 1)
     run_until(pieces, 4, resume=True, how="crash")  # the newest checkpoint is that of step 2: two steps are done again
-    run_until(pieces, 5, resume=True)
     run(pieces, resume=True)
-    assert [event["step"] for event in events(pieces, "resume")] == [1, 2, 5]
+    assert [event["step"] for event in events(pieces, "resume")] == [1, 2]
     assert outcome(pieces, tree_hash) == outcome(whole, tree_hash)
     tensors = load_file(folder_of(whole) / "checkpoints" / f"step-{STEPS:06d}" / "optimizer.safetensors")
     assert any(k.endswith("/absmax1") for k in tensors) == (optimizer in ("adamw8bit", "lion8bit", "ademamix8bit"))
@@ -214,11 +212,12 @@ def whole(make_job, settings, tmp_path_factory, tree_hash):
     return job, outcome(job, tree_hash)
 
 
-@pytest.mark.parametrize("stop", range(1, STEPS))
-def test_stopped_at_each_step(make_job, tmp_path, settings, whole, tree_hash, stop):
+def test_stopped_after_each_step(make_job, tmp_path, settings, whole, tree_hash):
     job = make_job(tmp_path, *settings)
-    run_until(job, stop)
+    for step in range(1, STEPS):
+        run_until(job, step, resume=step > 1)
     run(job, resume=True)
+    assert [event["step"] for event in events(job, "resume")] == list(range(1, STEPS))
     assert outcome(job, tree_hash) == whole[1]
 
 
@@ -226,12 +225,14 @@ def test_two_runs_in_one_process_are_the_same(make_job, tmp_path, settings, whol
     job = make_job(tmp_path, *settings)
     torch.manual_seed(12345)  # whatever the global generator holds
     run(job)
+    (told,) = events(job, "cache")
+    assert told["encoded"] == 0 and told["reused"] > 0
     assert outcome(job, tree_hash) == whole[1]
 
 
 def test_resuming_a_finished_run_writes_the_same_files(make_job, tmp_path, settings, whole, tree_hash):
     job = make_job(tmp_path, *settings)
-    run(job)
+    shutil.copytree(folder_of(whole[0]), folder_of(job))
     shutil.rmtree(folder_of(job) / "export")
     run(job, resume=True)
     assert outcome(job, tree_hash) == whole[1]
@@ -245,9 +246,19 @@ def test_killed_before_the_first_checkpoint_starts_at_zero_and_says_so(make_job,
     assert outcome(job, tree_hash) == whole[1]
 
 
-def test_a_corrupt_newest_checkpoint_costs_two_steps_and_no_bit(make_job, tmp_path, settings, whole, tree_hash):
-    job = make_job(tmp_path, *settings)
+@pytest.fixture(scope="module")
+def crashed(make_job, settings, tmp_path_factory):
+    """Crashed at step 5, with the checkpoints of steps 2 and 4."""
+    job = make_job(tmp_path_factory.mktemp("crashed"), *settings)
     run_until(job, 5, how="crash")
+    return job
+
+
+def test_a_corrupt_newest_checkpoint_costs_two_steps_and_no_bit(
+    make_job, tmp_path, settings, crashed, whole, tree_hash
+):
+    job = make_job(tmp_path, *settings)
+    shutil.copytree(folder_of(crashed), folder_of(job))
     broken = folder_of(job) / "checkpoints" / "step-000004" / "optimizer.safetensors"
     data = bytearray(broken.read_bytes())
     data[-7] ^= 4
@@ -258,9 +269,9 @@ def test_a_corrupt_newest_checkpoint_costs_two_steps_and_no_bit(make_job, tmp_pa
     assert outcome(job, tree_hash) == whole[1]
 
 
-def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_path, settings, tree_hash):
+def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_path, settings, crashed, tree_hash):
     job = make_job(tmp_path, *settings)
-    run_until(job, 5, how="crash")
+    shutil.copytree(folder_of(crashed), folder_of(job))
     for path in (folder_of(job) / "checkpoints").glob("step-*/manifest.json"):
         path.write_text("{}", encoding="utf-8")
     before = tree_hash(folder_of(job) / "checkpoints")
@@ -270,34 +281,22 @@ def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_pa
 
 
 def test_previews_change_nothing(make_job, tmp_path, settings, whole):
-    drawing = make_job(tmp_path, *settings, "preview.prompts=['a cat', 'a dog']", "preview.every=1")
+    drawing = make_job(tmp_path, *settings, "preview.prompts=['a cat', 'a dog']", "preview.every=2")
     run_until(drawing, 3)
     run(drawing, resume=True)
-    assert len(list((folder_of(drawing) / "samples").glob("step-*.png"))) == 2 * (STEPS + 1)
+    assert len(list((folder_of(drawing) / "samples").glob("step-*.png"))) == 2 * (STEPS // 2 + 1)
     assert payloads(drawing) == payloads(whole[0])
 
 
-def test_a_cold_cache_and_a_warm_one_give_the_same(make_job, tmp_path, settings, tree_hash):
-    outcomes = []
-    for name in ("cold", "warm"):
-        job = make_job(tmp_path / name, *settings, f"dataset.cache_dir='{tmp_path / 'cache'}'")
-        run(job)
-        (told,) = events(job, "cache")
-        assert (told["encoded"] == 0) == (name == "warm") and (told["reused"] == 0) == (name == "cold")
-        outcomes.append(outcome(job, tree_hash))
-    assert outcomes[0] == outcomes[1]
-
-
-def test_a_cold_cache_in_the_middle_of_a_run_changes_nothing(make_job, tmp_path, settings, tree_hash):
-    outcomes = []
-    for name in ("a", "b"):
-        job = make_job(tmp_path / name, *settings, f"dataset.cache_dir='{tmp_path / name / 'cache'}'")
-        run_until(job, 3)
-        if name == "b":
-            shutil.rmtree(tmp_path / name / "cache")
-        run(job, resume=True)
-        outcomes.append(outcome(job, tree_hash))
-    assert outcomes[0] == outcomes[1]
+def test_a_cold_cache_changes_nothing_at_the_start_nor_in_the_middle(make_job, tmp_path, settings, whole, tree_hash):
+    """A warm one: `test_two_runs_in_one_process_are_the_same`."""
+    cache = tmp_path / Path(whole[0].dataset.cache_dir).name  # the LoRA file records the last part of the path
+    job = make_job(tmp_path, *settings, f"dataset.cache_dir='{cache}'")
+    run_until(job, 3)
+    shutil.rmtree(cache)
+    run(job, resume=True)
+    assert all(told["encoded"] > 0 and told["reused"] == 0 for told in events(job, "cache"))
+    assert outcome(job, tree_hash) == whole[1]
 
 
 def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, whole, capsys):
@@ -523,9 +522,10 @@ def test_planted_moments_not_restored(make_job, tmp_path, settings, whole, monke
 def test_planted_adapter_not_restored(make_job, tmp_path, settings, whole, monkeypatch):
     # With masters the bf16 values are rewritten from them at the next step; stochastic rounding has only the values.
     more = (*settings, "optimizer.rounding=stochastic")
-    good = resumed_in_the_middle(make_job, tmp_path / "good", more)
+    good = make_job(tmp_path / "good", *more)
+    run(good)
     monkeypatch.setattr(adapters, "load_state_", lambda denoiser, tensors: None)
-    assert resumed_in_the_middle(make_job, tmp_path / "bad", more) != good
+    assert resumed_in_the_middle(make_job, tmp_path / "bad", more) != payloads(good)
 
 
 def test_planted_another_seed(make_job, tmp_path, settings, whole):

@@ -1,5 +1,6 @@
 """The commands that take a config or a run: `lora-fp8 check | plan | train | ...`; commands.py adds them."""
 
+import gc
 import os
 import sys
 from functools import partial
@@ -215,7 +216,8 @@ def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bo
     let_gpu_memory_grow()
     with without_collection():
         from .. import train as training
-
+    # The libraries stay for good. The collector would go through their million objects after each encoder.
+    gc.freeze()
     result = training.run(job, resume=resume, progress=not as_json, echo=print_json_line if as_json else print_event)
     if not as_json:
         for path in result.files:

@@ -30,6 +30,8 @@ def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> sett
             )
         if not isinstance(value, str | int | float) and not _is_text_list(value):
             raise UserError(Message("preview.{name}: neither text nor a number", name=name))
+    if not changes:
+        return job.preview
     overrides = [toml_line(f"preview.{name}", value) for name, value in changes.items()]
     try:
         return loads(dumps(job), overrides, where="preview").preview

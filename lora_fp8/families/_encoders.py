@@ -60,9 +60,10 @@ class Encoders(Facts):
         """Return the VAE on the meta device: all shapes, no memory."""
         import diffusers
         import torch
+        from diffusers.models.modeling_utils import no_init_weights
 
         cls = getattr(diffusers, self.vae_class)
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
 
     def tokenizer(self, name: str) -> Any:
@@ -295,6 +296,7 @@ class Encoders(Facts):
         """
         import torch
         import transformers
+        from diffusers.models.modeling_utils import no_init_weights
 
         entries = {key: entry for path in files for key, entry in _files.read_entries(path, self.absent)[0].items()}
         tensors = {key: torch.empty(entry.shape, device="meta") for key, entry in entries.items()}
@@ -302,7 +304,7 @@ class Encoders(Facts):
             config = cls.config_class.from_pretrained(folder, local_files_only=True)
             options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
             return cls.from_pretrained(None, config=config, state_dict=tensors, device_map="meta", **options)
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             model = cls.from_config(cls.load_config(folder, local_files_only=True))
         model._fix_state_dict_keys_on_load(tensors)  # attention layers of old VAEs
         wanted = model.state_dict()

@@ -502,9 +502,10 @@ class ModelFamily(Latents, Prompts):
         """Build a denoiser on the meta device: all shapes, no memory. Each call builds another, to be changed."""
         import diffusers
         import torch
+        from diffusers.models.modeling_utils import no_init_weights
 
         path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, config)
         if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
             raise UserError(

@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,7 @@ def basename(path: str) -> str:
     return re.split(r"[\\/]", path.rstrip("\\/"))[-1] if path.rstrip("\\/") else ""
 
 
+@lru_cache(maxsize=8)
 def without_paths(toml: str) -> str:
     """Return a config without comments, in which paths outside the job's folder are reduced to their last part.
 
