@@ -276,6 +276,17 @@ def test_filling_reads_no_contents_and_what_is_rotten_is_encoded_again_after_it_
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("damage", [torn, wrong_size, without_metadata, lambda data: data + b"x", lambda data: b"[]"])
+def test_an_entry_that_is_not_whole_is_encoded_again_before_it_is_read(folder, damage):
+    cache, placed, _ = fill(folder, Family())
+    path = cache.path("latents", cache.image_key(placed[1], False))
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    family = Family()
+    fill(folder, family)
+    assert family.calls == (1, 0) and path.read_bytes() == before
+
+
 def test_entry_of_another_key_is_not_believed(folder):
     cache, placed, _ = fill(folder, Family())
     first, second = (cache.path("latents", cache.image_key(one, False)) for one in placed[:2])

@@ -182,6 +182,21 @@ def test_a_chart_puts_points_where_its_axes_say() -> None:
     assert re.search(r'class="of">step<', figure)
 
 
+def test_a_point_that_stands_out_lies_on_its_line() -> None:
+    points = [(10, 0.5), (20, 0.2), (30, 1.0)]
+    for dot in points:
+        (line, (first, second)), _ = drawn(
+            chart.render_chart("x", [chart.Line("a", points, dot=dot)], empty="none", log=True)
+        )
+        assert first == second == line[points.index(dot)]
+    # Where the line is thinned, the point may lie beside it; the axes have room for it.
+    (line, (first, _)), _ = drawn(chart.render_chart("x", [chart.Line("a", points, dot=(20, -4.0))], empty="none"))
+    assert 0 <= first[1] <= chart.HEIGHT and first[1] > max(y for _, y in line)
+    for left_out in ((40, 0.5), (20, 0.0)):
+        figure = chart.render_chart("x", [chart.Line("a", points, dot=left_out)], empty="none", log=True)
+        assert len(drawn(figure)[0]) == 1
+
+
 def test_a_logarithmic_chart_leaves_out_what_has_no_logarithm() -> None:
     figure = chart.render_chart("x", [chart.Line("a", [(1, 0.0), (2, 0.01), (3, 1.0)])], empty="none", log=True)
     (line,), _ = drawn(figure)
@@ -255,6 +270,21 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
         assert "\u202e" not in text
     assert "secret" not in "".join(made), "a log may not name pictures outside of the run"
     assert "a.png" in made[3]
+
+
+def test_runs_are_compared_with_the_best_step_of_each(ui: Ui, tmp_path: Path) -> None:
+    chosen = []
+    for number, losses in enumerate(({10: 0.5, 20: 0.25, 30: 0.3}, {10: 0.6, 20: 0.4, 30: 0.125})):
+        events = [{"t": 1, "event": "step", "step": 1, "loss": 0.5, "lr": 0.1}]
+        events += [{"event": "validation", "step": at, "loss": loss, "bands": {}} for at, loss in losses.items()]
+        folder = make_run(tmp_path / "work" / "runs" / f"r{number}", events)
+        view = JobView(number, f"r{number}", "train", "done", Sentence("done", {"files": ""}), folder=folder)
+        chosen.append((view, run_monitor.read_run_log(ui, view)))
+    made = compare.render_curves(ui, chosen, 0.9, False)
+    (figure,) = (figure for figure in re.findall(r"<figure.*?</figure>", made, re.DOTALL) if "best" in figure)
+    assert "r0" in figure and "best: 0.25 at step 20" in figure and "best: 0.125 at step 30" in figure
+    lines, _ = drawn(figure)
+    assert [line[0] for line in lines[1::2]] == [lines[0][1], lines[2][2]]
 
 
 def test_a_run_that_ended_before_its_first_step_does_not_promise_curves(ui: Ui, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ it). It reads the numbers from the chart itself, so that a redrawn chart needs n
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .markup import escape, strip_unseen
 
@@ -23,12 +23,14 @@ class Line:
     Attributes:
         colour: index of its colour; the same measure keeps its colour.
         faint: thin and pale, for the raw loss behind the smoothed one.
+        dot: a point of it that stands out.
     """
 
     label: str
     points: Sequence[Point]
     colour: int = 0
     faint: bool = False
+    dot: Point | None = None
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,7 @@ def render_chart(
         log: use a logarithmic y axis, without values of 0 and below.
         mark: left out if it lies outside the lines.
     """
-    lines = [
-        Line(line.label, [p for p in line.points if not log or p[1] > 0], line.colour, line.faint) for line in lines
-    ]
+    lines = [replace(line, points=[p for p in line.points if not log or p[1] > 0]) for line in lines]
     lines = [line for line in lines if line.points]
     head = f"<figcaption><b>{escape(title)}</b>"
     if not lines:
@@ -67,7 +67,8 @@ def render_chart(
             faint = " faint" if line.faint else ""
             head += f'<span class="key c{line.colour % 8}{faint}"><i></i>{escape(line.label)}</span>'
     x_low, x_high = _find_range([x for line in lines for x, _ in line.points])
-    y_low, y_high, y_ticks = _choose_axis([y for line in lines for _, y in line.points], log)
+    dots = [line.dot[1] for line in lines if line.dot and (not log or line.dot[1] > 0)]
+    y_low, y_high, y_ticks = _choose_axis([*dots, *(y for line in lines for _, y in line.points)], log)
 
     def across(x: float) -> float:
         return (x - x_low) / (x_high - x_low)
@@ -91,6 +92,9 @@ def render_chart(
         places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         drawn += f'<path class="line c{line.colour % 8}{" faint" if line.faint else ""}" d="{path}"/>'
+        if line.dot and x_low <= line.dot[0] <= x_high and (not log or line.dot[1] > 0):
+            x, y = WIDTH * across(line.dot[0]), HEIGHT * (1 - up(line.dot[1]))
+            drawn += f'<path class="line dot c{line.colour % 8}" d="M{x:.1f} {y:.1f}L{x:.1f} {y:.1f}"/>'
     of = f'<div class="of">{escape(x_label)}</div>' if x_label else ""
     data = {
         "x": [x_low, x_high],

@@ -10,7 +10,7 @@ import gradio as gr
 
 from lora_fp8 import config
 from lora_fp8.common import reading
-from lora_fp8.common.chart import Line, render_chart
+from lora_fp8.common.chart import Line, format_number, render_chart
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import JobView
 from lora_fp8.run.run_log import RunLog, smooth, thin
@@ -124,7 +124,11 @@ def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, l
         loss.append(Line(label_run(view), thin(smooth(points, amount)), number))
         rate.append(Line(label_run(view), thin(log.measures["lr"].points()), number))
         if "" in log.validation:
-            held_out.append(Line(label_run(view), thin(log.validation[""].points()), number))
+            points, best, label = log.validation[""].points(), rendering.find_best(log), label_run(view)
+            dot = next((point for point in points if best and point[0] == best[0]), None)
+            if dot:
+                label = ui.say("compare.best", run=label, step=dot[0], loss=format_number(dot[1]))
+            held_out.append(Line(label, thin(points), number, dot=dot))
     name = ui.say("run.loss" if not amount else "compare.loss")
     made = f'<div class="wide">{render_chart(name, loss, empty=none, log=logarithmic, x_label=step)}</div>'
     if held_out:
