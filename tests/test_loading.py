@@ -1,6 +1,6 @@
 """Memory while a large base is loaded, as the operating system sees it: in a process of its own.
 
-LORA_FP8_LOAD_GB=4 does it with 4 GB instead of 1.2.
+LORA_FP8_LOAD_GB=4 does it with 4 GB instead of 0.9.
 """
 
 import json
@@ -14,7 +14,7 @@ import accelerate
 from diffusers import FluxTransformer2DModel
 
 DEMO = Path(__file__).parent.parent / "lora_fp8" / "demo" / "base" / "flux"
-GIGABYTES = float(os.environ.get("LORA_FP8_LOAD_GB", "1.2"))
+GIGABYTES = float(os.environ.get("LORA_FP8_LOAD_GB", "0.9"))
 
 LOAD = """
 import json, sys

@@ -264,8 +264,8 @@ def long_job(job: Any, pictures: Path, tmp_path: Path) -> Any:
     options = (
         *ANIME,
         *SHOWN,
-        "train.steps=4",
-        "checkpoint.every=2",
+        "train.steps=2",
+        "checkpoint.every=1",
         "export.verify=true",
         f"dataset.folders=[{{path='{folder}'}}]",
     )
@@ -280,8 +280,8 @@ def folder_of(job: Any) -> Path:
 def test_a_run_with_225_tokens_resumes_and_verifies(text: str, long_job: Any, tree_hash: Any) -> None:
     whole = long_job(f"adapter.text_encoder={text}", "name='whole'")
     train.run(whole, progress=False)
-    parts = long_job(f"adapter.text_encoder={text}", "name='parts'")
-    run_until(parts, 2)
+    parts = long_job(f"adapter.text_encoder={text}", "name='parts'", "export.verify=false")
+    run_until(parts, 1)
     train.run(parts, resume=True, progress=False)
     files = [sorted((folder_of(one) / "export").glob("*.safetensors")) for one in (whole, parts)]
     for first, second in zip(*files, strict=True):
@@ -340,7 +340,7 @@ def test_sdxl_trains_both_encoders_with_225_tokens(long_job: Any, tmp_path: Path
     record = draw.draw(draw.Request((folder_of(job),), with_base=False), tmp_path / "drawing")
     (image,) = record["images"]
     with Image.open(tmp_path / "drawing" / image["file"]) as ours:
-        with Image.open(folder_of(job) / "samples" / "step-000004-0.png") as preview:
+        with Image.open(folder_of(job) / "samples" / "step-000002-0.png") as preview:
             assert ours.tobytes() == preview.tobytes()
 
 
@@ -378,7 +378,8 @@ def test_a_kit_says_the_clip_skip(long_job: Any, tmp_path: Path) -> None:
 
 def test_it_starts_from_a_file_with_all_layers_of_the_text_encoder(long_job: Any, tmp_path: Path) -> None:
     """sd-scripts writes the layers behind the one that is read too, with an up matrix of zeros."""
-    whole = long_job("adapter.text_encoder=true", "model.clip_skip=1", "export.formats=['kohya']", "name='whole'")
+    options = ("adapter.text_encoder=true", "export.verify=false")
+    whole = long_job(*options, "model.clip_skip=1", "export.formats=['kohya']", "name='whole'")
     train.run(whole, progress=False)
     (file,) = (folder_of(whole) / "export").glob("*.safetensors")
     tensors = load_file(file)
@@ -389,7 +390,6 @@ def test_it_starts_from_a_file_with_all_layers_of_the_text_encoder(long_job: Any
             tensors[name].zero_()
     theirs = tmp_path / "theirs.safetensors"
     save_file(tensors, theirs, safetensors_file.read_header(file).metadata)
-    options = ("adapter.text_encoder=true", "export.verify=false")
     onward = long_job(*options, f"adapter.init_from='{theirs}'", "name='onward'")
     train.run(onward, progress=False)
     refused = long_job(*options, f"adapter.init_from='{file}'", "name='refused'")

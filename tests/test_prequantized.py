@@ -632,7 +632,7 @@ def test_a_proof_on_other_bytes_fails(job, flux, tmp_path, monkeypatch):
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-GIGABYTES = 0.9
+GIGABYTES = 0.45
 LOAD = """
 import json, sys
 import torch

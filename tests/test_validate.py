@@ -86,7 +86,7 @@ def test_measuring_changes_nothing_and_resuming_measures_the_same(job, monkeypat
     # Dropout draws from torch's own generator, and the delayed recipe remembers what it saw: both must not notice.
     base = (
         "validation.pictures=2",
-        "train.steps=4",
+        "train.steps=3",
         "checkpoint.every=2",
         "adapter.dropout=0.3",
         "export.verify=false",
@@ -102,18 +102,18 @@ def test_measuring_changes_nothing_and_resuming_measures_the_same(job, monkeypat
 
     monkeypatch.setattr(validate, "measure", watched)
     often = run(job(*base, "validation.every=1", "name='often'"), progress=False).run
-    rarely = run(job(*base, "validation.every=4", "name='rarely'"), progress=False).run
-    assert sorted(told(often)) == list(range(5)) and sorted(told(rarely)) == [0, 4]
+    rarely = run(job(*base, "validation.every=3", "name='rarely'"), progress=False).run
+    assert sorted(told(often)) == list(range(4)) and sorted(told(rarely)) == [0, 3]
     assert trained(often) == trained(rarely)
-    assert told(often)[4] == told(rarely)[4] != told(rarely)[0] | {"step": 4}
-    other = run(job(*base, "validation.every=4", "name='other'", "objective.loss=huber"), progress=False).run
+    assert told(often)[3] == told(rarely)[3] != told(rarely)[0] | {"step": 3}
+    other = run(job(*base, "validation.every=3", "name='other'", "objective.loss=huber"), progress=False).run
     # Trained otherwise, and measured alike: before the first step there is no difference.
-    assert told(other)[0] == told(rarely)[0] and told(other)[4] != told(rarely)[4]
+    assert told(other)[0] == told(rarely)[0] and told(other)[3] != told(rarely)[3]
 
     halting = job(*base, "validation.every=1", "name='halting'")
 
     def stop(event):
-        if event["event"] == "step" and event["step"] == 2:
+        if event["event"] == "step" and event["step"] == 1:
             Run(often.path.parent / "halting").request("stop")
 
     with pytest.raises(Stopped):
