@@ -92,6 +92,26 @@ def test_diffusers_reads_what_is_said_to_be_read_and_nothing_else(name, layout):
 
 
 @pytest.mark.parametrize("name", families.available())
+def test_diffusers_reads_some_of_the_layers_where_that_is_said(name):
+    """A user's adapter.targets, here each kind of layer alone: it is said if diffusers needs others beside it."""
+    Family = families.get(name)
+    denoiser, denoiser_config = full_size(name)
+    of_kind: dict[str, list[str]] = {}
+    for module in Family.adapter_names(denoiser):
+        of_kind.setdefault(re.sub(r"\.\d+\.", ".N.", module), []).append(module)
+    for kind, modules in of_kind.items():
+        names = modules if Family.converter_blocks else modules[:2]
+        state = random_lora(denoiser, names, lambda module: 2)
+        for layout in [layout for layout in Family.layouts if layout in Family.layouts_of_diffusers]:
+            found = read_by_diffusers(name, layouts.to_layout(state, 1.0, Family, denoiser_config, layout), denoiser)
+            # The other members of a fused layer are there too, and do nothing.
+            reads = isinstance(found, dict) and found.keys() >= set(names)
+            reads = reads and not any(found[module][1].any() for module in found.keys() - set(names))
+            said = layouts.unread_by_diffusers(Family, denoiser_config, layout, layers=names)
+            assert reads == (said is None), (kind, layout, found if isinstance(found, str) else len(found))
+
+
+@pytest.mark.parametrize("name", families.available())
 def test_every_layout_to_every_other_and_back_loses_nothing(name):
     """Of a third of the layers, ranks and scalings drawn at random, so that fused layers lack members or mix them."""
     Family = families.get(name)

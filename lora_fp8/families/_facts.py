@@ -246,6 +246,10 @@ class Facts:
     not load that one."""
     converter_width: ClassVar[int] = 0
     """Width of the released model, if diffusers' converter of other layouts is hard-coded to it; 0 if not."""
+    converter_blocks: ClassVar[tuple[str, ...]] = ()
+    """Layers that every block must have, and no other layer, for diffusers to convert the kohya layout; () for any."""
+    converter_mark: ClassVar[str] = ""
+    """Shell pattern of layers, one of which must be adapted for diffusers to recognise ComfyUI's names; "" for any."""
     lokr_of_diffusers: ClassVar[bool] = False
     """True if diffusers' pipeline loads LoKr files under its own layer names; for most architectures it does not."""
     split_names_in_comfy: ClassVar[bool] = False

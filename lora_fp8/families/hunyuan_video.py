@@ -63,6 +63,7 @@ class Family(ModelFamily):
     # file with the original names would lose the feed-forward of the double blocks there. diffusers reads none of it.
     kohya_naming = ""
     layouts = ("comfy", "diffusers")
+    converter_mark = "transformer_blocks.*.attn.to_[qkv]"  # diffusers 0.42, loaders/lora_pipeline.py: "img_attn_qkv"
     converter_width = 3072
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 20, "num_single_layers": 40, "attention_head_dim": 128}

@@ -49,6 +49,10 @@ class Family(ModelFamily):
     modelspec_architecture = "wan2.1"
     kohya_base_version = "wan2.1"
     kohya_naming = "native"
+    converter_blocks = (  # diffusers 0.42, loaders/lora_conversion_utils.py: _convert_musubi_wan_lora_to_diffusers
+        *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        *("ffn.net.0.proj", "ffn.net.2"),
+    )
     kohya_module = "networks.lora_wan"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
     call_options = {"num_frames": 1}

@@ -57,6 +57,7 @@ class Family(ModelFamily):
     modelspec_architecture = "wan2.2-ti2v-5b"
     kohya_base_version = "wan_2.2_5b"  # ai-toolkit wan22_5b_model.py; musubi-tuner does not train this model
     kohya_naming = "native"
+    converter_blocks = wan.Family.converter_blocks
     kohya_module = "networks.lora_wan"  # musubi-tuner's of Wan; it does not train this size
     layouts = wan.Family.layouts
     call_options = {"num_frames": 1}

@@ -27,9 +27,10 @@ and `from_layout` must not change: other tools build on them. Sources: kohya-ss/
 them.
 """
 
+import fnmatch
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -483,8 +484,22 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
     return out
 
 
-def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout: str, kind: str = "lora") -> str | None:
-    """Return why diffusers itself cannot load this layout and kind for this base, or None if it can."""
+def unread_by_diffusers(
+    family: Any,
+    denoiser_config: Mapping[str, Any],
+    layout: str,
+    kind: str = "lora",
+    layers: Collection[str] = (),
+) -> str | None:
+    """Return why diffusers itself cannot load this layout and kind for this base, or None if it can.
+
+    Args:
+        family: the ModelFamily or its class.
+        denoiser_config: the denoiser's diffusers config.
+        layout: one of `LAYOUTS`.
+        kind: of adapter.
+        layers: diffusers names of the adapted layers; () for all that the family adapts unless targets are given.
+    """
     if kind in ("loha", "oft") or (kind == "lokr" and not (family.lokr_of_diffusers and layout == "diffusers")):
         return Message(
             "diffusers does not read {kind} in the {layout} layout of {title}",
@@ -494,6 +509,18 @@ def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout:
         )
     if layout not in family.layouts_of_diffusers:
         return Message("diffusers does not read the {layout} layout of {title}", layout=layout, title=family.title)
+    if layout == "kohya" and layers and family.converter_blocks and not _has_whole_blocks(layers, family):
+        return Message(
+            "diffusers converts kohya's names of {title} only where each block has these layers and no other: {names}",
+            title=family.title,
+            names=", ".join(family.converter_blocks),
+        )
+    if layout == "comfy" and layers and family.converter_mark and not fnmatch.filter(layers, family.converter_mark):
+        return Message(
+            "diffusers recognises ComfyUI's names of {title} only if a layer {pattern} is adapted",
+            title=family.title,
+            pattern=family.converter_mark,
+        )
     if layout == "diffusers" or not family.converter_width:
         return None
     # Affects miniatures and models with added blocks: diffusers 0.42 has the released sizes hard-coded in its
@@ -509,6 +536,13 @@ def unread_by_diffusers(family: Any, denoiser_config: Mapping[str, Any], layout:
     if family.kohya_naming == "bfl_flux" and (sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38):
         return Message("diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more")
     return None
+
+
+def _has_whole_blocks(layers: Collection[str], family: Any) -> bool:
+    numbers = {layer.split(".")[1] for layer in layers if layer.startswith("blocks.")}
+    return set(layers) == {
+        f"blocks.{number}.{name}" for number in range(len(numbers)) for name in family.converter_blocks
+    }
 
 
 FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_layers": 19, "num_single_layers": 38}

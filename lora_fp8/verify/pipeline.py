@@ -93,8 +93,9 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     denoiser_config = dict(getattr(pipeline, family.denoiser_name).config)
     tensors, _ = export.read_adapter(file, sound=False)
     layout = layouts.detect_layout(tensors, family)
-    (kind,) = layouts.kinds_in(layouts.from_layout(tensors, family, denoiser_config, layout)[0])
-    renamed = layouts.unread_by_diffusers(family, denoiser_config, layout, kind)
+    state = layouts.from_layout(tensors, family, denoiser_config, layout)[0]
+    (kind,), layers = layouts.kinds_in(state), kinds.grouped(state)
+    renamed = layouts.unread_by_diffusers(family, denoiser_config, layout, kind, layers)
     with _complaints() as complaints, quiet():
         if renamed:
             state, scaling = layouts.from_layout(tensors, family, denoiser_config, layout)
