@@ -80,6 +80,7 @@ WRITING: dict[str, Cases] = {
     "new.save_preset": [{"new-preset-name": name}
                         for name in ("config", "../../data/project/config", "{work}/project/x")],
     "new.start": [{"draft": SETTINGS}, {"draft": SETTINGS.replace('"project"', '"received"')}],
+    "new.find_rate": [{"draft": SETTINGS}],
     "new.set_default": [],
     "new.switch_view": [],
     "new.write_text": [{"new-toml": SETTINGS}],

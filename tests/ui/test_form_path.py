@@ -30,6 +30,16 @@ def field(page: Page, id: str):
     return page.locator(f"#{id} input, #{id} textarea").first
 
 
+def settle(page: Page, selector: str) -> None:
+    """Wait until an element has been the same one for longer than a tick of the page, which may replace it."""
+    script = """selector => {
+        const node = document.querySelector(selector), seen = window.seenNode ??= {};
+        if (seen.node !== node) Object.assign(seen, {node, at: performance.now()});
+        return performance.now() - seen.at > 3000;
+    }"""
+    page.wait_for_function(script, arg=selector)
+
+
 def view(page: Page, number: int) -> None:
     """Simple, all settings, TOML."""
     page.locator("#new-views button[role=tab]").nth(number).click()
@@ -151,6 +161,7 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
         page.locator("#set-presets [data-do=undo]"),
     )
     expect(card).to_contain_text("秩 (network_dim) 7")
+    settle(page, "#set-presets .choice-card")
     card.press("Enter")
     expect(field(page, "set-adapter-rank")).to_have_value("7")
     expect(card).to_have_attribute("aria-pressed", "true")
