@@ -426,6 +426,22 @@ def test_a_lora_of_another_architecture_does_not_load(trained):
     assert failed_of(verify.check(trained("flux").files["diffusers"], trained("sd15").family)) == ["file"]
 
 
+@pytest.mark.parametrize(("name", "layout"), [("wan", "kohya"), ("hunyuan_video", "comfy")])
+def test_some_of_the_layers_are_renamed_where_diffusers_wants_others_beside_them(tmp_path, name, layout):
+    miniatures.save(name, tmp_path / "base")
+    section = Model(family=name, path=str(tmp_path / "base"), dtype="fp32")
+    family = families.get(name)(section, device="cpu", dtype=torch.float32)
+    denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+    state, scaling = train(denoiser, family, num=9)
+    state = {key: value for key, value in state.items() if "to_out.0" in key}
+    it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
+    (file,) = files_of(it, tmp_path / "export", formats=[layout])
+    report = verify.check(file, family)
+    assert not report.failed()
+    (load,) = [check for check in report.checks if check.name == "load"]
+    assert "after renaming" in load.detail and family.title in load.detail
+
+
 def test_what_diffusers_warns_of_is_a_failure_however_quiet_it_is_set(trained, monkeypatch):
     it = trained("sd15")
     original = diffusers.StableDiffusionPipeline.load_lora_weights
