@@ -156,6 +156,28 @@ def test_the_column_is_chosen_and_named_where_none_is_known(tmp_path: Path) -> N
         import_captions(find_source(tmp_path, "score"), overwrite=True)
 
 
+def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
+    """Half a character, names that no file can have, and an image that is a link to one elsewhere."""
+    (tmp_path / "elsewhere.jpg").write_bytes(encoded(3))
+    folder = tmp_path / "set"
+    write_images(folder, "a.jpg", "b.jpg")
+    rows = [{"file_name": "a.jpg", "text": "half \ud800"}, {"file_name": "b.jpg", "text": "whole"}]
+    rows += [{"file_name": f"{'n' * 5000}.jpg", "text": "x"}, {"file_name": "a\0b.jpg", "text": "x"}]
+    as_jsonl(folder, rows)
+    for target in (None, tmp_path / "new"):
+        source = find_source(folder)
+        report = import_images(source, target) if target else import_captions(source)
+        assert texts(target or folder) == {"b.txt": "whole"}
+        assert (report.images, report.uncaptioned, len(report.problems)) == (2, 1, 3)
+        assert max(map(len, report.problems)) < 500
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "x.jpg").symlink_to(tmp_path / "elsewhere.jpg")
+    (linked / "x.json").write_text('{"caption": "of a link"}', encoding="utf-8")
+    import_captions(find_source(linked))
+    assert texts(linked) == {"x.txt": "of a link"} and not (tmp_path / "elsewhere.txt").exists()
+
+
 def test_lines_that_are_none(tmp_path: Path) -> None:
     write_images(tmp_path, "a.jpg")
     lines = ["{broken", "[1]", '{"text": "no name"}', '{"file_name": "a.jpg", "text": "good"}', '"deep": ' + "[" * 9000]

@@ -61,14 +61,13 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
     report = ImportReport(source.form)
     wanted: dict[str, str] = {}
     listed: dict[str, Path] = {}
-    root = Path(os.path.realpath(source.root))
     for record in source.records():
         if isinstance(record.image, bytes):
             raise UserError(
                 Message("{path}: has the images in it; name a new folder to unpack it into", path=source.files[0])
             )
         listed = listed or captions.listed(source.root)
-        name = Path(os.path.realpath(record.image)).relative_to(root).as_posix()
+        name = record.image.relative_to(source.root).as_posix()
         if name not in listed:
             report.problems.append(Message("{path}: is no image of the folder", path=record.name))
             continue

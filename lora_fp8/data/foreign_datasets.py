@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.reading import MOST_JSON, MOST_TEXT, open_regular, parse_json, read_bytes
+from ..common.text import is_utf8
 from ..errors import Message, UserError, cannot_read, first_few
 from .decoding import EXTENSIONS, MOST_IMAGE
 from .image_files import METADATA, TARS, walk
@@ -43,7 +44,7 @@ class Record:
 
     Attributes:
         name: for people, and to name the image's file by; not safe as a path.
-        image: the bytes of its file, or where the file is.
+        image: the bytes of its file, or where the file is: a path inside of the source's folder.
         caption: "" if it has none.
     """
 
@@ -113,12 +114,12 @@ class Source:
         given = next((fields[name] for name in PATHS if isinstance(fields.get(name), str)), "")
         if not given:
             raise ValueError(Message("names no image ({names})", names=" | ".join(PATHS)))
-        path = Path(os.path.realpath(table.parent / given))
-        if not path.is_relative_to(os.path.realpath(self.root)):
+        real, root = os.path.realpath(table.parent / given), Path(os.path.realpath(self.root))
+        if not Path(real).is_relative_to(root):
             raise ValueError(Message("names a file outside of {folder}", folder=self.root))
-        if not path.is_file():
-            raise ValueError(Message("{path} does not exist", path=given))
-        return Record(given, path, self._caption(fields, table, where))
+        if not os.path.isfile(real):  # False also for a name that no file can have
+            raise ValueError(Message("{path} does not exist", path=given[:200]))
+        return Record(given, self.root / Path(real).relative_to(root), self._caption(fields, table, where))
 
     # ------------------------------------------------------------------------------------------------ one file each
 
@@ -330,11 +331,10 @@ def _find_images(schema: Any) -> str:
 
 def _as_text(name: str, value: Any) -> str:
     """Return a caption as text. Raises ValueError if it is none."""
-    if isinstance(value, str):
-        return value.strip()
-    if isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return (", " if name in TAGS else "\n").join(part.strip() for part in value if part.strip())
-    raise ValueError(Message("column {name} has no text", name=name))
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) and is_utf8(part) for part in parts):
+        raise ValueError(Message("column {name} has no text", name=name))
+    return (", " if name in TAGS else "\n").join(part.strip() for part in parts if part.strip())
 
 
 def _as_object(content: Any) -> dict[str, Any]:

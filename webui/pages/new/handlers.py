@@ -168,31 +168,38 @@ class Handlers:
 
     def start(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Submit the draft to the queue and go to the page of the new run."""
-        address: dict[Any, Any] = {}
 
-        def start() -> None:
-            self._apply_touched(touched, held)
-            text = self.draft.text()
-            if not self.problems.find(text):
-                id = submission.submit_training(self.ui.place, text)
-                address[self.layout.address] = self.ui.link("run", run=str(id))
-                gr.Info(self.ui.say("new.start.queued", id=id))
+        def submit(text: str) -> tuple[int, str]:
+            id = submission.submit_training(self.ui.place, text)
+            return id, self.ui.link("run", run=str(id))
 
-        return self._warn_on_error(start) | address | self.painter.paint_side(everything)
+        return self._submit(submit, touched, everything, held)
 
     def find_rate(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Queue a learning-rate test of the draft and go to the queue."""
+        return self._submit(
+            lambda text: (submission.submit_rate_test(self.ui.place, text), self.ui.link("")), touched, everything, held
+        )
+
+    def _submit(
+        self, submit: Callable[[str], tuple[int, str]], touched: str, everything: bool, held: dict[str, Any]
+    ) -> dict[Any, Any]:
+        """Queue a job of the draft, unless it has problems, and go to an address.
+
+        Args:
+            submit: queues the job of a TOML text. Returns its id, and the address to go to.
+            touched, everything, held: as the window sends them.
+        """
         address: dict[Any, Any] = {}
 
-        def submit() -> None:
+        def submit_draft() -> None:
             self._apply_touched(touched, held)
             text = self.draft.text()
             if not self.problems.find(text):
-                id = submission.submit_rate_test(self.ui.place, text)
-                address[self.layout.address] = self.ui.link("")
+                id, address[self.layout.address] = submit(text)
                 gr.Info(self.ui.say("new.start.queued", id=id))
 
-        return self._warn_on_error(submit) | address | self.painter.paint_side(everything)
+        return self._warn_on_error(submit_draft) | address | self.painter.paint_side(everything)
 
     def switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Handle a change of the view."""
