@@ -20,7 +20,7 @@ from waiting import LONG_SECONDS, wait_until
 from lora_fp8 import config, errors
 from lora_fp8.common import chart, messages
 from lora_fp8.errors import Joined, Message, Template, UserError, first_few
-from lora_fp8.jobs import ENDED, SENTENCES, JobView, Queue, Sentence, run_events
+from lora_fp8.jobs import COMMANDS, ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.run import Run, run_log
 from lora_fp8.verify.report import Report
 from webui import drawings, form, run_cards, run_monitor, setting_values, translations
@@ -270,6 +270,16 @@ def test_names_messages_prompts_and_configs_are_text_and_never_markup(ui: Ui, tm
         assert "\u202e" not in text
     assert "secret" not in "".join(made), "a log may not name pictures outside of the run"
     assert "a.png" in made[3]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_can_be_queued_has_a_card(ui: Ui, command: str) -> None:
+    """Without a word for one of them the whole queue would not be shown."""
+    view = JobView(1, f"{command} cat", "command", "queued", Sentence("queued"), command=(command, "x"))
+    for language in ("en", "zh-CN"):
+        assert translations.say(language, f"runs.command.{command}", rest="cat") in html.unescape(
+            runs_page.render_job(replace(ui, language=language), view)
+        )
 
 
 def test_runs_are_compared_with_the_best_step_of_each(ui: Ui, tmp_path: Path) -> None:
