@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lokr.layer import factorization
 from torch import nn
 from torch.nn import functional as F
 
@@ -348,3 +349,62 @@ def test_dropout_acts_in_training_only():
     x = torch.randn(5, 128, dtype=torch.bfloat16)
     assert not torch.equal(model.train()(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
+
+
+# -- shapes without peft
+
+
+def odd_layers() -> nn.Sequential:
+    """Linear layers and convolutions whose sides are prime, square, equal, and in groups."""
+    return nn.Sequential(
+        nn.Linear(12, 97),
+        nn.Linear(144, 40, bias=False),
+        nn.Conv2d(24, 30, 3, padding=1),
+        nn.Conv2d(36, 64, 1),
+        nn.Conv2d(16, 16, (3, 5), groups=4),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"type": kind} for kind in ("lora", "dora", "lokr", "loha", "oft")),
+        *({"type": kind, "freeze_a": True} for kind in ("lora", "dora")),
+        *({"type": "lokr", "decompose_both": True, "factor": factor} for factor in (0, 6)),
+    ],
+    ids=str,
+)
+def test_the_planned_tensors_are_those_that_peft_adds(more, dtype):
+    for rank, ranks in ((4, {}), (4, {"1": 12, "3": 0}), (32, {})):
+        section = settings.Adapter(rank=rank, ranks=ranks, dtype=dtype, block_size=16, **more)
+        names = ["0", "1", "2", "3", "4"]
+        if section.type == "oft":
+            names.remove("0")  # 97 is prime, and has no blocks
+        if section.type != "lora":
+            names.remove("4")  # groups are for LoRA alone
+        model = odd_layers()
+        planned = adapters.plan_tensors(model, section, names, called="model.{}".format)
+        assert not adapters.modules(model)
+        adapters.inject(model, section, names, seed=0)
+        added = adapters.tensors(model)
+        described = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in planned]
+        assert described == [(f"model.{n}", t.shape, t.dtype, t.requires_grad) for n, t in added]
+        assert all(tensor.is_meta for _, tensor in planned)
+
+
+def test_sides_are_split_as_peft_splits_them():
+    for factor in (0, 1, 2, 4, 5, 8, 16, 100, 1000):
+        for side in range(1, 1300):
+            assert kinds.split_side(side, factor) == factorization(side, factor or -1), (side, factor)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_planning_refuses_what_injecting_refuses(kind):
+    section = settings.Adapter(type=kind, rank=4)
+    for targets in (["9"], [], ["4"] if kind == "lokr" else ["1", "9"]):
+        with pytest.raises(UserError) as planned:
+            adapters.plan_tensors(odd_layers(), section, targets)
+        with pytest.raises(UserError) as injected:
+            adapters.inject(odd_layers(), section, targets, seed=0)
+        assert str(planned.value) == str(injected.value)

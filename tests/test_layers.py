@@ -337,6 +337,27 @@ def test_the_lowest_layer_loads_no_torch() -> None:
     assert done.stdout.strip() == f"{files} False"
 
 
+WITHOUT_PEFT = [
+    "lora_fp8.plan.check",
+    "lora_fp8.plan.plan",
+    "lora_fp8.lora_files.export",
+    "lora_fp8.tools.files",
+    "lora_fp8.tools.resize",
+    "lora_fp8.tools.merge",
+]
+
+
+def test_checking_a_job_and_reading_a_lora_load_no_peft() -> None:
+    """Its import takes longer than what these commands do."""
+    code = f"""if True:
+        import importlib, sys
+        for module in {WITHOUT_PEFT}:
+            importlib.import_module(module)
+            assert "peft" not in sys.modules, module
+    """
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
 UNSAFE_SWITCHES = ("shell", "trust_remote_code", "allow_pickle")
 
 

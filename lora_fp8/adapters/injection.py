@@ -16,11 +16,11 @@ peft wraps the layers, adds the small matrices and runs LoRA's forward. This mod
   and "default".
 * Fusion. Where a frozen layer multiplies with the Triton kernels, they add its LoRA in their last pass over the result
   (`FusedLora`); everywhere else peft does.
-* Targets. A target that matches nothing is an error, not a smaller adapter; so is an entry of `ranks`.
 * Ranks. Layers may have different ranks (`section.ranks`); all are scaled by `section.alpha / section.rank`, unlike in
-  peft, or with `section.rank_stabilized` by alpha and the root of their own rank. A layer of rank 0 has no adapter.
+  peft, or with `section.rank_stabilized` by alpha and the root of their own rank.
 
-What the kinds compute, and their sources, is in `kinds`.
+What the kinds compute, and their sources, is in `kinds`; which layers get an adapter, in `targets`; and the shapes of
+its tensors, known without peft, in `shapes`.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ from ..errors import Joined, Message, UserError, first_few
 from ..precision import FrozenLayer, FrozenLinear, frozen_layers
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
-from ..precision.names import by_name, hint
 from ..settings import Adapter
 from . import kinds, starts
 from .dropout import NONE, Dropout
+from .targets import choose_layers
 
 load_bitsandbytes()  # before peft imports it
 
@@ -291,11 +291,8 @@ def inject(
     """
     if modules(denoiser):
         raise ValueError("inject: this denoiser has adapters already")
-    setting = "adapter.targets" if section.targets else "targets"
-    names, notes = _match(denoiser, list(section.targets or targets), setting)
-    rank_of, rank_notes = ranks(section, names)
-    notes, names = notes + rank_notes, list(rank_of)
-    notes += _check_layers(denoiser, section, rank_of)
+    rank_of, notes = choose_layers(denoiser, section, targets)
+    names = list(rank_of)
     dtype = DTYPES[section.dtype]
     # With low_cpu_mem_usage, peft creates its own initial values on meta, at no cost. The fork restores the global
     # random state in any case.
@@ -314,80 +311,6 @@ def inject(
         notes += _unused_by_lokr(section, [_parts(adapted) for adapted in adapted_layers.values()])
     num_parameters = sum(parameter.numel() for _, parameter in parameters(denoiser))
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
-
-
-def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Return the rank of each of these layers that gets an adapter, and warnings.
-
-    The first entry of `section.ranks` that matches a layer applies; a layer of rank 0 gets none.
-
-    Raises:
-        UserError: an entry matches no layer, or no layer is left.
-    """
-    given_ranks, notes = by_name("adapter.ranks", section.ranks.items(), names)
-    of_all = {name: given_ranks.get(name, section.rank) for name in names}
-    if names and not any(of_all.values()):
-        raise UserError(Message("adapter.ranks: leaves no layer to train; give one a rank above 0"))
-    return {name: rank for name, rank in of_all.items() if rank}, notes
-
-
-def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> list[str]:
-    """Return warnings about ranks that a layer cannot use. Raises UserError for a layer that cannot be adapted."""
-    notes: list[str] = []
-    for name, rank in rank_of.items():
-        layer = denoiser.get_submodule(name)
-        if isinstance(layer, nn.Conv2d):
-            narrow, count = min(layer.in_channels, layer.out_channels), layer.groups
-        else:
-            assert isinstance(layer, nn.Linear)  # `_match` finds no others
-            narrow, count = min(layer.in_features, layer.out_features), 1
-        if section.type != "lora" and count > 1:
-            raise UserError(
-                Message(
-                    "adapter.type = {type}: {name} is a convolution in {count} groups, which only 'lora' adapts; "
-                    "leave it out of adapter.targets",
-                    type=repr(section.type),
-                    name=name,
-                    count=count,
-                )
-            )
-        if section.doubles_rank and count > 1:
-            raise UserError(
-                Message(
-                    "adapter.init = {init}: {name} is a convolution in {count} groups, which has no such start; leave "
-                    "it out of adapter.targets, or use 'default'",
-                    init=repr(section.init),
-                    name=name,
-                    count=count,
-                )
-            )
-        if rank % count:  # peft's B has the groups as well
-            raise UserError(
-                Message(
-                    "adapter.rank = {rank}: {name} is a convolution in {count} groups, and needs a multiple of "
-                    "{count}; give it one in adapter.ranks, or leave it out of adapter.targets",
-                    rank=rank,
-                    name=name,
-                    count=count,
-                )
-            )
-        if section.type == "oft":
-            rows = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
-            if kinds.block_size(rows, section.block_size) == 1:
-                raise UserError(
-                    Message(
-                        "adapter.block_size = {size}: {name} has {rows} output features, which no block up to that "
-                        "size divides; leave it out of adapter.targets, or choose another size",
-                        size=section.block_size,
-                        name=name,
-                        rows=rows,
-                    )
-                )
-        elif rank > narrow and section.type != "lokr":
-            notes.append(
-                Message("adapter.rank {rank} is more than {name} can use ({most})", rank=rank, name=name, most=narrow)
-            )
-    return notes
 
 
 def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> None:
@@ -658,37 +581,6 @@ def disabled(denoiser: nn.Module) -> Iterator[None]:
             layer.enable_adapters(not was_disabled)
         for parameter, required in trainable:
             parameter.requires_grad_(required)  # enable_adapters changes it
-
-
-def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[str], list[str]]:
-    """Return the names of the layers that `targets` match, in the model's order, and warnings."""
-    adaptable = {name: module for name, module in denoiser.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
-    chosen: set[str] = set()
-    notes: list[str] = []
-    if not targets:
-        raise UserError(
-            Message("{key}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'", key=setting)
-        )
-    for target in targets:
-        matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
-        if not matched:
-            raise UserError(
-                Message(
-                    "{setting}: {target} matches no layer that can be adapted; {line}",
-                    setting=setting,
-                    target=repr(target),
-                    line=hint(target, adaptable),
-                )
-            )
-        if matched <= chosen:
-            notes.append(
-                Message(
-                    "{target} adds nothing: the targets before it name all of its layers",
-                    target=f"{setting}: {target!r}",
-                )
-            )
-        chosen |= matched
-    return [name for name in adaptable if name in chosen], notes
 
 
 def _device(layer: nn.Module) -> torch.device:

@@ -292,6 +292,19 @@ def _rows(parts: list[Tensor], storage: str, dtype: torch.dtype) -> Iterator[tup
 # -- LoKr --------------------------------------------------------------------------------------------------------------
 
 
+def split_side(side: int, factor: int) -> tuple[int, int]:
+    """Return the two sides whose product is a side of the weight, as peft and LyCORIS split it.
+
+    The first is `factor` where that divides the side, else the largest divisor up to it and to the square root; with a
+    factor of 0 the largest up to the square root.
+    """
+    if factor and side % factor == 0:
+        return factor, side // factor
+    most = min(factor or side, math.isqrt(side))
+    first = next(number for number in range(most, 0, -1) if side % number == 0)
+    return first, side // first
+
+
 def kronecker_factors(parts: Parts) -> tuple[Tensor, Tensor]:
     """Return W1 (n1, k1) and W2 (n2, k2[, kh, kw]) of a LoKr layer; low-rank factors are multiplied."""
     w1, w2 = (

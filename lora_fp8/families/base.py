@@ -502,6 +502,10 @@ class ModelFamily(Latents, Prompts):
         """Build a denoiser on the meta device: all shapes, no memory. Each call builds another, to be changed."""
         import diffusers
         import torch
+
+        from ..precision.formats import load_bitsandbytes
+
+        load_bitsandbytes()  # before diffusers' models import it
         from diffusers.models.modeling_utils import no_init_weights
 
         path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()

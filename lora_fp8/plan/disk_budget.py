@@ -17,8 +17,7 @@ from ..errors import Message
 from ..families.base import ModelFamily
 from ..run.disk_space import Need
 from ..settings import Job
-from ..training import checkpoint, optim
-from ..training.text_encoders import Adapted, inject_
+from ..training import checkpoint, optim, text_encoders
 from . import dry_run
 from .resolve import get_resolution
 
@@ -42,12 +41,13 @@ def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
 
 def list_trainable(job: Job, family: ModelFamily) -> Named:
     """Return the tensors of the job's adapters, in the order of `adapters.tensors`, on the meta device."""
-    denoiser = family.empty_denoiser()
-    layer_names = family.adapter_names(denoiser, job.adapter.targets)
-    adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), layer_names, seed=job.seed)
-    encoders = family.empty_trained_text() if job.adapter.text_encoder else {}
-    inject_(encoders, family, job.adapter, job.seed)
-    return adapters.tensors(Adapted(denoiser, encoders))
+    layer_names = family.adapter_names(family.outline, job.adapter.targets)
+    section = job.adapter.model_copy(update={"targets": []})
+    encoders = family.empty_trained_text() if section.text_encoder else {}
+    return [
+        *adapters.plan_tensors(family.outline, section, layer_names),
+        *text_encoders.plan_tensors(encoders, family, section),
+    ]
 
 
 def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:

@@ -9,6 +9,8 @@ are unchanged. Previews and verification use the encoders as they are at that st
 Shape suffixes: B batch.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +99,20 @@ def inject_(
     return [
         adapters.inject(encoder, section, adapted_layers(family, name, encoder), seed, called=partial(text_layer, name))
         for name, encoder in encoders.items()
+    ]
+
+
+def plan_tensors(
+    encoders: Mapping[str, nn.Module], family: Any, section: settings.Adapter
+) -> list[tuple[str, nn.Parameter]]:
+    """Return the tensors that `inject_` would add to these text encoders, as they are named in a LoRA file."""
+    section = section.model_copy(update={"targets": [], "ranks": {}})
+    return [
+        named
+        for name, encoder in encoders.items()
+        for named in adapters.plan_tensors(
+            encoder, section, adapted_layers(family, name, encoder), called=partial(text_layer, name)
+        )
     ]
 
 
