@@ -171,9 +171,9 @@ def test_assign_and_group():
 
 def test_fit_gives_pillows_pixels():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 150, 3), dtype=np.uint8))
-    fitted = buckets.fit(image, (64, 48))
+    fitted = buckets.fit(image, buckets.Placement(image.size, (64, 48), *buckets.crop_box(image.size, (64, 48))))
     # 150 x 90 covers 64 x 48 at 80 x 48, of which 8 go on each side.
     expected = image.resize((80, 48), Image.Resampling.LANCZOS).crop((8, 0, 72, 48))
     np.testing.assert_array_equal(fitted, expected)
-    whole = buckets.fit(image, (150, 90))
+    whole = buckets.fit(image, buckets.Placement(image.size, (150, 90), (150, 90), (0, 0)))
     np.testing.assert_array_equal(whole, image)

@@ -106,7 +106,7 @@ def test_latents_and_conds_are_what_the_encoders_gave(folder):
     assert report.bytes == sum(path.stat().st_size for path in entries(folder))
     assert all(len(pixels_BCHW) == 1 for pixels_BCHW in family.images)
     for one in placed:
-        image = buckets.fit(Image.open(one.example.path), one.placement.bucket_wh)
+        image = buckets.fit(Image.open(one.example.path), one.placement)
         values_HWC = np.asarray(image).astype(np.float32) / 127.5 - 1
         for flipped in (False, True):
             expected_HWC = (values_HWC[:, ::-1] if flipped else values_HWC)[::8, ::8] * 2

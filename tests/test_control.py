@@ -232,7 +232,7 @@ def test_a_control_picture_of_its_pictures_shape_is_cut_as_the_picture_is():
     box = buckets.control_box(placed.placement, control.size)
     assert box[0] > 10 and box[1] == 0 and box[3] == 100
     mine = np.asarray(control.crop(box).resize(placed.placement.bucket_wh, Image.Resampling.LANCZOS), dtype=float)
-    theirs = np.asarray(buckets.fit(picture, placed.placement.bucket_wh), dtype=float)
+    theirs = np.asarray(buckets.fit(picture, placed.placement), dtype=float)
     assert np.abs(mine - theirs).mean() < 1.5  # an uncut one is off by 12
     assert buckets.control_box(placed.placement, (100, 100)) == (0, 0, 100, 100)
 

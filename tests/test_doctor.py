@@ -211,7 +211,7 @@ def test_what_was_said_of_a_crop_is_what_pillow_cuts(folder: Path) -> None:
     """The share is measured: a picture whose left half is counted pixel by pixel after the training's own crop."""
     put(picture(9, (1800, 600)), folder / "odd.png")
     place = buckets.place((1800, 600), 512, 64)
-    kept = buckets.fit(Image.open(folder / "odd.png"), place.bucket_wh)
+    kept = buckets.fit(Image.open(folder / "odd.png"), place)
     assert kept.size == place.bucket_wh
     scale = place.resized_wh[1] / 600
     share = (kept.width / scale) * (kept.height / scale) / (1800 * 600)

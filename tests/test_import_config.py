@@ -249,6 +249,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "bucket_step": 32,
             "max_aspect": 3.0,
             "flip": True,
+            "color_jitter": 0.05,
             "caption_dropout": 0.1,
             "shuffle_tags": True,
             "keep_tokens": 2,
@@ -623,9 +624,8 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     "sd_scripts_flux.toml": (
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
-        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap",
+        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug",
         "dataset.resolution|network.network_args|dataset.max_token_length"
-        f"|{DATA}.subsets.1.color_aug"
         "|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
@@ -1566,6 +1566,52 @@ def test_each_folder_keeps_its_resolution_and_weight(here: Path, tmp_path: Path)
     data = settings(importing.import_file(tmp_path / "page.json"))["dataset"]
     assert data["folders"] == [{"path": "a", "weight": 0.5}, {"path": "b", "resolution": 640}]
     assert data["resolution"] == 1024
+
+
+def test_variants_of_pictures(here: Path, tmp_path: Path) -> None:
+    """OneTrainer's changes of pictures, where several versions of each are cached."""
+    first = {"enable_crop_jitter": False, "enable_random_rotate": True, "random_rotate_max_angle": 7.5}
+    second = first | {
+        "enable_random_brightness": True,
+        "random_brightness_max_strength": 0.1,
+        "enable_random_hue": True,
+    }
+    second |= {"enable_random_contrast": True, "random_contrast_max_strength": 0.2, "random_hue_max_strength": 0.1}
+
+    def brought(concepts: list[dict[str, Any]]) -> importing.Import:
+        (tmp_path / "c.json").write_text(json.dumps(concepts), encoding="utf-8")
+        page = read(here / "onetrainer_sdxl.json") | {"concept_file_name": str(tmp_path / "c.json")}
+        (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
+        return importing.import_file(tmp_path / "page.json")
+
+    made = brought([{"path": name, "image_variations": 6, "image": second} for name in "ab"])
+    data = settings(made)["dataset"]
+    names = ("random_crop", "rotate", "color_jitter", "image_variants", "zoom")
+    assert [data.get(name) for name in names] == [False, 7.5, 0.2, 6, None]
+    assert {"c.json: 0.image.enable_random_contrast", "c.json: 1.image.random_contrast_max_strength"} <= keys(
+        made.differs
+    )
+    assert "c.json: 0.image.enable_random_hue" in keys([entry for entry in made.no_counterpart if not entry.off])
+    data = settings(brought([{"path": "a", "image_variations": 3, "image": {}}]))["dataset"]
+    assert (data["random_crop"], data["image_variants"]) == (True, 3)  # its default is to jitter the crop
+    made = brought([{"path": "a", "image": second}])  # one version of each picture is cached
+    assert not set(names) & set(settings(made)["dataset"])
+    lost = keys([entry for entry in made.no_counterpart if not entry.off])
+    assert {"c.json: 0.image.enable_random_rotate", "c.json: 0.image.enable_random_brightness"} <= lost
+
+
+@pytest.mark.parametrize("crops", [True, False])
+def test_random_crops(tmp_path: Path, crops: bool) -> None:
+    (tmp_path / "1_cat").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "1_cat" / "a.png")
+    word = str(crops).lower()
+    text = f"train_data_dir = '{tmp_path.as_posix()}'\nrandom_crop = {word}\ncolor_aug = {word}\n"
+    data = settings(kohya(tmp_path, text))["dataset"]
+    assert (data.get("random_crop"), data.get("color_jitter")) == ((True, 0.05) if crops else (None, None))
+    page = {"datasets": [{"folder_path": "a", "random_crop": crops}]}
+    text = yaml.safe_dump({"job": "extension", "config": {"process": [{"type": "sd_trainer"} | page]}})
+    (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    assert settings(importing.import_file(tmp_path / "a.yaml"))["dataset"].get("random_crop") is (crops or None)
 
 
 def test_of_two_intervals_one_is_told(tmp_path: Path) -> None:

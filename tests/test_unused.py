@@ -27,6 +27,7 @@ ALWAYS = {
     ),
     *("dataset.folders", "dataset.resolution", "dataset.buckets", "dataset.bucket_step", "dataset.upscale"),
     *("dataset.flip", "dataset.background", "dataset.trigger", "dataset.class_word", "dataset.missing_caption"),
+    *("dataset.random_crop", "dataset.zoom", "dataset.rotate", "dataset.color_jitter"),
     "dataset.caption_dropout",
     *(
         "dataset.shuffle_tags",

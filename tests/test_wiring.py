@@ -137,6 +137,13 @@ FLIPS = {
     "dataset.max_aspect": Flip("1.5", ("losses", "buckets")),
     "dataset.upscale": Flip("false", ("losses", "encoded", "buckets")),
     "dataset.flip": Flip("true", ("losses", "encoded"), ("buckets", "samples")),
+    "dataset.random_crop": Flip("true", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.zoom": Flip("0.5", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.rotate": Flip("10.0", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.color_jitter": Flip("0.3", ("losses", "encoded"), ("buckets", "samples", "rates")),
+    "dataset.image_variants": Flip(
+        "2", ("losses",), ("buckets", "samples", "rates"), under=("dataset.rotate=10.0", "dataset.zoom=0.3")
+    ),
     "dataset.background": Flip("#00ff00", ("losses", "encoded"), ("buckets",)),
     "dataset.trigger": Flip("zobi", ("losses", "encoded", "metadata"), ("buckets",)),
     "dataset.class_word": Flip("dog", ("losses", "encoded"), ("buckets",), ("dataset.trigger=zobi",)),

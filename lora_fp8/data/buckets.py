@@ -27,7 +27,7 @@ from fractions import Fraction
 from math import isqrt
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from ..errors import Message, UserError, about
 
@@ -50,6 +50,18 @@ class Placement:
     bucket_wh: Size
     resized_wh: Size
     crop_xy: Size
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """The crop inside the resized image: left, top, right and bottom."""
+        (left, top), (width, height) = self.crop_xy, self.bucket_wh
+        return left, top, left + width, top + height
+
+    @property
+    def centre(self) -> tuple[float, float]:
+        """The middle of the crop inside the resized image, (x, y)."""
+        left, top, right, bottom = self.box
+        return (left + right) / 2, (top + bottom) / 2
 
     @property
     def original_hw(self) -> Size:
@@ -92,11 +104,57 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Change:
+    """What a variant of an image changes beside its crop: see `image_variants`.
+
+    Attributes:
+        angle: degrees by which the image is turned counterclockwise, about the middle of the crop.
+        colour: factors of brightness, contrast and saturation; () leaves the colours as they are.
+    """
+
+    angle: float = 0.0
+    colour: tuple[float, ...] = ()
+
+    @property
+    def key_parts(self) -> dict[str, Any]:
+        """What is added to the key of a cache entry; {} if nothing is changed."""
+        return {
+            **({"angle": self.angle} if self.angle else {}),
+            **({"colour": self.colour} if self.colour else {}),
+        }
+
+    def turn(self, image: Image.Image, centre: tuple[float, float], resample: Image.Resampling) -> Image.Image:
+        """Turn an image about a point; its size stays."""
+        return image.rotate(self.angle, resample, center=centre) if self.angle else image
+
+    def recolour(self, image: Image.Image) -> Image.Image:
+        """Change the colours of an image."""
+        for enhancer, factor in zip(ENHANCERS, self.colour, strict=False):
+            image = enhancer(image).enhance(factor)
+        return image
+
+
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+"""In the order of `Change.colour`."""
+UNCHANGED = Change()
+
+
+@dataclass(frozen=True)
 class Placed:
-    """An `images.Example` and its placement in a bucket."""
+    """An `images.Example` and its placement in a bucket.
+
+    Attributes:
+        example: the image or clip.
+        placement: how it is fitted into its bucket.
+        change: what else a variant changes.
+        usual: the placement of the image as it is, if this is another variant. Sizes of control images follow from it,
+            as all variants of an image share their batches.
+    """
 
     example: Any
     placement: Placement
+    change: Change = UNCHANGED
+    usual: Placement | None = None
 
     @property
     def uid(self) -> str:
@@ -270,18 +328,17 @@ def same_shape(size: Size, other: Size) -> bool:
     return _distance(size, other) <= Fraction(101, 100)
 
 
-def fit(image: Image.Image, bucket: Size) -> Image.Image:
-    """Resize and crop the image to the bucket."""
-    resized, (left, top) = crop_box(image.size, bucket)
-    if image.size != resized:
-        image = image.resize(resized, Image.Resampling.LANCZOS)
-    return image.crop((left, top, left + bucket[0], top + bucket[1]))
+def fit(image: Image.Image, placement: Placement, change: Change = UNCHANGED) -> Image.Image:
+    """Resize an image, turn it, crop it to its bucket, and change its colours."""
+    if image.size != placement.resized_wh:
+        image = image.resize(placement.resized_wh, Image.Resampling.LANCZOS)
+    image = change.turn(image, placement.centre, Image.Resampling.BICUBIC)
+    return change.recolour(image.crop(placement.box))
 
 
-def fit_mask(mask: Image.Image, placement: Placement) -> Image.Image:
-    """Resize and crop a mask, which has its image's shape, as the image is."""
+def fit_mask(mask: Image.Image, placement: Placement, change: Change = UNCHANGED) -> Image.Image:
+    """Resize, turn and crop a mask, which has its image's shape, as the image is."""
     if mask.size != placement.resized_wh:
         # Not Lanczos: it overshoots at edges, and areas that are black would no longer be.
         mask = mask.resize(placement.resized_wh, Image.Resampling.BILINEAR)
-    (left, top), (width, height) = placement.crop_xy, placement.bucket_wh
-    return mask.crop((left, top, left + width, top + height))
+    return change.turn(mask, placement.centre, Image.Resampling.BILINEAR).crop(placement.box)

@@ -39,7 +39,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
 from ..errors import Message, RunFailure, UserError, reason
 from . import clips
-from .buckets import Placed, control_box, fit, fit_mask
+from .buckets import UNCHANGED, Placed, control_box, fit, fit_mask, same_shape
 from .decoding import ImageError, open_image, open_mask, read_clip
 from .examples import Control, Example
 from .image_edits import ImageEdit
@@ -209,6 +209,7 @@ class Cache:
             crop=placement.crop_xy,
             background=self.section.background.lower(),
             flip=flipped,
+            **placed.change.key_parts,
         )
 
     def control_key(self, control: ControlCrop, flipped: bool) -> str:
@@ -220,6 +221,7 @@ class Cache:
             size=control.size,
             background=self.section.background.lower(),
             flip=flipped,
+            **control.change.key_parts,
         )
 
     def mask_key(self, placed: Placed, flipped: bool) -> str:
@@ -233,6 +235,7 @@ class Cache:
             resized=placement.resized_wh,
             crop=placement.crop_xy,
             flip=flipped,
+            **replace(placed.change, colour=()).key_parts,
         )
 
     def caption_key(self, caption: str | Prompt) -> str:
@@ -242,7 +245,10 @@ class Cache:
         return self._key(
             "conds",
             caption=caption.text,
-            seen=[(control.control.sha256, control.box) for control in caption.seen],
+            seen=[
+                (control.control.sha256, control.box, *([control.change.key_parts] if control.change.key_parts else []))
+                for control in caption.seen
+            ],
             background=self.section.background.lower(),
             flip=caption.flipped,
         )
@@ -271,10 +277,13 @@ class Cache:
         asked = self.section.control_resolution
         controls = []
         for control in placed.example.controls:
-            box = control_box(placed.placement, (control.width, control.height))
-            cut = box[2] - box[0], box[3] - box[1]
+            whole_size = control.width, control.height
+            usual = control_box(placed.usual or placed.placement, whole_size)
+            cut = usual[2] - usual[0], usual[3] - usual[1]
             size = self.family.control_size(*cut, None if asked == "auto" else asked)
-            controls.append(ControlCrop(control, box, size))
+            follows = same_shape(placed.placement.original_wh, whole_size)
+            change = placed.change if follows else UNCHANGED
+            controls.append(ControlCrop(control, control_box(placed.placement, whole_size), size, change))
         return tuple(controls)
 
     def _flips(self) -> tuple[bool, ...]:
@@ -387,7 +396,8 @@ class Cache:
         if example.frames:
             pictures = self._clip_in_place(placed)
         else:
-            pictures = [fit(self._opened(example.path, example.image_sha256, example.edit), placed.placement.bucket_wh)]
+            picture = self._opened(example.path, example.image_sha256, example.edit)
+            pictures = [fit(picture, placed.placement, placed.change)]
         if flipped:
             pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
         values = pixels(pictures[0]) if len(pictures) == 1 else clip_pixels(pictures)
@@ -404,7 +414,7 @@ class Cache:
     def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         mask = placed.example.mask
         with self._unchanged(mask.path, mask.sha256, mask.edit) as raw:
-            greys = fit_mask(open_mask(raw, mask.alpha, mask.edit), placed.placement)
+            greys = fit_mask(open_mask(raw, mask.alpha, mask.edit), placed.placement, placed.change)
         if flipped:
             greys = greys.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         mask_HW = torch.from_numpy(np.array(greys, dtype=np.float32)) / 255
@@ -416,8 +426,10 @@ class Cache:
             return open_image(raw, self.section.background, edit)
 
     def _opened_control(self, control: ControlCrop) -> Image.Image:
-        file = control.control
-        return self._opened(file.path, file.sha256, file.edit).crop(control.box)
+        file, (left, top, right, bottom) = control.control, control.box
+        image = self._opened(file.path, file.sha256, file.edit)
+        image = control.change.turn(image, ((left + right) / 2, (top + bottom) / 2), Image.Resampling.BICUBIC)
+        return control.change.recolour(image.crop(control.box))
 
     @contextlib.contextmanager
     def _unchanged(self, path: Path, sha256: str, edit: ImageEdit) -> Iterator[io.BytesIO]:
@@ -433,12 +445,12 @@ class Cache:
 
     def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
         """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
-        about = (placed.example.path, placed.example.image_sha256, placed.example.frames, placed.placement)
+        example = placed.example
+        about = (example.path, example.image_sha256, example.frames, placed.placement, placed.change)
         if self._clip is None or self._clip[0] != about:
             self._clip = None  # free them before the next ones are read
-            frames = self._opened_clip(placed.example)
-            edit = placed.example.edit
-            self._clip = about, [fit(edit.apply(frame), placed.placement.bucket_wh) for frame in frames]
+            frames = (example.edit.apply(frame) for frame in self._opened_clip(example))
+            self._clip = about, [fit(frame, placed.placement, placed.change) for frame in frames]
         return self._clip[1]
 
     def _opened_clip(self, example: Example) -> list[Image.Image]:

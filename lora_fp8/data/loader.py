@@ -38,6 +38,7 @@ from .buckets import Bucket, Placed, Size
 from .cache import Cache
 from .caption_text import with_class_word
 from .caption_variants import caption_variant
+from .image_variants import draw_variant
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """The fractions of its multiples fill (0, 1) evenly, however many there are."""
@@ -160,7 +161,8 @@ class Loader:
         buckets: examples by bucket, from `buckets.group`.
         cache: filled with these examples and with its `prompts`.
         family: image_conditioning and collate are used.
-        section: `[dataset]`: flip, caption_dropout, the folders' weights, and the settings of caption variants.
+        section: `[dataset]`: flip, caption_dropout, the folders' weights, and the settings of the variants of images
+            and captions.
         seed: the job's seed; the same that `prompts` was given.
         batch_size: images per micro-batch over all processes.
     """
@@ -238,19 +240,21 @@ class Loader:
             return None
         epoch, index = self.position(micro_index)
         first = epoch * self.samples_per_epoch + self._starts[epoch][index]
-        latents, noise, conds, captions, flips, masks = [], [], [], [], [], []
+        latents, noise, conds, captions, flips, masks, variants = [], [], [], [], [], [], []
         for item in mine:
             flipped = self._flipped(epoch, item.uid)
             caption = self._caption(epoch, item)
-            latents_CHW = self.cache.latents(item.placed, flipped).to(torch.float32)
+            variant = self._variant(epoch, item)
+            latents_CHW = self.cache.latents(variant, flipped).to(torch.float32)
             draw = generator(self.seed, "noise", epoch, item.uid)
             latents.append(latents_CHW)
             noise.append(torch.randn(latents_CHW.shape, generator=draw, dtype=torch.float32))
-            conds.append(self._cond(item.placed, caption, flipped))
+            conds.append(self._cond(variant, caption, flipped))
             captions.append(caption)
             flips.append(flipped)
-            masks.append(self.cache.mask(item.placed, flipped))
-        class_captions, class_cond = self._class_part(mine, captions, flips)
+            masks.append(self.cache.mask(variant, flipped))
+            variants.append(variant)
+        class_captions, class_cond = self._class_part(variants, captions, flips)
         return Batch(
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
@@ -274,15 +278,15 @@ class Loader:
         )
 
     def _class_part(
-        self, items: Sequence[Item], captions: Sequence[str], flips: Sequence[bool]
+        self, images: Sequence[Placed], captions: Sequence[str], flips: Sequence[bool]
     ) -> tuple[list[str], dict[str, Tensor] | None]:
         """Return the captions with the class word, and their conditioning; None if it changes none of them."""
         triggers, word = self.section.triggers, self.section.class_word
         replaced = [with_class_word(caption, triggers, word) for caption in captions]
         if replaced == list(captions):
             return replaced, None
-        used = zip(items, replaced, flips, strict=True)
-        return replaced, self.family.collate([self._cond(item.placed, text, flipped) for item, text, flipped in used])
+        used = zip(images, replaced, flips, strict=True)
+        return replaced, self.family.collate([self._cond(image, text, flipped) for image, text, flipped in used])
 
     def _chance(self, purpose: str, epoch: int, uid: str) -> float:
         """Draw a uniform number in [0, 1)."""
@@ -290,6 +294,12 @@ class Loader:
 
     def _flipped(self, epoch: int, uid: str) -> bool:
         return self.section.flip and self._chance("flip", epoch, uid) < 0.5
+
+    def _variant(self, epoch: int, item: Item) -> Placed:
+        if not self.section.varies_images:
+            return item.placed
+        number = int(self._chance("image_variant", epoch, item.uid) * self.section.image_variants)
+        return draw_variant(item.placed, self.section, number) if number else item.placed
 
     def _caption(self, epoch: int, item: Item) -> str:
         caption = item.placed.example.caption

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .buckets import Size
+from .buckets import UNCHANGED, Change, Size
 from .examples import Control
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ControlCrop:
-    """A control image as the denoiser gets it: the part inside `box` (left, top, right, bottom), resized to `size`."""
+    """A control image as the denoiser gets it: the part inside `box` (left, top, right, bottom), resized to `size`.
+
+    `change` is that of the image whose shape it has.
+    """
 
     control: Control
     box: tuple[int, int, int, int]
     size: Size
+    change: Change = UNCHANGED
 
 
 def whole(controls: Sequence[Control]) -> tuple[ControlCrop, ...]:

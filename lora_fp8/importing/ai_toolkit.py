@@ -107,7 +107,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.audio_normalize": idle(NO_VIDEO),
     "datasets.*.audio_preserve_pitch": idle(NO_VIDEO),
     "datasets.*.random_scale": none(remarks.CENTER_CROP),
-    "datasets.*.random_crop": none(remarks.CENTER_CROP),
+    "datasets.*.random_crop": JOINT,
     "datasets.*.scale": none(remarks.SCALED, 1, 1.0),
     "datasets.*.augments": none(remarks.NO_COLOURS),
     "datasets.*.augmentations": none(remarks.NO_COLOURS),
@@ -561,6 +561,10 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         ("buckets", "dataset.buckets", flag),
     ):
         dataset_settings.share(draft, *collect_values(name), setting, read)
+    keys, values = collect_values("random_crop")
+    if any(map(flag, filter(None, values))):
+        dataset_settings.share(draft, keys, values, "dataset.random_crop", flag, remarks.CACHED_VARIANTS)
+    draft.none(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
     keys, values = collect_values("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):

@@ -257,6 +257,13 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
     )
 
 
+COLOURS = Message("brightness, contrast and saturation here; a third of the pictures gets another hue or gamma there")
+
+
+def _read_colours(value: Any) -> float:
+    return 0.05 if flag(value) else 0.0  # gamma from 0.95 to 1.05 there
+
+
 def set_pictures(draft: Draft) -> None:
     """Set sizes, buckets and captions, with one value for all folders."""
     places = subsets(draft)
@@ -280,6 +287,14 @@ def set_pictures(draft: Draft) -> None:
             draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
             continue
         dataset_settings.share(draft, *collect_values(draft, name, places), setting, read)
+    for name, setting, read, note in (
+        ("random_crop", "dataset.random_crop", flag, remarks.CACHED_VARIANTS),
+        ("color_aug", "dataset.color_jitter", _read_colours, COLOURS),
+    ):
+        keys, values = collect_values(draft, name, places)
+        if any(map(flag, filter(None, values))):
+            dataset_settings.share(draft, keys, values, setting, read, note)
+        draft.none(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *collect_values(draft, "bucket_reso_steps", places))
     dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag)
     if draft.settings.get("dataset.wildcards"):  # it also draws a line of a caption with several

@@ -40,6 +40,7 @@ NO_LOSS = remarks.ONE_LOSS
 CONCEPT_OFF = Message("the concept is off")
 NO_VALIDATION = remarks.VALIDATION
 NO_COLOUR = remarks.NO_COLOURS
+COLOURS = ("brightness", "contrast", "saturation")
 NO_VIDEO = dataset_settings.NO_CLIPS
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
@@ -307,23 +308,23 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.caps_randomize_enable": none(Message("captions are not changed to capitals here")),
     "concepts.*.image.enable_random_flip": JOINT,
     "concepts.*.image.enable_fixed_flip": none(Message("pictures are mirrored at random or not at all")),
-    "concepts.*.image.enable_crop_jitter": none(remarks.CENTER_CROP),
-    "concepts.*.image.enable_random_rotate": none(remarks.NO_ROTATION),
+    "concepts.*.image.enable_crop_jitter": JOINT,
+    "concepts.*.image.enable_random_rotate": JOINT,
+    "concepts.*.image.random_rotate_max_angle": JOINT,
     "concepts.*.image.enable_fixed_rotate": none(remarks.NO_ROTATION),
     "concepts.*.image.enable_resolution_override": JOINT,
     "concepts.*.image.resolution_override": JOINT,
-    **{
-        f"concepts.*.image.enable_{how}_{what}": none(NO_COLOUR)
-        for how in ("random", "fixed")
-        for what in ("brightness", "contrast", "saturation", "hue")
-    },
+    **{f"concepts.*.image.enable_random_{what}": JOINT for what in COLOURS},
+    **{f"concepts.*.image.random_{what}_max_strength": JOINT for what in COLOURS},
+    **{f"concepts.*.image.enable_fixed_{what}": none(NO_COLOUR) for what in (*COLOURS, "hue")},
+    "concepts.*.image.enable_random_hue": none(NO_COLOUR),
     "concepts.*.image.enable_random_circular_mask_shrink": none(remarks.NO_MASK),
     "concepts.*.image.enable_random_mask_rotate_crop": none(remarks.NO_MASK),
     "concepts.*.image.**": idle(Message("belongs to a change of colours or angles")),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
     "concepts.*.loss_weight": JOINT,
-    "concepts.*.image_variations": none(Message("one crop of each picture is cached"), 1),
+    "concepts.*.image_variations": JOINT,
     "concepts.*.text_variations": JOINT,
     "concepts.*.name": idle(Message("the concept's name")),
     "concepts.*.seed": idle(Message("the job's seed counts")),
@@ -539,6 +540,7 @@ def _set_folders(draft: Draft) -> None:
         draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("concept_file_name")))
     if kept:
         _set_flip_and_tags(draft, kept)
+        _set_variants(draft, kept)
     dropped = draft.get("text_encoder.dropout_probability", number)
     if dropped:
         draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
@@ -644,6 +646,48 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         if tags:
             dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without tag shuffling"), off=True)
+
+
+def _set_variants(draft: Draft, tables: list[str]) -> None:
+    """Set the variants of images, if several versions of each are cached there or none is."""
+
+    def collect_values(name: str) -> tuple[list[str], list[Any]]:
+        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
+
+    keys, values = collect_values("image_variations")
+    most = max([whole(value) for value in values if value not in (None, "")], default=1)
+    switches = ["enable_crop_jitter", "enable_random_rotate", *(f"enable_random_{colour}" for colour in COLOURS)]
+    limits = ["random_rotate_max_angle", *(f"random_{colour}_max_strength" for colour in COLOURS)]
+    if most > 1:
+        jitters, crops = collect_values("image.enable_crop_jitter")
+        crops = [True if value is None else value for value in crops]
+        dataset_settings.share(draft, jitters, crops, "dataset.random_crop", flag)
+        angles = [_read_limit(draft, f"{table}image.", "rotate", "angle") for table in tables]
+        strengths = [max(_read_limit(draft, f"{table}image.", c, "strength") for c in COLOURS) for table in tables]
+        of_angles = [f"{table}image.{name}" for table in tables for name in (switches[1], limits[0])]
+        of_colours = [f"{table}image.{name}" for table in tables for name in (*switches[2:], *limits[1:])]
+        if any(angles):
+            dataset_settings.share(draft, of_angles, angles, "dataset.rotate", lambda value: min(value, 45.0))
+        if any(strengths):
+            one_for_all = Message("one strength here for brightness, contrast and saturation")
+            dataset_settings.share(
+                draft, of_colours, strengths, "dataset.color_jitter", lambda value: min(value, 0.9), one_for_all
+            )
+        if any(map(flag, crops)) or any(angles) or any(strengths):
+            dataset_settings.share(draft, keys, values, "dataset.image_variants", lambda value: min(64, whole(value)))
+    for name in (*switches, *limits):
+        named = f"image.{name}"
+        for key, value in zip(*collect_values(named), strict=True):
+            is_on = name in switches and (value is None or flag(value))
+            draft.none(key, remarks.ONE_VERSION if is_on else remarks.OFF, off=not is_on)
+    draft.none(keys, remarks.OFF, off=True)
+
+
+def _read_limit(draft: Draft, table: str, what: str, unit: str) -> float:
+    """Return the limit of a change that a concept has switched on; 0 if it has not."""
+    if not flag(draft.get(f"{table}enable_random_{what}") or False):
+        return 0.0
+    return number(draft.get(f"{table}random_{what}_max_{unit}") or 0.0)
 
 
 def _set_frames(draft: Draft) -> None:

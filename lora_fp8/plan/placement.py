@@ -7,9 +7,10 @@ from ..data import buckets as bucketing
 from ..data import control_files, mask_files, permutation
 from ..data.cache import Cache
 from ..data.examples import Example, ScanReport
+from ..data.image_variants import list_variants
 from ..data.prompts import Prompt, whole
 from ..errors import Message, UserError
-from ..settings import Job, Preview
+from ..settings import Dataset, Job, Preview
 from .resolve import get_resolution
 
 Buckets = dict[bucketing.Bucket, list[bucketing.Placed]]
@@ -27,14 +28,17 @@ class PlacedImages:
     """`examples` by bucket"""
     held_out_buckets: Buckets
     """`held_out` by bucket"""
+    section: Dataset
+    """`[dataset]`, for the variants of the images"""
     warnings: list[str] = field(default_factory=list)
     """about images, captions and masks"""
 
     @cached_property
     def placed(self) -> list[bucketing.Placed]:
-        """All images in their buckets: those of `examples`, then those of `held_out`."""
-        both = self.buckets, self.held_out_buckets
-        return [placed for buckets in both for members in buckets.values() for placed in members]
+        """All that is cached: `examples` in their buckets, each with its variants, then `held_out` as they are."""
+        trained = [placed for members in self.buckets.values() for placed in members]
+        held_out = [placed for members in self.held_out_buckets.values() for placed in members]
+        return [*(variant for placed in trained for variant in list_variants(placed, self.section)), *held_out]
 
 
 def place_images(job: Job, report: ScanReport) -> PlacedImages:
@@ -48,8 +52,10 @@ def place_images(job: Job, report: ScanReport) -> PlacedImages:
         UserError: nothing would be left to train on.
     """
     examples, held_out = split(job, report.examples)
-    placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out))
-    placed_images.warnings.extend(mask_files.outside_masks(placed_images.placed))
+    placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out), job.dataset)
+    placed_images.warnings.extend(
+        mask_files.outside_masks([image for image in placed_images.placed if not image.usual])
+    )
     return placed_images
 
 

@@ -119,6 +119,9 @@ VARIED: dict[str, tuple[Any, ...]] = {
         (False, 0.0, "join", "first")
     )
 }
+CHANGED_IMAGES: dict[str, tuple[Any, ...]] = {
+    "dataset.random_crop | dataset.zoom | dataset.rotate | dataset.color_jitter": Except((False, 0.0))
+}
 WITH_METADATA: dict[str, tuple[Any, ...]] = {"export.metadata": ("public", "private")}
 MASKED: dict[str, tuple[Any, ...]] = {"dataset.folders.mask": ()}
 
@@ -535,6 +538,40 @@ class Dataset(Section):
         "Mirror half of the samples left to right. Not for text, logos or asymmetric characters.",
         also="kohya: flip_aug; ai-toolkit: flip_x",
     )
+    random_crop: bool = setting(
+        False,
+        "Cut variants of an image out at a random place instead of the middle.",
+        also="kohya: random_crop; ai-toolkit: random_crop; OneTrainer: enable_crop_jitter",
+    )
+    zoom: float = setting(
+        0.0,
+        "Maximum zoom of image variants: 0.5 enlarges an image by up to a half before it is cropped.",
+        ge=0,
+        le=2,
+    )
+    rotate: float = setting(
+        0.0,
+        "Maximum angle of image variants, in degrees to either side.",
+        ge=0,
+        le=45,
+        also="OneTrainer: random_rotate_max_angle",
+    )
+    color_jitter: float = setting(
+        0.0,
+        "Maximum change of brightness, contrast and saturation of image variants: 0.1 is a tenth more or less.",
+        ge=0,
+        le=0.9,
+        also="kohya: color_aug",
+    )
+    image_variants: int = setting(
+        4,
+        "Number of cached versions of each image: the image as it is, and others cropped, zoomed, turned or coloured "
+        "differently.",
+        ge=2,
+        le=64,
+        when=CHANGED_IMAGES,
+        also="OneTrainer: image_variations",
+    )
     frames: list[int] = setting(
         [],
         "Clip lengths to train, in frames, such as [17, 33]. Each clip uses the longest length that fits.",
@@ -645,6 +682,11 @@ class Dataset(Section):
     def varies_captions(self) -> bool:
         """Whether a caption is read in `caption_variants` versions."""
         return self.shuffle_tags or self.tag_dropout > 0 or self.wildcards or self.caption_lines == "one"
+
+    @property
+    def varies_images(self) -> bool:
+        """Whether an image is trained in `image_variants` versions."""
+        return self.random_crop or self.zoom > 0 or self.rotate > 0 or self.color_jitter > 0
 
     @property
     def triggers(self) -> list[str]:

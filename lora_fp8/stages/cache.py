@@ -19,6 +19,7 @@ from ..data import cache_cleanup, control_files
 from ..data.cache import Cache, preview_pictures
 from ..data.caption_variants import plain_captions, truncation_warnings
 from ..data.examples import Example
+from ..data.image_variants import plain_images
 from ..data.loader import Item, Loader
 from ..data.prompts import Prompt, text_of
 from ..errors import Message, Stopped, UserError
@@ -131,7 +132,7 @@ def cache(session: Session) -> Data:
     )
     held_out = None
     if placed.held_out:
-        plain = plain_captions(section).model_copy(update={"flip": False})
+        plain = plain_images(plain_captions(section))
         held_out = Loader(placed.held_out_buckets, store, family, plain, seed=job.seed, batch_size=1)
     return Data(
         loader=loader,
