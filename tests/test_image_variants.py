@@ -46,8 +46,8 @@ def test_no_variant_leaves_the_image():
 
 
 @pytest.mark.parametrize("angle", [0.0, 12.0, -33.0, 45.0])
-@pytest.mark.parametrize("where", [(0.0, 0.0), (0.5, 0.5), (0.9, 0.2)])
-def test_a_variant_shows_the_part_that_its_placement_names(angle: float, where: tuple[float, float]):
+@pytest.mark.parametrize("where", [(0.0, 0.0), None, (0.9, 0.2)])
+def test_a_variant_shows_the_part_that_its_placement_names(angle: float, where: tuple[float, float] | None):
     """Interpolation keeps a linear ramp, so each pixel must have the ramp's value at the place it is taken from."""
     width, height = 300, 200
     ramp_y, ramp_x = np.mgrid[0:height, 0:width] + 0.5
@@ -224,6 +224,8 @@ def test_the_cache_holds_each_variant_once_and_the_image_under_its_old_key(folde
     more, section, same_images, report = filled(folder, **ALL)
     assert [more.image_key(image, False) for image in same_images] == keys
     assert (report.encoded, report.reused) == (3 * 3 * 7, 12)
+    _, _, _, report = filled(folder, color_jitter=0.3, image_variants=4)
+    assert (report.encoded, report.reused) == (3 * 2 * 3, 12)  # masks have no colours
     # A square image that is not zoomed has one crop: variants that show the same are one entry.
     plain = section.model_copy(update={"zoom": 0.0, "rotate": 0.0, "color_jitter": 0.0})
     square = next(image for image in placed if image.example.width == 400)

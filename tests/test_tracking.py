@@ -1,7 +1,7 @@
 """Experiment trackers: what they get is what the run's log has, once, also after a resume; and none ends a training.
 
-TensorBoard is judged by its own reader. Weights & Biases, trackio and SwanLab are stand-ins that keep what they are
-called with: these programs send data to servers.
+TensorBoard is judged by its own reader. Weights & Biases, trackio, SwanLab and MLflow are stand-ins that keep what they
+are called with: these programs send data to servers, or need other versions of packages than the rest.
 """
 
 import json
@@ -169,6 +169,64 @@ def test_a_service_gets_the_log_and_goes_on_in_its_run(job: Callable[..., Job], 
     assert str(Path(mine.output_dir)) not in json.dumps(settings), "no path of this computer is sent"
 
 
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Service:
+    """MLflow's module, with the names that accelerate and we use of it."""
+    made = Service()
+    module: Any = types.ModuleType("mlflow")
+    module.set_tracking_uri = lambda uri: made.call("uri", uri)
+    module.search_experiments = lambda filter_string: []
+    module.create_experiment = lambda name, artifact_location, tags: made.call("experiment", (name, artifact_location))
+
+    def start_run(**given: Any) -> Any:
+        made.call("init", given)
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=given["run_id"] or "chosen by MLflow"))
+
+    module.start_run = start_run
+    module.log_params = lambda values: made.call("config", values)
+    module.log_metrics = lambda values, step=None: made.call("log", (step, values))
+    module.log_image = lambda image, key, step: made.call("image", (step, key, image.size))
+    module.end_run = lambda: made.call("finish", None)
+    module.utils = types.SimpleNamespace(
+        validation=types.SimpleNamespace(MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100)
+    )
+    module.__spec__ = types.SimpleNamespace(name="mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    for variable in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+    made.name = "mlflow"  # type: ignore[attr-defined]
+    return made
+
+
+def test_mlflow_gets_the_log_and_goes_on_in_its_run(
+    job: Callable[..., Job], mlflow: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow.fails = "init"  # a failed start leaves no id, with which the next one would fail as well
+    mine = job(*track(mlflow), "tracking.run_name=red")
+    with pytest.raises(Broken):
+        run(mine, progress=False, echo=stop_at(3))
+    mlflow.fails = ""
+    with pytest.raises(Broken):
+        run(mine, progress=False, resume=True, echo=stop_at(5))
+    result = run(mine, progress=False, resume=True)
+    assert [given["run_id"] for given in mlflow.list("init")] == [None, None, "chosen by MLflow"]
+    assert {given["run_name"] for given in mlflow.list("init")} == {"red"}
+    folder = (result.run.path / "mlflow").resolve()
+    assert set(mlflow.list("uri")) == {f"sqlite:///{(folder / 'mlflow.db').as_posix()}"}
+    assert set(mlflow.list("experiment")) == {("foxes", (folder / "artifacts").as_uri())}
+    sent = {step: values["train/loss"] for step, values in mlflow.list("log") if "train/loss" in values}
+    recorded = logged(result.run, "step", "loss")
+    assert sorted(sent.items()) == recorded[2:], "steps 1 and 2 came before it could be reached"
+    assert {step for step, *_ in mlflow.list("image")} == {4, 6} and mlflow.list("image")[0][1] == "previews/1"
+    first, second = mlflow.list("config")  # MLflow takes a hundred at a time
+    settings = first | second
+    assert len(first) == 100 and settings["train.steps"] == 6 and str(Path(mine.output_dir)) not in json.dumps(settings)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
+    before = len(mlflow.list("uri"))
+    run(job(*track(mlflow), "name=other"), progress=False)
+    assert len(mlflow.list("uri")) == before and mlflow.list("experiment")[-1] == ("foxes", None)
+
+
 @pytest.mark.parametrize("fails", ["init", "config", "log", "finish"])
 def test_a_service_that_fails_ends_no_training(fails: str, job: Callable[..., Job], service: Service) -> None:
     service.fails = fails
@@ -205,4 +263,4 @@ def test_only_known_trackers_are_taken() -> None:
     text = 'name = "x"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"\n'
     assert config.loads(text).tracking == Tracking()
     with pytest.raises(UserError, match="tracking.to"):
-        loads(text, ["tracking.to=['mlflow']"])
+        loads(text, ["tracking.to=['aim']"])

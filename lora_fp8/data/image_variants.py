@@ -44,7 +44,7 @@ def draw_variant(placed: Placed, section: settings.Dataset, number: int) -> Plac
     zoom, angle, across, down = draw.random(), draw.uniform(-1, 1), draw.random(), draw.random()
     factors = tuple(1 + draw.uniform(-1, 1) * section.color_jitter for _ in range(3))
     change = Change(angle * section.rotate, factors if section.color_jitter else ())
-    where = (across, down) if section.random_crop else (0.5, 0.5)
+    where = (across, down) if section.random_crop else None
     usual = placed.placement
     enlarged = 1 + zoom * section.zoom
     if not section.upscale:
@@ -52,14 +52,14 @@ def draw_variant(placed: Placed, section: settings.Dataset, number: int) -> Plac
     return Placed(placed.example, move_crop(usual, enlarged, change.angle, where), change, usual)
 
 
-def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[float, float]) -> Placement:
+def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[float, float] | None) -> Placement:
     """Return the placement of a crop in an image that is enlarged, and turned about the middle of the crop.
 
     Args:
         usual: the placement of the image as it is.
         enlarged: factor of the size to which the image is resized, at least 1; more where the angle needs it.
         angle: in degrees.
-        where: position of the crop in the room that it has, (across, down), each from 0 to 1.
+        where: position of the crop in the room that it has, (across, down), each from 0 to 1; None: in the middle.
     """
     needed = _measure_turned(usual.bucket_wh, angle)
     if angle:
@@ -71,7 +71,7 @@ def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[floa
         size, side = usual.bucket_wh[axis], resized_wh[axis]
         least = math.ceil((needed[axis] - size) / 2)
         most = max(least, math.floor(side - (needed[axis] + size) / 2))
-        corners.append(least + round(where[axis] * (most - least)))
+        corners.append((least + most) // 2 if where is None else least + round(where[axis] * (most - least)))
     return Placement(usual.original_wh, usual.bucket_wh, resized_wh, (corners[0], corners[1]))
 
 

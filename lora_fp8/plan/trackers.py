@@ -5,7 +5,13 @@ import importlib.util
 from .. import settings
 from ..errors import Message, UserError, UserErrors
 
-PACKAGES = {"tensorboard": "'lora-fp8[trackers]'", "wandb": "wandb", "trackio": "trackio", "swanlab": "swanlab"}
+PACKAGES = {
+    "tensorboard": "'lora-fp8[trackers]'",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "swanlab": "swanlab",
+    "mlflow": "mlflow",
+}
 """Name of a tracker, which is also that of its module -> what pip installs for it."""
 
 

@@ -1330,10 +1330,11 @@ class Checkpoint(Section):
 class Tracking(Section):
     """Experiment trackers, which get losses, learning rates and previews while the run trains."""
 
-    to: list[Literal["tensorboard", "wandb", "trackio", "swanlab"]] = setting(
+    to: list[Literal["tensorboard", "wandb", "trackio", "swanlab", "mlflow"]] = setting(
         [],
-        "Experiment trackers. tensorboard: event files in the run folder. wandb, trackio, swanlab: log in with their "
-        "own command or environment variables first.",
+        "Experiment trackers. tensorboard: event files in the run folder. mlflow: a database in the run folder, or the "
+        "server of MLFLOW_TRACKING_URI. wandb, trackio, swanlab: log in with their own command or environment "
+        "variables first.",
         also="kohya: log_with; SimpleTuner: report_to",
     )
     project: str = setting(

@@ -1,4 +1,4 @@
-"""Send figures and previews of a run to experiment trackers: TensorBoard, Weights & Biases, trackio, SwanLab.
+"""Send figures and previews of a run to experiment trackers: TensorBoard, Weights & Biases, trackio, SwanLab, MLflow.
 
 The trackers are those of accelerate. They are fed from the run's events, by the main process, so they have what the
 page shows. The run of a tracker belongs to the run folder: `tracking.json` has its id, with which a resumed training
@@ -33,7 +33,10 @@ TRACKERS: dict[str, Any] = {
     "wandb": accelerate_tracking.WandBTracker,
     "trackio": accelerate_tracking.TrackioTracker,
     "swanlab": accelerate_tracking.SwanLabTracker,
+    "mlflow": accelerate_tracking.MLflowTracker,
 }
+OWN_IDS: dict[str, Callable[[Any], Any]] = {"trackio": lambda run: run.name, "mlflow": lambda run: run.info.run_id}
+"""Trackers that choose the id of a run themselves -> how it is read. trackio's is the name, changed if it is taken."""
 FIGURES = {
     "loss": "train/loss",
     "lr": "train/lr",
@@ -89,12 +92,13 @@ class Tracking:
         for name in dict.fromkeys(self._section.to):
             if name in self._trackers:
                 continue
-            ids.setdefault(name, uuid.uuid4().hex[:21])  # SwanLab takes 21 letters and digits, wandb takes any
+            if name not in OWN_IDS:
+                ids.setdefault(name, uuid.uuid4().hex[:21])  # SwanLab takes 21 letters and digits, wandb takes any
             try:
                 tracker = self._make(name, ids, step)
                 tracker.start()
-                if name == "trackio":  # it knows a run by its name, which it may have changed to a free one
-                    ids[name] = str(tracker.tracker.name)
+                if name in OWN_IDS:
+                    ids[name] = str(OWN_IDS[name](tracker.tracker))
                 self._trackers[name] = tracker
                 if is_first:
                     self._describe(name, step)
@@ -109,14 +113,28 @@ class Tracking:
             has_logs = any((self._run.path / LOG_DIR).glob("events.out.tfevents.*"))
             # What a killed process had logged after the checkpoint is logged again.
             return kind(LOG_DIR, self._run.path, **({"purge_step": step + 1 if step else 0} if has_logs else {}))
-        known = name in self._read_ids()
         if name == "trackio":
+            known = name in ids
             return kind(project, name=ids[name] if known else self._name, resume="allow" if known else "never")
         if name == "swanlab":
             place = {} if os.environ.get("SWANLAB_LOG_DIR") else {"logdir": str(self._run.path / "swanlog")}
             return kind(project, experiment_name=self._name, id=ids[name], resume="allow", **place)
+        if name == "mlflow":
+            return self._make_mlflow(ids.get(name))
         place = {} if os.environ.get("WANDB_DIR") else {"dir": str(self._run.path)}
         return kind(project, name=self._name, id=ids[name], resume="allow", **place)
+
+    def _make_mlflow(self, run_id: str | None) -> Any:
+        """Make the tracker of MLflow, which keeps its database in the run folder unless it is told another place."""
+        artifacts = None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            import mlflow
+
+            folder = (self._run.path / "mlflow").resolve()
+            folder.mkdir(exist_ok=True)
+            mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').as_posix()}")
+            artifacts = (folder / "artifacts").as_uri()
+        return TRACKERS["mlflow"](self._section.project, artifacts, run_id=run_id, run_name=self._name)
 
     def _describe(self, name: str, step: int) -> None:
         """Send the settings of the run."""
@@ -145,12 +163,16 @@ class Tracking:
             self._use(name, lambda tracker: self._send_images(tracker, step, names))
 
     def _send_images(self, tracker: Any, step: int, names: list[str]) -> None:
-        if not hasattr(tracker, "log_images"):
+        if not hasattr(tracker, "log_images") and tracker.name != "mlflow":
             return
         for number, path in enumerate(names, 1):
             image = previews.read(self._run.path / path)
             if tracker.name == "tensorboard":
                 tracker.log_images({f"previews/{number}": np.asarray(image)[None]}, step=step, dataformats="NHWC")
+            elif tracker.name == "mlflow":
+                import mlflow
+
+                mlflow.log_image(image, key=f"previews/{number}", step=step)
             else:
                 tracker.log_images({f"previews/{number}": [image]}, step=step)
 
