@@ -24,6 +24,7 @@ import pytest
 from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import cli, config, jobs, settings
+from lora_fp8.common import progress
 from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.jobs import Queue, Sentence, job_endings, job_view, procs, run_events, store, worker
 from lora_fp8.run import Run
@@ -763,6 +764,35 @@ def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
         finish(queue)
         one.tick()
         assert {id for id in (training, drawings[1]) if queue.job(id).assigned} == {training, drawings[1]}
+    finally:
+        finish(queue)
+        one._lock.close()
+
+
+def test_images_are_counted_before_the_run_has_a_log(
+    queue: Queue, add: Callable[..., int], started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = add("training")
+    one = jobs.Worker(queue.home, ["0"], report=lambda line: None)
+    one.take_lock()
+    try:
+        one.tick()
+        assert (queue.job(training).state, queue.job(training).work) == ("starting", None)
+        (pid,) = procs.find_members(queue.store.row(training).token)
+        environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
+        (place,) = [line.partition("=")[2] for line in environment if line.startswith(f"{progress.COUNT}=")]
+        monkeypatch.setenv(progress.COUNT, place)  # as in the process of the job
+        count = progress.show_images()
+        for done in (1, 2, 3):
+            count(done, 2000)
+        assert queue.job(training).work == {"stage": "images", "done": 1, "total": 2000}, "every two seconds at most"
+        count(2000, 2000)
+        assert queue.job(training).work == {"stage": "images", "done": 2000, "total": 2000}
+        with (queue.job(training).folder / "events.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps({"t": time.time(), "event": "start"}) + "\n")
+        assert (queue.job(training).stage, queue.job(training).work) == ("start", None)
+        Path(place).write_text('{"done": "many"}', encoding="utf-8")
+        assert run_events.read_count(Path(place).parent) is None
     finally:
         finish(queue)
         one._lock.close()

@@ -354,6 +354,9 @@ def test_a_stage_without_steps_shows_what_it_has_counted_and_how_long_it_takes(l
     figures = run_cards.render_figures(speaker, view)
     for text in ("20 / 40", run_cards.format_duration(speaker, 120)):
         assert f"<b>{text}</b>" in figures
+    read = replace(view, state="starting", stage="", work={"stage": "images", "done": 500, "total": 2000})
+    assert "width:25.0%" in run_cards.render_progress(read)
+    assert f"{speaker.say('runs.work.images')}</span> <b>500 / 2000" in run_cards.render_figures(speaker, read)
     now_at = f'aria-current="step">{speaker.say("runs.part.cache")}<'
     assert now_at in run_cards.render_parts(speaker, view)
     progress.update({"t": now, "event": "stage", "stage": "verify"})

@@ -102,7 +102,7 @@ PARTS = {
     "verify": ("export", "verify"),
 }
 """The parts of a training that a card shows, and the stages of each."""
-COUNTED = ("cache", "load", "preflight", "verify", "previews", "validation")
+COUNTED = ("images", "cache", "load", "preflight", "verify", "previews", "validation")
 """What a run counts beside its steps, for which there is a word."""
 SLOW_STEP_S = 20
 """Seconds after which the time since the last step is shown."""

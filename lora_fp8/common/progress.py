@@ -1,16 +1,29 @@
-"""Show on stderr how far counted work is: a bar on a terminal, a line every ten seconds in a log."""
+"""Show on stderr how far counted work is: a bar on a terminal, a line every ten seconds in a log.
 
+A job of the queue counts for the page as well, in the file that `COUNT` names: its run has no event log before all
+images have been read.
+"""
+
+import contextlib
+import json
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from ..errors import Message
 from .messages import get_language, translate
+from .writing import atomic_write
 
 LINE_EVERY = 10.0
 """Seconds between two lines in a log."""
+COUNT = "LORA_FP8_COUNT"
+"""Environment variable with the file that the count is written to."""
+WRITE_EVERY = 2.0
+"""Seconds between two counts in that file."""
 QUIET = 1.0
 """Seconds for which nothing is shown: most work is done by then."""
 
@@ -20,9 +33,12 @@ class CountProgress:
 
     Args:
         title: what is counted.
+        kind: its name in the file of `COUNT`; "" writes none.
     """
 
-    def __init__(self, title: Message) -> None:
+    def __init__(self, title: Message, kind: str = "") -> None:
+        self._file = Path(place) if kind and (place := os.environ.get(COUNT)) else None
+        self._kind, self._written = kind, 0.0
         self._title, self._began = translate(get_language(), title), time.monotonic()
         self._line = self._began
         self._bar: tqdm[Any] | None = None
@@ -38,6 +54,7 @@ class CountProgress:
     def __call__(self, done: int, total: int) -> None:
         """Show that `done` of `total` are done; the last one ends the display."""
         now = time.monotonic()
+        self._write(now, done, total)
         if self._bar is None and now - self._began < QUIET:
             return
         if not sys.stderr.isatty():
@@ -53,7 +70,15 @@ class CountProgress:
             self._bar.close()
             self._bar, self._began = None, now
 
+    def _write(self, now: float, done: int, total: int) -> None:
+        if self._file is None or (now - self._written < WRITE_EVERY and done != total):
+            return
+        self._written = now
+        content = {"stage": self._kind, "done": done, "total": total}
+        with contextlib.suppress(OSError):  # a count is not worth a job
+            atomic_write(self._file, json.dumps(content).encode())
+
 
 def show_images() -> CountProgress:
     """Return the progress of decoding images."""
-    return CountProgress(Message("reading the images"))
+    return CountProgress(Message("reading the images"), "images")

@@ -18,7 +18,7 @@ from typing import Any
 from ..run import Run, Unreadable
 from .job_endings import check_done, describe_retry, find_ending, is_alive, will_retry
 from .job_view import JobView, Sentence, describe_damage
-from .run_events import Follower, Progress, find_saved_step, read_object, read_records
+from .run_events import Follower, Progress, find_saved_step, read_count, read_object, read_records
 from .store import BESIDE, Row, parse_command
 
 
@@ -41,7 +41,7 @@ def view(
     if row.phase == "ended":
         return _view_ended(row, recorded, follower, taken)
     if is_alive(row):
-        return _view_alive(row, recorded, follower)
+        return _view_alive(row, recorded, records_folder / f"attempt-{row.attempts}", follower)
     return _view_unrecorded(row, recorded, records_folder / f"attempt-{row.attempts}", follower, worker)
 
 
@@ -103,7 +103,7 @@ def _view_unrecorded(row: Row, recorded: JobView, attempt: Path, follower: Follo
     return replace(recorded, **values, **_read_reached(row, follower))
 
 
-def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
+def _view_alive(row: Row, recorded: JobView, attempt: Path, follower: Follower) -> JobView:
     """Return the view of a job that has a process: it is starting, running or being stopped."""
     folder = recorded.folder
     progress = follower.read_progress(folder, row.mark) if folder else Progress(0)
@@ -115,7 +115,7 @@ def _view_alive(row: Row, recorded: JobView, follower: Follower) -> JobView:
         loss=progress.loss,
         eta_s=progress.compute_eta_s(),
         download=progress.download,
-        work=progress.work,
+        work=progress.work if progress.stage else read_count(attempt),
         since=progress.alive_at or row.launched,
     )
     if row.wanted != "run":

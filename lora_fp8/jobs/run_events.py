@@ -146,6 +146,8 @@ def find_saved_step(folder: Path) -> int | None:
     return max(steps, default=None)
 
 
+COUNT_FILE = "count.json"
+"""File in the folder of an attempt: see `common.progress.COUNT`."""
 ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)")
 
 
@@ -177,6 +179,15 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             contents[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
     return contents
+
+
+def read_count(attempt: Path) -> dict[str, Any] | None:
+    """Return what an attempt has counted before its run has a log, as {"stage", "done", "total"}; None if nothing."""
+    try:
+        count = read_object(attempt / COUNT_FILE)
+    except OSError:
+        return None
+    return {**count, "stage": str(count.get("stage"))} if _are_numbers(count, "done", "total") else None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from pydantic import Field, ValidationError
 from ..common import system
 from ..common.locks import try_lock
 from ..common.messages import LANGUAGE, MESSAGE, without_home
+from ..common.progress import COUNT
 from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..config import read_toml
@@ -440,6 +441,7 @@ class Worker:
         return environment | {
             procs.TOKEN: token,
             MESSAGE: str(attempt / "message.json"),
+            COUNT: str(attempt / run_events.COUNT_FILE),
             "PYTHONUTF8": "1",
             LANGUAGE: "en",  # logs are read by people of any language, and by this program
             "PYTHONUNBUFFERED": "1",
