@@ -41,7 +41,7 @@ LIBRARIES = {
     "transformer_engine": {"precision.backend_te"},
     "triton": {"precision.kernels"},
     "accelerate": {"distributed.processes", "stages.tracking", "scripts"},
-    "transformers": {"families", "tools.captioner", "training.optimizers", "scripts"},
+    "transformers": {"families", "tools.captioner", "training.optimizers", "stages.preview_scores", "scripts"},
     "onnxruntime": {"tools.wd_tagger"},
     "pyarrow": {"data.foreign_datasets"},
     "pillow_heif": {"data.decoding"},

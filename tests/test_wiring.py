@@ -303,6 +303,7 @@ OWN_TEST = {
     "objective.prior_for_regularization": "test_the_bases_prediction_is_a_target",
     "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
     "preview.tiled": "test_tiles_reach_the_previews",
+    "preview.score_model": "test_the_score_model_is_looked_for",
     "memory.compile": "test_compile_reaches_the_blocks",
     "memory.keep_attention": "test_kept_attention_is_computed_once",
     "memory.cuda_graphs": "test_cuda_graphs_replay_the_passes",
@@ -833,6 +834,12 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
     assert courier.early > 5 * courier.late > 0
     (told,) = [event for event in moved.run.events() if event["event"] == "model"]
     assert "wait in main memory" in " ".join(told["memory"])
+
+
+def test_the_score_model_is_looked_for(job: Callable[..., Job], tmp_path: Path) -> None:
+    """What it computes is in tests/test_preview_scores.py."""
+    with pytest.raises(UserError, match="preview.score_model = 'no/model': no such folder"):
+        train.run(job("preview.prompts=['a']", "preview.score_model=no/model"), progress=False)
 
 
 def test_tiles_reach_the_previews(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def print_event(event: dict[str, Any]) -> None:
             loss=f"{e['loss']:.4g}",
             bands=", ".join(f"{band}: {loss:.4g}" for band, loss in e["bands"].items()),
         ),
+        "score": _describe_scores,
         "verdict": lambda e: e["text"],
         "patience": lambda e: e["text"],
         "resume": lambda e: Message("resuming from {checkpoint}", checkpoint=e["checkpoint"]),
@@ -93,6 +94,11 @@ def print_event(event: dict[str, Any]) -> None:
     }.get(kind)
     if text is not None:
         tqdm.write(translate(get_language(), text(event)), file=sys.stdout)
+
+
+def _describe_scores(event: dict[str, Any]) -> Message:
+    scores = [f"{name} {event[name]:.3f}" for name in ("likeness", "prompt_fit") if name in event]
+    return Message("scores of the previews at step {step}: {scores}", step=event["step"], scores=", ".join(scores))
 
 
 def _describe_data(event: dict[str, Any]) -> Message:

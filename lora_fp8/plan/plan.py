@@ -35,6 +35,7 @@ from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images
 from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
 from .scan import scan
+from .score_model import find_score_model
 from .start import read_start_values, read_training_adapter
 from .trackers import require_packages
 
@@ -232,6 +233,8 @@ def attempt(
     plan = Plan(resolved, family, placed, layers)
     problems.collect(lambda: optim.try_out(job.optimizer, limits=bool(job.adapter.scale_weight_norms)))
     problems.collect(lambda: require_packages(job.tracking))
+    if job.preview.prompts and job.preview.score_model:
+        problems.collect(lambda: find_score_model(job.preview.score_model))
     if not resume:
         problems.collect(lambda: plan.start)
     problems.collect(lambda: plan.training_adapter)

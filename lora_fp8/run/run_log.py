@@ -18,6 +18,8 @@ from ..common.chart import Point
 POINTS = 500
 """Points of a curve; up to twice as many while it grows."""
 MEASURES = ("loss", "lr", "grad_norm", "images_per_s", "vram_gb", "max_key_norm")
+SCORES = ("likeness", "prompt_fit")
+"""What `preview.score_model` measures of the previews."""
 KEPT = 300
 """Newest warnings that are kept, since a run that warns at every step must not fill the memory."""
 CHUNK = 1 << 20
@@ -102,6 +104,7 @@ class RunLog:
         self.facts = RunFacts()
         self.measures = {name: StepMeans() for name in MEASURES}
         self.validation: dict[str, StepMeans] = {}
+        self.scores = {name: StepMeans() for name in SCORES}
         self.version += 1
 
     def read(self) -> "RunLog":
@@ -154,6 +157,8 @@ class RunLog:
             setattr(facts, kind, event)
         elif kind == "validation":
             self._read_validation(event)
+        elif kind == "score":
+            self._read_scores(event)
         elif kind == "best" and isinstance(event.get("step"), int):
             facts.best = event["step"]
         elif kind == "preview" and isinstance(event.get("step"), int):
@@ -174,7 +179,7 @@ class RunLog:
         if not isinstance(step, int):
             return
         if step <= self._last_step:  # resumed from an earlier checkpoint: later steps are void
-            for groups in (*self.measures.values(), *self.validation.values()):
+            for groups in (*self.measures.values(), *self.validation.values(), *self.scores.values()):
                 groups.forget_from(step)
             if not _is_before(self.facts.verdict, step):
                 self.facts.verdict = {}
@@ -183,6 +188,13 @@ class RunLog:
         for name in MEASURES:
             if _is_finite(value := event.get(name)):
                 self.measures[name].add(step, float(value))
+
+    def _read_scores(self, event: dict[str, Any]) -> None:
+        step = event.get("step")
+        for name, groups in self.scores.items():
+            if isinstance(step, int) and _is_finite(value := event.get(name)):
+                groups.forget_from(step)
+                groups.add(step, float(value))
 
     def _read_validation(self, event: dict[str, Any]) -> None:
         step, bands = event.get("step"), event.get("bands")

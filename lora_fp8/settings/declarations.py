@@ -1278,6 +1278,13 @@ class Preview(Section):
         when=DRAWN,
         also="SimpleTuner: validation_seed",
     )
+    score_model: str = setting(
+        "",
+        "Image model that scores the previews: how near they are to the images, and to their prompts. A folder, or a "
+        "model of Hugging Face that is downloaded already, such as openai/clip-vit-base-patch32. Empty: no scores.",
+        when=DRAWN,
+        place="folder",
+    )
 
 
 class Validation(Section):

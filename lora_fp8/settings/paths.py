@@ -20,7 +20,7 @@ def _declared(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str
 PATHS: dict[str, str] = dict(_declared(Job))
 """Setting -> what it names: "file", "folder", "file or folder". Entries of lists and tables have no number in the name:
 "dataset.folders.path", "preview.controls"."""
-WORDS = {"model.path": "demo", "model.components": "auto"}
+WORDS = {"model.path": "demo", "model.components": "auto", "preview.score_model": ""}
 """Those of them that may be a Hugging Face id, or this word, instead."""
 WRITTEN = ("output_dir", "dataset.cache_dir")
 """Those of them that a training writes into."""

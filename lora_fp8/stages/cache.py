@@ -29,6 +29,7 @@ from ..plan.placement import make_preview_prompts
 from ..plan.plan import Plan
 from ..run import Run, preview_requests
 from ..run.signals import STOPPED_EARLY
+from .preview_scores import PreviewScores
 from .progress import StageProgress
 from .session import Session
 
@@ -68,6 +69,7 @@ class Data:
     preview_version: tuple[int, ...]  # of the file with the changes, from `preview_requests.read_version`
     previews: PreviewPrompts  # its prompts
     fingerprint: str
+    scores: PreviewScores
     files: dict[str, str]  # from `make_manifest`, for a checkpoint to name the files that changed
 
 
@@ -143,6 +145,7 @@ def cache(session: Session) -> Data:
         preview_version=version,
         previews=read_preview_prompts(preview, store),
         fingerprint=hashlib.sha256(fingerprint.encode()).hexdigest(),
+        scores=PreviewScores(),
         files=make_manifest([*placed.examples, *placed.held_out]),
     )
 

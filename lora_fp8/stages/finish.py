@@ -77,6 +77,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
         if data.preview.prompts:
             prompts = encode_preview_prompts(data, loaded)
             drawn = previews.draw(session, loaded.denoiser, data.preview, prompts, step)
+            data.scores.score(session, drawn, data.preview.prompts, step)
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])

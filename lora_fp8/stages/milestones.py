@@ -139,7 +139,8 @@ class Milestones:
             prompts = encode_preview_prompts(self.data, self.loaded)
             self.loaded.free_recordings()
             with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
-                previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
+                drawn = previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
+        self.data.scores.score(self.session, drawn, self.data.preview.prompts, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:

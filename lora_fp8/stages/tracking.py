@@ -26,6 +26,7 @@ from ..errors import Message, reason
 from ..lora_files.export_metadata import without_paths
 from ..run import Run
 from ..run.folder import ENDS
+from ..run.run_log import SCORES
 from . import previews
 
 TRACKERS: dict[str, Any] = {
@@ -79,6 +80,8 @@ class Tracking:
         elif kind == "validation":
             bands = {f"validation/{_clean(band)}": loss for band, loss in event["bands"].items()}
             self._log(step, {"validation/loss": event["loss"], **bands})
+        elif kind == "score":
+            self._log(step, {f"previews/{name}": event[name] for name in SCORES if name in event})
         elif kind == "preview" and self._section.log_images:
             self._log_images(step, event["images"])
         elif kind in ENDS:

@@ -215,6 +215,11 @@ def render_curves(report: Report) -> str:
     charts = [render_chart(say(Message("Training loss")), lines, empty="", x_label=step, mark=mark)]
     if contents.log.validation:
         charts.append(_render_held_out(report, say, mark))
+    names = {"likeness": Message("like the images"), "prompt_fit": Message("fits the prompt")}
+    scores = [(name, groups.points()) for name, groups in contents.log.scores.items() if groups.points()]
+    if scores:
+        lines = [Line(say(names[name]), drawn, number) for number, (name, drawn) in enumerate(scores)]
+        charts.append(render_chart(say(Message("Scores of the previews")), lines, empty="", x_label=step))
     rates = thin(contents.log.measures["lr"].points())
     charts.append(render_chart(say(Message("Learning rate")), [Line("", rates, 2)], empty="", x_label=step))
     tenth = max(1, len(points) // 10)
