@@ -98,13 +98,6 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
     for name, colour, scale in (("lr", 2, False), ("grad_norm", 1, logarithmic), ("images_per_s", 3, False)):
         curve = [Line("", thin(points[name]), colour)]
         made.append(render_chart(ui.say(f"run.{name}"), curve, empty=none, log=scale, x_label=step))
-    scores = [
-        Line(ui.say(f"run.{name}"), groups.points(), number)
-        for number, (name, groups) in enumerate(log.scores.items())
-        if groups.points()
-    ]
-    if scores:
-        made.append(render_chart(ui.say("run.scores"), scores, empty=none, x_label=step))
     for name in ("max_key_norm", "vram_gb"):  # only with adapter.scale_weight_norms, and only on a GPU
         if any(value > 0 for _, value in points[name]):
             curve = [Line("", thin(points[name]), 0)]
@@ -132,6 +125,13 @@ def _render_losses(
         mark = Mark(best[0], ui.say("run.best_step", step=best[0])) if best else None
         title = ui.say("run.validation")
         made.append(_render_wide(render_chart(title, bands, empty=none, log=logarithmic, x_label=step, mark=mark)))
+    scores = [
+        Line(ui.say(f"run.{name}"), groups.points(), number)
+        for number, (name, groups) in enumerate(log.scores.items())
+        if groups.points()
+    ]
+    if scores:
+        made.append(_render_wide(render_chart(ui.say("run.scores"), scores, empty=none, x_label=step)))
     return tuple(made)
 
 
