@@ -526,6 +526,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "resolution": 1024,
             "buckets": True,
             "flip": False,
+            "caption_lines": "one",
             "caption_dropout": 0.1,
             "shuffle_tags": True,
             "keep_tokens": 1,
@@ -1593,6 +1594,7 @@ def test_variants_of_pictures(here: Path, tmp_path: Path) -> None:
     )
     assert "c.json: 0.image.enable_random_hue" in keys([entry for entry in made.no_counterpart if not entry.off])
     data = settings(brought([{"path": "a", "image_variations": 3, "image": {}}]))["dataset"]
+    assert data["caption_lines"] == "one"  # of several lines of a caption, it draws one each time
     assert (data["random_crop"], data["image_variants"]) == (True, 3)  # its default is to jitter the crop
     made = brought([{"path": "a", "image": second}])  # one version of each picture is cached
     assert not set(names) & set(settings(made)["dataset"])

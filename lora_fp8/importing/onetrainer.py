@@ -613,7 +613,11 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
     """Report where a concept's captions come from; `at` is our name of its folder."""
     source = draft.get(f"{table}text.prompt_source") or "sample"
     if source == "sample":
-        draft.mapped(f"{table}text.prompt_source", {}, Message("captions are files beside the pictures"))
+        note = Message("captions are files beside the pictures, and of several lines one is drawn each time")
+        if draft.has(f"{table}text.prompt_source"):
+            draft.mapped(f"{table}text.prompt_source", {"dataset.caption_lines": "one"}, note)
+        else:
+            draft.assume("dataset.caption_lines", "one", "text.prompt_source", note)
     else:
         draft.none(f"{table}text.prompt_source", remarks.CAPTION_FILES)
         draft.todo.append(
