@@ -1,0 +1,221 @@
+"""Processes that share the frozen base (`memory.shard_base`): real ones, on the CPU through gloo.
+
+The authority is the same job with processes that hold a base each, and with one process.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_processes import ENVIRONMENT, FLOAT32, RECORDING, folder_of, left_over, losses, noted, run_forked, write
+from waiting import LONG_SECONDS
+
+from lora_fp8.run import Run
+
+# Fifteen samples of three buckets in batches of four: 4, 4, 1 and 3 and 3. So the second process has batches without a
+# sample of its own, and its share of the held-out images and of the previews is smaller than the first's.
+SHARED = (
+    "quantize.storage=fp8",
+    "train.steps=6",
+    "train.batch_size=4",
+    "checkpoint.every=3",
+    "dataset.folders.0.repeats=3",
+    "dataset.caption_dropout=0.2",
+    "dataset.folders.0.trigger=\'cat\'",
+    "dataset.class_word=\'animal\'",
+    "memory.gradient_checkpointing=true",
+    "validation.pictures=1",
+    "validation.every=3",
+    "preview.prompts=[\'a cat\', \'a dog\', \'a bird\']",
+    "preview.every=3",
+    "export.verify=true",
+)
+SHARD = "memory.shard_base=true"
+
+# Gathered weights are where torch allocates: at multiples of 64 bytes. Float32 weights of a file are where the file has
+# them, and with a single row of inputs a CPU multiplies those in another order. So they are moved.
+ALIGNED = """
+from lora_fp8.stages import load
+real = load.precision.fill_
+def filled(denoiser, *given, **more):
+    real(denoiser, *given, **more)
+    for parameter in denoiser.parameters():
+        if type(parameter.data) is torch.Tensor:
+            parameter.data = parameter.data.clone()
+load.precision.fill_ = filled
+"""
+
+# Notes what each process holds of the base when it is loaded and after a step; the bytes are those of real tensors.
+COUNTING = """
+import torch
+from torch.distributed.tensor import DTensor
+from lora_fp8.stages import load, step
+def held(denoiser):
+    frozen = [t for t in (*denoiser.parameters(), *denoiser.buffers()) if not t.requires_grad]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in frozen]
+    return [sum(t.untyped_storage().nbytes() for t in local), sum(t.nbytes for t in frozen)]
+def counting(real):
+    def counted(session, data, loaded, *given):
+        note("bytes", *held(loaded.denoiser))
+        result = real(session, data, loaded, *given)
+        note("bytes", *held(loaded.denoiser))
+        return result
+    return counted
+step.compute_gradient_ = counting(step.compute_gradient_)
+from lora_fp8 import train
+train.compute_gradient_ = step.compute_gradient_
+"""
+
+
+def last_checkpoint(job, step: int = 6) -> Path:
+    return folder_of(job) / "checkpoints" / f"step-{step:06d}"
+
+
+@pytest.fixture(scope="module")
+def runs(make_job, tmp_path_factory):
+    """The same job with one process, with two, and with two that share the base: {name: (job, folder)}."""
+    root = tmp_path_factory.mktemp("shared")
+    made = {}
+    for name, number, more in (("one", 1, ()), ("two", 2, ()), ("shared", 2, (SHARD,))):
+        job = make_job(root / name, *FLOAT32, *SHARED, *more, family="flux")
+        done = run_forked(job, root / name, number, planted=ALIGNED + COUNTING)
+        assert not done.returncode, done.stderr[-3000:]
+        made[name] = job, root / name
+    return made
+
+
+def tensors(*folders: Path) -> dict[str, torch.Tensor]:
+    """The tensors of all files in these folders; without metadata, in which the configs differ."""
+    files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+    return {f"{path.name} {name}": tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def same(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def relative(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The relative difference of two adapters."""
+    adapter = [name for name in other if name.startswith("adapter.safetensors")]
+    gap = sum(float((mine[name] - other[name]).norm()) ** 2 for name in adapter) ** 0.5
+    return gap / sum(float(other[name].norm()) ** 2 for name in adapter) ** 0.5
+
+
+def test_the_adapter_is_that_of_processes_that_hold_a_base_each(runs, tree_hash):
+    """To the bit, with everything that a checkpoint holds, the exported files, the previews and the held-out losses."""
+    two, shared = (folder_of(runs[name][0]) for name in ("two", "shared"))
+    both = [tensors(run / "checkpoints" / "step-000006", run / "export") for run in (two, shared)]
+    assert len(both[0]) > 300 and same(*both)
+    assert len(tree_hash(two / "samples")) == 3 * 3 + 1 and tree_hash(two / "samples") == tree_hash(shared / "samples")
+    assert (two / "validation.json").read_bytes() == (shared / "validation.json").read_bytes()
+    assert losses(runs["two"][0]) == losses(runs["shared"][0])
+    verified = json.loads((shared / "verify.json").read_text(encoding="utf-8"))
+    assert verified and all(report["ok"] for report in verified.values())
+
+
+def test_the_adapter_is_that_of_one_process(runs):
+    mine, other = (tensors(folder_of(runs[name][0]) / "checkpoints" / "step-000006") for name in ("shared", "one"))
+    gap = relative(mine, other)
+    print(f"\nshared by two against one process: adapters differ by {gap:.1e}")
+    assert gap < 1e-5
+
+
+def test_each_process_holds_half_of_the_base(runs):
+    for rank in (0, 1):
+        held = noted(runs["shared"][1], rank, "bytes")
+        assert len(held) == 2 * 6
+        assert max(local for local, _ in held) <= 0.55 * held[0][1]
+        whole = noted(runs["two"][1], rank, "bytes")
+        assert {tuple(pair) for pair in whole} == {(held[0][1], held[0][1])}
+    model = next(event for event in Run.open(folder_of(runs["shared"][0])).events() if event["event"] == "model")
+    assert any(line.startswith("2 processes share the base: each holds ") for line in model["memory"])
+
+
+STOP = """
+from pathlib import Path
+from lora_fp8.run import Run
+from lora_fp8.training import optim
+real_step = optim.AdapterOptimizer.step
+def step(self, gradient, lr, number):
+    real_step(self, gradient, lr, number)
+    if number == AT:
+        Run(Path(FOLDER)).request("stop")
+optim.AdapterOptimizer.step = step
+"""
+
+
+def stop_at(step: int, job) -> str:
+    return f"AT, FOLDER = {step}, {str(folder_of(job))!r}\n{STOP}"
+
+
+def test_a_run_goes_on_with_another_number_of_processes(make_job, tmp_path, runs):
+    """One process, then two that share the base, then one: a checkpoint does not know how many there were."""
+    job = make_job(tmp_path, *FLOAT32, *SHARED, SHARD, family="flux")
+    for number, step, more in ((1, 2, ()), (2, 4, ("--resume",)), (1, 0, ("--resume",))):
+        done = run_forked(job, tmp_path, number, *more, planted=ALIGNED + (stop_at(step, job) if step else ""))
+        assert done.returncode in ([75], [75, 75], [75, 0], [0, 75]) if step else not done.returncode, done.stderr[-3000:]
+    events = Run.open(folder_of(job)).events()
+    assert [event["processes"] for event in events if event["event"] == "start"] == [1, 2, 1]
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
+    warned = [event["text"] for event in events if event["event"] == "warning"]
+    assert sum("memory.shard_base has no effect: the job runs in one process" in text for text in warned) == 2
+    mine = tensors(folder_of(job) / "checkpoints" / "step-000006")
+    assert relative(mine, tensors(folder_of(runs["one"][0]) / "checkpoints" / "step-000006")) < 1e-5
+
+
+# Kills this process in the middle of the fourth step, with a block gathered: once, as a marker is left.
+KILL = """
+import os, signal
+from pathlib import Path
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from lora_fp8.stages import step
+real_step, at = step._accumulate_, [0]
+def accumulate(session, data, loaded, number, positions):
+    at[0] = number
+    return real_step(session, data, loaded, number, positions)
+step._accumulate_ = accumulate
+real_forward, marker = FluxSingleTransformerBlock.forward, Path("killed")
+def forward(self, *given, **more):
+    if at[0] == 4 and os.environ["RANK"] == "1" and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real_forward(self, *given, **more)
+FluxSingleTransformerBlock.forward = forward
+"""
+
+
+def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make_job, tmp_path, runs, tree_hash):
+    """As torchrun starts them. The other process says so and ends with the launcher, within a minute."""
+    job = make_job(tmp_path, *FLOAT32, *SHARED, SHARD, family="flux")
+    config_file = write(job, tmp_path)
+    (tmp_path / "recording.py").write_text(RECORDING, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "recording.py"), "--config", str(config_file)],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"SHARES": str(tmp_path), "PLANTED": ALIGNED + KILL},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=LONG_SECONDS,
+    )
+    ended = time.time()
+    assert done.returncode != 0 and (tmp_path / "killed").exists() and left_over(tmp_path) == []
+    assert ended - (tmp_path / "killed").stat().st_mtime < 60
+    run = Run(folder_of(job))
+    assert not run.alive()
+    status = json.loads(run.status_file.read_text(encoding="utf-8"))
+    assert status["step"] == 3 and status["state"] != "done"
+    done = run_forked(job, tmp_path, 2, "--resume", planted=ALIGNED)
+    assert not done.returncode, done.stderr[-3000:]
+    shared = folder_of(runs["shared"][0])
+    both = [tensors(path / "checkpoints" / "step-000006", path / "export") for path in (folder_of(job), shared)]
+    assert same(*both)
+    assert tree_hash(folder_of(job) / "samples") == tree_hash(shared / "samples")
