@@ -2,95 +2,87 @@
 
     RANK=0 WORLD_SIZE=2 ... python tests/shard_worker.py FOLDER CASES
 
-CASES is JSON: a list of (family, folder of its miniature, [quantize] table, adapter type, gradient checkpointing).
-Leaves FOLDER/RANK.json: for each of them what the same model gives that this process holds alone.
+CASES is JSON, a list of cases: {"family", "path" of its miniature, "dtype", "quantize", "adapter", "recomputes"}.
+Leaves FOLDER/RANK.json: how far the model that is shared is from the same model that this process holds alone, for two
+forward and backward passes and one without gradient; and the bytes of its real tensors.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import miniatures
 import torch
-from editing import encode, load_encoders, shown
+from editing import encode, load_encoders
 from torch.distributed.tensor import DTensor
 
 from lora_fp8 import adapters, families
 from lora_fp8.distributed.processes import Processes
+from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.settings import Adapter, Memory, Model, Quantize
 from lora_fp8.stages.load import load_base
 from lora_fp8.training import memory
 
+Answers = dict[str, torch.Tensor]
+
 
 def count(model: torch.nn.Module, local: bool) -> int:
-    """Bytes of the frozen parameters; of those that are shared, this process's rows."""
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    return sum((p.to_local() if local and isinstance(p, DTensor) else p).nbytes for p in frozen)
+    """Bytes of what is frozen; of what is shared, those of this process's rows."""
+    frozen = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad]
+    return sum((t.to_local() if local and isinstance(t, DTensor) else t).nbytes for t in frozen)
 
 
-def build(family, section: Quantize, kind: str, recomputes: bool, sharing: Processes | None):
-    denoiser, plan, _ = load_base(family, section, sharing=sharing)
-    names = family.adapter_names(denoiser, [])
-    init = "pissa" if kind == "pissa" else "default"
-    adapters.inject(denoiser, Adapter(type="lora" if kind == "pissa" else kind, rank=4, init=init), names, seed=0)
+def build(family: Any, case: dict, sharing: Processes | None) -> torch.nn.Module:
+    denoiser, *_ = load_base(family, Quantize(**case["quantize"]), sharing=sharing)
+    section = Adapter(rank=4, **case["adapter"])
+    adapters.inject(denoiser, section, family.adapter_names(denoiser, []), seed=0)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in adapters.parameters(denoiser):
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    memory.apply_(denoiser, Memory(gradient_checkpointing=recomputes))
-    return denoiser.train()
+    memory.apply_(denoiser, Memory(gradient_checkpointing=case["recomputes"]))
+    return denoiser
 
 
-def step(family, denoiser, cond) -> dict[str, torch.Tensor]:
-    high, wide = miniatures.get_hw(family.name)
-    generator = torch.Generator().manual_seed(2)
-    channels, per_side = family.latent_shape if hasattr(family, "latent_shape") else (None, None)
-    latents = family.example_latents
-    noisy = torch.randn(latents.shape, generator=generator)
-    t = torch.full((len(noisy),), 0.5) if family.objective == "FlowMatching" else torch.tensor([500] * len(noisy))
+def answer(family: Any, denoiser: torch.nn.Module, inputs: tuple[Any, ...]) -> Answers:
     answers = {}
     with torch.no_grad():
-        answers["eval"] = family.predict(denoiser.eval(), noisy, t, cond).clone()
+        answers["without gradient"] = family.predict(denoiser.eval(), *inputs).clone()
     for number in range(2):
-        answer = family.predict(denoiser.train(), noisy, t, cond)
-        answer.float().square().sum().backward()
-        answers[f"forward {number}"] = answer.detach()
+        prediction = family.predict(denoiser.train(), *inputs)
+        prediction.float().square().sum().backward()
+        answers[f"prediction {number}"] = prediction.detach()
         for name, parameter in adapters.parameters(denoiser):
-            answers[f"{number} {name}"], parameter.grad = parameter.grad, None
+            answers[f"gradient {number} {name}"], parameter.grad = parameter.grad, None
     return answers
 
 
-def main(folder: Path, cases: list) -> None:
+def make_inputs(family: Any) -> tuple[Any, ...]:
+    load_encoders(family)
+    facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
+    cond = family.collate([{**cond, **facts} for cond in encode(family, ["a cat", "a dog"])])
+    latents = family.encode_images(torch.zeros(2, 3, *miniatures.get_hw(family.name)))
+    family.vae = None
+    noisy = torch.randn(latents.shape, generator=torch.Generator().manual_seed(2))
+    return noisy, torch.full((2,), 0.5) if family.objective == "FlowMatching" else torch.tensor([500, 500]), cond
+
+
+def main(folder: Path, cases: list[dict]) -> None:
     torch.set_num_threads(1)
     processes, found = Processes(), []
-    made = {}
-    for name, path, table, kind, recomputes in cases:
-        if name not in made:
-            Family = families.get(name)
-            family = Family(Model(family=name, path=path), device="cpu", dtype=torch.bfloat16)
-            load_encoders(family)
-            facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(name)) | shown(family)
-            cond = family.collate([{**cond, **facts} for cond in encode(family, ["a cat", "a dog"])])
-            pixels = torch.zeros(2, 3, *miniatures.get_hw(name))
-            family.example_latents = family.encode_images(pixels)
-            family.vae = None
-            made[name] = family, cond
-        family, cond = made[name]
-        section = Quantize(**table)
-        alone = step(family, build(family, section, kind, recomputes, None), cond)
-        shared = build(family, section, kind, recomputes, processes)
-        before = count(shared, local=True)
-        together = step(family, shared, cond)
-        found.append(
-            {
-                "differ": [key for key in alone if not torch.equal(alone[key], together[key])],
-                "compared": len(alone),
-                "local": before,
-                "after": count(shared, local=True),
-                "whole": count(shared, local=False),
-                "buffers": sum(buffer.nbytes for buffer in shared.buffers()),
-            }
-        )
-        if not processes.rank: print(name, table, kind, recomputes, found[-1]["differ"][:3], {k:v for k,v in found[-1].items() if k!="differ"}, flush=True)
+    for case in cases:
+        Family = families.get(case["family"])
+        model = Model(family=case["family"], path=case["path"])
+        family = Family(model, device="cpu", dtype=DTYPES[case["dtype"]])
+        inputs = make_inputs(family)
+        alone = answer(family, build(family, case, None), inputs)
+        shared = build(family, case, processes)
+        whole, local = count(shared, local=False), [count(shared, local=True)]
+        together = answer(family, shared, inputs)
+        local.append(count(shared, local=True))
+        gaps = {name: float((together[name] - alone[name]).norm() / alone[name].norm()) for name in alone}
+        exact = {name: torch.equal(together[name], alone[name]) for name in alone}
+        found.append({"gaps": gaps, "exact": exact, "local": local, "whole": whole})
     (folder / f"{processes.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     processes.leave()
 

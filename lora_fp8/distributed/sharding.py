@@ -6,7 +6,7 @@ the next one, which is gathered ahead), and the layers outside the blocks while 
 those that a process without sharding holds, so the results are the same bits.
 
 * The model is split before it has weights. Each weight is read and quantized by itself, and of it a process keeps its
-  rows (`keep_part_`): no process ever holds more than that of a base that is being loaded.
+  rows (`PartKeeper`): no process ever holds more than that of a base that is being loaded.
 * Adapters are added afterwards. `fully_shard` does not know them: they stay whole, and `exchange` averages their
   gradients.
 * Scales and other buffers stay whole in each process; they are small.
@@ -14,6 +14,7 @@ those that a process without sharding holds, so the results are the same bits.
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from .processes import Processes
 
 
 def shard_(denoiser: nn.Module, processes: Processes) -> None:
-    """Split a denoiser on the meta device among the processes, in place; then fill it with `keep_part_`.
+    """Split a denoiser on the meta device among the processes, in place; then fill it with a `PartKeeper`.
 
     Args:
         denoiser: with its frozen layers, without weights and adapters.
@@ -50,7 +51,7 @@ class PartKeeper:
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
-        self._split = {
+        self._split: dict[tuple[nn.Module, str], Any] = {
             (module, name): parameter
             for module in denoiser.modules()
             for name, parameter in module._parameters.items()

@@ -76,7 +76,7 @@ def _count_frozen(model: torch.nn.Module) -> int:
 
 
 def _measure_shared_base(denoiser: torch.nn.Module, more: int, world: int) -> BaseMemory:
-    """Measure what each of `world` processes holds of a denoiser that they share, and so many bytes that they do not."""
+    """Measure what each of `world` processes holds of a shared denoiser, with so many bytes that are not shared."""
     shared = count_shared_bytes(denoiser, world)
     return BaseMemory(shared.part + shared.gathered + more, {})
 

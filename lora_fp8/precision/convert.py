@@ -93,7 +93,7 @@ def fill_(
     tensors: Iterable[tuple[str, Weight]],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    filled: Callable[[nn.Module], None] = lambda module: None,
+    filled: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Fill a denoiser on the meta device, one tensor at a time, and quantize the layers that `quantize_` replaced.
 
@@ -139,7 +139,8 @@ def fill_(
                     raise UserError(
                         Message("the base model's weights are broken: {why}; get the file anew", why=error)
                     ) from None
-                filled(module)
+                if filled is not None:
+                    filled(module)
         del tensor  # otherwise it would stay in memory while the stream reads the next one
     lists = {
         Template("{count} missing: {names}"): list(waiting),

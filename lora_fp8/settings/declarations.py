@@ -1143,7 +1143,6 @@ class Memory(Section):
         "Split the frozen base model among the processes of the job (FSDP2), so that it takes its memory once and not "
         "once per GPU. Each block is sent to all GPUs whenever it computes; slower without a fast link between them.",
         when={"run.several_processes": (True,)},
-        also="SimpleTuner: fsdp_enable",
     )
     compile: Literal["off", "blocks"] = setting(
         "off",

@@ -77,13 +77,13 @@ def load_base(
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
     waiting = precision.offload_(denoiser, offload)
     tensors = _count_tensors(family.denoiser_tensors(), lambda done: report(done, total))
-    filled: Callable[[nn.Module], None] = lambda module: None
+    keep_part = None
     if sharing is not None:
         from ..distributed import sharding  # imports torch's FSDP, which takes time
 
         sharding.shard_(denoiser, sharing)
-        filled = sharding.PartKeeper(denoiser)
-    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device, filled=filled)
+        keep_part = sharding.PartKeeper(denoiser)
+    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device, filled=keep_part)
     precision.set_compute_(denoiser, plan, section)  # again: its history needs the loaded weights
     return denoiser, plan, waiting
 

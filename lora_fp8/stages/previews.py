@@ -137,8 +137,8 @@ def _draw_into(
         if processes.is_cut_off:
             raise RunFailure(
                 Message(
-                    "the previews at step {step} failed: {line}. With memory.shard_base the other processes cannot go on "
-                    "without this one. Resume with preview.prompts = [], or with memory.shard_base = false",
+                    "the previews at step {step} failed: {line}. With memory.shard_base the other processes cannot go "
+                    "on without this one. Resume with preview.prompts = [], or with memory.shard_base = false",
                     step=step,
                     line=(str(error).splitlines() or [type(error).__name__])[0],
                 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import adapters
+from .. import adapters, settings
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
 from ..families.base import ModelFamily
@@ -141,16 +141,16 @@ def _predict_for_others(family: ModelFamily, loaded: Loaded, noised: Noised) -> 
         family.answer(loaded.denoiser, noised.inputs, noised.noisy_BCHW)
 
 
-def _encode_again(family: ModelFamily, loaded: Loaded, section: Objective, batch: Batch, noised: Noised) -> Noised:
+def _encode_again(
+    family: ModelFamily, loaded: Loaded, section: settings.Objective, batch: Batch, noised: Noised
+) -> Noised:
     """Return the same inputs for another pass; trained text encoders encode anew what a backward pass has freed."""
     if loaded.text is None:
         return noised
     device = noised.noisy_BCHW.device
     cond = loaded.text.cond(batch.captions, {name: tensor.to(device) for name, tensor in batch.cond.items()})
     guidance = section.guidance
-    return noised._replace(
-        inputs=family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance)
-    )
+    return noised._replace(inputs=family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance))
 
 
 @dataclass(frozen=True)

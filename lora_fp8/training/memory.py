@@ -71,8 +71,8 @@ def problem(section: settings.Memory, device: torch.device) -> str:
         )
     if section.shard_base and device.type == "cuda" and not torch.distributed.is_nccl_available():
         return Message(
-            "memory.shard_base = true: this PyTorch has no NCCL, by which GPUs gather the base; use memory.shard_base = "
-            "false"
+            "memory.shard_base = true: this PyTorch has no NCCL, by which GPUs gather the base; use "
+            "memory.shard_base = false"
         )
     if section.compile == "off":
         return ""

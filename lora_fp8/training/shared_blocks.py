@@ -20,7 +20,10 @@ def find_shared_blocks(denoiser: nn.Module) -> list[nn.Module]:
     Raises:
         UserError: diffusers names no repeated blocks of this model.
     """
-    kinds = {*(getattr(denoiser, "_repeated_blocks", None) or ()), *(getattr(denoiser, "_no_split_modules", None) or ())}
+    kinds = {
+        *(getattr(denoiser, "_repeated_blocks", None) or ()),
+        *(getattr(denoiser, "_no_split_modules", None) or ()),
+    }
     blocks = [
         module
         for name, module in denoiser.named_modules()
