@@ -26,17 +26,18 @@ from lora_fp8.plan.training_memory import build_denoiser
 from lora_fp8.run import Run
 from lora_fp8.training.shared_blocks import count_shared_bytes
 
-# Fifteen samples of three buckets in batches of four: 4, 4, 1 and 3 and 3. So the second process has batches without a
-# sample of its own, and its share of the held-out images and of the previews is smaller than the first's.
+# Twenty-one samples of three buckets in batches of four, at least one of which is of a single sample. So the second
+# process has a batch without a sample of its own, and its share of the held-out images and of the previews is smaller
+# than the first's. Only some samples need the passes with the class word, or the base's own prediction as a target.
 SHARED = (
+    "seed=7",
     "quantize.storage=fp8",
     "train.steps=6",
     "train.batch_size=4",
     "checkpoint.every=3",
-    "dataset.folders.0.repeats=3",
     "dataset.caption_dropout=0.2",
-    "dataset.folders.0.trigger='cat'",
     "dataset.class_word='animal'",
+    "objective.prior_for_regularization=true",
     "memory.gradient_checkpointing=true",
     "validation.pictures=1",
     "validation.every=3",
@@ -59,7 +60,7 @@ def filled(denoiser, *given, **more):
 load.precision.fill_ = filled
 """
 
-# Notes what each process holds of the base when it is loaded and after a step; the bytes are those of real tensors.
+# Notes the passes of each batch, and what each process holds of the base before and after a step, by real tensors.
 COUNTING = """
 import torch
 from torch.distributed.tensor import DTensor
@@ -75,6 +76,9 @@ def counting(real):
         note("bytes", *held(loaded.denoiser))
         return result
     return counted
+def describe(turn, *given):
+    return [turn.dropped.prior, turn.dropped.class_word, turn.is_own] if turn else []
+noting(step, "draw_turn", "turns", describe)
 step.compute_gradient_ = counting(step.compute_gradient_)
 from lora_fp8 import train
 train.compute_gradient_ = step.compute_gradient_
@@ -86,12 +90,19 @@ def last_checkpoint(job, step: int = 6) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(make_job, tmp_path_factory):
+def make(make_job, pictures):
+    """make(folder, "train.steps=8", ...): the job of SHARED."""
+    folders = f"[{{path='{pictures}', repeats=4, trigger='cat'}}, {{path='{pictures}', regularization=true}}]"
+    return lambda folder, *more: make_job(folder, *FLOAT32, f"dataset.folders={folders}", *SHARED, *more, family="flux")
+
+
+@pytest.fixture(scope="module")
+def runs(make, tmp_path_factory):
     """The same job with one process, with two, and with two that share the base: {name: (job, folder)}."""
     root = tmp_path_factory.mktemp("shared")
     made = {}
     for name, number, more in (("one", 1, ()), ("two", 2, ()), ("shared", 2, (SHARD,))):
-        job = make_job(root / name, *FLOAT32, *SHARED, *more, family="flux")
+        job = make(root / name, *more)
         done = run_forked(job, root / name, number, planted=ALIGNED + COUNTING)
         assert not done.returncode, done.stderr[-3000:]
         made[name] = job, root / name
@@ -123,6 +134,10 @@ def test_the_adapter_is_that_of_processes_that_hold_a_base_each(runs, tree_hash)
     assert len(tree_hash(two / "samples")) == 3 * 3 + 1 and tree_hash(two / "samples") == tree_hash(shared / "samples")
     assert (two / "validation.json").read_bytes() == (shared / "validation.json").read_bytes()
     assert losses(runs["two"][0]) == losses(runs["shared"][0])
+    made = [turn for rank in (0, 1) for turn in noted(runs["shared"][1], rank, "turns") if turn]
+    priors, words, owns = (set(flags) for flags in zip(*made, strict=True))
+    assert priors == words == owns == {True, False}  # passes for another process, and batches that stand in
+    assert {tuple(turn) for turn in noted(runs["two"][1], 0, "turns") if turn} == {(False, False, True)}
     verified = json.loads((shared / "verify.json").read_text(encoding="utf-8"))
     assert verified and all(report["ok"] for report in verified.values())
 
@@ -250,9 +265,9 @@ def stop_at(step: int, job) -> str:
     return f"AT, FOLDER = {step}, {str(folder_of(job))!r}\n{STOP}"
 
 
-def test_a_run_goes_on_with_another_number_of_processes(make_job, tmp_path, runs):
+def test_a_run_goes_on_with_another_number_of_processes(make, tmp_path, runs):
     """One process, then two that share the base, then one: a checkpoint does not know how many there were."""
-    job = make_job(tmp_path, *FLOAT32, *SHARED, SHARD, family="flux")
+    job = make(tmp_path, SHARD)
     for number, step, more in ((1, 2, ()), (2, 4, ("--resume",)), (1, 0, ("--resume",))):
         done = run_forked(job, tmp_path, number, *more, planted=ALIGNED + (stop_at(step, job) if step else ""))
         codes = done.returncode or [0]
@@ -287,9 +302,9 @@ FluxSingleTransformerBlock.forward = forward
 """
 
 
-def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make_job, tmp_path, runs, tree_hash):
+def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make, tmp_path, runs, tree_hash):
     """As torchrun starts them. The other process says so and ends with the launcher, within a minute."""
-    job = make_job(tmp_path, *FLOAT32, *SHARED, SHARD, family="flux")
+    job = make(tmp_path, SHARD)
     config_file = write(job, tmp_path)
     (tmp_path / "recording.py").write_text(RECORDING, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -314,3 +329,35 @@ def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make_job, tmp_pat
     both = [tensors(path / "checkpoints" / "step-000006", path / "export") for path in (folder_of(job), shared)]
     assert same(*both)
     assert tree_hash(folder_of(job) / "samples") == tree_hash(shared / "samples")
+
+
+FAILING = """
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
+from lora_fp8.data.loader import Loader
+real_micro, real_forward, at = Loader.micro, FluxSingleTransformerBlock.forward, [0]
+def micro(self, step, *given):
+    at[0] = step
+    if WHERE == "reading" and step == 2 and os.environ["RANK"] == "1":
+        raise OSError(5, "the disk is gone", "x.safetensors")
+    return real_micro(self, step, *given)
+def forward(self, *given, **more):
+    if WHERE == "computing" and at[0] == 2 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("no room")
+    return real_forward(self, *given, **more)
+Loader.micro, FluxSingleTransformerBlock.forward = micro, forward
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("reading", "x.safetensors: Input/output error"), ("computing", "out of memory on cpu")]
+)
+def test_a_process_that_fails_alone_ends_the_others(make, tmp_path, where, said):
+    """Before a batch it can tell the others. In the middle of a pass they learn it from its exit."""
+    without = ("preview.prompts=[]", "validation.every=0", "validation.pictures=0", "export.verify=false")
+    job = make(tmp_path, SHARD, *without)
+    done = run_forked(job, tmp_path, 2, planted=f"WHERE = {where!r}\n{FAILING}")
+    assert said in done.stderr and 3 in done.returncode, done.stderr[-3000:]
+    run = Run(folder_of(job))
+    assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "error" and not run.alive()
+    text = [event["text"] for event in run.events() if event["event"] == "error"][-1]
+    assert (said if where == "reading" else "another process of this job exited; see its message above") in text
