@@ -1,9 +1,9 @@
 """Splits the frozen base among the processes of a job (`memory.shard_base`), so that together they hold it once.
 
 torch's `fully_shard` (FSDP2) splits each parameter by rows. A block is gathered before its forward and its backward
-pass, and freed after each. So a process holds its part of the base, the block that computes (in the backward pass also
-the next one, which is gathered ahead), and the layers outside the blocks while the model runs. The gathered bytes are
-those that a process without sharding holds, so the results are the same bits.
+pass, and freed after each. So a process holds its part of the base, the block that computes with the buffer of the next
+one, which is gathered ahead, and the layers outside the blocks while the model runs. The gathered bytes are those that
+a process without sharding holds, so the results are the same bits.
 
 * The model is split before it has weights. Each weight is read and quantized by itself, and of it a process keeps its
   rows (`PartKeeper`): no process ever holds more than that of a base that is being loaded.

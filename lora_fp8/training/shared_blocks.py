@@ -10,6 +10,10 @@ from torch import nn
 
 from ..errors import Message, UserError
 
+GATHERED = 3
+"""Most blocks whose bytes exist at one time: in the backward pass the one that computes, the buffer from which it was
+copied, and the buffer of the next one, which is gathered ahead."""
+
 
 def find_shared_blocks(denoiser: nn.Module) -> list[nn.Module]:
     """Return the blocks that are gathered one at a time, inner ones before those that contain them.
@@ -46,7 +50,7 @@ class SharedBytes:
     part: int
     """what each process holds all the time: its rows of the parameters, and the buffers"""
     gathered: int
-    """what it holds beside that while the model runs: the layers outside the blocks, and the two largest blocks"""
+    """what it holds beside that while the model runs: the layers outside the blocks, and `GATHERED` blocks"""
 
 
 def count_shared_bytes(denoiser: nn.Module, world: int) -> SharedBytes:
@@ -61,7 +65,7 @@ def count_shared_bytes(denoiser: nn.Module, world: int) -> SharedBytes:
         groups[module] = sum(parameter.nbytes for parameter in frozen)
         part += sum(_count_part(parameter, world) for parameter in frozen)
     outside = groups.pop(denoiser)
-    return SharedBytes(part, outside + sum(sorted(groups.values())[-2:]))
+    return SharedBytes(part, outside + sum(sorted(groups.values())[-GATHERED:]))
 
 
 def _count_part(parameter: torch.Tensor, world: int) -> int:
