@@ -5,8 +5,8 @@ pass, and freed after each. So a process holds its part of the base, the block t
 one, which is gathered ahead, and the layers outside the blocks while the model runs. The gathered bytes are those that
 a process without sharding holds, so the results are the same bits.
 
-* The model is split before it has weights. Each weight is read and quantized by itself, and of it a process keeps its
-  rows (`PartKeeper`): no process ever holds more than that of a base that is being loaded.
+* The model is split before it has weights. They are read and quantized one at a time, and a process keeps its rows of
+  each (`PartKeeper`). So it never holds more than its part and one weight while it loads.
 * Adapters are added afterwards. `fully_shard` does not know them: they stay whole, and `exchange` averages their
   gradients.
 * Scales and other buffers stay whole in each process; they are small.
