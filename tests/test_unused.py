@@ -178,7 +178,7 @@ def test_what_files_and_processes_tell_is_told_once_it_is_known(tmp_path: Path) 
     job = config.loads(base, [f"model.path={tmp_path}/m.safetensors"])
     assert unused.find_unused_settings(job, {"run.several_processes": False, "base.guidance": False}) == [
         "model.revision has no effect: model.path is a local path",
-        "train.gradient_exchange has no effect: one process exchanges no gradients",
+        "train.gradient_exchange has no effect: the job runs in one process",
         "objective.guidance has no effect: this model has no guidance embedding",
     ]
     assert len(unused.find_unused_settings(job, {"run.several_processes": True, "base.guidance": True})) == 1

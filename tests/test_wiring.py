@@ -37,7 +37,9 @@ from lora_fp8.plan import disk_budget, resolve
 from lora_fp8.plan.start import read_start_values
 from lora_fp8.precision import kernels, matmul, stream
 from lora_fp8.settings import Job, Section
+from lora_fp8.stages import load as load_stage
 from lora_fp8.stages import tracking
+from lora_fp8.stages.session import Session
 from lora_fp8.training import memory
 
 BASE = (
@@ -301,6 +303,7 @@ OWN_TEST = {
     "train.gradient_exchange": "test_gradient_exchange_reaches_the_exchange",
     "objective.prior_outside_masks": "test_the_bases_prediction_is_a_target",
     "objective.prior_for_regularization": "test_the_bases_prediction_is_a_target",
+    "memory.shard_base": "test_sharing_the_base_reaches_the_loading",
     "memory.offload": "test_offload_has_bytes_wait_and_changes_none_that_is_trained",
     "preview.tiled": "test_tiles_reach_the_previews",
     "preview.score_model": "test_the_score_model_is_looked_for",
@@ -786,6 +789,21 @@ def test_gradient_exchange_reaches_the_exchange(job: Callable[..., Job], monkeyp
     assert asked == ["fp8", "fp32"]
 
 
+def test_sharing_the_base_reaches_the_loading(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone there is nothing to share, so who is asked to is looked at; test_shard_base.py has two processes."""
+    asked: list[bool] = []
+    real = load_stage.load_base
+    monkeypatch.setattr(
+        load_stage, "load_base", lambda *given: asked.append(given[4] is not None) or real(*given[:4], None)
+    )
+    monkeypatch.setattr(load_stage, "_describe_sharing", lambda *given: [])
+    wide = property(lambda session: session.memory.shard_base)
+    monkeypatch.setattr(Session, "shares_base", wide)
+    train.run(job("memory.shard_base=true", "train.steps=1"), progress=False)
+    train.run(job("train.steps=1", "name=second"), progress=False)
+    assert asked == [True, False]
+
+
 def test_fast_accum_reaches_the_kernel(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU adds up the same either way, so what the kernel is asked for is looked at."""
     asked: list[bool] = []
@@ -926,6 +944,7 @@ def test_compile_reaches_the_blocks(job: Callable[..., Job], monkeypatch: pytest
         ("flux", ("objective.min_snr_gamma=5.0",)),
         ("sd15", ("preview.steps=7", "preview.prompts=[]")),
         ("sd15", ("train.gradient_exchange=fp8",)),
+        ("sd15", ("memory.shard_base=true",)),
         ("sd15", ("model.revision=v2",)),
         ("sd15", ("model.components=somewhere",)),
     ],

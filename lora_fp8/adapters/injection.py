@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Joined, Message, UserError, first_few
-from ..precision import FrozenLayer, FrozenLinear, frozen_layers
+from ..precision import FrozenLayer, FrozenLinear, frozen_layers, whole
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
 from ..settings import Adapter
@@ -394,7 +394,7 @@ def _split_base_(layer: _Lora, section: Adapter, key: str) -> None:
     a_RK, b_NR = torch.empty_like(a), torch.empty_like(b)
     if a.device.type != "meta":
         weight: Any = layer.get_base_layer().weight  # dequantized here, for this layer alone
-        start = starts.split_weight(weight.detach().flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key)
+        start = starts.split_weight(whole(weight.detach()).flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key)
         a_RK.copy_(start[0].view(a.shape))
         b_NR.copy_(start[1].view(b.shape))
     layer.register_buffer("start_A", a_RK, persistent=False)

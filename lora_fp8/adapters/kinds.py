@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from ..common.numbers import sides
 from ..errors import Message, UserError
-from ..precision import FrozenLayer
+from ..precision import FrozenLayer, whole
 from ..precision.formats import decode_rows
 from ..precision.stream import here
 from ..settings import Adapter
@@ -249,6 +249,7 @@ def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         parts, storage, dtype = list(here(layer.parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
+    parts = list(map(whole, parts))
     return _row_lengths(parts, storage, a.detach().flatten(1), b.detach().flatten(1), scaling, dtype)
 
 

@@ -113,7 +113,12 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
 
 
 @without_collection()
-def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
+def estimate(
+    config_file: Path = CONFIG,
+    overrides: list[str] = SET,
+    processes: int = typer.Option(1, min=1, help="Number of training processes. Memory is that of one of them."),
+    as_json: bool = JSON,
+) -> None:
     """Estimate memory, steps, cache and file sizes. No weights are read, and nothing is encoded."""
     job = load_config(config_file, overrides)
     import torch
@@ -128,9 +133,9 @@ def estimate(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bo
     folder = resolve.get_run_folder(job)
     if not ownership.is_run(folder):  # an existing run may be estimated again
         ownership.require_new(folder)
-    plan = planning.make(job, base=resolve.describe_for_estimate(job), progress=show_images())
+    plan = planning.make(job, base=resolve.describe_for_estimate(job), world=processes, progress=show_images())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    estimated = estimate_plan(plan, device.type, free_bytes(device))
+    estimated = estimate_plan(plan, device.type, free_bytes(device), processes)
     if as_json:
         print_json(estimated.to_json())
     else:

@@ -641,6 +641,18 @@ def _check_memory(job: Job) -> Problems:
                     usual=usual,
                 ),
             )
+    if section.shard_base:
+        for key, clash, usual in (
+            ("memory.compile", section.compile != "off", "'off'"),  # each block is one graph, which gathers nothing
+            ("memory.cuda_graphs", section.cuda_graphs, "false"),
+            ("quantize.backend", quantize.backend != "own", "'own'"),
+            # A matmul that fails on one process alone would leave the others waiting for it.
+            ("quantize.compute", quantize.compute == "auto", "'upcast', 'fp8_forward' or 'fp8'"),
+            # It is measured on a base that one process holds.
+            ("quantize.sensitivity", quantize.sensitivity != "off", "'off'"),
+        ):
+            if clash:
+                yield "memory.shard_base", Message("true needs {setting}", setting=f"{key} = {usual}")
     if section.cuda_graphs:
         for key, clash, usual in (
             ("memory.offload", bool(section.share_in_ram), "0"),  # fetching waits for copies that Python starts
@@ -666,7 +678,8 @@ def excludes_recomputing(quantize: Quantize) -> bool:
 def find_offload_clashes(job: Job) -> Iterator[tuple[str, str]]:
     """Yield each setting that excludes offloading, with the value to use instead.
 
-    Only our own frozen layers can be offloaded, and Python code fetches their bytes.
+    Only our own frozen layers can be offloaded, and Python code fetches their bytes. Processes that share the base
+    gather it from parameters, which offloaded bytes are not.
     """
     quantize = job.quantize
     for key, clash, usual in (
@@ -674,6 +687,7 @@ def find_offload_clashes(job: Job) -> Iterator[tuple[str, str]]:
         ("quantize.backend", quantize.backend != "own", "'own'"),
         ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
         ("memory.compile", job.memory.compile != "off", "'off'"),
+        ("memory.shard_base", job.memory.shard_base, "false"),
     ):
         if clash:
             yield key, usual
@@ -685,7 +699,7 @@ RULES = (
     Rule(
         _check_memory,
         reads=(
-            *("memory", "quantize.compute", "quantize.recipe", "quantize.backend"),
+            *("memory", "quantize.compute", "quantize.recipe", "quantize.backend", "quantize.sensitivity"),
             *("adapter.dropout", "adapter.rank_dropout", "adapter.module_dropout", "adapter.text_encoder"),
         ),
     ),

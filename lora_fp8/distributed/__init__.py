@@ -1,1 +1,1 @@
-"""Training with several processes: their communication, and the exchange of gradients."""
+"""Training with several processes: their communication, the exchange of gradients, and a base that they share."""

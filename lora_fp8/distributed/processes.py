@@ -47,6 +47,9 @@ class Processes:
         rank, world: number of this process, counted from 0, and number of processes.
         device: the GPU that accelerate assigned, or the CPU.
         all_know: True when every process knows the error that ends the job.
+        lockstep: True if the processes share the base (see `sharding`), so that each pass of the denoiser gathers from
+            all of them. Then all must make the same passes in the same order.
+        is_cut_off: True after an error in lockstep that the others were not told of; see `passing`.
         undisturbed: a context in which no signal raises; otherwise the others would be left in half an exchange.
         sent: bytes of tensors that this process has sent to others so far, counted for the ring algorithm, which sends
             the least; messages of `gather` and `wait` are not counted.
@@ -61,6 +64,7 @@ class Processes:
         self.rank, self.world = state.process_index, state.num_processes
         self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
         self.all_know = False
+        self.lockstep = self.is_cut_off = False
         self.sent = 0
         self.undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -122,6 +126,39 @@ class Processes:
         """Return this process's share of the items: every `world`-th, starting at number `rank`."""
         return items[self.rank :: self.world]
 
+    def take_turns(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+        """Return this process's share of the items, each with True.
+
+        In lockstep each process gets as many as the others: where its share is shorter, the first item comes again with
+        False, and its result is to be dropped.
+        """
+        turns = [(item, True) for item in self.share(items)]
+        if self.lockstep and len(turns) * self.world < len(items):
+            turns.append((items[0], False))
+        return turns
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Run passes of the denoiser, which in lockstep exchange tensors with the other processes.
+
+        A process that fails between two exchanges cannot tell the others, which wait for the tensors of the next one.
+        So it raises its error without them, exits, and the launcher ends the others.
+
+        Raises:
+            Elsewhere: another process exited meanwhile.
+        """
+        if not self.lockstep:
+            yield
+            return
+        with self.undisturbed():
+            try:
+                yield
+            except Exception as error:
+                self.is_cut_off = True
+                if _is_lost_connection(error):
+                    raise _make_elsewhere(error) from error
+                raise
+
     def gather(self, mine: T) -> list[T]:
         """Return a small object of each process, by rank, on every process.
 
@@ -143,7 +180,7 @@ class Processes:
         try:
             yield
         except Exception as error:
-            if not self.all_know and not isinstance(error, Elsewhere):
+            if not self.all_know and not self.is_cut_off and not isinstance(error, Elsewhere):
                 # A process with an error of its own raises that one, whatever the others report.
                 with contextlib.suppress(Elsewhere, Stopped):
                     self._meet(None, error)
@@ -155,6 +192,8 @@ class Processes:
 
         Without it, the exit code of a finished run depends on which process exits first.
         """
+        if self.is_cut_off:
+            return  # the others may still wait for it in an exchange: only its exit ends that
         if self.world > 1 and torch.distributed.is_initialized():
             if self.all_know:  # wait until the main process has reported the error, before the launcher sees an exit
                 with contextlib.suppress(Elsewhere):
@@ -190,10 +229,17 @@ def _others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Elsewhere(
-            Message("another process of this job exited; see its message above ({why})", why=why)
-        ) from error
+        raise _make_elsewhere(error) from error
+
+
+def _make_elsewhere(error: Exception) -> Elsewhere:
+    why = (str(error).splitlines() or [type(error).__name__])[0]
+    return Elsewhere(Message("another process of this job exited; see its message above ({why})", why=why))
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Return True for what a collective raises when another process exited. gloo's errors have no type of their own."""
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _words(error: Exception) -> str:

@@ -254,7 +254,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("console_log_simple", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "rdzv_backend"),
         idle(),
     ),
-    "deepspeed": none(Message("processes hold the whole model each; see `accelerate launch`")),
+    "deepspeed": none(Message("memory.shard_base = true splits the frozen base among processes, without DeepSpeed")),
     **dict.fromkeys(
         ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
         + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")

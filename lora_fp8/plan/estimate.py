@@ -158,15 +158,16 @@ class Estimate:
         return [*lines, *(Message("note: {line}", line=line) for line in [*self.notes, *warnings, *problems])]
 
 
-def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estimate:
-    """Estimate memory, steps and sizes of a job that runs as one process.
+def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: int = 1) -> Estimate:
+    """Estimate memory, steps and sizes of a job.
 
     Args:
         plan: of the job.
         device: "cuda" or "cpu", on which the job will run. The family's own device may differ: nothing is computed.
         free: free bytes of that GPU, for settings that are left to "auto"; None if there is none here.
+        world: number of processes that will train; memory is that of one of them.
     """
-    choice = choose_memory(plan, free)
+    choice = choose_memory(plan, free, world)
     preview = plan.job.preview.model_copy(update={"tiled": choice.tiled})
     job = plan.job.model_copy(update={"memory": choice.section, "preview": preview})
     plan = replace(plan, job=job)
@@ -179,10 +180,10 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estima
 
     vae_encode, latents = training_memory.measure_vae(family, heaviest, "encode", notes)
     vae_decode = training_memory.measure_preview(plan, notes, tiled=choice.tiled) if job.preview.prompts else 0
-    training = choice.training or training_memory.measure_training(plan, latents)
+    training = choice.training or training_memory.measure_training(plan, latents, world)
     notes += filter(None, [training.note])
     base, waiting = training.base.count(job.memory.share_in_ram)
-    writes = plan.writes()
+    writes = plan.writes(world)
     estimated = Estimate(
         pictures=len(images.examples),
         held_out=len(images.held_out),
@@ -206,6 +207,7 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estima
         device=device,
         process_bytes=PROCESS_BYTES if device == "cpu" else 0,
         notes=[
+            *_describe_sharing(job, world),
             *choice.lines(),
             *filter(None, [choice.warning()]),
             *notes,
@@ -221,6 +223,24 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None) -> Estima
             )
         )
     return estimated
+
+
+def _describe_sharing(job: Job, world: int) -> list[str]:
+    """Say how the memory of the base is counted with memory.shard_base."""
+    if not job.memory.shard_base:
+        return []
+    if world == 1:
+        return [
+            Message(
+                "memory.shard_base: one process holds the whole base; --processes 2 counts the memory of each of two"
+            )
+        ]
+    return [
+        Message(
+            "memory.shard_base: base is what each of {count} processes holds of it, with the blocks that it gathers",
+            count=world,
+        )
+    ]
 
 
 def _is_text_largest(estimated: Estimate, job: Job) -> bool:

@@ -82,7 +82,7 @@ def is_open(job: Job) -> bool:
     return "auto" in (job.memory.gradient_checkpointing, job.memory.offload, job.preview.tiled)
 
 
-def choose_memory(plan: Plan, free: int | None) -> MemoryChoice:
+def choose_memory(plan: Plan, free: int | None, world: int = 1) -> MemoryChoice:
     """Choose the memory settings of a job.
 
     Recomputing costs 1.4 times the time, and offloading more, so nothing is offloaded while recomputing is enough. A
@@ -91,6 +91,7 @@ def choose_memory(plan: Plan, free: int | None) -> MemoryChoice:
     Args:
         plan: of the job.
         free: free bytes of its GPU, before anything is loaded; None on a CPU, which has no other memory to offload to.
+        world: number of processes that train, each on a GPU of its own.
     """
     job = plan.job
     section, tiled = job.memory, job.preview.tiled is True
@@ -98,7 +99,7 @@ def choose_memory(plan: Plan, free: int | None) -> MemoryChoice:
         recomputes = section.recomputes and not excludes_recomputing(job.quantize)
         return MemoryChoice(_decide(section, recomputes, section.share_in_ram), tiled)
     budget = _find_budget(free)
-    recomputes, share, peak, training = _choose_training(plan, budget)
+    recomputes, share, peak, training = _choose_training(plan, budget, world)
     if job.preview.tiled == "auto":
         whole = training_memory.measure_preview(plan, [], tiled=False)
         tiled = whole is not None and training.count_held(share) + plan.family.vae_bytes() + whole > budget
@@ -118,6 +119,8 @@ def choose_for_drawing(job: Job, family: ModelFamily, bucket: Bucket, free: int 
     share, tiled = job.memory.share_in_ram, job.preview.tiled is True
     if free is None or not is_open(job):
         return share, tiled
+    # One process draws, which shares the base with none.
+    job = job.model_copy(update={"memory": job.memory.model_copy(update={"shard_base": False})})
     base = training_memory.measure_base(training_memory.build_base(job, family))
     room = _find_budget(free) - family.vae_bytes()
     if job.memory.offload == "auto" and not any(find_offload_clashes(job)):
@@ -150,7 +153,7 @@ def _advise(job: Job) -> str:
     )
 
 
-def _choose_training(plan: Plan, budget: int) -> tuple[bool, float, int, TrainingMemory]:
+def _choose_training(plan: Plan, budget: int, world: int) -> tuple[bool, float, int, TrainingMemory]:
     """Choose gradient checkpointing and the share to offload: the first candidate that fits, else the last.
 
     Returns:
@@ -162,7 +165,7 @@ def _choose_training(plan: Plan, budget: int) -> tuple[bool, float, int, Trainin
     for recomputes, share in candidates:
         if recomputes not in measured:
             trial = plan.job.model_copy(update={"memory": _decide(plan.job.memory, recomputes, 0.0)})
-            measured[recomputes] = training_memory.measure_training(replace(plan, job=trial), latents)
+            measured[recomputes] = training_memory.measure_training(replace(plan, job=trial), latents, world)
         training = measured[recomputes]
         step = training.step_bytes
         if step is None and not recomputes and len(candidates) > 1:

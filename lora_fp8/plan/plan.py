@@ -31,6 +31,7 @@ from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
 from ..settings import Job
 from ..training import memory, optim
+from ..training.shared_blocks import find_shared_blocks
 from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images
 from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
@@ -215,6 +216,8 @@ def attempt(
     if len(problems.errors) == num_problems:  # a scheduler that makes no sense is told above
         problems.collect(lambda: family.make_objective(job.objective))
     layers = problems.collect(lambda: plan_layers(job, family))
+    if job.memory.shard_base:
+        problems.collect(lambda: find_shared_blocks(family.outline))
     resolved = problems.collect(partial(choose_layouts, resolved, family))
     if resolved is None or report.problems:
         return None, problems

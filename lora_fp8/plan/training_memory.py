@@ -21,6 +21,7 @@ from ..precision import stream
 from ..precision.dtypes import DTYPES
 from ..settings import Job
 from ..training import memory, optim
+from ..training.shared_blocks import count_shared_bytes
 from ..training.text_encoders import Adapted, checkpoint_, inject_
 from . import dry_run
 from .disk_budget import Named, count_pixels
@@ -33,7 +34,7 @@ class BaseMemory:
     """What the frozen base takes, in bytes."""
 
     whole_bytes: int
-    """all of it"""
+    """all of it; where processes share it, what one of them holds, with the blocks that it gathers"""
     layer_bytes: dict[str, int]
     """the weight of each layer that can be offloaded, in the order of use"""
 
@@ -65,19 +66,28 @@ class TrainingMemory:
 
 def measure_base(model: torch.nn.Module, more: int = 0) -> BaseMemory:
     """Measure the frozen part of a model on the meta device, with so many bytes that its hooks hold."""
-    frozen = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad)
     layers = precision.frozen_layers(model)
-    return BaseMemory(
-        sum(map(count_bytes, frozen)) + more, {name: layer.qweight.nbytes for name, layer in layers.items()}
-    )
+    return BaseMemory(_count_frozen(model) + more, {name: layer.qweight.nbytes for name, layer in layers.items()})
 
 
-def measure_training(plan: Plan, latents: tuple[int, ...] | None) -> TrainingMemory:
+def _count_frozen(model: torch.nn.Module) -> int:
+    """Count the bytes of what is not trained."""
+    return sum(count_bytes(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad)
+
+
+def _measure_shared_base(denoiser: torch.nn.Module, more: int, world: int) -> BaseMemory:
+    """Measure what each of `world` processes holds of a shared denoiser, with so many bytes that are not shared."""
+    shared = count_shared_bytes(denoiser, world)
+    return BaseMemory(shared.part + shared.gathered + more, {})
+
+
+def measure_training(plan: Plan, latents: tuple[int, ...] | None, world: int = 1) -> TrainingMemory:
     """Build the models of a job as training does, and measure one step at its heaviest bucket.
 
     Args:
         plan: of the job.
         latents: shape of the latents of an image in the heaviest bucket, from `measure_vae`; None leaves the step out.
+        world: number of processes that train.
     """
     job, family = plan.job, plan.family
     denoiser, encoders = build_denoiser(job, family), build_text_encoders(job, family)
@@ -90,7 +100,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None) -> TrainingMem
     named = adapters.parameters(adapted)
     step, note = None, ""
     if latents is not None:
-        num = count_in_batch(job, plan.images.buckets[find_heaviest_bucket(plan)[0]])
+        num = -(-count_in_batch(job, plan.images.buckets[find_heaviest_bucket(plan)[0]]) // world)
         try:
             step = measure_step(job, family, denoiser, latents, find_cond_shapes(plan, denoiser, latents), num)
         except dry_run.Undecided as error:
@@ -100,8 +110,12 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None) -> TrainingMem
             )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
             step += sum(measure_text_step(encoder, num * family.num_chunks) for encoder in encoders.values())
+    if job.memory.shard_base and world > 1:
+        base = _measure_shared_base(denoiser, sum(map(_count_frozen, encoders.values())) + beneath, world)
+    else:
+        base = measure_base(adapted, beneath)
     return TrainingMemory(
-        base=measure_base(adapted, beneath),
+        base=base,
         adapter_bytes=sum(parameter.nbytes for _, parameter in named),
         optimizer_bytes=4 * sum(parameter.numel() for _, parameter in named)
         + optim.state_bytes([parameter for _, parameter in named], job.optimizer),

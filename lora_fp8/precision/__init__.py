@@ -16,7 +16,7 @@ from .choose import OUT_OF_MEMORY, candidates, chosen, fastest, missing_c_compil
 from .conv import FrozenConv2d
 from .convert import as_held, decoded_state_dict, decoded_tensors, fill_, quantize_, set_compute_
 from .formats import FP8_ROW, Format, decode, encode, round_trip
-from .frozen import FrozenLayer, decoded_compute, frozen_layers, offload_
+from .frozen import FrozenLayer, decoded_compute, frozen_layers, offload_, whole
 from .linear import AmaxHistory, FrozenLinear
 from .names import name_matches
 from .plan import LayerPlan, Plan, decide
@@ -56,6 +56,7 @@ __all__ = [
     "quantize_",
     "round_trip",
     "set_compute_",
+    "whole",
 ]
 
 cpu.install()

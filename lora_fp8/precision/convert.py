@@ -9,7 +9,7 @@ layers that the family or the user excludes. Modules in the model class's `_keep
 as in diffusers' own loading.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ def fill_(
     tensors: Iterable[tuple[str, Weight]],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    filled: Callable[[nn.Module], None] | None = None,
 ) -> None:
     """Fill a denoiser on the meta device, one tensor at a time, and quantize the layers that `quantize_` replaced.
 
@@ -104,6 +105,7 @@ def fill_(
             `Quantized` tensors are stored unchanged if the layer's format allows it.
         dtype: compute dtype.
         device: device for the weights. Tensors are moved there before they are quantized.
+        filled: called with a module each time one of its tensors was set.
 
     Raises:
         UserError: names are missing, unknown, given twice or of another shape, all in one message; a module computed
@@ -137,6 +139,8 @@ def fill_(
                     raise UserError(
                         Message("the base model's weights are broken: {why}; get the file anew", why=error)
                     ) from None
+                if filled is not None:
+                    filled(module)
         del tensor  # otherwise it would stay in memory while the stream reads the next one
     lists = {
         Template("{count} missing: {names}"): list(waiting),

@@ -126,8 +126,12 @@ class FrozenLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the dequantized weight in the compute dtype and in its own shape, computed at every access."""
-        return decode(here(self.parts()), self.form.storage, self.compute_dtype).view(self.weight_shape)
+        """Return the dequantized weight in the compute dtype and in its own shape, computed at every access.
+
+        Where processes share the base, all of them must ask for it together, except in a pass of the model.
+        """
+        parts = tuple(map(whole, self.parts()))
+        return decode(here(parts), self.form.storage, self.compute_dtype).view(self.weight_shape)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the input and the bias in the dtype to compute in: autocast's, or the layer's own.
@@ -170,6 +174,12 @@ class FrozenLayer(nn.Module):
         """Return the layer's storage and matmul for `print(model)`."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
         return f"{super().extra_repr()}, storage={self.form} by {self.backend}, compute={self.compute} in {dtype}"
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that processes share, gathered from all of them; another one as it is."""
+    gather = getattr(tensor, "full_tensor", None)  # of torch's DTensor
+    return tensor if gather is None else gather()
 
 
 # -- a whole denoiser --------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ FACTS = {
     "layers.fp8": Message("no layer can be multiplied in FP8"),
     "layers.modulation": Message("this model has no modulation layers"),
     "layers.convolutions": Message("this model has no convolutions"),
-    "run.several_processes": Message("one process exchanges no gradients"),
+    "run.several_processes": Message("the job runs in one process"),
 }
 """What a `when` may need beside settings and the family's traits, each with the reason where it does not hold.
 
@@ -1179,6 +1179,12 @@ class Memory(Section):
         "that do not fit into VRAM; slower. auto: as little as the free VRAM allows.",
         also="kohya: blocks_to_swap / num_blocks; ai-toolkit: layer_offloading; OneTrainer: "
         "layer_offload_fraction; diffusion-pipe: blocks_to_swap / num_blocks",
+    )
+    shard_base: bool = setting(
+        False,
+        "Split the frozen base model among the processes of the job (FSDP2), so that it takes its memory once and not "
+        "once per GPU. Each block is sent to all GPUs whenever it computes; slower without a fast link between them.",
+        when={"run.several_processes": (True,)},
     )
     compile: Literal["off", "blocks"] = setting(
         "off",

@@ -73,11 +73,19 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
     # The LoRA file is used in programs without FP8 matmuls, so from here on the model computes without them too.
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute("upcast"), job.quantize)
     drawn: list[Image.Image] = []
+    probes: list[verify.Probe] | None = None
     with processes.together():
         if data.preview.prompts:
             prompts = encode_preview_prompts(data, loaded)
             drawn = previews.draw(session, loaded.denoiser, data.preview, prompts, step)
             data.scores.score(session, drawn, data.preview.prompts, step)
+        best = _read_best(session, state) if processes.is_main or processes.lockstep else None
+        if processes.lockstep and not all(processes.gather(best is not None)):
+            best = None
+        adapter = adapters.state(loaded.adapted)
+        if processes.lockstep and job.export.verify:  # while the processes that have the rest of the base are here
+            with processes.passing():
+                probes = _make_probes(session, data, loaded, [adapter, *([] if best is None else [best[1]])])
     processes.leave()
     if not processes.is_main:
         return Result(run, [], [])
@@ -86,18 +94,32 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
         rows: dict[str, Sequence[Image.Image]] = {first: before, f"LoRA, step {step}": drawn}
         previews.write_png(previews.contact_sheet(rows, data.preview.prompts), run.samples / "contact_sheet.png")
 
-    adapter = adapters.state(loaded.adapted)
     written = [Written(step, adapter, write_files(session, adapter, step, run.export))]
-    written += _write_best(session, state)
-    reports = verify_files(session, data, loaded, drawn, written) if job.export.verify else []
+    written += _write_best(session, state, best)
+    reports = verify_files(session, data, loaded, drawn, written, probes) if job.export.verify else []
     _log_verdict(session, state, written)
     files = [path for lora in written for path in lora.files]
     run.log_event("done", step=step, files=[str(path.relative_to(run.path)) for path in files])
     return Result(run, files, reports)
 
 
-def _write_best(session: Session, state: State) -> list[Written]:
-    """Write the LoRA files of the step with the lowest held-out loss, unless that is the last step."""
+def _read_best(session: Session, state: State) -> tuple[int, dict[str, Tensor]] | None:
+    """Read the LoRA of the step with the lowest held-out loss. Returns its step and tensors.
+
+    None if that is the last step, none is kept, or it cannot be read, which is a warning.
+    """
+    kept = find_best_lora(state.series) if session.job.validation.keep_best else None
+    if kept is None or kept.step == state.step:
+        return None
+    try:
+        return kept.step, checkpoint.read(checkpoint.get_best_path(session.run.checkpoints, kept.step)).adapter
+    except (UserError, RunFailure) as error:  # the last step's files do not depend on it
+        session.warn(Message("the LoRA of the best step is not written: {line}", line=error))
+        return None
+
+
+def _write_best(session: Session, state: State, best: tuple[int, dict[str, Tensor]] | None) -> list[Written]:
+    """Write the LoRA files of the step with the lowest held-out loss, from `_read_best`."""
     job, run = session.job, session.run
     kept = find_best_lora(state.series) if job.validation.keep_best else None
     if kept is None:
@@ -107,12 +129,28 @@ def _write_best(session: Session, state: State) -> list[Written]:
         for layout in LAYOUTS:  # of an earlier end of this run, after fewer steps
             (run.export / f"{export_metadata.slug(job.name)}{BEST_SUFFIX}_{layout}.safetensors").unlink(missing_ok=True)
         return []
-    try:
-        adapter = checkpoint.read(checkpoint.get_best_path(run.checkpoints, kept.step)).adapter
-    except (UserError, RunFailure) as error:  # the last step's files do not depend on it
-        session.warn(Message("the LoRA of the best step is not written: {line}", line=error))
+    if best is None:
         return []
-    return [Written(kept.step, adapter, write_files(session, adapter, kept.step, run.export, BEST_SUFFIX))]
+    step, adapter = best
+    return [Written(step, adapter, write_files(session, adapter, step, run.export, BEST_SUFFIX))]
+
+
+def _make_probes(
+    session: Session, data: Data, loaded: Loaded, states: Sequence[dict[str, Tensor]]
+) -> list[verify.Probe]:
+    """Record the training model's prediction with each of these adapters, the first of which it has now."""
+    job, family = session.job, session.family
+    probes = []
+    for number, adapter in enumerate(states):
+        if number:
+            adapters.load_state_(loaded.adapted, adapter)
+        batch = data.loader.micro(0, data.heaviest)
+        probes.append(
+            verify.make_probe(
+                family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
+            )
+        )
+    return probes
 
 
 def _log_verdict(session: Session, state: State, written: list[Written]) -> None:
@@ -159,7 +197,12 @@ def _read_first_previews(prompts: list[str], run: Run) -> list[Image.Image]:
 
 
 def verify_files(
-    session: Session, data: Data, loaded: Loaded, drawn: list[Image.Image], written: list[Written]
+    session: Session,
+    data: Data,
+    loaded: Loaded,
+    drawn: list[Image.Image],
+    written: list[Written],
+    probes: list[verify.Probe] | None = None,
 ) -> list[verify.Report]:
     """Load each file into a clean pipeline and compare it with the training model, which is freed first.
 
@@ -169,22 +212,14 @@ def verify_files(
         loaded: from the load stage; its training model is freed.
         drawn: the last previews.
         written: the LoRAs, first that of the last step, which the training model has.
+        probes: the training model's predictions with them, if processes that have left were needed for them.
 
     Raises:
         RunFailure: a file does not do what training did. The files and the report stay for inspection.
     """
     job, family, run = session.job, session.family, session.run
     run.log_event("stage", stage="verify")
-    probes = []
-    for lora in written:
-        if lora is not written[0]:
-            adapters.load_state_(loaded.adapted, lora.state)
-        batch = data.loader.micro(0, data.heaviest)
-        probes.append(
-            verify.make_probe(
-                family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
-            )
-        )
+    probes = probes or _make_probes(session, data, loaded, [lora.state for lora in written])
     verify.save_probe(probes[0], run.path / "probe.safetensors")
     base_tensors = None
     if layers := {f"{layer.name}.weight": layer for layer in loaded.layers.quantized}:

@@ -20,7 +20,7 @@ def fit_memory(session: Session) -> Session:
         free = min(per_process, default=None)
     if free is not None:
         run.log_event("stage", stage="memory")
-    choice = choose_memory(session.plan, free)
+    choice = choose_memory(session.plan, free, processes.world)
     if free is not None:
         run.log_event(
             "memory",

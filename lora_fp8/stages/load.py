@@ -10,6 +10,7 @@ from ..adapters import kinds
 from ..adapters.attach import attach_beneath_
 from ..distributed import exchange
 from ..distributed.exchange import Exchange
+from ..distributed.processes import Processes
 from ..errors import Message
 from ..families.base import ModelFamily
 from ..lora_files.export import Adapter
@@ -56,6 +57,7 @@ def load_base(
     section: settings.Quantize,
     offload: float = 0.0,
     report: Callable[[int, int], None] = lambda done, total: None,
+    sharing: Processes | None = None,
 ) -> tuple[nn.Module, precision.Plan, int]:
     """Load the denoiser into the storage of the section, on the family's device.
 
@@ -64,6 +66,7 @@ def load_base(
         section: the job's `[quantize]` table.
         offload: share of the frozen weights to keep in RAM, from 0 to 1.
         report: called with the numbers of loaded and of all weights.
+        sharing: the processes among which the frozen weights are split; None: each holds all of them.
 
     Returns:
         The denoiser, storage and matmul of each layer, and the bytes that are offloaded to RAM.
@@ -74,7 +77,13 @@ def load_base(
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
     waiting = precision.offload_(denoiser, offload)
     tensors = _count_tensors(family.denoiser_tensors(), lambda done: report(done, total))
-    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device)
+    keep_part = None
+    if sharing is not None:
+        from ..distributed import sharding  # imports torch's FSDP, which takes time
+
+        sharding.shard_(denoiser, sharing)
+        keep_part = sharding.PartKeeper(denoiser)
+    precision.fill_(denoiser, tensors, dtype=family.dtype, device=family.device, filled=keep_part)
     precision.set_compute_(denoiser, plan, section)  # again: its history needs the loaded weights
     return denoiser, plan, waiting
 
@@ -108,12 +117,14 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     run.log_event("stage", stage="load")
     progress = StageProgress(run, "load")
     section = add_moved_layers(job.quantize, moved)
-    denoiser, layers, waiting = load_base(family, section, session.memory.share_in_ram, progress.update)
+    sharing = session.processes if session.shares_base else None
+    denoiser, layers, waiting = load_base(family, section, session.memory.share_in_ram, progress.update, sharing)
     names = family.adapter_names(denoiser, job.adapter.targets)
-    injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     beneath = session.plan.training_adapter
-    if beneath is not None:
-        attach_beneath_(denoiser, beneath.state, beneath.scaling, family.dtype)
+    with session.processes.passing():  # some adapters start from the base's weights
+        injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
+        if beneath is not None:
+            attach_beneath_(denoiser, beneath.state, beneath.scaling, family.dtype)
     applied = memory.apply_(denoiser, session.memory, is_random=job.adapter.is_random)
     denoiser.train()
     encoders = TextEncoders(family, job.adapter, job.seed) if job.adapter.text_encoder else None
@@ -154,6 +165,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         memory=[
             *applied.lines(),
             *_describe_waiting(waiting),
+            *_describe_sharing(denoiser, sharing),
             *_describe_beneath(beneath),
             *(encoders.lines() if encoders else []),
             *(recorder.lines() if recorder else []),
@@ -183,6 +195,22 @@ def _describe_waiting(waiting: int) -> list[str]:
         if waiting
         else []
     )
+
+
+def _describe_sharing(denoiser: nn.Module, sharing: Processes | None) -> list[str]:
+    if sharing is None:
+        return []
+    from ..distributed.sharding import count_local_bytes
+
+    part, whole = (f"{size / 2**30:.2f}" for size in count_local_bytes(denoiser))
+    return [
+        Message(
+            "{count} processes share the base: each holds {part} of {whole} GiB",
+            count=sharing.world,
+            part=part,
+            whole=whole,
+        )
+    ]
 
 
 def encode_preview_prompts(data: Data, loaded: Loaded) -> PreviewPrompts:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import adapters, precision
-from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
 from ..training import memory
 from ..training.cuda_graphs import Recorder
@@ -21,6 +20,7 @@ from .progress import StageProgress
 from .resume import State
 from .session import Session
 from .step import backward_, name_files_not_finite
+from .turns import OtherFailed, Turn, draw_turn
 
 MOST_OFF = 0.3
 """Largest relative difference between the gradients of compiled and uncompiled blocks. Rounding in another order makes
@@ -40,18 +40,22 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
     run.log_event("stage", stage="preflight")
     memory.reset_peak(processes.device)
 
-    def draw() -> Batch | None:
-        return data.loader.micro(0, data.heaviest, processes.rank, processes.world)
+    def draw() -> Turn | None:
+        try:
+            return draw_turn(session, data.loader, 0, data.heaviest)
+        except OtherFailed:
+            processes.wait()  # raises what the other process says
+            raise
 
     first = draw()
 
-    def attempt(batch: Batch | None = first, recorder: Recorder | None = None) -> None:
-        if batch is None:
+    def attempt(turn: Turn | None = first, recorder: Recorder | None = None) -> None:
+        if turn is None:
             return
-        with _explain_nondeterministic():
-            losses_B = backward_(session, loaded, batch, recorder)
+        with processes.passing(), _explain_nondeterministic():
+            losses_B = backward_(session, loaded, turn.batch, recorder, turn.dropped, turn.is_own)
         if not torch.isfinite(losses_B).all():
-            files = name_files_not_finite(batch, losses_B)
+            files = name_files_not_finite(turn.batch, losses_B)
             raise RunFailure(
                 Message("the loss is not finite before any training; {files}; is the base model whole?", files=files)
             )

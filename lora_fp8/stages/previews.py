@@ -19,7 +19,7 @@ from torch import nn
 from .. import settings
 from ..adapters.attach import without_attached
 from ..common.writing import atomic_write
-from ..errors import Message
+from ..errors import Message, RunFailure
 from ..families.base import ModelFamily
 from ..plan.resolve import get_resolution
 from ..run import Run
@@ -120,18 +120,29 @@ def _draw_into(
 ) -> bool:
     """Draw each prompt into a file, prompt i by process i % world. Return False if one failed, which is a warning."""
     family, processes = session.family, session.processes
-    numbers = processes.share(range(len(prompts.conds)))
+    turns = processes.take_turns(range(len(prompts.conds)))
+    numbers = [number for number, is_own in turns if is_own]
     problem, was_training, side = None, denoiser.training, get_resolution(session.job)
     denoiser.eval()  # no dropout
     drawn: list[list[Image.Image]] = []
     progress = StageProgress(session.run, "previews")
     try:
-        pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if numbers else None
-        with without_attached(denoiser):
-            for number in numbers:
-                drawn += draw_clips(family, pipeline, prompts, section, side, [number])
+        with processes.passing(), without_attached(denoiser):
+            pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if turns else None
+            for number, is_own in turns:
+                images = draw_clips(family, pipeline, prompts, section, side, [number])
+                drawn += images if is_own else []
                 progress.update(len(drawn), len(numbers))
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
+        if processes.is_cut_off:
+            raise RunFailure(
+                Message(
+                    "the previews at step {step} failed: {line}. With memory.shard_base the other processes cannot go "
+                    "on without this one. Resume with preview.prompts = [], or with memory.shard_base = false",
+                    step=step,
+                    line=(str(error).splitlines() or [type(error).__name__])[0],
+                )
+            ) from error
         problem = (str(error).splitlines() or [type(error).__name__])[0]
     finally:
         denoiser.train(was_training)

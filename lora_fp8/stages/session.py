@@ -44,6 +44,11 @@ class Session:
         return self.job.preview.tiled is True if self.choice is None else self.choice.tiled
 
     @property
+    def shares_base(self) -> bool:
+        """True if the processes hold the frozen base together, each a part of it."""
+        return self.memory.shard_base and self.processes.world > 1
+
+    @property
     def job(self) -> Job:
         """The job, with a value for every "auto" that the plan resolved."""
         return self.plan.job

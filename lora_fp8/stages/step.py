@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .. import adapters, settings
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
 from ..families.base import ModelFamily
@@ -19,6 +20,7 @@ from .load import Loaded
 from .prior import Noised, class_pass, with_prior_targets
 from .resume import describe_last_checkpoint
 from .session import Session
+from .turns import NO_PASSES, OtherFailed, Passes, draw_turn
 
 REQUESTS = ("stop", "save", "preview", "prompts", "sample")
 """Requests that are acted on at the end of a step; "prompts" and "sample" are those of `live_previews`."""
@@ -82,13 +84,21 @@ def diffusion_loss(
     return predict_and_compare(family, denoiser, objective, noised)
 
 
-def backward_(session: Session, loaded: Loaded, batch: Batch, recorder: Recorder | None) -> Tensor:
+def backward_(
+    session: Session,
+    loaded: Loaded,
+    batch: Batch,
+    recorder: Recorder | None,
+    dropped: Passes = NO_PASSES,
+    is_own: bool = True,
+) -> Tensor:
     """Run a batch forward and backward, and add its gradients to `loaded.exchange.gradients`.
 
     Args:
         session, loaded: of the run.
         batch: latents, noise and conditioning.
         recorder: replays the pass, from the second with the same shapes on; None runs it each time.
+        dropped, is_own: see `turns.Turn`; the gradients of another process's batch are dropped.
 
     Returns:
         The loss of each sample times the weight of its folder, (B,) float32. With a class word, that of the second
@@ -98,19 +108,49 @@ def backward_(session: Session, loaded: Loaded, batch: Batch, recorder: Recorder
     denoiser, objective, gradients = loaded.denoiser, loaded.objective, loaded.exchange.gradients
     weights_B = torch.tensor(batch.weights).to(session.processes.device, non_blocking=True)
 
-    def run(given: tuple[Noised, Tensor]) -> Tensor:
+    def run(given: tuple[Noised, Tensor], counts: bool = is_own) -> Tensor:
         losses_B = predict_and_compare(family, denoiser, objective, given[0]) * given[1]
         losses_B.sum().backward()
-        gradients.collect_()
+        if counts:
+            gradients.collect_()
+        else:
+            gradients.drop_()
         return losses_B.detach()
 
     noised = add_noise(family, denoiser, objective, batch, section.guidance, loaded.text)
+    if dropped.prior:
+        _predict_for_others(family, loaded, noised)
     noised = with_prior_targets(family, loaded, section, batch, noised)
     losses_B = run((noised, weights_B)) if recorder is None else recorder.run(run, (noised, weights_B))
     again = class_pass(family, loaded, section, batch, noised)
     if again is not None:
         losses_B = losses_B + (run(again) if recorder is None else recorder.run(run, again))
+    if dropped.class_word:
+        _predict_for_others(family, loaded, noised)
+        run((_encode_again(family, loaded, section, batch, noised), weights_B), counts=False)
     return losses_B
+
+
+@torch.no_grad()
+def _predict_for_others(family: ModelFamily, loaded: Loaded, noised: Noised) -> None:
+    """Make a pass without gradient that another process needs; see `Processes.lockstep`.
+
+    Without adapters, as `predict_base`: their dropout would draw the random numbers of this process's own pass.
+    """
+    with adapters.disabled(loaded.adapted):
+        family.answer(loaded.denoiser, noised.inputs, noised.noisy_BCHW)
+
+
+def _encode_again(
+    family: ModelFamily, loaded: Loaded, section: settings.Objective, batch: Batch, noised: Noised
+) -> Noised:
+    """Return the same inputs for another pass; trained text encoders encode anew what a backward pass has freed."""
+    if loaded.text is None:
+        return noised
+    device = noised.noisy_BCHW.device
+    cond = loaded.text.cond(batch.captions, {name: tensor.to(device) for name, tensor in batch.cond.items()})
+    guidance = section.guidance
+    return noised._replace(inputs=family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance))
 
 
 @dataclass(frozen=True)
@@ -149,6 +189,8 @@ def compute_gradient_(
     try:
         loss_sum, faults = _accumulate_(session, data, loaded, step, positions)
     except Exception as error:  # the other processes wait for the sums, which bring them the failure
+        if processes.is_cut_off:
+            raise
         failure = error
     sent_before = processes.sent
     asked = requests()
@@ -172,13 +214,19 @@ def _accumulate_(session: Session, data: Data, loaded: Loaded, step: int, positi
     gradients.zero_()
     own: list[tuple[Batch, Tensor]] = []
     for micro, position in enumerate(positions):
-        batch = data.loader.micro(step, position, processes.rank, processes.world)
-        if batch is None:
+        try:
+            turn = draw_turn(session, data.loader, step, position)
+        except OtherFailed:
+            return 0.0, []
+        if turn is None:
             continue  # a short batch, which other processes have
         if job.adapter.is_random:
             # Dropout draws from torch's global generator, as inside peft: keyed here, so that resuming draws the same.
             torch.manual_seed(_make_seed(f"dropout|{job.seed}|{step}|{micro}|{processes.rank}"))
-        own.append((batch, backward_(session, loaded, batch, loaded.recorder)))
+        with processes.passing():
+            losses_B = backward_(session, loaded, turn.batch, loaded.recorder, turn.dropped, turn.is_own)
+        if turn.is_own:
+            own.append((turn.batch, losses_B))
     if step < job.train.steps:
         data.loader.prepare(step + 1, positions.stop, processes.rank, processes.world)  # while a GPU still works
     if not own:

@@ -37,15 +37,18 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
     assert loader is not None
     levels = [loaded.objective.at_level(low + (high - low) * level) for level in LEVELS]
     tasks = [(picture, level) for picture in range(loader.batches_per_epoch) for level in range(len(levels))]
-    own_tasks = processes.share(tasks)
+    turns = processes.take_turns(tasks)
+    own_tasks = [task for task, is_own in turns if is_own]
     models = [loaded.denoiser, *(loaded.text.encoders.values() if loaded.text else [])]
     for model in models:
         model.eval()
     progress, own_losses = StageProgress(run, "validation"), []
     try:
-        for picture, level in own_tasks:
-            own_losses.append(_measure_loss(session, data, loaded, picture, levels[level][0]))
-            progress.update(len(own_losses), len(own_tasks))
+        with processes.passing():
+            for (picture, level), is_own in turns:
+                loss = _measure_loss(session, data, loaded, picture, levels[level][0])
+                own_losses += [loss] * is_own
+                progress.update(len(own_losses), len(own_tasks))
     finally:
         for model in models:
             model.train()

@@ -152,6 +152,10 @@ class Gradients:
     def zero_(self) -> None:
         """Set all sums to zero, before a step, and drop what a backward pass that failed left in `.grad`."""
         self.flat.zero_()
+        self.drop_()
+
+    def drop_(self) -> None:
+        """Drop the gradients that backward left in `.grad`."""
         for parameter in self.parameters.values():
             parameter.grad = None
 

@@ -69,6 +69,11 @@ def problem(section: settings.Memory, device: torch.device) -> str:
             "memory.cuda_graphs = true: a {device} has no CUDA graphs; use memory.cuda_graphs = false",
             device=device.type,
         )
+    if section.shard_base and device.type == "cuda" and not torch.distributed.is_nccl_available():
+        return Message(
+            "memory.shard_base = true: this PyTorch has no NCCL, by which GPUs gather the base; use "
+            "memory.shard_base = false"
+        )
     if section.compile == "off":
         return ""
     if device.type == "cuda":

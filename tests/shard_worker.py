@@ -1,0 +1,91 @@
+"""One of several processes that share the bases of miniatures, with the real code; run by test_shard_base.py.
+
+    RANK=0 WORLD_SIZE=2 ... python tests/shard_worker.py FOLDER CASES
+
+CASES is JSON, a list of cases: {"family", "path" of its miniature, "dtype", "quantize", "adapter", "recomputes"}.
+Leaves FOLDER/RANK.json: how far the model that is shared is from the same model that this process holds alone, for two
+forward and backward passes and one without gradient; and the bytes of its real tensors.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import miniatures
+import torch
+from editing import encode, load_encoders
+from torch.distributed.tensor import DTensor
+
+from lora_fp8 import adapters, families
+from lora_fp8.distributed.processes import Processes
+from lora_fp8.precision.dtypes import DTYPES
+from lora_fp8.settings import Adapter, Memory, Model, Quantize
+from lora_fp8.stages.load import load_base
+from lora_fp8.training import memory
+
+Answers = dict[str, torch.Tensor]
+
+
+def count(model: torch.nn.Module, local: bool) -> int:
+    """Bytes of what is frozen; of what is shared, those of this process's rows."""
+    frozen = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.requires_grad]
+    return sum((t.to_local() if local and isinstance(t, DTensor) else t).nbytes for t in frozen)
+
+
+def build(family: Any, case: dict, sharing: Processes | None) -> torch.nn.Module:
+    denoiser, *_ = load_base(family, Quantize(**case["quantize"]), sharing=sharing)
+    section = Adapter(rank=4, **case["adapter"])
+    adapters.inject(denoiser, section, family.adapter_names(denoiser, []), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for _, parameter in adapters.parameters(denoiser):
+        parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    memory.apply_(denoiser, Memory(gradient_checkpointing=case["recomputes"]))
+    return denoiser
+
+
+def answer(family: Any, denoiser: torch.nn.Module, inputs: tuple[Any, ...]) -> Answers:
+    answers = {}
+    with torch.no_grad():
+        answers["without gradient"] = family.predict(denoiser.eval(), *inputs).clone()
+    for number in range(2):
+        prediction = family.predict(denoiser.train(), *inputs)
+        prediction.float().square().sum().backward()
+        answers[f"prediction {number}"] = prediction.detach()
+        for name, parameter in adapters.parameters(denoiser):
+            answers[f"gradient {number} {name}"], parameter.grad = parameter.grad, None
+    return answers
+
+
+def make_inputs(family: Any) -> tuple[Any, ...]:
+    load_encoders(family)
+    facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
+    cond = family.collate([{**cond, **facts} for cond in encode(family, ["a cat", "a dog"])])
+    latents = family.encode_images(torch.zeros(2, 3, *miniatures.get_hw(family.name)))
+    family.vae = None
+    noisy = torch.randn(latents.shape, generator=torch.Generator().manual_seed(2))
+    return noisy, torch.full((2,), 0.5) if family.objective == "FlowMatching" else torch.tensor([500, 500]), cond
+
+
+def main(folder: Path, cases: list[dict]) -> None:
+    torch.set_num_threads(1)
+    processes, found = Processes(), []
+    for case in cases:
+        Family = families.get(case["family"])
+        model = Model(family=case["family"], path=case["path"])
+        family = Family(model, device="cpu", dtype=DTYPES[case["dtype"]])
+        inputs = make_inputs(family)
+        alone = answer(family, build(family, case, None), inputs)
+        shared = build(family, case, processes)
+        whole, local = count(shared, local=False), [count(shared, local=True)]
+        together = answer(family, shared, inputs)
+        local.append(count(shared, local=True))
+        gaps = {name: float((together[name] - alone[name]).norm() / alone[name].norm()) for name in alone}
+        exact = {name: torch.equal(together[name], alone[name]) for name in alone}
+        found.append({"gaps": gaps, "exact": exact, "local": local, "whole": whole})
+    (folder / f"{processes.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    processes.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
