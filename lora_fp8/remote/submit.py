@@ -125,8 +125,8 @@ def look_around(machine: Machine, plan: Plan) -> str:
         ["tar", "sha256sum", "find", "setsid", "flock"] if plan.target.kind == "ssh" else ["tar", "sha256sum", "find"]
     )
     tools += ["sbatch", "squeue", "scancel", "scontrol"] if plan.target.kind == "slurm" else []
-    lines = [f"command -v {tool} > /dev/null || {{ echo {tool} >&2; exit {NO_TOOL}; }}" for tool in tools]
-    lines += [*plan.job.setup]
+    lines = [*plan.job.setup]
+    lines += [f"command -v {tool} > /dev/null || {{ echo {tool} >&2; exit {NO_TOOL}; }}" for tool in tools]
     lines += [f"command -v lora-fp8 > /dev/null || exit {NO_PROGRAM}"]
     if plan.job.is_launched:
         lines += [f"command -v torchrun > /dev/null || {{ echo torchrun >&2; exit {NO_TOOL}; }}"]
