@@ -1,4 +1,4 @@
-"""Real servers on the loopback, started by a test: an sshd with keys of its own, and a Slurm cluster of one node.
+"""Real servers on the loopback, started by a test: an sshd with keys of its own, and a Slurm cluster of two nodes.
 
 `scripts/install_servers.sh` installs the programs. Where one cannot start, the test fails with what the server said.
 """
@@ -123,13 +123,15 @@ class SshServer(Server):
 
 
 class SlurmCluster:
-    """munged, slurmctld and slurmd for this machine as the only node, with two GPUs that do not exist."""
+    """munged, slurmctld and a slurmd a node: this machine is both nodes, each with two GPUs that do not exist."""
+
+    nodes = ("near", "far")
 
     def __init__(self, folder: Path):
         folder.mkdir()
         self.folder, name, user = folder, socket.gethostname(), pwd.getpwuid(os.getuid()).pw_name
         key, sock = folder / "munge" / "key", folder / "munge" / "socket"
-        for part in ("munge", "state", "spool"):
+        for part in ("munge", "state", "spool-near", "spool-far"):
             (folder / part).mkdir(mode=0o700)
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
@@ -137,19 +139,22 @@ class SlurmCluster:
         self.config = folder / "slurm.conf"
         self.config.write_text(
             f"ClusterName=test\nSlurmctldHost={name}(127.0.0.1)\nSlurmUser={user}\nSlurmdUser={user}\n"
-            f"SlurmctldPort={free_port()}\nSlurmdPort={free_port()}\n"
+            f"SlurmctldPort={free_port()}\n"
             # A job that is queued again waits for the end of its credential: two minutes, if nothing is said.
             f"AuthType=auth/munge\nCredType=cred/munge\nAuthInfo=socket={sock},cred_expire=10\n"
-            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool\n"
-            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.pid\n"
-            f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.log\n"
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\n"
+            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd-%n.pid\n"
+            f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd-%n.log\n"
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nJobAcctGatherType=jobacct_gather/none\n"
             "AccountingStorageType=accounting_storage/none\nMpiDefault=none\nSwitchType=switch/none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=600\n"
             "SlurmdTimeout=0\nInactiveLimit=0\nGresTypes=gpu\n"
             "SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1\n"
-            f"NodeName={name} NodeAddr=127.0.0.1 CPUs=1 Gres=gpu:2 State=UNKNOWN\n"
-            f"PartitionName=main Nodes={name} Default=YES MaxTime=INFINITE State=UP\n",
+            + "".join(
+                f"NodeName={node} NodeHostname={name} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1 Gres=gpu:2\n"
+                for node in self.nodes
+            )
+            + f"PartitionName=main Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n",
             encoding="utf-8",
         )
         self.environment = {"SLURM_CONF": str(self.config)}
@@ -158,9 +163,11 @@ class SlurmCluster:
             munge = [f"--{what}={folder}/munge/{what.split('-')[0]}" for what in ("log-file", "pid-file", "seed-file")]
             self._start("munged", "--force", "--foreground", f"--key-file={key}", f"--socket={sock}", *munge)
             wait_until(lambda: self._run("munge", "-S", str(sock), "-n").returncode == 0, self.describe)
-            for program in ("slurmctld", "slurmd"):
-                self._start(program, "-D", "-f", str(self.config))
-            wait_until(lambda: self.slurm("sinfo", "--noheader", "--format=%T") == "idle", self.describe)
+            self._start("slurmctld", "-D", "-f", str(self.config))
+            for node in self.nodes:
+                self._start("slurmd", "-D", "-f", str(self.config), "-N", node)
+            idle = f"{len(self.nodes)} idle"
+            wait_until(lambda: self.slurm("sinfo", "--noheader", "--format=%D %T") == idle, self.describe)
         except BaseException:
             self.end()
             raise
@@ -170,7 +177,7 @@ class SlurmCluster:
 
     def _run(self, program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         for server in self.servers:
-            server.require(self.folder / "slurmctld.log", self.folder / "slurmd.log")
+            server.require(*self.folder.glob("*.log"))
         command = [find_program(program), *arguments]
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

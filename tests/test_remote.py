@@ -199,21 +199,21 @@ def test_a_training_in_slurm(
         call("remote", "fetch", NAME)
         assert results(tree_hash(tmp_path / "runs" / NAME)) == undisturbed(job, tree_hash, tmp_path)
 
-        # Two processes, started by torchrun. Cancelled: saved, and not in the queue again.
-        two = ("--gpus-per-node", "2", "--set")
+        # A process on each of two nodes, started by torchrun. Cancelled: saved, and not in the queue again.
+        two = ("--nodes", "2", "--gpus-per-node", "1", "--set")
         with pytest.raises(UserError, match="shared out among 2 processes"):
-            send("slurm", *two, "train.batch_size=1", name="two processes")
-        other = send("slurm", *two, "train.batch_size=2", name="two processes")
-        with slowed_in_training(Path(other["folder"]) / "runs/two processes"):
-            call("remote", "cancel", "two processes")
-        wait_until(lambda: look("two processes").has_ended, lambda: look("two processes"))
+            send("slurm", *two, "train.batch_size=1", name="two nodes")
+        other = send("slurm", *two, "train.batch_size=2", name="two nodes")
+        with slowed_in_training(Path(other["folder"]) / "runs/two nodes"):
+            call("remote", "cancel", "two nodes")
+        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
         log = (Path(other["folder"]) / "log.txt").read_text(encoding="utf-8")
-        assert look("two processes").state == "stopped", (look("two processes"), log)
-        started = events_of(Path(other["folder"]) / "runs/two processes")[0]
+        assert look("two nodes").state == "stopped", (look("two nodes"), log)
+        started = events_of(Path(other["folder"]) / "runs/two nodes")[0]
         assert started["event"] == "start" and started["processes"] == 2
-        call("remote", "resume", "two processes")
-        wait_until(lambda: look("two processes").has_ended, lambda: look("two processes"))
-        assert look("two processes").state == "done"
+        call("remote", "resume", "two nodes")
+        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
+        assert look("two nodes").state == "done"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

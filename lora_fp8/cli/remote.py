@@ -131,9 +131,12 @@ def _require_checked(job: "Job", where: str, world: int, has_base_there: bool) -
     from ..common.progress import show_images
     from ..plan.check import check
     from ..plan.plan import find_batch_problems
+    from ..plan.resolve import get_run_folder
     from ..plan.scan import scan
+    from ..run import ownership
 
     if has_base_there and not os.path.exists(job.model.path):
+        ownership.require_new(get_run_folder(job))
         problems = scan(job, show_images()).problems
     else:
         result = check(job, show_images())

@@ -140,7 +140,9 @@ def look(job: Handle) -> View:
 def _alive(job: Handle) -> str:
     """Return the part of a script that sets `alive`: empty, "yes", or the state in Slurm."""
     if job.kind != "slurm":
-        return "alive=; [ ! -e job.lock ] || flock -n job.lock true || alive=yes"
+        # SkyPilot prepares the machine before it starts the script.
+        prepares = "; [ -e started ] || alive=yes" if job.kind == "sky" else ""
+        return f"alive=; [ ! -e job.lock ] || flock -n job.lock true || alive=yes{prepares}"
     number = shlex.quote(job.slurm)
     return (
         f"alive=$(squeue --noheader --jobs={number} --format=%T 2>&1) || case $alive in\n"

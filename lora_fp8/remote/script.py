@@ -222,7 +222,8 @@ def _functions(job: RemoteJob) -> str:
             lines = [f'{step} lora-fp8 "$@"']
         else:
             lines = [
-                'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+                'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+                'head=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d = -f 2)',
                 "port=$((20000 + SLURM_JOB_ID % 20000))",
                 f'{step} {launcher} --nnodes="$SLURM_NNODES" \\',
                 '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\',
