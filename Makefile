@@ -24,6 +24,7 @@ test: .venv/installed
 else
 test: check
 	@scripts/install_browser.sh
+	@scripts/install_servers.sh
 	@echo "== tests (two at a time; about half an hour)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 endif

@@ -80,6 +80,7 @@ LONGEST = (
     "ui/test_try_it.py",
     "ui/test_page_frame.py",
     "test_resume.py",
+    "test_remote.py",
     "test_exchange.py",
     "test_jobs_soak.py",
     "fuzz/test_fuzz.py",

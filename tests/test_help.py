@@ -13,6 +13,7 @@ from lora_fp8.cli import help
 COMMAND = typer.main.get_command(cli.app)
 INNER = [("dataset", name) for name in COMMAND.commands["dataset"].commands]  # type: ignore[attr-defined]
 INNER += [("jobs", name) for name in COMMAND.commands["jobs"].commands]  # type: ignore[attr-defined]
+INNER += [("remote", name) for name in COMMAND.commands["remote"].commands]  # type: ignore[attr-defined]
 ALL = [(), *((name,) for name in COMMAND.commands), *INNER]  # type: ignore[attr-defined]
 
 

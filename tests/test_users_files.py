@@ -25,6 +25,7 @@ from lora_fp8 import cli, config, jobs, settings, train
 from lora_fp8.errors import RunFailure, Stopped, UserError
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.plan.resolve import get_run_folder
+from lora_fp8.remote import handle
 from lora_fp8.run import Run
 from webui import image_folders, run_monitor, submission
 from webui.context import Place, Ui
@@ -138,8 +139,16 @@ CASES: dict[str, list[list[str]]] = {
     "cache": [[P], [P, "--prune-unused-days", "1"], [R, "--prune-unused-days", "1"], [P, "--limit", "0"]],
     "caption": [[P, "--model", "project"], ["project/photos", "--model", "project/photos", "--overwrite"]],
     "demo": [["--out", P]],
-    "submit": [["project/config.toml", "--no-worker"], [P, "--no-worker"], [R, "--no-worker"]],
+    "submit": [["project/config.toml", "--no-worker"], [P, "--no-worker"], [R, "--no-worker"]]
+    + [["project/config.toml", "--to", "slurm", "--write", to] for to in ("project/config.toml", "project/lock", P)],
     "stop": [[P], [R], ["1"], ["2"]],
+    "remote": [[]],
+    "remote status": [[P], [R]],
+    "remote follow": [[P], [R]],
+    "remote fetch": [[P], [R]],
+    "remote cancel": [[P], [R]],
+    "remote resume": [[P], [R]],
+    "remote delete": [[R, "--there"], [P, "--there"], [P]],
     "worker": [["--idle", "0"]],
     "dataset look": [[P], ["project/config.toml"]],
     "dataset edit": [[P, "--set", "x", "--dry-run"], ["project/photos", "--remove-tag", "absent"]],
@@ -169,6 +178,7 @@ MAY_ADD |= {
     "lr-find": MAY_ADD["precision"],
     "report": r"(project|received)/report\.html",
 }  # where it says that it writes
+REFUSED = ("train", "resume", "submit", "remote fetch", "remote resume")
 SERVERS = ("ui", "mcp")
 """What these serve is in test_users_files_page.py, function by function."""
 
@@ -203,12 +213,25 @@ def queued(work: Path) -> jobs.Queue:
     return queue
 
 
+def sent(work: Path) -> None:
+    """Jobs on other machines whose files would come into the two folders; that of the second has moved away there."""
+    there = work.parent / "there"
+    run = Run.create(there / "runs" / P, SETTINGS.format(work=work))
+    run.close()
+    for name, text in {".lora-fp8-job": "", "exit": "0"}.items():
+        (there / name).write_text(text, encoding="utf-8")
+    for name, folder in ((P, there), (R, work / R)):
+        handle.save(handle.Handle(name, "ssh", "", str(folder), f"runs/{P}", str(work / name)))
+
+
 @pytest.mark.parametrize("command", CASES)
 def test_a_project_survives(command: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if command in ("stop", "worker") or command.startswith("jobs"):
         queue = queued(work)
         if command == "worker":
             queue.requeue(1), queue.requeue(2)
+    if command.startswith("remote"):
+        sent(work)
     if command == "demo":
 
         def begin(job: settings.Job, **_: Any) -> None:
@@ -226,7 +249,7 @@ def test_a_project_survives(command: str, work: Path, monkeypatch: pytest.Monkey
             expected = (SystemExit, UserError, RunFailure, Stopped, OSError, type(None))
             assert isinstance(result.exception, expected), (arguments, result.exception)
             compare(before, work, MAY_ADD.get(command, "(?!)"))
-            if command in ("train", "resume", "submit") or (command == "kit" and "--out" in arguments):
+            if command in REFUSED or (command == "kit" and "--out" in arguments):
                 assert isinstance(result.exception, UserError), (arguments, result.output)
             if command in ("check", "estimate", "train", "submit") and arguments[0] == "project/config.toml":
                 told = str(result.exception)

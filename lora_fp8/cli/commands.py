@@ -21,7 +21,7 @@ import typer
 
 from ..common.messages import LANGUAGE, MESSAGE, without_home, write_message
 from ..errors import Message, UserError, reason
-from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, reports, training
+from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, remote, reports, training
 from .events import escape
 from .help import Program, explain
 from .options import print_lines
@@ -133,7 +133,7 @@ def guarded(action: Callable[[], Any]) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-for group in (new, training, base_models, lora_files, drawing, reports, images, programs, jobs):
+for group in (new, training, base_models, lora_files, drawing, reports, images, programs, jobs, remote):
     group.add_to(app)
 app.add_typer(dataset.dataset_app, name="dataset")
 

@@ -33,7 +33,7 @@ GROUPS = {
         "report",
         "demo",
     ),
-    Message("Queue"): ("submit", "jobs", "stop", "worker"),
+    Message("Queue"): ("submit", "jobs", "stop", "worker", "remote"),
     Message("Images and captions"): ("dataset", "caption", "cache"),
     Message("LoRA files"): (
         "verify",

@@ -8,9 +8,11 @@ from typing import Any
 import typer
 
 from ..common import system
-from ..errors import Joined, Message
+from ..errors import Joined, Message, UserError
+from . import remote
 from .help import Program
 from .options import JSON, SET, load_config, print_json, print_lines
+from .remote import ENV
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
 PRIORITY = typer.Option(0, help="Priority: higher starts earlier.")
@@ -36,9 +38,41 @@ def submit(
     gpus: str = GPUS,
     attempts: int = typer.Option(3, min=1, help="Number of starts if the job crashes. 1: no restart."),
     with_worker: bool = WORKER,
+    to: str = typer.Option("", metavar="WHERE", help="Another machine: ssh:HOST, slurm, slurm:HOST or sky."),
+    folder: str = typer.Option("", "--folder", help="With --to: folder for jobs there. Default: ~/lora-fp8-jobs."),
+    gpus_per_node: int = typer.Option(1, min=0, help="With --to: number of GPUs on each node. 0: CPU."),
+    nodes: int = typer.Option(1, min=1, help="With --to slurm: number of nodes."),
+    time_limit: str = typer.Option("", "--time", help="With --to slurm: time limit, such as 4:00:00 or 1-12."),
+    sbatch: list[str] = typer.Option(
+        [], metavar="KEY=VALUE", help="With --to slurm: option of sbatch, such as partition=gpu. Repeatable."
+    ),
+    accelerator: str = typer.Option("", help="With --to sky: name of the GPU, such as L40S."),
+    install: list[str] = typer.Option(
+        [], metavar="COMMAND", help="With --to sky: installs lora-fp8 on the new machine. Repeatable."
+    ),
+    setup: list[str] = typer.Option(
+        [],
+        metavar="COMMAND",
+        help="With --to: run before each start there, such as 'source ~/venv/bin/activate'. Repeatable.",
+    ),
+    env: list[str] = ENV,
+    base: str = typer.Option("", metavar="PATH", help="With --to: path of the base model there."),
+    send_base: bool = typer.Option(False, help="With --to: send the base model, also if it is larger than 1 GiB."),
+    dry_run: bool = typer.Option(False, help="With --to: print what would be submitted, and send nothing."),
+    write: Path | None = typer.Option(
+        None, metavar="FILE", help="With --to: write what would be submitted to a new file, and send nothing."
+    ),
     as_json: bool = JSON,
 ) -> None:
-    """Queue a training. Its settings are fixed now: later edits of the file change nothing."""
+    """Queue a training here or on another machine. Later edits of the file change nothing."""
+    given = {"to": to, "folder": folder, "gpus_per_node": gpus_per_node, "nodes": nodes, "time": time_limit}
+    given |= {"sbatch": sbatch, "accelerator": accelerator, "install": install, "setup": setup, "env": env}
+    given |= {"base": base, "send_base": send_base, "dry_run": dry_run, "write": write}
+    here = {"priority": priority, "gpus": gpus, "attempts": attempts, "no_worker": not with_worker}
+    _require_effect(here if to else given, to)
+    if to:
+        remote.submit_there(config_file, overrides, given, as_json)
+        return
     from .. import jobs
 
     queue = jobs.Queue()
@@ -51,12 +85,29 @@ def submit(
     _print_queued(queue, id, with_worker, as_json)
 
 
+DEFAULTS = {"attempts": 3, "gpus_per_node": 1, "nodes": 1}
+"""Options of `submit` that are numbers, with their defaults."""
+
+
+def _require_effect(options: dict[str, Any], to: str) -> None:
+    """Refuse options of `submit` that have no effect with --to, or without it.
+
+    Raises:
+        UserError: one was given.
+    """
+    for name, value in options.items():
+        if value and value != DEFAULTS.get(name):
+            option = f"--{name.replace('_', '-')}"
+            if to:
+                raise UserError(Message("{option} has no effect with --to; remove it", option=option))
+            raise UserError(Message("{option} has an effect only with --to; add --to or remove it", option=option))
+
+
 def stop(
     job: str = typer.Argument(..., metavar="JOB | RUN", help="Number of a job, or the folder of a run."),
 ) -> None:
     """Save and stop a job or a run. It stops after its current step; a waiting job leaves the queue."""
     from .. import jobs
-    from ..errors import UserError
     from ..run import Run
 
     if job.isdigit() and not os.path.exists(job):
@@ -124,7 +175,6 @@ def listing(
 ) -> None:
     """List running, waiting and ended jobs, or change them."""
     from .. import jobs
-    from ..errors import UserError
 
     if context.invoked_subcommand:
         return

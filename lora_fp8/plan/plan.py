@@ -174,6 +174,19 @@ def make(
     raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
 
 
+def find_batch_problems(batch_size: int, world: int) -> list[str]:
+    """Return the problem of a batch that so many processes cannot share; [] if they can."""
+    if batch_size % world == 0:
+        return []
+    return [
+        Message(
+            "train.batch_size = {size} is shared out among {count} processes; make it a multiple of {count}",
+            size=batch_size,
+            count=world,
+        )
+    ]
+
+
 def attempt(
     job: Job,
     report: ScanReport,
@@ -200,14 +213,7 @@ def attempt(
     if device is not None:
         refusals = precision.problem(job.quantize, device, world), memory.problem(job.memory, device)
         problems.extend(filter(None, refusals))
-    if job.train.batch_size % world:
-        problems.append(
-            Message(
-                "train.batch_size = {size} is shared out among {count} processes; make it a multiple of {count}",
-                size=job.train.batch_size,
-                count=world,
-            )
-        )
+    problems.extend(find_batch_problems(job.train.batch_size, world))
     resolved = problems.collect(lambda: resolve_auto(job, Family))
     if family is None or resolved is None:
         return None, problems

@@ -1,0 +1,154 @@
+"""What is remembered here of jobs on other machines: one JSON file a job, in the home folder of the queue.
+
+$LORA_FP8_HOME/remote/NAME/handle.json      where the job is, and what was brought back
+$LORA_FP8_HOME/remote/NAME/job/             the folder that SkyPilot sends
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..common.shell import quote_path
+from ..common.writing import atomic_write, make_folder
+from ..errors import Message, UserError, cannot_write, needs_repair, reason
+from ..jobs import find_home
+from ..jobs.run_events import read_object
+from .machine import Machine
+
+FILE, VERSION = "handle.json", 1
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A job on another machine.
+
+    Attributes:
+        name: the job's name, and that of its run.
+        kind: "slurm", "ssh" or "sky".
+        address: host for ssh; "" is this machine.
+        folder: the job's folder there.
+        run: the run folder, relative to it.
+        output: the run folder here, into which it is fetched.
+        slurm: number of the Slurm job; "" if it is none.
+        places: path in the config there -> path here.
+        fetched: file of the run folder -> SHA-256 of what was written here.
+        created: unix seconds.
+    """
+
+    name: str
+    kind: str
+    address: str
+    folder: str
+    run: str
+    output: str
+    slurm: str = ""
+    places: dict[str, str] = field(default_factory=dict)
+    fetched: dict[str, str] = field(default_factory=dict)
+    created: float = 0
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that has the job's folder."""
+        return Machine(self.address)
+
+    @property
+    def where(self) -> str:
+        """The place, as people read it."""
+        return f"{self.kind}:{self.address}" if self.address else self.kind
+
+
+def home() -> Path:
+    """Return the folder with all handles; it may not exist yet."""
+    return find_home() / "remote"
+
+
+def save(handle: Handle) -> None:
+    """Remember a job.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    folder = home() / handle.name
+    try:
+        make_folder(folder)
+        atomic_write(folder / FILE, json.dumps({"version": VERSION, **asdict(handle)}, indent=1).encode())
+    except OSError as error:
+        raise cannot_write(folder / FILE, error) from None
+
+
+def update(handle: Handle, **changes: Any) -> Handle:
+    """Remember what has changed about a job, and return it."""
+    changed = replace(handle, **changes)
+    save(changed)
+    return changed
+
+
+def load(name: str) -> Handle:
+    """Return a job by its name.
+
+    Raises:
+        UserError: there is none, or its file is damaged.
+    """
+    file = home() / name / FILE
+    names = [handle.name for handle in load_all()]
+    if name not in names and not (name and name == os.path.basename(name) and os.path.lexists(file)):
+        raise UserError(
+            Message(
+                "there is no job {name} on another machine; there are: {names}",
+                name=name,
+                names=", ".join(names) or Message("none"),
+            )
+        )
+    return _read(file)
+
+
+def load_all() -> list[Handle]:
+    """Return all jobs, the newest first. Damaged ones are left out."""
+    handles = []
+    for file in home().glob(f"*/{FILE}"):
+        try:
+            handles.append(_read(file))
+        except UserError:
+            continue
+    return sorted(handles, key=lambda handle: (-handle.created, handle.name))
+
+
+def require_new(name: str) -> None:
+    """Refuse the name of a job that is remembered already.
+
+    Raises:
+        UserError: there is such a job.
+    """
+    if os.path.lexists(home() / name / FILE):
+        raise UserError(
+            Message(
+                "a job {name} is on another machine already: choose another name (--set name=...), or forget it with "
+                "`{command}`",
+                name=name,
+                command=f"lora-fp8 remote delete {quote_path(name)}",
+            )
+        )
+
+
+def delete(handle: Handle) -> None:
+    """Forget a job, and delete what was kept of it here. Its run folder here stays."""
+    folder = home() / handle.name
+    shutil.rmtree(folder / "job", ignore_errors=True)
+    (folder / FILE).unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _read(file: Path) -> Handle:
+    try:
+        content = read_object(file)
+        content.pop("version")
+        handle = Handle(**content)
+        assert handle.name == file.parent.name
+        assert all(isinstance(value, str) for value in (handle.folder, handle.run, handle.output, handle.slurm))
+        return handle
+    except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
+        raise needs_repair(file, reason(error) or type(error).__name__) from None

@@ -1,0 +1,281 @@
+"""Send a job to another machine and start it: look around there, send, verify, start. Nothing is left of a failure."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from .. import __version__
+from ..common.writing import make_folder
+from ..errors import Message, RunFailure, UserError, cannot_write
+from ..run import disk_space
+from . import control, handle, script
+from .handle import Handle
+from .machine import EXISTS, MARKER, NO_FOLDER, NO_PROGRAM, NO_TOOL, Machine, Target, quote_folder, require_success
+from .package import CONFIG, MANIFEST, Package, write_archive
+from .script import JOB, TASK, RemoteJob
+
+FOLDER = "~/lora-fp8-jobs"
+"""Where jobs are there, unless somebody says otherwise."""
+ROOM = 1 << 30
+"""Bytes that have to be free there besides those that are sent."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is submitted, before it is.
+
+    Attributes:
+        target: where to.
+        job: its resources and its script.
+        package: its config and files.
+        folder: folder there in which the job's folder is made.
+        output: the run folder here, into which it is fetched later.
+    """
+
+    target: Target
+    job: RemoteJob
+    package: Package
+    folder: str
+    output: Path
+
+    def texts(self, folder: str = "") -> dict[str, str]:
+        """Return the files that are written for the job, whose folder there is known, or ""."""
+        texts = {JOB: script.render(self.job), MARKER: f"{self.job.name}\n", CONFIG: self.package.config(folder)}
+        if self.target.kind == "sky":
+            texts[TASK] = script.render_task(self.job, str(self.staged))
+        return texts
+
+    @property
+    def folder_name(self) -> str:
+        """The name of the job's folder there: the job's, without what a config takes for a variable."""
+        return re.sub(r"[$%~]", "-", self.job.name)
+
+    @property
+    def staged(self) -> Path:
+        """The folder here that SkyPilot sends."""
+        return handle.home() / self.job.name / "job"
+
+    def text(self) -> str:
+        """Return what `--dry-run` prints: the text for sbatch or sky, or the script that is started over ssh."""
+        return self.texts()[TASK if self.target.kind == "sky" else JOB]
+
+
+def submit(plan: Plan, progress: Progress | None = None) -> Handle:
+    """Send a job and start it.
+
+    Args:
+        plan: the job, which has passed `check` here.
+        progress: called with (bytes sent, bytes in all).
+
+    Returns:
+        The handle, which is saved.
+
+    Raises:
+        UserError: something is wrong there: no connection, no program, no room, a path that does not exist.
+        RunFailure: it failed on the way.
+    """
+    script.check(plan.job)
+    if "$" in plan.folder:
+        raise UserError(
+            Message(
+                "--folder {given}: variables are not expanded; write ~/ for the home folder there", given=plan.folder
+            )
+        )
+    handle.require_new(plan.job.name)
+    if plan.target.kind == "sky":
+        return _submit_to_sky(plan, progress)
+    machine = Machine(plan.target.address)
+    folder = f"{look_around(machine, plan).rstrip('/')}/{plan.folder_name}"
+    send(machine, folder, plan, progress)
+    new = Handle(
+        name=plan.job.name,
+        kind=plan.target.kind,
+        address=plan.target.address,
+        folder=folder,
+        run=plan.job.run,
+        output=str(plan.output),
+        places=plan.package.places_in(folder),
+        created=time.time(),
+    )
+    try:
+        new = control.start(new, plan.job.secrets)
+    except (UserError, RunFailure):
+        control.remove(machine, folder)
+        raise
+    return new
+
+
+def look_around(machine: Machine, plan: Plan) -> str:
+    """Return the absolute path of the folder for jobs there, which is made, after checking that a job can start.
+
+    Raises:
+        UserError: it cannot.
+    """
+    tools = (
+        ["tar", "sha256sum", "find", "setsid", "flock"] if plan.target.kind == "ssh" else ["tar", "sha256sum", "find"]
+    )
+    tools += ["sbatch", "squeue", "scancel", "scontrol"] if plan.target.kind == "slurm" else []
+    lines = [*plan.job.setup]
+    lines += [f"command -v {tool} > /dev/null || {{ echo {tool} >&2; exit {NO_TOOL}; }}" for tool in tools]
+    lines += [f"command -v lora-fp8 > /dev/null || exit {NO_PROGRAM}"]
+    if plan.job.is_launched:
+        lines += [f"command -v torchrun > /dev/null || {{ echo torchrun >&2; exit {NO_TOOL}; }}"]
+    folder = quote_folder(plan.folder)
+    lines += [f"mkdir -p -- {folder} && cd -- {folder} || exit {NO_FOLDER}"]
+    name = shlex.quote(plan.folder_name)
+    lines += [f"if [ -e {name} ] || [ -L {name} ]; then exit {EXISTS}; fi"]
+    lines += [f'if [ ! -e {quote_folder(path)} ]; then echo "missing {index}"; fi' for index, path in _needed(plan)]
+    lines += [
+        'echo "version $(lora-fp8 --version)"',
+        "df -Pk . | awk 'END { print \"free \" $(NF - 2) }'",
+        'echo "at $PWD"',
+    ]
+    answer = machine.run("\n".join(lines), login=True)
+    if answer.code == EXISTS:
+        raise UserError(
+            Message(
+                "{host}: {folder}/{name} exists there already; choose another name (--set name=...) or another "
+                "--folder",
+                host=machine,
+                folder=plan.folder,
+                name=plan.folder_name,
+            )
+        )
+    if answer.code == NO_PROGRAM:
+        raise UserError(
+            Message(
+                "{host}: lora-fp8 is not installed there, or not on the PATH. Install it (`{command}` in a checkout), "
+                "or say how it is activated, such as --setup 'source ~/venv/bin/activate'",
+                host=machine,
+                command="sh scripts/install.sh",
+            )
+        )
+    facts = dict(line.partition(" ")[::2] for line in require_success(machine, answer).text.splitlines())
+    _require_fit(machine, plan, facts)
+    return facts["at"]
+
+
+def _needed(plan: Plan) -> list[tuple[int, str]]:
+    return list(enumerate(plan.package.needed))
+
+
+def _require_fit(machine: Machine, plan: Plan, facts: dict[str, str]) -> None:
+    """Refuse a machine that lacks a path or room, or has another version of this program."""
+    if "missing" in facts:
+        raise UserError(
+            Message(
+                "{host}: the base model {path} does not exist there; name its path there with --base, or send it "
+                "with --send-base",
+                host=machine,
+                path=plan.package.needed[int(facts["missing"])],
+            )
+        )
+    version = facts.get("version", "").removeprefix("lora-fp8 ")
+    if version != __version__:
+        raise UserError(
+            Message(
+                "{host}: lora-fp8 {version} is installed there, and {own} here; install the same version at both "
+                "places",
+                host=machine,
+                version=version or "?",
+                own=__version__,
+            )
+        )
+    free = int(facts.get("free", "0")) * 1024
+    if free < plan.package.size + ROOM:
+        raise UserError(
+            Message(
+                "{host}: the disk there is too full: {size} are to be sent, and {free} are free",
+                host=machine,
+                size=disk_space.amount(plan.package.size),
+                free=disk_space.amount(free),
+            )
+        )
+
+
+def send(machine: Machine, folder: str, plan: Plan, progress: Progress | None = None) -> None:
+    """Make the job's folder there, fill it and compare checksums. If that fails, the folder is deleted again.
+
+    Raises:
+        UserError: see `Machine.run`, `write_archive`.
+        RunFailure: the disk there is full, or something else went wrong.
+    """
+    place = shlex.quote(folder)
+    lines = (
+        f"mkdir -- {place} && cd -- {place} || exit {NO_FOLDER}",
+        f": > {MARKER}",
+        f"tar -xf - --no-same-owner --no-same-permissions && sha256sum --quiet -c {MANIFEST} && rm {MANIFEST}",
+    )
+    try:
+        answer = machine.run("\n".join(lines), give=partial(_write, plan, folder, progress))
+        if answer.code != NO_FOLDER:
+            require_success(machine, answer)
+    except BaseException:
+        control.remove(machine, folder)
+        raise
+    require_success(machine, answer)  # a folder that was not made here is not deleted
+
+
+def _write(plan: Plan, folder: str, progress: Progress | None, stream: IO[bytes]) -> None:
+    write_archive(stream, plan.package, plan.texts(folder), progress)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SkyPilot
+
+
+def _submit_to_sky(plan: Plan, progress: Progress | None) -> Handle:
+    """Copy the job's folder to where SkyPilot takes it from, and launch a machine with it."""
+    if shutil.which("sky") is None:
+        raise UserError(
+            Message(
+                "{program} is not installed here; install it: {command}", program="sky", command="pip install skypilot"
+            )
+        )
+    _stage(plan, progress)
+    cluster = script.cluster_name(plan.job.name)
+    command = ["sky", "launch", "--yes", "--detach-run", "--cluster", cluster]
+    command += [part for name in plan.job.secrets for part in ("--secret", name)]
+    code = subprocess.run([*command, str(plan.staged / TASK)], stdin=subprocess.DEVNULL, check=False).returncode
+    if code:
+        shutil.rmtree(plan.staged, ignore_errors=True)
+        raise RunFailure(Message("sky launch failed with exit code {code}; its messages are above", code=code))
+    new = Handle(
+        name=plan.job.name,
+        kind="sky",
+        address=cluster,
+        folder="~/sky_workdir",
+        run=plan.job.run,
+        output=str(plan.output),
+        places=plan.package.places_in(),
+        created=time.time(),
+    )
+    handle.save(new)
+    return new
+
+
+def _stage(plan: Plan, progress: Progress | None) -> None:
+    """Write the job's folder, as it is to be there, into the program's own folder here."""
+    if os.path.lexists(plan.staged):  # of a launch that failed
+        shutil.rmtree(plan.staged)
+    try:
+        make_folder(plan.staged)
+        with tempfile.TemporaryFile(dir=plan.staged.parent) as archive:
+            write_archive(archive, plan.package, plan.texts(), progress)
+            archive.seek(0)
+            unpack = ["tar", "-xf", "-", "-C", str(plan.staged)]
+            subprocess.run(unpack, stdin=archive, check=True)
+    except OSError as error:
+        raise cannot_write(plan.staged, error) from None
+    if not (plan.staged / CONFIG).is_file():
+        raise RunFailure(Message("{path}: the job could not be written", path=plan.staged))

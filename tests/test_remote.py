@@ -1,0 +1,521 @@
+"""Trainings on other machines: a real sshd and a real Slurm, on the loopback, with a miniature as the base.
+
+The authority for every result is the same job, trained here without a disturbance: the files are compared byte for
+byte. Names and paths have spaces, quotes and Chinese in them throughout.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import servers
+import yaml
+from typer.testing import CliRunner
+from waiting import slowed, wait_until
+
+from lora_fp8 import cli, config, train
+from lora_fp8.common.locks import read_holder
+from lora_fp8.errors import RunFailure, UserError
+from lora_fp8.remote import control, fetch, handle, machine, package, script, submit
+from lora_fp8.run import Run, ownership
+
+STEPS = 24
+NAME = """小猫 it's "$HOME" `x` &"""
+SMALL = (f"train.steps={STEPS}", "checkpoint.every=8", "adapter.targets=['attn1.to_q', 'ff.net.0.proj']")
+
+
+def call(*words: str) -> str:
+    """The output of a command; its error, if it has one, is raised."""
+    result = CliRunner().invoke(cli.app, words)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture
+def send(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """send("ssh:machine", "--gpus-per-node", "0"): submits a job named `name`; -> the answer of --json."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setattr(control, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(control, "POLL_SECONDS", 0.1)
+
+    def submit(to: str, *options: str, name: str = NAME) -> dict[str, Any]:
+        file = tmp_path / f"{name}.toml"
+        file.write_text(config.dumps(job(f"name={json.dumps(name)}", *SMALL)), encoding="utf-8")
+        there = str(tmp_path / "there, 那里 'x'")
+        return json.loads(
+            call("submit", str(file), "--to", to, "--folder", there, "--setup", servers.SETUP, "--json", *options)
+        )
+
+    return submit
+
+
+def undisturbed(job: Callable, tree_hash: Callable, tmp_path: Path, *overrides: str) -> dict[str, str]:
+    """Hashes of what the same job writes here, in one go."""
+    alone = job(f"name={json.dumps(NAME)}", *SMALL, f"output_dir='{tmp_path / 'alone' / 'runs'}'", *overrides)
+    train.run(alone, progress=False)
+    return results(tree_hash(tmp_path / "alone" / "runs" / NAME))
+
+
+def results(hashes: dict[str, str]) -> dict[str, str]:
+    kept = {k: v for k, v in hashes.items() if k.startswith(("export/", f"checkpoints/step-{STEPS:06d}/"))}
+    assert len(kept) == 2 + 4
+    return kept
+
+
+def look(name: str = NAME) -> control.View:
+    return control.look(handle.load(name))
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "events.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+@contextlib.contextmanager
+def slowed_in_training(folder: Path, starts: int = 1) -> Iterator[int]:
+    """Slow a trainer down from its first steps on, after this many starts of its run; -> its process."""
+
+    def find_steps() -> bool:
+        view, kinds = look(folder.name), [event["event"] for event in events_of(folder)]
+        assert not view.has_ended, (view, kinds)
+        return kinds.count("start") == starts and "step" in kinds[len(kinds) - kinds[::-1].index("start") :]
+
+    def find_training() -> bool:
+        events, view = events_of(folder), look(folder.name)
+        assert not view.has_ended, view
+        began = [number for number, event in enumerate(events) if event["event"] == "start"]
+        return len(began) == starts and any(event.get("stage") == "train" for event in events[began[-1] :])
+
+    wait_until(find_training, lambda: (look(folder.name), events_of(folder)))
+    with slowed(pid := read_holder(folder / "lock")):
+        wait_until(find_steps, lambda: (look(folder.name), events_of(folder)))
+        yield pid
+
+
+def test_a_training_over_ssh(
+    send: Callable, job: Callable, tree_hash: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Followed over a connection that is cut, cancelled, resumed, fetched: the bytes of a run that stayed here."""
+    with servers.ssh_server(tmp_path / "ssh", monkeypatch) as server:
+        monkeypatch.setenv("SECRET_WORD", "open sesame=")
+        sent = send("ssh:machine", "--gpus-per-node", "0", "--env", "SECRET_WORD")
+        there = Path(sent["folder"])
+        assert there == tmp_path / "there, 那里 'x'" / NAME.replace("$", "-")
+        events: list[dict[str, Any]] = []
+        lost: list[str] = []
+        views: list[control.View] = []
+
+        def follow() -> None:
+            views.append(control.follow(handle.load(NAME), events.append, lost.append))
+
+        follower = threading.Thread(target=follow)
+        with slowed_in_training(there / "runs" / NAME) as trainer:
+            assert psutil.Process(trainer).environ()["SECRET_WORD"] == "open sesame="
+            assert not any(b"sesame" in path.read_bytes() for path in there.rglob("*") if path.is_file())
+            follower.start()
+            wait_until(lambda: any(event["event"] == "step" for event in events))
+            wait_until(server.cut_connections)
+            wait_until(lambda: lost)
+            seen = len(events)
+            wait_until(lambda: len(events) > seen)
+            with pytest.raises(UserError, match="has not ended"):
+                call("remote", "fetch", NAME)
+            with pytest.raises(UserError, match="has not ended"):
+                call("remote", "resume", NAME)
+            call("remote", "cancel", NAME)
+        follower.join()
+        assert "ssh cannot connect, or lost the connection" in lost[0]
+        assert views[0].state == "stopped" and views[0].exit_code == 75
+        steps = [event["step"] for event in events if event["event"] == "step"]
+        assert steps == list(range(1, len(steps) + 1)) and 2 <= len(steps) < STEPS
+        assert events[-1]["event"] == "stopped"
+
+        call("remote", "resume", NAME)
+        wait_until(lambda: look().has_ended, look)
+        assert look().state == "done", (look(), (there / "log.txt").read_text(encoding="utf-8"))
+        assert json.loads(call("remote", "fetch", NAME, "--json"))["left"] == []
+        here = tmp_path / "runs" / NAME
+        assert results(tree_hash(here)) == undisturbed(job, tree_hash, tmp_path)
+        mine = job(f"name={json.dumps(NAME)}", *SMALL)
+        assert config.load(here / "config.toml").dataset == mine.dataset
+
+        # Again: nothing comes twice, and what was changed here stays.
+        (here / "export" / "mine.txt").write_text("mine", encoding="utf-8")
+        changed = next((here / "export").glob("*.safetensors"))
+        changed.write_bytes(b"changed")
+        assert json.loads(call("remote", "fetch", NAME, "--json"))["files"] == 0
+        assert changed.read_bytes() == b"changed" and (here / "export" / "mine.txt").exists()
+        call("remote", "delete", NAME, "--there")
+        assert not there.exists() and not handle.load_all() and here.exists()
+
+
+def test_a_training_in_slurm(
+    send: Callable, job: Callable, tree_hash: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted twice, as the script is told ahead and as Slurm takes the node away: queues itself, ends the same."""
+    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch) as cluster:
+
+        def restart(restarts: int) -> None:
+            """Wait until Slurm has started the job again."""
+            number = handle.load(NAME).slurm
+
+            def is_running() -> bool:
+                job = cluster.slurm("scontrol", "show", "job", number)
+                assert not any(f"JobState={state}" in job for state in ("FAILED", "CANCELLED")), job
+                return f"Restarts={restarts}" in job and "JobState=RUNNING" in job
+
+            wait_until(is_running, lambda: cluster.slurm("scontrol", "show", "job", number) + cluster.describe())
+
+        sent = send("slurm", "--gpus-per-node", "0", "--time", "1-0", "--sbatch", 'comment=it\'s "mine" \\ $HOME')
+        there, number = Path(sent["folder"]), sent["slurm"]
+        assert 'Comment=it\'s "mine" \\ $HOME' in cluster.slurm("scontrol", "show", "job", number)
+        assert f"JobName={NAME}" in cluster.slurm("scontrol", "show", "job", number)
+        with slowed_in_training(there / "runs" / NAME):
+            cluster.slurm("scancel", "--batch", "--signal=TERM", number)
+            wait_until(lambda: look().state == "waiting", look)
+        restart(1)
+        with slowed_in_training(there / "runs" / NAME, starts=2):
+            cluster.slurm("scontrol", "requeue", number)
+            wait_until(lambda: look().state == "waiting", look)
+        restart(2)
+        view = control.follow(handle.load(NAME), lambda event: None, lambda why: None)
+        log = (there / "log.txt").read_text(encoding="utf-8")
+        assert view.state == "done", (view, log)
+        kinds = [event["event"] for event in events_of(there / "runs" / NAME)]
+        assert kinds.count("start") == 3 and kinds.count("stopped") == 2, log
+        call("remote", "fetch", NAME)
+        assert results(tree_hash(tmp_path / "runs" / NAME)) == undisturbed(job, tree_hash, tmp_path)
+
+        # A process on each of two nodes, started by torchrun. Cancelled: saved, and not in the queue again.
+        two = ("--nodes", "2", "--gpus-per-node", "1", "--set")
+        with pytest.raises(UserError, match="shared out among 2 processes"):
+            send("slurm", *two, "train.batch_size=1", name="two nodes")
+        other = send("slurm", *two, "train.batch_size=2", name="two nodes")
+        with slowed_in_training(Path(other["folder"]) / "runs/two nodes"):
+            call("remote", "cancel", "two nodes")
+        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
+        log = (Path(other["folder"]) / "log.txt").read_text(encoding="utf-8")
+        assert look("two nodes").state == "stopped", (look("two nodes"), log)
+        started = events_of(Path(other["folder"]) / "runs/two nodes")[0]
+        assert started["event"] == "start" and started["processes"] == 2
+        call("remote", "resume", "two nodes")
+        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
+        assert look("two nodes").state == "done"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What can go wrong
+
+
+ADDRESSES = (
+    "ssh:-oProxyCommand=touch x",
+    "ssh:-p",
+    "ssh:root@-x",
+    "ssh:",
+    "ssh:a b",
+    "ssh:a;b",
+    "ssh:$(x)",
+    "ssh:a\nb",
+)
+ADDRESSES += ("ssh:host:port", "slurm:", "slurm:-x", "sky:x", "sky:", "k8s", "")
+
+
+@pytest.mark.parametrize("to", ADDRESSES)
+def test_what_is_no_host_is_refused(to: str) -> None:
+    with pytest.raises(UserError):
+        machine.parse_target(to)
+
+
+def test_hosts_become_arguments_of_ssh() -> None:
+    for address, words in (("me@10.0.0.1:2222", ["-p", "2222", "--", "me@10.0.0.1"]), ("[::1]:22", ["--", "::1"])):
+        assert machine.parse_target(f"ssh:{address}").address == address
+        command = machine.Machine(address).command("true")
+        assert " ".join(words) in " ".join(command) and command[-2] == words[-1]
+
+
+def test_mistakes_are_told_in_one_sentence(
+    send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable
+) -> None:
+    """And nothing is left there, nor remembered here."""
+    monkeypatch.setattr(servers, "SETUP", "true")
+    with servers.ssh_server(tmp_path / "ssh", monkeypatch) as server:
+        port = servers.free_port()
+        for to, options, expected in (
+            (f"ssh:127.0.0.1:{port}", (), r"ssh cannot connect, or lost the connection \(.*Connection refused\)"),
+            ("ssh:nobody@127.0.0.1", (), "ssh cannot connect.*Permission denied"),
+            ("ssh:machine", ("--setup", "PATH="), "tar is missing there"),
+            ("ssh:machine", (), "lora-fp8 is not installed there, or not on the PATH. Install it"),
+            ("ssh:machine", ("--setup", "lora-fp8() { echo lora-fp8 0.0.9; }"), "lora-fp8 0.0.9 is installed there"),
+            ("slurm:machine", ("--setup", "command() { [ $2 != sbatch ]; }"), "sbatch is missing there"),
+            ("ssh:machine", ("--setup", "export HF_TOKEN=hf_abc"), "HF_TOKEN would be written into a file there"),
+            ("ssh:machine", ("--setup", "lora-fp8() { :; }", "--base", "/no/such"), "/no/such does not exist there"),
+            ("ssh:machine", ("--time", "1:00"), "--time has no effect with --to ssh"),
+            ("ssh:machine", ("--priority", "1"), "--priority has no effect with --to"),
+            ("ssh:machine", ("--folder", "$HOME/x"), "variables are not expanded"),
+            ("slurm", ("--sbatch", "output=x"), "the script sets output itself"),
+            ("sky", ("--gpus-per-node", "1"), "--to sky needs --accelerator"),
+        ):
+            with pytest.raises(UserError, match=expected) as error:
+                send(to, *options)
+            assert str(error.value).count("\n") == 0
+        (server.folder / "known_hosts").write_text("", encoding="utf-8")
+        with pytest.raises(UserError, match="Host key verification failed"):
+            send("ssh:machine")
+    with pytest.raises(UserError, match="only with --to"):
+        call("submit", str(tmp_path / f"{NAME}.toml"), "--nodes", "2")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="ssh is not installed here"):
+        send("ssh:machine")
+    assert not handle.load_all()
+    there = tmp_path / "there, 那里 'x'"
+    assert not there.exists() or not list(there.iterdir())
+
+
+def test_what_fails_while_sending_leaves_nothing(
+    send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, and bytes that change on the way; on this machine, as Slurm's login node is."""
+    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr(submit, "ROOM", 1 << 60)
+            with pytest.raises(UserError, match="the disk there is too full: .* are to be sent"):
+                send("slurm")
+        with monkeypatch.context() as patch:
+            patch.setattr(package._Hashing, "digest", "0" * 64)
+            with pytest.raises(RunFailure, match="checksums? did NOT match"):
+                send("slurm")
+        with pytest.raises(UserError, match="sbatch refuses the job .*artition"):
+            send("slurm", "--sbatch", "partition=none")
+    assert not list((tmp_path / "there, 那里 'x'").iterdir()) and not handle.load_all()
+
+
+def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable) -> None:
+    """Captions, edits and what links lead to go along; hidden files do not. Nothing of the user's changes."""
+    photos, base = tmp_path / "照片 'x'", tmp_path / "base"
+    (photos / "inner").mkdir(parents=True)
+    base.mkdir()
+    for name in ("a.png", "a.txt", "inner/b.png", ".lora_fp8_images.toml", ".hidden", "line\nbreak.txt", "back\\slash"):
+        (photos / name).write_text(name, encoding="utf-8")
+    (photos / "link.png").symlink_to("a.png")
+    (base / "weights").write_bytes(b"0" * 100)
+    monkeypatch.setattr(package, "SMALL", 99)
+    given = job(f"dataset.folders=[{{path={json.dumps(str(photos))}}}]", f"model.path={json.dumps(str(base))}")
+    before = tree_hash(tmp_path)
+    packed = package.pack(given)
+    assert tree_hash(tmp_path) == before
+    sent = {name.removeprefix("data/1/照片 'x'/") for name in packed.files}
+    assert sent == {
+        "a.png",
+        "a.txt",
+        "inner/b.png",
+        ".lora_fp8_images.toml",
+        "line\nbreak.txt",
+        "back\\slash",
+        "link.png",
+    }
+    assert packed.needed == (str(base),) and packed.job.model.path == str(base)
+    there = config.loads(packed.config("/there"))
+    assert there.dataset.folders[0].path == "/there/data/1/照片 'x'"
+    assert (there.output_dir, there.name) == ("/there/runs", given.name)
+    assert package.pack(given, package.Options(send_base=True)).files["data/1/base/weights"] == base / "weights"
+    assert package.pack(given, package.Options(base="/models/x")).job.model.path == "/models/x"
+
+    archive = io.BytesIO()
+    package.write_archive(archive, packed, {"config.toml": packed.config()})
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    subprocess.run(["tar", "-xf", "-", "-C", str(unpacked)], input=archive.getvalue(), check=True)
+    subprocess.run(["sha256sum", "--quiet", "-c", package.MANIFEST], cwd=unpacked, check=True)
+    assert not (unpacked / "data/1/照片 'x'/link.png").is_symlink()
+
+
+def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dry-run and --write: whole scripts, and nothing is sent. A task for SkyPilot is launched from a folder here."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    file, written = tmp_path / "a b.toml", tmp_path / "job.sbatch"
+    file.write_text(config.dumps(job(f"name={json.dumps(NAME)}", "train.batch_size=8")), encoding="utf-8")
+    nodes = ("--nodes", "2", "--gpus-per-node", "4", "--time", "12:00:00", "--sbatch", "partition=gpu")
+    call("submit", str(file), "--to", "slurm:login", *nodes, "--write", str(written))
+    text = written.read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n", str(written)], check=True)
+    for line in ("nodes=2", "gres=gpu:4", "time=12:00:00", "partition=gpu", "requeue", "signal=B:TERM@120"):
+        assert f"#SBATCH --{line}\n" in text
+    assert "torchrun --nproc-per-node=4 --nnodes=" in text and 'rdzv-endpoint="$head:$port"' in text
+    assert call("submit", str(file), "--to", "slurm", *nodes, "--dry-run").endswith(text)
+    with pytest.raises(UserError, match="exists already"):
+        call("submit", str(file), "--to", "slurm", "--write", str(written))
+    assert not (tmp_path / "home").exists()
+
+    # `sky` notes its arguments; scripts/check_sky_task.py shows the task to the parser of SkyPilot itself.
+    program = tmp_path / "bin" / "sky"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/words"\n', encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    options = ("--accelerator", "L40S", "--install", "pip install x", "--env", "HF_TOKEN", "--setup", "true")
+    call("submit", str(file), "--to", "sky", *options)
+    words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
+    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", "lora-it-s-home-x"]
+    assert words[5:7] == ["--secret", "HF_TOKEN"]
+    task = yaml.safe_load(Path(words[7]).read_text(encoding="utf-8"))
+    assert task["resources"] == {"accelerators": "L40S:1"} and task["setup"] == "pip install x\n"
+    folder = Path(task["workdir"])
+    assert config.load(folder / "config.toml").dataset.folders[0].path.startswith("data/")
+    assert (folder / "job.sh").exists() and any((folder / "data").rglob("a.png"))
+    job_there = handle.load(NAME)
+    assert (job_there.kind, job_there.address, job_there.folder) == ("sky", words[4], "~/sky_workdir")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The script, and what comes back
+
+
+def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str = "") -> handle.Handle:
+    """A job folder on this machine, without Slurm, with a run in it."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    folder = tmp_path / "job"
+    run = Run.create(folder / "runs" / "x", "")
+    run.log_event("start")
+    run.close()
+    (folder / machine.MARKER).touch()
+    text = script.render(script.RemoteJob("x", "runs/x", "ssh", gpus=0, setup=(setup,)))
+    (folder / script.JOB).write_text(text, encoding="utf-8")
+    made = handle.Handle("x", "ssh", "", str(folder), "runs/x", str(tmp_path / "here" / "x"))
+    handle.save(made)
+    return made
+
+
+def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state comes from the lock: a power cut leaves "lost", a stop before the trainer listens is a stop."""
+    setup = 'echo "$$" >> starts; lora-fp8() { echo "$@" >> words; exec sleep 1000; }'
+    job = local_job(tmp_path, monkeypatch, setup.replace("exec sleep", "sleep"))
+    text = (tmp_path / "job" / script.JOB).read_text(encoding="utf-8").replace("exec lora-fp8", "lora-fp8")
+    (tmp_path / "job" / script.JOB).write_text(text, encoding="utf-8")
+    words = tmp_path / "job" / "words"
+    assert control.look(job).state == "lost"
+    control.start(job)
+    wait_until(words.exists)
+    assert not control.look(job).has_ended
+    with pytest.raises(UserError, match="has not ended"):
+        control.resume(job)
+    pid = int((tmp_path / "job" / "pid").read_text())
+    os.killpg(os.getpgid(pid), signal.SIGKILL)
+    wait_until(lambda: control.look(job).state == "lost", lambda: control.look(job))
+    (tmp_path / "job/runs/x/checkpoints/step-000002").mkdir(parents=True)
+    control.resume(job)
+    wait_until(lambda: len(words.read_text().splitlines()) == 2)
+    assert words.read_text().splitlines() == ["train config.toml", "resume runs/x"]
+    group = os.getpgid(int((tmp_path / "job" / "pid").read_text()))
+    control.cancel(job)
+    try:
+        wait_until(lambda: (tmp_path / "job" / "exit").exists())
+        assert (tmp_path / "job" / "exit").read_text() == "75\n"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    wait_until(lambda: control.look(job).state == "stopped", lambda: control.look(job))
+    with pytest.raises(UserError, match="is not running: stopped"):
+        control.cancel(job)
+
+
+def test_a_run_is_fetched_into_its_own_folder_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable
+) -> None:
+    job = local_job(tmp_path, monkeypatch)
+    there, here = tmp_path / "job/runs/x", tmp_path / "here/x"
+    (tmp_path / "job/exit").write_text("0", encoding="utf-8")
+    for name in ("export/a_kohya.safetensors", "samples/step-000002-0.png", "verify.json", "mine.txt"):
+        (there / name).write_text(name, encoding="utf-8")
+    (there / "export/b_kohya.safetensors").symlink_to("/etc/passwd")
+
+    here.mkdir(parents=True)
+    (here / "photo.png").write_text("mine", encoding="utf-8")
+    before = tree_hash(tmp_path / "here")
+    with pytest.raises(UserError, match="needs a folder that is absent or empty"):
+        fetch.fetch(job)
+    (here / "photo.png").unlink()
+    other = Run.create(here, "")
+    other.close()
+    with pytest.raises(UserError, match="another run is here"):
+        fetch.fetch(job)
+    assert before.keys() == {"x/photo.png"} and not (here / "verify.json").exists()
+    ownership.remove(here)
+
+    result = fetch.fetch(job)
+    assert result.left == ["mine.txt"] and result.files == 6
+    assert (here / "verify.json").read_text(encoding="utf-8") == "verify.json"
+    assert not os.path.lexists(here / "export/b_kohya.safetensors") and not (here / "mine.txt").exists()
+    assert sorted(path.name for path in here.parent.iterdir()) == ["x"]
+
+    job = handle.load("x")
+    (here / "notes.txt").write_text("mine", encoding="utf-8")
+    (there / "verify.json").write_text("newer", encoding="utf-8")
+    assert fetch.fetch(job).files == 1 and (here / "verify.json").read_text(encoding="utf-8") == "newer"
+    job = handle.load("x")
+    (there / "verify.json").write_text("newest", encoding="utf-8")
+    (here / "verify.json").write_text("changed by me", encoding="utf-8")
+    with pytest.raises(UserError, match="verify.json changed both here and there"):
+        fetch.fetch(job)
+    (here / "verify.json").unlink()
+    (here / "samples/step-000002-0.png").unlink()
+    (here / "samples").rmdir()
+    (here / "samples").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(UserError, match="parts of the run folder are links"):
+        fetch.fetch(job)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert (here / "notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def hostile(name: str, data: bytes = b"good", **fields: Any) -> tuple[tarfile.TarInfo, bytes]:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(data)
+    for key, value in fields.items():
+        setattr(entry, key, value)
+    return entry, data
+
+
+GOOD = "export/a_kohya.safetensors"
+ARCHIVES = {
+    "above": [hostile("../evil")],
+    "absolute": [hostile("/tmp/evil")],
+    "through a link": [hostile("export", b"", type=tarfile.SYMTYPE, linkname="/tmp"), hostile(GOOD)],
+    "a link with a good name": [hostile(GOOD, b"", type=tarfile.SYMTYPE, linkname="/etc/passwd")],
+    "a hard link": [hostile(GOOD, b"", type=tarfile.LNKTYPE, linkname="/etc/passwd")],
+    "a pipe": [hostile(GOOD, b"", type=tarfile.FIFOTYPE)],
+    "a device": [hostile(GOOD, b"", type=tarfile.CHRTYPE)],
+    "a folder": [hostile(GOOD, b"", type=tarfile.DIRTYPE)],
+    "twice": [hostile(GOOD), hostile(GOOD)],
+    "another name": [hostile("export/b_kohya.safetensors")],
+    "larger": [hostile(GOOD, b"good and more")],
+    "other bytes": [hostile(GOOD, b"evil")],
+}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_a_hostile_archive_is_refused(kind: str, tmp_path: Path) -> None:
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for entry, data in ARCHIVES[kind]:
+            tar.addfile(entry, io.BytesIO(data))
+    archive.seek(0)
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    wanted = {GOOD: fetch.Entry(4, hashlib.sha256(b"good").hexdigest())}
+    with pytest.raises(RunFailure, match="was not asked for|arrived with other bytes"):
+        fetch.unpack(archive, wanted, inside, set())
+    assert [path.name for path in tmp_path.iterdir()] == ["inside"] and not Path("/tmp/evil").exists()
+    assert not any(path.is_symlink() for path in inside.rglob("*"))
