@@ -107,9 +107,9 @@ def test_the_next_batch_is_made_before_the_loss_is_read(job, monkeypatch):
         order.append(f"prepare {step} {position}")
         return real_prepare(loader, step, position, *more)
 
-    def backward(session, loaded, batch, recorder):
+    def backward(session, loaded, batch, *more):
         order.append(f"backward {batch.step}")
-        return real_backward(session, loaded, batch, recorder)
+        return real_backward(session, loaded, batch, *more)
 
     class Noted(torch.Tensor):
         def tolist(self):
