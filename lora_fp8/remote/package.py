@@ -28,8 +28,8 @@ TAKEN = {CONFIG, MARKER, MANIFEST, DATA, "job.sh", "task.yaml", "log.txt", "exit
 TAKEN |= {"cancel", "started"}
 """Names in the job's folder there that no folder of the config can have."""
 SMALL = 1 << 30
-"""Bytes up to which a base model goes along without being asked for."""
-OF_THE_BASE = ("model.path", "model.components", "model.files")
+"""Bytes up to which a model goes along without being asked for."""
+MODELS = ("model.path", "model.components", "model.files", "preview.score_model")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def pack(job: settings.Job, options: Options = Options()) -> Package:  # noqa: B
             continue
         elif not here or not _is_path(named.setting, here):
             continue
-        elif named.setting in OF_THE_BASE and not options.send_base and _measure(here, SMALL) > SMALL:
+        elif named.setting in MODELS and not options.send_base and _measure(here, SMALL) > SMALL:
             needed.append(here)
             continue
         else:
