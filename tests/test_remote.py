@@ -209,6 +209,7 @@ def test_a_training_in_slurm(
         wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
         log = (Path(other["folder"]) / "log.txt").read_text(encoding="utf-8")
         assert look("two nodes").state == "stopped", (look("two nodes"), log)
+        assert "Restarts=0" in cluster.slurm("scontrol", "show", "job", other["slurm"])
         started = events_of(Path(other["folder"]) / "runs/two nodes")[0]
         assert started["event"] == "start" and started["processes"] == 2
         call("remote", "resume", "two nodes")
@@ -353,7 +354,9 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     subprocess.run(["bash", "-n", str(written)], check=True)
     for line in ("nodes=2", "gres=gpu:4", "time=12:00:00", "partition=gpu", "requeue", "signal=B:TERM@120"):
         assert f"#SBATCH --{line}\n" in text
-    assert "torchrun --nproc-per-node=4 --nnodes=" in text and 'rdzv-endpoint="$head:$port"' in text
+    assert (
+        "--kill-on-bad-exit=1 torchrun --nproc-per-node=4 --nnodes=" in text and 'rdzv-endpoint="$head:$port"' in text
+    )
     assert call("submit", str(file), "--to", "slurm", *nodes, "--dry-run").endswith(text)
     with pytest.raises(UserError, match="exists already"):
         call("submit", str(file), "--to", "slurm", "--write", str(written))

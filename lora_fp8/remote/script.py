@@ -225,7 +225,8 @@ def _functions(job: RemoteJob) -> str:
                 'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
                 'head=$(scontrol show node "$first" | grep -o "NodeAddr=[^ ]*" | cut -d = -f 2)',
                 "port=$((20000 + SLURM_JOB_ID % 20000))",
-                f'{step} {launcher} --nnodes="$SLURM_NNODES" \\',
+                # A launcher would wait five minutes for those that ended with an error, as a stop is one to them.
+                f'{step} --kill-on-bad-exit=1 {launcher} --nnodes="$SLURM_NNODES" \\',
                 '    --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\',
                 '    --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" -m lora_fp8 "$@"',
             ]
