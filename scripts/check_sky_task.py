@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lora_fp8.remote.script import RemoteJob, check, render_task
+from lora_fp8.jobs.remote.script import RemoteJob, check, render_task
 
 VERSION = "0.14.1"
 JOBS = (

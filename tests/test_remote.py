@@ -27,7 +27,7 @@ from waiting import slowed, wait_until
 from lora_fp8 import cli, config, train
 from lora_fp8.common.locks import read_holder
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.remote import control, fetch, handle, machine, package, script, submit
+from lora_fp8.jobs.remote import control, fetch, handle, machine, package, script, submit
 from lora_fp8.run import Run, ownership
 
 STEPS = 24

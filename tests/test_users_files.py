@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, jobs, settings, train
 from lora_fp8.errors import RunFailure, Stopped, UserError
+from lora_fp8.jobs.remote import handle
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.plan.resolve import get_run_folder
-from lora_fp8.remote import handle
 from lora_fp8.run import Run
 from webui import image_folders, run_monitor, submission
 from webui.context import Place, Ui

@@ -16,10 +16,10 @@ from .help import Program
 from .options import JSON, load_config, print_json, print_lines, without_collection
 
 if TYPE_CHECKING:
-    from ..remote.control import View
-    from ..remote.package import Package
-    from ..remote.script import RemoteJob
-    from ..remote.submit import Plan
+    from ..jobs.remote.control import View
+    from ..jobs.remote.package import Package
+    from ..jobs.remote.script import RemoteJob
+    from ..jobs.remote.submit import Plan
     from ..settings import Job
 
 NAME = typer.Argument(..., metavar="NAME", help="Name of the job, from `lora-fp8 remote`.")
@@ -50,7 +50,7 @@ def submit_there(config_file: Path, overrides: list[str], given: dict[str, Any],
         given: the options of `submit` that belong to --to, by name.
         as_json: print the answer as JSON.
     """
-    from ..remote import script, submit
+    from ..jobs.remote import script, submit
 
     if config_file.is_dir():
         raise UserError(Message("{path}: --to takes a config; a run that began here is resumed here", path=config_file))
@@ -88,10 +88,10 @@ def submit_there(config_file: Path, overrides: list[str], given: dict[str, Any],
 
 def _make_plan(job: "Job", given: dict[str, Any]) -> "Plan":
     """Return what is submitted for a job and the options of `submit`."""
+    from ..jobs.remote.machine import parse_target
+    from ..jobs.remote.package import Options, pack
+    from ..jobs.remote.submit import FOLDER, Plan
     from ..plan.resolve import get_run_folder
-    from ..remote.machine import parse_target
-    from ..remote.package import Options, pack
-    from ..remote.submit import FOLDER, Plan
 
     target = parse_target(given["to"])
     package = pack(job, Options(given["base"], given["send_base"]))
@@ -100,7 +100,7 @@ def _make_plan(job: "Job", given: dict[str, Any]) -> "Plan":
 
 
 def _make_job(package: "Package", kind: str, given: dict[str, Any]) -> "RemoteJob":
-    from ..remote.script import RemoteJob
+    from ..jobs.remote.script import RemoteJob
 
     return RemoteJob(
         name=package.name,
@@ -180,7 +180,7 @@ def _describe_package(plan: "Plan") -> Message:
 @remote_app.callback()
 def listing(context: typer.Context, as_json: bool = JSON) -> None:
     """List trainings on other machines, or manage one."""
-    from ..remote import handle
+    from ..jobs.remote import handle
 
     if context.invoked_subcommand:
         return
@@ -198,7 +198,7 @@ def listing(context: typer.Context, as_json: bool = JSON) -> None:
 @remote_app.command()
 def status(name: str = NAME, as_json: bool = JSON) -> None:
     """Show how a job on another machine is doing."""
-    from ..remote import control, handle
+    from ..jobs.remote import control, handle
 
     _print_view(name, control.look(handle.load(name)), as_json)
 
@@ -206,7 +206,7 @@ def status(name: str = NAME, as_json: bool = JSON) -> None:
 @remote_app.command()
 def follow(name: str = NAME, as_json: bool = JSON) -> None:
     """Print the events of a job until it ends. Ctrl-C ends the printing; the job continues."""
-    from ..remote import control, handle
+    from ..jobs.remote import control, handle
 
     newest = 0.0
 
@@ -231,8 +231,8 @@ def follow(name: str = NAME, as_json: bool = JSON) -> None:
 @remote_app.command()
 def fetch(name: str = NAME, as_json: bool = JSON) -> None:
     """Bring a job's run folder here, verified. Files of yours are never replaced."""
-    from ..remote import fetch as fetching
-    from ..remote import handle
+    from ..jobs.remote import fetch as fetching
+    from ..jobs.remote import handle
     from ..run import disk_space, ownership
 
     result = fetching.fetch(handle.load(name), None if as_json else CountProgress(Message("receiving")))
@@ -257,7 +257,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
 @remote_app.command()
 def cancel(name: str = NAME) -> None:
     """Stop a job on another machine. It saves at the end of its step and can be resumed."""
-    from ..remote import control, handle
+    from ..jobs.remote import control, handle
 
     job = handle.load(name)
     control.cancel(job)
@@ -270,7 +270,7 @@ def cancel(name: str = NAME) -> None:
 @remote_app.command()
 def resume(name: str = NAME, env: list[str] = ENV) -> None:
     """Start a job on another machine again. It continues from its newest checkpoint."""
-    from ..remote import control, handle
+    from ..jobs.remote import control, handle
 
     job = control.resume(handle.load(name), env)
     print_lines(Message("{name} was started again on {where}", name=name, where=job.where))
@@ -282,7 +282,7 @@ def delete(
     there: bool = typer.Option(False, help="Delete also its folder on the other machine, with its run."),
 ) -> None:
     """Forget a job on another machine. What was fetched stays."""
-    from ..remote import control, handle
+    from ..jobs.remote import control, handle
 
     control.delete(handle.load(name), there)
     print_lines(Message("{name}: forgotten", name=name))

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from .. import __version__
-from ..common.writing import make_folder
-from ..errors import Message, RunFailure, UserError, cannot_write
-from ..run import disk_space
+from ... import __version__
+from ...common.writing import make_folder
+from ...errors import Message, RunFailure, UserError, cannot_write
+from ...run import disk_space
 from . import control, handle, script
 from .handle import Handle
 from .machine import EXISTS, MARKER, NO_FOLDER, NO_PROGRAM, NO_TOOL, Machine, Target, quote_folder, require_success

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .. import config, settings
-from ..common import system
-from ..common.locks import try_lock
-from ..common.writing import atomic_write, make_folder, sync_folder
-from ..errors import Message, RunFailure, UserError, cannot_write, first_few
-from ..run import disk_space, ownership
+from ... import config, settings
+from ...common import system
+from ...common.locks import try_lock
+from ...common.writing import atomic_write, make_folder, sync_folder
+from ...errors import Message, RunFailure, UserError, cannot_write, first_few
+from ...run import disk_space, ownership
 from . import control
 from . import handle as handles
 from .handle import Handle

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from ..errors import Message, UserError
+from ...errors import Message, UserError
 
 JOB, TASK = "job.sh", "task.yaml"
 RESTARTS = 500

@@ -14,12 +14,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
-from .. import config, settings
-from ..common.reading import open_regular
-from ..data.image_edits import FILE as EDITS
-from ..data.image_files import walk
-from ..errors import Message, UserError, cannot_read
-from ..jobs import make_paths_absolute
+from ... import config, settings
+from ...common.reading import open_regular
+from ...data.image_edits import FILE as EDITS
+from ...data.image_files import walk
+from ...errors import Message, UserError, cannot_read
+from .. import make_paths_absolute
 from .machine import MARKER
 
 CONFIG, MANIFEST = "config.toml", "manifest.sha256"

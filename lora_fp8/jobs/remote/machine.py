@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ..errors import Message, RunFailure, UserError
+from ...errors import Message, RunFailure, UserError
 
 BEGIN = b"lora-fp8: the script begins\n"
 """Printed before anything that a script prints."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from ..common.messages import restore
-from ..common.shell import quote_path
-from ..errors import Message, Template, UserError
-from ..jobs.run_events import ESCAPES
+from ...common.messages import restore
+from ...common.shell import quote_path
+from ...errors import Message, Template, UserError
+from ..run_events import ESCAPES
 from . import handle as handles
 from .handle import Handle
 from .machine import MARKER, NOT_RUNNING, Disconnected, Machine, enter, last_line, quote_folder, require_success

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..common.shell import quote_path
-from ..common.writing import atomic_write, make_folder
-from ..errors import Message, UserError, cannot_write, needs_repair, reason
-from ..jobs import find_home
-from ..jobs.run_events import read_object
+from ...common.shell import quote_path
+from ...common.writing import atomic_write, make_folder
+from ...errors import Message, UserError, cannot_write, needs_repair, reason
+from .. import find_home
+from ..run_events import read_object
 from .machine import Machine
 
 FILE, VERSION = "handle.json", 1
