@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 from torch.nn.functional import cosine_similarity
 
+from lora_fp8.cli.events import print_event
 from lora_fp8.data.decoding import open_image
 from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.plan import plan as planning
@@ -120,12 +121,19 @@ def test_a_failure_is_told_once_and_ends_nothing(
     job: Callable[..., Job], clip: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("not enough memory\nsecond line")
+        raise AttributeError("no such layer\nsecond line")  # a model may be anything
 
     monkeypatch.setattr(preview_scores.PreviewScorer, "score", fail)
     result = run(job(*SHORT, f"preview.score_model={clip}"), progress=False)
     texts = [event["text"] for event in events_of(result, "warning") if "scores" in event["text"]]
-    assert texts == ["no scores of previews: not enough memory"] and events_of(result, "done")
+    assert texts == ["no scores of previews: no such layer"] and events_of(result, "done")
+
+
+def test_scores_are_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for scores, text in (({"likeness": 0.5, "prompt_fit": 0.25}, "likeness 0.500, fit to the prompt 0.250"),
+                         ({"likeness": 0.5}, "likeness 0.500")):  # fmt: skip
+        print_event({"event": "score", "step": 2, "references": 3, **scores})
+        assert capsys.readouterr().out.strip() == f"scores of the previews at step 2: {text}"
 
 
 def test_what_is_no_score_model_is_told_before_training(job: Callable[..., Job], tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common.messages import get_language, translate
 from ..common.numbers import digits
-from ..errors import Joined, Message
+from ..errors import Joined, Message, Template
 
 COUNTED = ("cache", "load")
 """Stages whose progress is printed. Other progress is short, or would break into the bar of the steps."""
@@ -97,8 +97,9 @@ def print_event(event: dict[str, Any]) -> None:
 
 
 def _describe_scores(event: dict[str, Any]) -> Message:
-    scores = [f"{name} {event[name]:.3f}" for name in ("likeness", "prompt_fit") if name in event]
-    return Message("scores of the previews at step {step}: {scores}", step=event["step"], scores=", ".join(scores))
+    templates = {"likeness": Template("likeness {score}"), "prompt_fit": Template("fit to the prompt {score}")}
+    scores = [template(score=f"{event[name]:.3f}") for name, template in templates.items() if name in event]
+    return Message("scores of the previews at step {step}: {scores}", step=event["step"], scores=Joined(", ", scores))
 
 
 def _describe_data(event: dict[str, Any]) -> Message:
