@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 import random
+import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -97,6 +98,12 @@ LONGEST = (
     "test_page_canaries.py",
 )
 """Files of minutes, which go first: handed out last, one of them would keep one core busy while the others wait."""
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C interrupt the tests and what they start: a shell's `&` makes a suite in the background ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
