@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cosine_similarity
 
 from lora_fp8.cli.events import print_event
@@ -127,6 +129,19 @@ def test_a_failure_is_told_once_and_ends_nothing(
     result = run(job(*SHORT, f"preview.score_model={clip}"), progress=False)
     texts = [event["text"] for event in events_of(result, "warning") if "scores" in event["text"]]
     assert texts == ["no scores of previews: no such layer"] and events_of(result, "done")
+
+
+def test_a_model_without_some_of_its_weights_gives_no_scores(
+    job: Callable[..., Job], clip: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(clip, tmp_path / "part")
+    weights = load_file(tmp_path / "part" / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, tmp_path / "part" / "model.safetensors", metadata={"format": "pt"})
+    result = run(job(*SHORT, f"preview.score_model={tmp_path / 'part'}"), progress=False)
+    (text,) = [event["text"] for event in events_of(result, "warning") if "scores" in event["text"]]
+    assert "has not all weights of a CLIPModel: 1 are missing, visual_projection.weight" in text
+    assert not events_of(result, "score") and events_of(result, "done")
 
 
 def test_scores_are_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,7 @@ References are the held-out images if there are any, else the images that are tr
 them; neither regularization images nor clips. The training does not depend on the scores.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from PIL import Image
@@ -16,13 +15,12 @@ from torch.nn import functional as F
 
 from ..data.decoding import open_image
 from ..data.examples import Example
-from ..errors import Message
+from ..errors import Message, first_few, lacks_weights
 from ..families._part_files import quiet
 from ..plan.score_model import WITH_TEXT, find_score_model
 from .session import Session
 
 MOST_REFERENCES = 32
-BATCH = 8
 
 
 class PreviewScorer:
@@ -37,7 +35,13 @@ class PreviewScorer:
 
         job = session.job
         folder = find_score_model(job.preview.score_model)
-        self._model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+        self._model, info = transformers.AutoModel.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        learned = {name for name, _ in self._model.named_parameters()}  # not buffers, which each version computes anew
+        if lost := sorted(learned.intersection(info["missing_keys"])):  # transformers fills them with random numbers
+            raise lacks_weights(folder, type(self._model).__name__, len(lost), first_few(lost))
+        self._model.eval().requires_grad_(False)
         self._processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
         reads_text = self._model.config.model_type in WITH_TEXT
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder) if reads_text else None
@@ -47,17 +51,14 @@ class PreviewScorer:
         self.num_references = len(examples)
 
     @torch.inference_mode()
-    def embed_images(self, pictures: Any) -> Tensor:
-        """Return the embeddings of images, of length 1 each (images, D)."""
-        rows, waiting = [torch.empty(0, 0)], list(pictures)
-        for start in range(0, len(waiting), BATCH):
-            inputs = self._processor(images=waiting[start : start + BATCH], return_tensors="pt")
-            if hasattr(self._model, "get_image_features"):
-                output = self._model.get_image_features(pixel_values=inputs["pixel_values"])
-            else:
-                output = self._model(pixel_values=inputs["pixel_values"])
+    def embed_images(self, pictures: Iterable[Image.Image]) -> Tensor:
+        """Return the embeddings of images, of length 1 each (images, D); one image at a time is held."""
+        embed = getattr(self._model, "get_image_features", self._model)
+        rows = []
+        for picture in pictures:
+            output = embed(pixel_values=self._processor(images=picture, return_tensors="pt")["pixel_values"])
             rows.append(F.normalize(getattr(output, "pooler_output", output), dim=-1))
-        return torch.cat(rows[1:] or rows)
+        return torch.cat(rows) if rows else torch.empty(0, 0)
 
     @torch.inference_mode()
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
