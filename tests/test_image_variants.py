@@ -1,5 +1,6 @@
 """Variants of images: what of the image each shows, that masks and control images follow, and which are drawn."""
 
+import hashlib
 import math
 import random
 from collections import Counter
@@ -11,6 +12,7 @@ import torch
 from PIL import Image, ImageEnhance
 
 from lora_fp8.data import buckets, image_variants, images
+from lora_fp8.data import cache as caching
 from lora_fp8.data.buckets import Change, Placed
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.image_variants import draw_variant, list_variants, move_crop, plain_images
@@ -230,6 +232,20 @@ def test_the_cache_holds_each_variant_once_and_the_image_under_its_old_key(folde
     plain = section.model_copy(update={"zoom": 0.0, "rotate": 0.0, "color_jitter": 0.0})
     square = next(image for image in placed if image.example.width == 400)
     assert len({more.image_key(variant, False) for variant in list_variants(square, plain)}) == 1
+
+
+def test_an_image_is_decoded_once_for_all_its_variants(folder, monkeypatch):
+    decoded = Counter()
+    original = caching.open_image
+
+    def count(raw, *arguments):
+        decoded[hashlib.sha256(raw.getvalue()).hexdigest()] += 1
+        return original(raw, *arguments)
+
+    monkeypatch.setattr(caching, "open_image", count)
+    cache, _, _, report = filled(folder, **ALL, flip=True)
+    assert report.encoded == 3 * 3 * 8 * 2 + 3 and set(decoded.values()) == {2}  # as an image, and as a control image
+    assert cache._image is None
 
 
 def test_samples_draw_variants_evenly_and_their_conditioning_tells_the_crop(folder):

@@ -178,6 +178,7 @@ class Cache:
         self._identities: dict[str, str] = {}
         self._video: tuple[tuple[Any, ...], clips.Reader] | None = None
         self._clip: tuple[tuple[Any, ...], list[Image.Image]] | None = None
+        self._image: tuple[tuple[Path, str], Image.Image] | None = None
 
     # keys
 
@@ -385,6 +386,7 @@ class Cache:
                 if log:
                     log(done, total)
             self.family.free_encoders()
+        self._image = None
         # Done each time, as tokenizing is fast: a second run warns again though everything is cached.
         texts = list(dict.fromkeys(map(text_of, captions)))
         truncated = tuple(self.family.overlong(texts))
@@ -422,8 +424,13 @@ class Cache:
         return {"mask": functional.interpolate(mask_HW[None, None], size=tuple(size), mode="area")[0, 0]}
 
     def _opened(self, path: Path, sha256: str, edit: ImageEdit) -> Image.Image:
-        with self._unchanged(path, sha256, edit) as raw:
-            return open_image(raw, self.section.background, edit)
+        """Return a decoded image. It is kept, as its mirrored version and its variants come next."""
+        about = path, sha256
+        if self._image is None or self._image[0] != about:
+            self._image = None  # free it before the next one is decoded
+            with self._unchanged(path, sha256, edit) as raw:
+                self._image = about, open_image(raw, self.section.background, edit)
+        return self._image[1]
 
     def _opened_control(self, control: ControlCrop) -> Image.Image:
         file, (left, top, right, bottom) = control.control, control.box
