@@ -235,7 +235,7 @@ def test_what_cannot_go_with_it_is_refused_in_words(job, other, needed):
 
 def test_offloading_excludes_it(job):
     with pytest.raises(
-        UserError, match=r"memory.offload: 0.5 excludes memory.shard_base = True; use false, or offload"
+        UserError, match=r"memory.offload: 0.5 excludes memory.shard_base = true; use false, or offload"
     ):
         job(SHARD, "memory.offload=0.5")
 

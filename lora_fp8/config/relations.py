@@ -637,7 +637,7 @@ def _check_memory(job: Job) -> Problems:
                 Message(
                     "{value} excludes {setting}; use {usual}, or offload = 0",
                     value=f"{section.share_in_ram:g}",
-                    setting=f"{key} = {value!r}",
+                    setting=f"{key} = {'true' if value is True else repr(value)}",
                     usual=usual,
                 ),
             )
