@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import Joined, Message, Phrase, Translated
 from . import system
-from .reading import load_text, parse_json
+from .json_files import read_json
 
 FOLDER = Path(__file__).resolve().parent
 CATALOGUES = {"zh-CN": "zh_CN.po"}
@@ -104,7 +104,7 @@ def write_message(file: Path, text: str) -> None:
 def read_message(file: Path) -> str:
     """Return the message that a command ended with, from the file that `MESSAGE` named; "" if it left none."""
     try:
-        return str(restore(parse_json(load_text(file)))["text"])
+        return str(restore(read_json(file))["text"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

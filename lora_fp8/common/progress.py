@@ -5,7 +5,6 @@ images have been read.
 """
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -15,8 +14,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import Message
+from .json_files import write_json
 from .messages import get_language, translate
-from .writing import atomic_write
 
 LINE_EVERY = 10.0
 """Seconds between two lines in a log."""
@@ -76,7 +75,7 @@ class CountProgress:
         self._written = now
         content = {"stage": self._kind, "done": done, "total": total}
         with contextlib.suppress(OSError):  # a count is not worth a job
-            atomic_write(self._file, json.dumps(content).encode())
+            write_json(self._file, content, indent=None)
 
 
 def show_images() -> CountProgress:

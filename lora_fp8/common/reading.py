@@ -5,12 +5,10 @@ a caller that reports missing or forbidden files reports these too. This module 
 """
 
 import errno
-import json
 import os
 import stat
 from io import BufferedReader
-from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from ..errors import Message
 from . import system
@@ -18,8 +16,6 @@ from . import system
 MIB = 1 << 20
 MOST_TEXT = MIB
 """Maximum for a settings file, a caption or a prompt, in bytes: more than a person writes, and read in a moment."""
-MOST_JSON = 64 * MIB
-"""Maximum for a file that another program wrote, such as the index of a model's weights, in bytes."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -81,32 +77,3 @@ def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, Message("not a regular file"), os.fspath(path))
-
-
-def read_object(path: Path, most: int | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
-
-    Raises:
-        OSError: as for `read_bytes`.
-        ValueError: the file holds something else; the message names it.
-    """
-    try:
-        content = parse_json(read_bytes(path, most))
-    except ValueError as error:
-        raise ValueError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ValueError(Message("{path} should hold a JSON object, but holds a {kind}", path=path, kind=kind))
-    return content
-
-
-def parse_json(data: str | bytes) -> Any:
-    """Parse JSON that somebody else wrote.
-
-    Raises:
-        ValueError: it is not JSON, or is nested too deeply.
-    """
-    try:
-        return json.loads(data)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None

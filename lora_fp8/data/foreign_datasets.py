@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.reading import MOST_JSON, MOST_TEXT, open_regular, parse_json, read_bytes
+from ..common.json_files import parse_json, read_json
+from ..common.reading import MOST_TEXT, open_regular, read_bytes
 from ..common.text import is_utf8
 from ..errors import Message, UserError, cannot_read, first_few
 from .decoding import EXTENSIONS, MOST_IMAGE
@@ -221,7 +222,7 @@ class Source:
 
     def _kohya(self, path: Path) -> Iterator[Record]:
         try:
-            table = _as_object(parse_json(read_bytes(path, MOST_JSON)))
+            table = _as_object(read_json(path))
         except ValueError as error:
             raise UserError(
                 Message("{path}: is not JSON of the form of sd-scripts ({why})", path=path, why=error)
@@ -244,7 +245,7 @@ class Source:
     def _sidecar(self, path: Path) -> Iterator[Record]:
         file = path.with_suffix(".json")
         try:
-            fields = _as_object(parse_json(read_bytes(file, MOST_TEXT)))
+            fields = _as_object(read_json(file, MOST_TEXT))
         except ValueError as error:
             self._note(file, "JSON", error.args[0] if isinstance(error.args[0], Message) else error)
             return

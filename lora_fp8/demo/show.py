@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from .. import config, families, train
-from ..common.writing import atomic_write
+from ..common.json_files import write_json
 from ..errors import Message, UserError
 from ..stages import previews
 from . import measure, pictures
@@ -151,7 +151,7 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
         plain_after=_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
         seconds={"job": round(trained - started, 1), "all": round(time.perf_counter() - started, 1)},
     )
-    atomic_write(result.run.path / "demo.json", (json.dumps(outcome.to_json(), indent=1) + "\n").encode())
+    write_json(result.run.path / "demo.json", outcome.to_json())
     return outcome
 
 

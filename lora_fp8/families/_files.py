@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import logging
 import math
 import os
@@ -20,17 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..common import json_files
 from ..common.messages import get_language, translate
-from ..common.reading import (
-    MOST_JSON,
-    open_regular,
-    parse_json,
-    read_bytes,
-    read_object,
-)
+from ..common.reading import open_regular
 from ..common.stamps import FileStamp, is_settled, stamp_file
 from ..common.system import cache_folder
-from ..common.writing import atomic_write
 from ..errors import Message, UserError, UserErrors, cannot_read, reason
 from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
 
@@ -149,7 +142,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UserError: the file cannot be read, or holds something else.
     """
     try:
-        return read_object(path, MOST_JSON)
+        return json_files.read_object(path)
     except OSError as error:
         raise cannot_read(path, error) from error
     except ValueError as error:
@@ -378,7 +371,7 @@ def hash_book() -> Path:
 def _read_book(book: Path) -> dict[str, Any]:
     """Return {path: {"stamp": [...], "sha256": ...}}, or {} if the file is missing or unreadable."""
     try:
-        content = parse_json(read_bytes(book, MOST_JSON))
+        content = json_files.read_json(book)
     except (OSError, ValueError):  # the only loss is the time to hash again
         return {}
     return content if isinstance(content, dict) else {}
@@ -406,7 +399,7 @@ def _file_digest(path: Path, stamp: FileStamp) -> str:
         content[str(path)] = {"stamp": list(stamp), "sha256": sha}
         try:
             book.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(book, json.dumps(dict([*content.items()][-MOST_KEPT:]), indent=1).encode())
+            json_files.write_json(book, dict([*content.items()][-MOST_KEPT:]))
         except OSError as error:
             warning = Message(
                 "{path} cannot be written ({why}): the base model is read once more by each run",

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.json_files import parse_json
 from ..common.messages import add_translations, restore
-from ..common.reading import parse_json
 from ..errors import Message, Template
 
 SENTENCES = {

@@ -15,7 +15,6 @@ file name.
 """
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common import system
+from ..common.json_files import write_json
 from ..common.messages import get_language, translate
-from ..common.writing import atomic_write
 from ..errors import Message, reason
 from . import procs
 
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> int:
     oom_kills = procs.count_oom_kills() - oom_before
     content = {"status": status, "t": round(time.time(), 3), "oom_kills": oom_kills, "swept": swept}
     try:
-        atomic_write(record, json.dumps(content).encode())
+        write_json(record, content, indent=None)
     except OSError as error:  # a full disk: only the log is left to report it
         line = Message(
             "{path}: {why}; the command ended with status {status}", path=record, why=reason(error), status=status

@@ -14,8 +14,9 @@ from typing import Any
 
 from .. import config
 from ..common import system
+from ..common.json_files import read_json
 from ..common.locks import try_lock
-from ..common.reading import MOST_TEXT, load_text, parse_json, read_bytes
+from ..common.reading import MOST_TEXT, load_text
 from ..errors import Message, UserError
 from . import job_endings, run_events
 from .store import COLUMNS, CONFIG, RECORD, RECORD_COLUMNS, Damaged, Row, Store, now
@@ -129,7 +130,7 @@ def _restore(store: Store, folder: Path, rescued: Rescued) -> None:
 def _read_record(folder: Path) -> dict[str, Any]:
     """Read the valid values that `Store.write_record` wrote."""
     try:
-        content = parse_json(read_bytes(folder / RECORD, MOST_TEXT))
+        content = read_json(folder / RECORD, MOST_TEXT)
     except (OSError, ValueError):
         return {}
     known = content if isinstance(content, dict) else {}

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.json_files import parse_json, read_json
 from ..common.messages import without_home
-from ..common.reading import MOST_JSON, MOST_TEXT, open_regular, parse_json, read_bytes
+from ..common.reading import MOST_TEXT, open_regular
 
 
 @dataclass
@@ -177,7 +178,7 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
     contents = {}
     for path in sorted(folder.glob("*.json")):
         with contextlib.suppress(OSError, ValueError):
-            contents[path.stem] = parse_json(read_bytes(path, MOST_TEXT))
+            contents[path.stem] = read_json(path, MOST_TEXT)
     return contents
 
 
@@ -193,7 +194,7 @@ def read_count(attempt: Path) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; {} if the file has something else. Raises OSError."""
     try:
-        content = parse_json(read_bytes(path, MOST_JSON))
+        content = read_json(path)
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -12,7 +12,6 @@ what is the case. Transactions are short: inside one, no file is read or written
 """
 
 import contextlib
-import json
 import os
 import sqlite3
 import threading
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common import system
-from ..common.reading import parse_json
+from ..common.json_files import parse_json, write_json
 from ..common.text import is_utf8, quote
 from ..common.writing import atomic_write
 from ..errors import Message, UserError, reason
@@ -234,7 +233,7 @@ class Store:
             if row.kind == "train":
                 atomic_write(self.folder(id) / CONFIG, row.text.encode())
             columns = {name: getattr(row, name) for name in RECORD_COLUMNS}
-            atomic_write(self.folder(id) / RECORD, json.dumps(columns, indent=1).encode())
+            write_json(self.folder(id) / RECORD, columns)
 
     def update(self, id: int, where: str = "1", *conditions: Any, **values: Any) -> bool:
         """Change a job if it (still) meets `where`. Return True if it was changed."""

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 
 import tomlkit
 
+from ..common.json_files import read_json, write_json
 from ..common.messages import add_translations, get_language, restore, translate, without_home
-from ..common.reading import load_text, parse_json
+from ..common.reading import load_text
 from ..common.writing import atomic_write
 from ..errors import Message, UserError, cannot_write, reason
 
@@ -211,7 +212,7 @@ def write_result(home: Path, address: str, problem: str) -> None:
     """Keep what became of the newest message; "" if it was delivered."""
     content = {"t": time.time(), "host": get_host(address), "problem": problem}
     try:
-        atomic_write(home / "webhook.json", json.dumps(add_translations(content)).encode())
+        write_json(home / "webhook.json", add_translations(content), indent=None)
     except OSError:
         pass  # a full disk: only the page's line about it is missing
 
@@ -219,7 +220,7 @@ def write_result(home: Path, address: str, problem: str) -> None:
 def read_result(home: Path) -> dict[str, Any]:
     """Return what became of the newest message: t, host and problem; {} if none was sent."""
     try:
-        content = restore(parse_json((home / "webhook.json").read_bytes()))
+        content = restore(read_json(home / "webhook.json"))
         return {"t": float(content["t"]), "host": str(content["host"]), "problem": content["problem"]}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

@@ -9,14 +9,13 @@ Standard library only: the web page reads drawings without torch.
 """
 
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
-from ..common.reading import MOST_TEXT, load_text, parse_json
-from ..common.writing import atomic_write, make_folder
+from ..common.json_files import read_json, write_json
+from ..common.writing import make_folder
 from ..errors import Message, UserError
 from . import ownership
 
@@ -67,7 +66,7 @@ def create(folder: Path) -> None:
 
 def write(folder: Path, record: dict[str, Any]) -> None:
     """Replace the record of a drawing."""
-    atomic_write(folder / RECORD, (json.dumps(record, ensure_ascii=False, indent=1) + "\n").encode())
+    write_json(folder / RECORD, record)
 
 
 def is_drawing(folder: Path) -> bool:
@@ -78,7 +77,7 @@ def is_drawing(folder: Path) -> bool:
 def read(folder: Path) -> dict[str, Any]:
     """Return the record of a drawing; {} before there is one, or if it is damaged."""
     try:
-        record = parse_json(load_text(folder / RECORD, 4 * MOST_TEXT))
+        record = read_json(folder / RECORD)
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}

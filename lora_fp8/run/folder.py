@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from ..common import system
+from ..common.json_files import parse_json, read_json
 from ..common.locks import read_holder, try_lock, write_holder
 from ..common.messages import add_translations, restore, without_home
-from ..common.reading import parse_json, read_bytes
+from ..common.reading import read_bytes
 from ..common.shell import quote_path
 from ..common.writing import atomic_write, make_folder
 from ..errors import Message, UserError, reason
@@ -266,7 +267,7 @@ class Run:
     def read_validations(self) -> dict[str, Any]:
         """Return the content of validation.json; {} if it is missing or damaged, as its validations can be repeated."""
         try:
-            content = parse_json(read_bytes(self.validation_file))
+            content = read_json(self.validation_file, most=None)
         except (OSError, ValueError):
             return {}
         return content if isinstance(content, dict) else {}

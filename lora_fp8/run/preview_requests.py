@@ -9,15 +9,13 @@ with the same prompts. Neither ever changes config.toml: the run stays the run o
 Standard library only: the web page makes these requests without torch.
 """
 
-import json
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.reading import load_text, parse_json
-from ..common.writing import atomic_write
+from ..common.json_files import read_json, write_json
 from ..errors import Message, UserError, needs_repair, reason
 from . import ownership
 from .folder import Run
@@ -51,7 +49,7 @@ def request_sample(run: Run, changes: Mapping[str, Any]) -> Path:
         number += 1
     try:
         run.control.mkdir(exist_ok=True)
-        atomic_write(path, json.dumps(dict(changes), ensure_ascii=False).encode())
+        write_json(path, dict(changes), indent=None)
     except OSError as error:
         raise _cannot_ask(path, error) from None
     return path
@@ -71,7 +69,7 @@ def take_samples(run: Run) -> list[dict[str, Any]]:
     requests = []
     for path in list_samples(run):
         try:
-            content = parse_json(load_text(path))
+            content = read_json(path)
         except (OSError, ValueError):
             content = {}
         requests.append(content if isinstance(content, dict) else {})
@@ -88,7 +86,7 @@ def write_changes(run: Run, changes: Mapping[str, Any]) -> None:
     ownership.require_ours(run.path)
     try:
         if changes:
-            atomic_write(run.previews_file, (json.dumps(dict(changes), ensure_ascii=False, indent=1) + "\n").encode())
+            write_json(run.previews_file, dict(changes))
         else:
             run.previews_file.unlink(missing_ok=True)
     except OSError as error:
@@ -102,7 +100,7 @@ def read_changes(run: Run) -> dict[str, Any]:
         UserError: previews.json cannot be read, or is no JSON object.
     """
     try:
-        content = parse_json(load_text(run.previews_file))
+        content = read_json(run.previews_file)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

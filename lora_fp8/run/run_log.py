@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ..common import messages, reading
+from ..common import json_files, messages, reading
 from ..common.chart import Point
 
 POINTS = 500
@@ -136,7 +136,7 @@ class RunLog:
 
     def _read_line(self, line: bytes) -> None:
         try:
-            event = messages.restore(reading.parse_json(line))
+            event = messages.restore(json_files.parse_json(line))
         except ValueError:  # cut short by a kill; the next start ended the line
             return
         if not isinstance(event, dict):

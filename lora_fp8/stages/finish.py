@@ -1,7 +1,6 @@
 """The last stage of a job: write the LoRA files, and verify that each does what the training model does."""
 
 import gc
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from .. import adapters, config, precision, settings, verify
 from ..adapters import kinds
+from ..common.json_files import write_json
 from ..common.messages import add_translations, get_language, translate
-from ..common.writing import atomic_write
 from ..data.buckets import Bucket, Placed
 from ..data.caption_variants import countable
 from ..data.examples import Example
@@ -249,7 +248,7 @@ def verify_files(
             run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
             reports.append(report)
     content = {report.file: add_translations(report.to_json()) for report in reports}
-    atomic_write(run.verify_file, (json.dumps(content, indent=1) + "\n").encode())
+    write_json(run.verify_file, content)
     failures = [
         Message("{path}: {line}", path=report.file, line=line) for report in reports for line in report.failed()
     ]

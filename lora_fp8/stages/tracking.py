@@ -21,7 +21,7 @@ import numpy as np
 from accelerate import tracking as accelerate_tracking
 
 from .. import settings
-from ..common.writing import atomic_write
+from ..common.json_files import write_json
 from ..errors import Message, reason
 from ..lora_files.export_metadata import without_paths
 from ..run import Run
@@ -107,7 +107,7 @@ class Tracking:
                     self._describe(name, step)
             except Exception as error:  # of a foreign program: no network, no login, a full disk
                 self._drop(name, error)
-        atomic_write(self._file, (json.dumps(ids) + "\n").encode())
+        write_json(self._file, ids, indent=None)
 
     def _make(self, name: str, ids: Mapping[str, str], step: int) -> Any:
         """Make a tracker of accelerate that has not started."""

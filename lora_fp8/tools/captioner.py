@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from ..common.reading import MOST_JSON, parse_json, read_bytes
+from ..common.json_files import read_json
 from ..data import caption_text, captions, decoding, image_edits
 from ..errors import Message, Stopped, UserError, UserErrors, about, cannot_read, first_few, lacks_weights
 from ..families.sources import Reference
@@ -464,7 +464,7 @@ def _model_type(folder: Path, model: str) -> str:
     """Return the architecture that config.json names; raise UserError if it cannot caption images."""
     _require_config(_list_names(folder), model)
     try:
-        kind = parse_json(read_bytes(folder / "config.json", MOST_JSON)).get("model_type", "")
+        kind = read_json(folder / "config.json").get("model_type", "")
     except (ValueError, AttributeError) as error:
         raise cannot_read(folder / "config.json", error) from None
     writes, ticks = (

@@ -31,7 +31,8 @@ import safetensors.torch
 from torch import Tensor
 
 from ..common import system
-from ..common.reading import MOST_JSON, parse_json, read_bytes, read_object
+from ..common.json_files import read_json, read_object
+from ..common.reading import read_bytes
 from ..common.writing import sync_folder, write_synced
 from ..errors import Joined, Message, Plural, RunFailure, Template, UserError, reason
 from ..run import ownership
@@ -447,7 +448,7 @@ def _is_a_remnant(path: Path) -> bool:
 
 def _broken(path: Path) -> str | None:
     try:
-        manifest = parse_json(read_bytes(path / "manifest.json", MOST_JSON))
+        manifest = read_json(path / "manifest.json")
         for name in (*_list_tensor_files(path), "state.json"):
             if hashlib.sha256(read_bytes(path / name)).hexdigest() != manifest[name]:
                 return Message("{name} does not match its hash", name=name)
@@ -485,7 +486,7 @@ def _read(path: Path) -> Checkpoint:
         RunFailure: the content is not a checkpoint of this version.
     """
     try:
-        state = read_object(path / "state.json", MOST_JSON)
+        state = read_object(path / "state.json")
     except ValueError as error:
         raise RunFailure(str(error)) from None
     if state.get("schema") != SCHEMA:

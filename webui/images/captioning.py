@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 
 from lora_fp8 import jobs
-from lora_fp8.common import reading
+from lora_fp8.common.json_files import read_json
 from lora_fp8.jobs import JobView
 from lora_fp8.run import disk_space
 from lora_fp8.tools import wd_tagger
@@ -128,7 +128,7 @@ def _find_model(folder: Path) -> Model | None:
     if _is_wd_tagger(folder):
         return Model(str(folder), folder.name, 0.0, ("tags",), options=OF_WD_TAGGERS, here=True)
     try:
-        content = reading.parse_json(reading.read_bytes(folder / "config.json", reading.MOST_JSON))
+        content = read_json(folder / "config.json")
     except (OSError, ValueError):
         return None
     if not isinstance(content, dict):

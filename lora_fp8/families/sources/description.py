@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...common.reading import MOST_JSON, parse_json, read_bytes
+from ...common.json_files import read_json
 from ...errors import Message, UserError
 from ...run import disk_space
 from .._registry import available, get
@@ -342,7 +342,7 @@ def _has_marks(folder: Path, name: str) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = parse_json(read_bytes(path, MOST_JSON))
+        content = read_json(path)
     except (OSError, ValueError):  # the checks of the family report it
         return {}
     return content if isinstance(content, dict) else {}

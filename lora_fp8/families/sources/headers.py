@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...common.reading import parse_json
+from ...common.json_files import parse_json
 from ...errors import Message, UserError
 
 FIRST_BYTES = 1 << 17

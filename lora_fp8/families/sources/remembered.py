@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...common.json_files import read_json, write_json
 from ...common.messages import get_language, translate
-from ...common.reading import MOST_JSON, parse_json, read_bytes
 from ...common.system import cache_folder
-from ...common.writing import atomic_write
 from ...errors import Message, reason
 from .headers import Header
 
@@ -68,7 +67,7 @@ def find_file(endpoint: str, name: str, revision: str) -> Path:
 def read(path: Path) -> Answer | None:
     """Read a remembered answer; None if there is none, or it is of another version."""
     try:
-        content = parse_json(read_bytes(path, MOST_JSON))
+        content = read_json(path)
         if content["schema"] != SCHEMA:
             return None
         headers = {name: _read_header(entry) for name, entry in content["headers"].items()}
@@ -88,7 +87,7 @@ def write(path: Path, answer: Answer) -> None:
     content = {"schema": SCHEMA, **texts, "gated": answer.gated, "files": answer.files, "headers": headers}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(content, separators=(",", ":")).encode())
+        write_json(path, content, indent=None)
     except OSError as error:
         warning = Message(
             "{path} cannot be written ({why}): the model is not remembered for times without a connection",

@@ -4,15 +4,15 @@ $LORA_FP8_HOME/remote/NAME/handle.json      where the job is, and what was broug
 $LORA_FP8_HOME/remote/NAME/job/             the folder that SkyPilot sends
 """
 
-import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ...common.json_files import write_json
 from ...common.shell import quote_path
-from ...common.writing import atomic_write, make_folder
+from ...common.writing import make_folder
 from ...errors import Message, UserError, cannot_write, needs_repair, reason
 from .. import find_home
 from ..run_events import read_object
@@ -74,7 +74,7 @@ def save(handle: Handle) -> None:
     folder = home() / handle.name
     try:
         make_folder(folder)
-        atomic_write(folder / FILE, json.dumps({"version": VERSION, **asdict(handle)}, indent=1).encode())
+        write_json(folder / FILE, {"version": VERSION, **asdict(handle)})
     except OSError as error:
         raise cannot_write(folder / FILE, error) from None
 

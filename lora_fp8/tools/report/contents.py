@@ -16,8 +16,9 @@ from typing import Any, TypeGuard
 from safetensors import SafetensorError, safe_open
 
 from ... import config, families
+from ...common.json_files import read_object
 from ...common.messages import restore
-from ...common.reading import load_text, open_regular, read_object
+from ...common.reading import load_text, open_regular
 from ...config import recipes, unused
 from ...config.recipes import Value
 from ...errors import UserError
