@@ -23,7 +23,7 @@ from lora_fp8.data.loader import Loader
 from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.plan import estimate, placement
 from lora_fp8.plan import plan as planning
-from lora_fp8.settings import Dataset, Folder, Preview
+from lora_fp8.settings import Dataset, Folder, Preview, split_preview
 from lora_fp8.stages import previews
 from lora_fp8.stages.cache import PreviewPrompts
 from lora_fp8.tools import kit
@@ -436,8 +436,8 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     cache.fill([], [*drawn, *away])
     conds = [cache.cond(text) | preview_pictures(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)]
     pipeline = it.family.pipeline(it.denoiser)
-    prompts = PreviewPrompts(section.prompts, "", conds, [cache.cond(text) for text in away])
-    mine = previews.render(it.family, pipeline, prompts, section, 0)
+    prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.cond(text) for text in away])
+    mine = previews.render(it.family, pipeline, prompts, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
     for number, picture in enumerate(pictures):
         theirs = it.pipeline(

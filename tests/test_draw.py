@@ -76,11 +76,11 @@ def test_it_draws_what_diffusers_draws(trained, tmp_path, layout, tiny):
     pipeline = clean_pipeline(family, None)
     load(pipeline, moved, family)
     conds = dict(family.in_turn([lambda: family.encode_prompts(["a dog", ""])]))[0]
-    prompts = PreviewPrompts(["a dog"], "", conds[:1], conds[1:])
+    prompts = PreviewPrompts([job.preview], [""], conds[:1], conds[1:])
     for image in record["images"]:
         (name,) = pipeline.get_list_adapters()["unet"]
         pipeline.set_adapters(name, image["strength"])
-        ((expected,),) = draw_clips(family, pipeline, prompts, job.preview, 64)
+        ((expected,),) = draw_clips(family, pipeline, prompts, 64)
         drawn = Image.open(tmp_path / "out" / image["file"])
         error = torch.tensor(list(drawn.tobytes())).float() - torch.tensor(list(expected.tobytes())).float()
         assert error.abs().max() <= 1, image["strength"]

@@ -512,8 +512,8 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     section = Preview(prompts=["x"], steps=2).model_copy(update=sizes)
     pipeline = family.pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
-    prompts = PreviewPrompts(["x"], "", [cond | shown_to_pipeline(family)], [negative])
-    (drawn,) = previews.render(family, pipeline, prompts, section, 0)
+    prompts = PreviewPrompts([section], [""], [cond | shown_to_pipeline(family)], [negative])
+    (drawn,) = previews.render(family, pipeline, prompts, 0)
     assert drawn.size == (width, height)
 
 

@@ -97,11 +97,11 @@ def test_what_an_import_tells_is_a_message() -> None:
 
 
 def test_joined_remarks_are_told_one_by_one() -> None:
-    one, two = Message("one {name} for all previews here", name="seed"), remarks.ONE_CAPTION
-    joined = Message("{key}: {line}", key="preview.seed", line=remarks.join([one, "", two, one, "a.png"]))
+    one, two = Message("{name} is a multiple of 16 here", name="width"), remarks.ONE_CAPTION
+    joined = Message("{key}: {line}", key="preview.width", line=remarks.join([one, "", two, one, "a.png"]))
     told = translations.translate("zh-CN", joined)
     parts = [translations.translate("zh-CN", part) for part in (one, two)]
-    assert told == f"preview.seed：{parts[0]}；{parts[1]}；a.png" and not PROSE.search(told)
+    assert told == f"preview.width：{parts[0]}；{parts[1]}；a.png" and not PROSE.search(told)
 
 
 def test_advice_about_distilled_models_has_its_chinese() -> None:

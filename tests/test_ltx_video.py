@@ -81,9 +81,7 @@ def test_previews_with_such_a_decoder(last_step):
     section = settings.Preview(prompts=["x"], steps=2, width=96, height=64, frames=9)
     pipeline = family.pipeline(load_denoiser(family, "fp8"))
     pipeline.vae.decoder.register_forward_pre_hook(lambda module, given: told.append(given))
-    (frames,) = previews.draw_clips(
-        family, pipeline, PreviewPrompts(["a cat"], "blurry", conds, negatives), section, 64
-    )
+    (frames,) = previews.draw_clips(family, pipeline, PreviewPrompts([section], ["blurry"], conds, negatives), 64)
     assert len(frames) == 9 and frames[0].size == (96, 64)
     ((latents, timestep),) = told
     assert latents.dtype == torch.float32 and timestep.item() == pytest.approx(0.05, rel=1e-2)

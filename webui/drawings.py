@@ -13,6 +13,7 @@ from lora_fp8 import jobs
 from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import JobView
 from lora_fp8.run import drawings
+from lora_fp8.settings import read_options
 
 from . import run_monitor, sanitize
 from .context import Place, Ui
@@ -203,6 +204,7 @@ def build_arguments(ui: Ui, given: dict[str, Any]) -> tuple[list[str], str]:
     negative = str(given["negative"] or "").strip()
     for text in (prompt, negative):
         check_length(text)
+    read_options(prompt)
     line = [f"--prompt={prompt}"] if prompt else []
     line += [f"--negative={negative}"] if negative else []
     for name, kind in NUMBERS.items():

@@ -18,6 +18,7 @@ from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import walk
 from ..errors import Message, UserError, missing_folder, reason
+from ..settings import has_options
 from .recipes import GOAL_RULES, IMAGES_PER_STEP, Value, fit_card, has_dropout
 
 TIMES = {"character": 80, "style": 40, "concept": 50, "object": 80, "edit": 60}
@@ -250,7 +251,8 @@ def propose_prompts(goal: str, family: str, pictures: Pictures, trigger: str) ->
     if trigger and goal != "edit":
         kind = pictures.style or families.get(family).captions
         return [text.format(word=trigger) for text in PROMPTS["tags" if kind == "tags" else "sentences"][goal]]
-    return list(dict.fromkeys(pictures.captions))[:2]
+    captions = dict.fromkeys(pictures.captions)
+    return [caption for caption in captions if not has_options(caption)][:2]  # such as Midjourney's "--ar 16:9"
 
 
 def find_pairs(folder: Path, controls: Path, most: int = 2) -> list[tuple[str, Path]]:
@@ -266,6 +268,6 @@ def find_pairs(folder: Path, controls: Path, most: int = 2) -> list[tuple[str, P
             beside = controls / inner.relative_to(root)
             endings = (f"{stem}{part}{end}" for part in ("", "_1") for end in EXTENSIONS)
             control = next((beside / end for end in endings if (other / inner.relative_to(root) / end).is_file()), None)
-            if control is not None and (caption := _read(file)):
+            if control is not None and (caption := _read(file)) and not has_options(caption):
                 pairs.append((caption, control))
     return pairs

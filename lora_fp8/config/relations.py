@@ -5,17 +5,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..common.text import is_utf8, quote, similar
 from ..errors import Message, Template, UserError
 from ..settings import (
     SCALES,
     TORCHAO_LACKS,
     Job,
+    Preview,
     Quantize,
     parse_storage,
     path_places,
+    read_options,
     schedules,
 )
+from .validation import describe_value
 
 LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
 
@@ -276,6 +281,21 @@ def _check_validation(job: Job) -> Problems:
             "validation.every",
             Message("is 0, so that validation.pictures would be kept out for nothing; say how often"),
         )
+
+
+def _check_prompts(job: Job) -> Problems:
+    """Yield a problem for each option of a preview prompt that cannot be used."""
+    for number, prompt in enumerate(job.preview.prompts):
+        key = f"preview.prompts.{number}"
+        try:
+            Preview.model_validate(read_options(prompt)[1])
+        except UserError as error:
+            yield key, str(error)
+        except ValidationError as error:
+            # Of the members of a union, the last is the widest.
+            by_name = {item["loc"][0]: item for item in error.errors(include_url=False)}
+            for name, item in by_name.items():
+                yield key, Message("{name} {line}", name=name, line=describe_value(item, ("preview", name)))
 
 
 def _check_lists(job: Job) -> Problems:
@@ -722,6 +742,7 @@ RULES = (
     Rule(_check_schedule, reads=("train.steps",)),
     Rule(_check_timesteps, reads=("objective.t_max",)),
     Rule(_check_validation),
+    Rule(_check_prompts),
     Rule(_check_lists),
     Rule(_check_encoding),
     Rule(_check_paths),

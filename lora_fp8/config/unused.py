@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 from .. import families
 from ..errors import Joined, Message, Template
-from ..settings import CLASS, FACTS, Except, Folder, Job, Model, Section, is_class
+from ..settings import CLASS, FACTS, Except, Folder, Job, Model, Section, is_class, read_options
 
 Rule = tuple[str, tuple[Any, ...]]
 """An entry of a setting's `when`."""
@@ -101,10 +101,12 @@ def _fields() -> Iterator[tuple[str, Any]]:
 
 
 def _is_set(job: Job, key: str, values: Mapping[str, Any]) -> bool:
-    """Return True if a setting differs from its default; for a setting of folders, if it does in any folder."""
+    """Return True if a setting differs from its default, also where a folder or the options of a prompt set it."""
+    section, _, name = key.rpartition(".")
+    if section == "preview" and any(name in read_options(prompt)[1] for prompt in job.preview.prompts):
+        return True
     if key in values:
         return values[key] != defaults()[key]
-    name = key.rpartition(".")[2]
     return any(getattr(folder, name) != Folder.model_fields[name].default for folder in job.dataset.folders)
 
 

@@ -124,10 +124,11 @@ def _dotted(location: Location) -> str:
 
 def describe_error(item: ErrorDetails, location: Location) -> Message:
     """Return the message for one of pydantic's errors, at the setting's path in the file."""
-    return Message("{key}: {line}", key=_dotted(location), line=_describe(item, location))
+    return Message("{key}: {line}", key=_dotted(location), line=describe_value(item, location))
 
 
-def _describe(item: ErrorDetails, location: Location) -> Message:
+def describe_value(item: ErrorDetails, location: Location) -> Message:
+    """Return the message for one of pydantic's errors, without the setting's path."""
     kind, context = item["type"], item.get("ctx", {})
     given: str = quote(item.get("input"))
     field = _field(location)

@@ -204,10 +204,8 @@ SHORT: dict[str, Rule] = {
     "sample.sample_every": JOINT,
     "sample.sample_start_step": idle(),
     "sample.prompts": JOINT,
-    "sample.samples.*.prompt": JOINT,
-    "sample.samples.*.width": JOINT,
-    "sample.samples.*.height": JOINT,
-    "sample.samples.*.seed": JOINT,
+    **{f"sample.samples.*.{name}": JOINT for name in ("prompt", "neg", "width", "height", "seed")},
+    **{f"sample.samples.*.{name}": JOINT for name in ("guidance_scale", "sample_steps", "num_frames")},
     **{f"sample.samples.*.{name}": JOINT for name in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")},
     "sample.samples.*.**": none(Message("one value here for all previews")),
     "sample.width": JOINT,
@@ -707,10 +705,6 @@ def _set_previews(draft: Draft) -> None:
         notes = [] if has_trigger else [Message("[trigger] has no word to stand for")]
         if unknown_flags:
             notes.append(Message("{names} mean nothing here", names=", ".join(unknown_flags)))
-        if _have_one_seed(pictures):
-            notes.append(Message("seeds count up here from preview to preview (walk_seed)"))
-            first = pictures[0]["seed"]
-            pictures = [picture | {"seed": whole(first) + i} for i, picture in enumerate(pictures)]
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
         preview_settings.set_previews(draft, named, pictures, remarks.join(notes))
@@ -729,7 +723,8 @@ def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
     unknown_flags = list(dict.fromkeys(flag for _, flags in parsed for flag in flags))
     start = len(f"{SAMPLE}samples.")
     for i in sorted({int(key[start:].split(".")[0]) for key in draft.keys(f"{SAMPLE}samples.*.prompt")}):
-        own = {name: draft.get(f"{SAMPLE}samples.{i}.{name}") for name in ("prompt", "width", "height", "seed")}
+        names = {"prompt": "prompt", **SAMPLE_FIELDS}
+        own = {ours: draft.get(f"{SAMPLE}samples.{i}.{name}") for name, ours in names.items()}
         images = [draft.get(f"{SAMPLE}samples.{i}.{name}") for name in CONTROL_IMAGES]
         own["controls"] = [image for image in images if image]
         if own["prompt"]:
@@ -751,18 +746,12 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
     return pictures
 
 
-def _have_one_seed(pictures: list[dict[str, Any]]) -> bool:
-    """Return True if the first two previews have the same seed."""
-    seeds = [picture.get("seed") for picture in pictures[:2]]
-    return len(seeds) == 2 and seeds[0] is not None and seeds[1] == seeds[0]
-
-
 def _preview_setting(key: str) -> str:
     """Return the name in [preview] of what one of the tool's keys under `sample` holds."""
     if key.removeprefix(SAMPLE) in SAMPLE_NAMES:
         return SAMPLE_NAMES[key.removeprefix(SAMPLE)]
     last = key.rsplit(".", 1)[-1]
-    return "controls" if last in CONTROL_IMAGES else "prompts" if last == "prompt" else last
+    return "controls" if last in CONTROL_IMAGES else "prompts" if last == "prompt" else SAMPLE_FIELDS.get(last, last)
 
 
 def recognise(source: Source) -> str:

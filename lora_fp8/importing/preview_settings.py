@@ -8,16 +8,27 @@ from typing import Any
 
 from .. import families
 from ..data.decoding import EXTENSIONS
-from ..errors import Message, Template
+from ..errors import Message
+from ..settings.preview_prompts import OPTIONS
 from . import remarks
 from .import_draft import Draft
 from .readers import number, text, whole
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "negative": text,
+    "width": whole,
+    "height": whole,
+    "seed": whole,
+    "steps": whole,
+    "guidance": number,
+}
+"""What a prompt may have of its own, and how it is read."""
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
     """Set preview.* from a list of {"prompt", "negative", "width", "height", "steps", "guidance", "seed"}.
 
-    Each preview has its own prompt; everything else has one value for all of them here.
+    What is the same for all becomes a setting; the rest becomes an option of its prompt.
 
     Args:
         draft: the import.
@@ -25,60 +36,63 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
         pictures: one table per preview.
         note: the difference in meaning, if there is one.
     """
-    prompts = [str(picture["prompt"]) for picture in pictures if picture.get("prompt")]
-    settings: dict[str, Any] = {"preview.prompts": prompts}
+    pictures = [picture for picture in pictures if picture.get("prompt")]
+    options: list[dict[str, Any]] = [{} for _ in pictures]
     notes = [note] if note else []
+    settings: dict[str, Any] = {"preview.prompts": []}
     settings |= _preview_controls(draft, pictures, notes) | _preview_frames(draft, pictures, notes)
-    settings |= _preview_values(pictures, notes) | _preview_sides(pictures, notes)
-    if settings.get("preview.seed", 0) < 0:
-        del settings["preview.seed"]
-        notes.append(Message("a negative seed means a random one there; previews here keep theirs"))
+    for name, read in VALUES.items():
+        values = [read(picture[name]) if picture.get(name) not in (None, "") else None for picture in pictures]
+        settings |= _share_values(name, values, options, notes)
+    prompts = [str(picture["prompt"]) for picture in pictures]
+    settings["preview.prompts"] = list(map(_write_options, prompts, options))
+    in_prompts = {name for own in options for name in own}
     account = draft.differs if notes else draft.mapped
     for key, names in keys.items():
-        own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in names.split()}
+        held = set(names.split()) | ({"prompts"} if in_prompts.intersection(names.split()) else set())
+        own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in held}
         account(key, own if names else settings, remarks.join(notes))
     for name, value in settings.items():
         draft.settings.setdefault(name, value)
 
 
-def _given_values(pictures: Sequence[Mapping[str, Any]], name: str, read: Callable[[Any], Any]) -> list[Any]:
-    """Return the values of one name in the previews that have it."""
-    return [read(picture[name]) for picture in pictures if picture.get(name) not in (None, "")]
+def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
+    """Return the setting for one value of all previews, or add the values to the options of their prompts.
+
+    Args:
+        name: of the setting.
+        values: of each preview; None where it has none.
+        options: of each prompt, by the name of the setting; changed.
+        notes: get a line where a value had to be changed.
+    """
+    if name == "seed" and any(value is not None and value < 0 for value in values):
+        values = [None if value is None or value < 0 else value for value in values]
+        notes.append(Message("a negative seed means a random one there; previews here keep theirs"))
+    if name in ("width", "height"):
+        rounded = [None if value is None else round(value / 16) * 16 for value in values]
+        if rounded != values:
+            notes.append(Message("{name} is a multiple of 16 here", name=name))
+        values = rounded
+    if not values or all(value is None for value in values):
+        return {}
+    # Our previews count seeds up from the first one.
+    first, counts_up = values[0], name == "seed"
+    if first is not None and values == [first + number if counts_up else first for number in range(len(values))]:
+        return {f"preview.{name}": first}
+    for own, value in zip(options, values, strict=True):
+        own |= {} if value is None else {name: value}
+    return {}
 
 
-def _preview_values(pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
-    """Return preview.negative, steps, guidance and seed, each from the first preview that has it."""
-    settings: dict[str, Any] = {}
-    for name, read in (("negative", text), ("steps", whole), ("guidance", number), ("seed", whole)):
-        values = _given_values(pictures, name, read)
-        if not values:
-            continue
-        settings[f"preview.{name}"] = values[0]
-        # Our previews count seeds up from the first one.
-        expected = [values[0] + i for i in range(len(values))] if name == "seed" else [values[0]] * len(values)
-        if values != expected:
-            template = Template("one {name} for all previews here")
-            if name == "seed":
-                template = Template("one {name} for all previews here, counting up")
-            notes.append(template(name=name))
-    return settings
-
-
-def _preview_sides(pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
-    """Return preview.width and height, each from the first preview that has it, as a multiple of 16."""
-    settings: dict[str, Any] = {}
-    for name in ("width", "height"):
-        values = _given_values(pictures, name, whole)
-        if values:
-            settings[f"preview.{name}"] = round(values[0] / 16) * 16
-            if len(set(values)) > 1 or values[0] % 16:
-                notes.append(Message("one {name} for all previews here, a multiple of 16", name=name))
-    return settings
+def _write_options(prompt: str, values: Mapping[str, Any]) -> str:
+    """Return a prompt with its options."""
+    letters = {name: letter for letter, name in reversed(OPTIONS.items())}
+    return " ".join([prompt, *(f"--{letters[name]} {value}" for name, value in values.items())])
 
 
 def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.controls, one image per prompt, if the family takes control images."""
-    given = [picture.get("controls") or [] for picture in pictures if picture.get("prompt")]
+    given = [picture.get("controls") or [] for picture in pictures]
     if not any(given):
         return {}
     if draft.family not in families.available() or not any(families.get(draft.family).controls):

@@ -17,7 +17,7 @@ from ..errors import Message, Template, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
-from ..settings import Job
+from ..settings import Job, split_preview
 from .scan import scan
 
 
@@ -108,8 +108,8 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
             result.warnings += disk_space.require(plan.writes())
         except UserError as error:
             result.problems += getattr(error, "problems", [str(error)])
-        texts = [*dataset_captions(report.examples, job.dataset, job.seed), *job.preview.prompts]
-        texts = list(dict.fromkeys(texts))
+        captions = dataset_captions(report.examples, job.dataset, job.seed)
+        texts = list(dict.fromkeys([*captions, *(table.prompts[0] for table in split_preview(job.preview))]))
         result.warnings += truncation_warnings(family.overlong(texts), len(texts))
     template = Template("base: {title}, {path}, predicts {kind}")
     if family.assumes_prediction():

@@ -16,7 +16,7 @@ from ..data.cache import Cache, Missing
 from ..errors import Message
 from ..families.base import ModelFamily
 from ..run.disk_space import Need
-from ..settings import Job
+from ..settings import Job, split_preview
 from ..training import checkpoint, optim, text_encoders
 from . import dry_run
 from .resolve import get_resolution
@@ -118,7 +118,7 @@ def _count_preview_bytes(job: Job, steps: range) -> int:
     """Estimate the bytes of the previews of these steps, and of the sheet with the first and the last."""
     section = job.preview
     side = get_resolution(job)
-    pixels = (section.width or side) * (section.height or side) * section.frames * len(section.prompts)
+    pixels = sum((table.width or side) * (table.height or side) * table.frames for table in split_preview(section))
     times = 1 + (section.at_start and steps.start == 1) + 2  # the last, the first, and the sheet's two rows
     times += sum(step % section.every == 0 for step in steps[:-1]) if section.every else 0
     return PNG_BYTES_PER_PIXEL * pixels * times

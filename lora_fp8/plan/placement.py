@@ -10,7 +10,7 @@ from ..data.examples import Example, ScanReport
 from ..data.image_variants import list_variants
 from ..data.prompts import Prompt, whole
 from ..errors import Message, UserError
-from ..settings import Dataset, Job, Preview
+from ..settings import Dataset, Job, Preview, split_preview
 from .resolve import get_resolution
 
 Buckets = dict[bucketing.Bucket, list[bucketing.Placed]]
@@ -103,10 +103,10 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
 
 def make_preview_prompts(preview: Preview, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
     """Return the prompts of the previews, and the negative prompt of each, with their control images."""
-    prompts, negative = preview.prompts, store.family.negative_text(preview.negative)
+    tables = split_preview(preview)
     controls = control_files.preview_controls(preview, store.section, store.family.controls)[0]
-    control_sets = [whole(control_set) for control_set in controls] or [()] * len(prompts)
-    encoded_prompts = [
-        store.prompt(prompt, control_set) for prompt, control_set in zip(prompts, control_sets, strict=True)
-    ]
-    return encoded_prompts, [store.prompt(negative, control_set) for control_set in control_sets]
+    control_sets = [whole(control_set) for control_set in controls] or [()] * len(tables)
+    paired = list(zip(tables, control_sets, strict=True))
+    prompts = [store.prompt(table.prompts[0], control_set) for table, control_set in paired]
+    negative_text = store.family.negative_text
+    return prompts, [store.prompt(negative_text(table.negative), control_set) for table, control_set in paired]

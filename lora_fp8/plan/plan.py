@@ -29,7 +29,7 @@ from ..lora_files.export import Adapter
 from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
-from ..settings import Job
+from ..settings import Job, split_preview
 from ..training import memory, optim
 from ..training.shared_blocks import find_shared_blocks
 from . import disk_budget
@@ -236,9 +236,9 @@ def attempt(
         return None, problems
     for width, height, *_ in placed.buckets | placed.held_out_buckets:
         problems.collect(partial(family.check_bucket, width, height))
-    guidance = job.preview.guidance
-    if job.preview.prompts and guidance != "auto":
-        problems.collect(partial(family.guidance_inputs, guidance))
+    for table in split_preview(job.preview):
+        if table.guidance != "auto":
+            problems.collect(partial(family.guidance_inputs, table.guidance))
     plan = Plan(resolved, family, placed, layers)
     problems.collect(lambda: optim.try_out(job.optimizer, limits=bool(job.adapter.scale_weight_norms)))
     problems.collect(lambda: require_packages(job.tracking))

@@ -19,7 +19,7 @@ from ..errors import Message
 from ..families.base import ModelFamily
 from ..precision import stream
 from ..precision.dtypes import DTYPES
-from ..settings import Job
+from ..settings import Job, split_preview
 from ..training import memory, optim
 from ..training.shared_blocks import count_shared_bytes
 from ..training.text_encoders import Adapted, checkpoint_, inject_
@@ -191,8 +191,9 @@ def build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Mod
 
 def measure_preview(plan: Plan, notes: list[str], *, tiled: bool) -> int | None:
     """Measure the peak of decoding one preview of the job; None if it cannot be estimated."""
-    section, heaviest = plan.job.preview, find_heaviest_bucket(plan)[0]
-    bucket = section.width or heaviest[0], section.height or heaviest[1], section.frames
+    width, height = find_heaviest_bucket(plan)[0][:2]
+    sizes = [(table.width or width, table.height or height) for table in split_preview(plan.job.preview)]
+    bucket = *max(sizes, key=math.prod), plan.job.preview.frames
     return measure_vae(plan.family, bucket, "decode", notes, tiled=tiled)[0]
 
 

@@ -33,6 +33,7 @@ from .declarations import (
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
 from .paths import PATHS, WORDS, WRITTEN, PathPlace, path_places
+from .preview_prompts import has_options, read_options, split_preview
 
 __all__ = [
     "Adapter",
@@ -68,10 +69,13 @@ __all__ = [
     "WORDS",
     "WRITTEN",
     "path_places",
+    "read_options",
+    "has_options",
     "is_class",
     "names_a_folder_of_masks",
     "flat_table",
     "lines_of_table",
     "parse_storage",
+    "split_preview",
     "table_of_lines",
 ]

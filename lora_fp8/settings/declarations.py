@@ -1218,7 +1218,8 @@ class Preview(Section):
 
     prompts: list[str] = setting(
         [],
-        "Prompts of the previews; empty: no previews.",
+        "Prompts of the previews; empty: no previews. Options at the end of a prompt are its own: --w 1216 --h 832 "
+        "(size), --d 7 (seed), --s 30 (steps), --g 4 (guidance), --n blurry (negative prompt).",
         also="kohya: sample_prompts; SimpleTuner: validation_prompt",
     )
     controls: list[str] = setting(

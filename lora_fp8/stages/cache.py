@@ -38,12 +38,19 @@ from .session import Session
 class PreviewPrompts:
     """The prompts of the previews, encoded, in the order of `preview.prompts`."""
 
-    texts: list[str]
-    negative_text: str
+    tables: list[settings.Preview]
+    """the `[preview]` table of each, from `split_preview`"""
+    negative_texts: list[str]
+    """the negative prompt of each, as it is encoded"""
     conds: list[Cond]
     """unbatched conditioning of each prompt"""
-    negatives: list[Cond] | None
-    """the same of the negative prompt of each, for classifier-free guidance; None without"""
+    negatives: list[Cond | None]
+    """the same of the negative prompt of each, for classifier-free guidance; None: the pipeline makes its own"""
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts, without options."""
+        return [table.prompts[0] for table in self.tables]
 
     def encode(self, encode: Callable[[Sequence[str], list[Cond]], list[Cond]]) -> "PreviewPrompts":
         """Encode the texts anew, with trained text encoders.
@@ -51,9 +58,10 @@ class PreviewPrompts:
         Args:
             encode: takes texts and their cached conditioning, and returns the new conditioning.
         """
-        negatives = self.negatives
-        if negatives is not None:
-            negatives = encode([self.negative_text] * len(negatives), negatives)
+        negatives = [
+            None if cond is None else encode([text], [cond])[0]
+            for text, cond in zip(self.negative_texts, self.negatives, strict=True)
+        ]
         return replace(self, conds=encode(self.texts, self.conds), negatives=negatives)
 
 
@@ -203,11 +211,13 @@ def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewProm
     controls = control_files.preview_controls(preview, dataset, family.controls)[0]
     prompts, negative_prompts = make_preview_prompts(preview, store)
     control_sets = [preview_pictures(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
-    negatives = [store.cond(prompt) for prompt in negative_prompts]
-    if not preview.negative:
-        negatives = [cond for cond in map(family.without_negative, negatives) if cond is not None]
+    tables = settings.split_preview(preview)
+    negatives = [
+        store.cond(prompt) if table.negative else family.without_negative(store.cond(prompt))
+        for table, prompt in zip(tables, negative_prompts, strict=True)
+    ]
     conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
-    return PreviewPrompts(preview.prompts, family.negative_text(preview.negative), conds, negatives or None)
+    return PreviewPrompts(tables, [family.negative_text(table.negative) for table in tables], conds, negatives)
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:

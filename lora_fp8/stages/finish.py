@@ -77,7 +77,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
         if data.preview.prompts:
             prompts = encode_preview_prompts(data, loaded)
             drawn = previews.draw(session, loaded.denoiser, data.preview, prompts, step)
-            data.scores.score(session, drawn, data.preview.prompts, step)
+            data.scores.score(session, drawn, prompts.texts, step)
         best = _read_best(session, state) if processes.is_main or processes.lockstep else None
         if processes.lockstep and not all(processes.gather(best is not None)):
             best = None
@@ -283,7 +283,7 @@ def _redraw(session: Session, data: Data, pipeline: Any) -> list[Image.Image]:
     pipeline.vae.decodes_in_tiles = session.tiles_previews
     if job.adapter.text_encoder:
         prompts = prompts.encode(partial(answers, family, pipeline))
-    return previews.render(family, pipeline, prompts, data.preview, get_resolution(job))
+    return previews.render(family, pipeline, prompts, get_resolution(job))
 
 
 def export_run(folder: Path, overrides: list[str], step: int = 0, best: bool = False) -> list[Path]:

@@ -77,7 +77,7 @@ class LivePreviews:
                 controls = self.data.preview.controls[: len(prompts)]
                 preview = self.data.preview.model_copy(update={"controls": controls})
                 job = session.job.model_copy(update={"preview": preview})
-                tables.append(apply_preview_changes(job, changes))
+                tables += settings.split_preview(apply_preview_changes(job, changes))
             except UserError as error:
                 session.warn(Message("a request for an image was dropped: {line}", line=error))
         return tables

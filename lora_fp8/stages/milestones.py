@@ -140,7 +140,7 @@ class Milestones:
             self.loaded.free_recordings()
             with self.session.together(), precision.decoded_compute(self.loaded.denoiser):
                 drawn = previews.draw(self.session, self.loaded.denoiser, self.data.preview, prompts, step)
-        self.data.scores.score(self.session, drawn, self.data.preview.prompts, step)
+        self.data.scores.score(self.session, drawn, prompts.texts, step)
 
 
 def export_is_due(job: Job, step: int) -> bool:

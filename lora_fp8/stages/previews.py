@@ -28,11 +28,9 @@ from .progress import StageProgress
 from .session import Session
 
 
-def render(
-    family: ModelFamily, pipeline: Any, prompts: PreviewPrompts, section: settings.Preview, side: int
-) -> list[Image.Image]:
+def render(family: ModelFamily, pipeline: Any, prompts: PreviewPrompts, side: int) -> list[Image.Image]:
     """Draw one image per prompt: the first frame of each clip of `draw_clips`, whose arguments it has."""
-    return [frames[0] for frames in draw_clips(family, pipeline, prompts, section, side)]
+    return [frames[0] for frames in draw_clips(family, pipeline, prompts, side)]
 
 
 @torch.no_grad()
@@ -40,7 +38,6 @@ def draw_clips(
     family: ModelFamily,
     pipeline: Any,
     prompts: PreviewPrompts,
-    section: settings.Preview,
     side: int,
     numbers: Sequence[int] | None = None,
 ) -> list[list[Image.Image]]:
@@ -49,8 +46,7 @@ def draw_clips(
     Args:
         family: of the pipeline.
         pipeline: the diffusers pipeline.
-        prompts: encoded prompts and negative prompts.
-        section: the job's `[preview]` table.
+        prompts: encoded prompts and negative prompts, each with its `[preview]` table.
         side: pixels, for a width or height of 0.
         numbers: which of them to draw, counted from 0; None draws all. Each has its own seed, so leaving out some does
             not change the others.
@@ -60,11 +56,11 @@ def draw_clips(
     """
     pipeline.set_progress_bar_config(disable=True)
     drawn = []
-    conds, negatives = prompts.conds, prompts.negatives
-    for i in range(len(conds)) if numbers is None else numbers:
-        generator = torch.Generator("cpu").manual_seed(section.seed + i)
-        inputs = family.pipeline_inputs(conds[i], negatives[i] if negatives else None)
-        output = pipeline(**inputs, **make_pipeline_settings(family, section, side), generator=generator)
+    for i in range(len(prompts.conds)) if numbers is None else numbers:
+        table = prompts.tables[i]
+        generator = torch.Generator("cpu").manual_seed(table.seed)
+        inputs = family.pipeline_inputs(prompts.conds[i], prompts.negatives[i])
+        output = pipeline(**inputs, **make_pipeline_settings(family, table, side), generator=generator)
         drawn.append(family.frames(output))
     return drawn
 
@@ -88,7 +84,7 @@ def draw(
     """
     run = session.run
     paths = [get_path(run.samples, step, i) for i in range(len(prompts.conds))]
-    if not _draw_into(paths, session, denoiser, section, prompts, step) or not session.processes.is_main:
+    if not _draw_into(paths, session, denoiser, prompts, step) or not session.processes.is_main:
         return []
     run.log_event(
         "preview", step=step, **_name_files(run, paths, section), prompts=section.prompts, **_describe(section)
@@ -105,7 +101,7 @@ def draw_now(
         first += 1
     session.processes.wait()  # until all have seen the same files
     paths = [get_path(run.samples, step, f"now-{first + i}") for i in range(len(prompts.conds))]
-    if _draw_into(paths, session, denoiser, section, prompts, step):
+    if _draw_into(paths, session, denoiser, prompts, step):
         files = _name_files(run, paths, section)
         run.log_event("sample", step=step, **files, prompts=section.prompts, **_describe(section))
 
@@ -114,7 +110,6 @@ def _draw_into(
     paths: Sequence[Path],
     session: Session,
     denoiser: nn.Module,
-    section: settings.Preview,
     prompts: PreviewPrompts,
     step: int,
 ) -> bool:
@@ -130,7 +125,7 @@ def _draw_into(
         with processes.passing(), without_attached(denoiser):
             pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if turns else None
             for number, is_own in turns:
-                images = draw_clips(family, pipeline, prompts, section, side, [number])
+                images = draw_clips(family, pipeline, prompts, side, [number])
                 drawn += images if is_own else []
                 progress.update(len(drawn), len(numbers))
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
@@ -217,11 +212,12 @@ def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str]
     """Draw rows of images into one image, each row under its label: base model above, LoRA below, same seeds.
 
     Args:
-        rows: label -> images; all images of one size.
+        rows: label -> images.
         columns: captions above the columns.
         scale: whole-number enlargement (nearest neighbour), for tiny images.
     """
-    width, height = (side * scale for side in next(iter(rows.values()))[0].size)
+    sizes = [image.size for images in rows.values() for image in images]
+    width, height = (scale * max(sides) for sides in zip(*sizes, strict=True))
     margin, text_height = 6, 16
     num_columns = max(map(len, rows.values()))
     head = text_height if columns else 0
@@ -238,7 +234,7 @@ def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str]
         draw.text((margin, y), label, fill="black")
         for i, image in enumerate(images):
             sheet.paste(
-                image.resize((width, height), Image.Resampling.NEAREST),
+                image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST),
                 (margin + i * (width + margin), y + text_height),
             )
         y += text_height + height + margin

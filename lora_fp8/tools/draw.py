@@ -31,7 +31,7 @@ from ..plan.memory_choice import choose_for_drawing
 from ..plan.resolve import get_resolution, make_family, resolve_auto
 from ..precision.dtypes import DTYPES
 from ..run import drawings
-from ..settings import Job, Quantize
+from ..settings import Job, Quantize, split_preview
 from ..stages import previews
 from ..stages.cache import PreviewPrompts, list_texts, read_preview_prompts
 from ..stages.load import add_moved_layers, load_base
@@ -101,6 +101,7 @@ def draw(request: Request, folder: Path, report: Report = lambda record: None) -
     device = _choose_device(request.device)
     job = load_job(request.sources, request.model, request.family, request.overrides)
     _require_prompt(job.preview.prompts)
+    job = job.model_copy(update={"preview": split_preview(job.preview)[0]})
     base = describe(job.model.path, job.model.revision, job.model.family)
     if base.problems:
         raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
@@ -227,7 +228,7 @@ class _Drawing:
         started, number = time.monotonic(), len(self.record["images"])
         self.record["step"] = 0
         with self._attach(cell, dict(denoiser.named_modules())):
-            frames = previews.draw_clips(self.family, pipeline, prompts, self.job.preview, get_resolution(self.job))
+            frames = previews.draw_clips(self.family, pipeline, prompts, get_resolution(self.job))
         path = self.folder / f"{number:03d}.png"
         previews.save(frames, [path], self.family.clips[1])
         width, height = frames[0][0].size

@@ -12,7 +12,7 @@ from ..families._clip import CHUNK_TOKENS, MOST_CHUNKS
 from ..families.base import ModelFamily
 from ..lora_files import export, layouts, safetensors_file
 from ..run import Run
-from ..settings import Job
+from ..settings import Job, split_preview
 from ..training import checkpoint
 from ..verify.file_checks import read_family_name
 
@@ -64,8 +64,9 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
         if family:
             raise UserError(Message("--family is of a base model; name that with --model"))
         job = config.load(Run.open(run).config_file, [])
-        first = {name: getattr(job.preview, name)[:1] for name in ("prompts", "controls")}
-        job = job.model_copy(update={"preview": job.preview.model_copy(update=first)})
+        without_prompts = job.preview.model_copy(update={"controls": job.preview.controls[:1]})
+        preview, *_ = [*split_preview(job.preview), without_prompts]
+        job = job.model_copy(update={"preview": preview})
         return config.loads(config.dumps(job), list(overrides), where="--set")
     if not model:
         raise UserError(Message("no base model is known: name it with --model, or give a run folder"))

@@ -33,7 +33,7 @@ from ..families import _files
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..lora_files import header as adapter_header
 from ..run import Run
-from ..settings import Job
+from ..settings import Job, read_options
 from ..stages.previews import write_png
 
 HOSTS = Path(__file__).parent / "hosts"
@@ -146,12 +146,15 @@ def from_run(
 
 def _make_picture(path: Path, prompt: str, number: int, drawn_with: Mapping[str, Any]) -> Picture:
     """Make a sample image of a preview: the run's settings, or those in its log where they were changed meanwhile."""
+    counted = drawn_with["seed"] + number if isinstance(drawn_with["seed"], int) else None
+    text, options = read_options(prompt)
+    drawn_with = {**drawn_with, "seed": counted, **options}
     seed, steps, guidance = (drawn_with[name] for name in ("seed", "steps", "guidance"))
     return Picture(
         path,
-        prompt,
+        text,
         str(drawn_with["negative"]),
-        seed + number if isinstance(seed, int) else None,
+        seed if isinstance(seed, int) else None,
         steps if isinstance(steps, int) else None,
         float(guidance) if isinstance(guidance, int | float) else None,
     )

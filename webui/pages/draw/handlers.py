@@ -8,6 +8,7 @@ import gradio as gr
 from lora_fp8 import config
 from lora_fp8.common import reading
 from lora_fp8.errors import UserError
+from lora_fp8.settings import read_options
 
 from ... import drawings, live_panel, run_monitor
 from ...context import Ui
@@ -65,7 +66,7 @@ class Handlers:
         try:
             content = config.read_toml(reading.load_text(Path(source) / "config.toml"))
             prompts = content["preview"]["prompts"]
-            return str(prompts[0])
+            return read_options(str(prompts[0]))[0]
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return gr.skip()
 

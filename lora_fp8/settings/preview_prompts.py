@@ -1,0 +1,69 @@
+"""Options of a preview prompt, at its end as in kohya's prompt files: "a cat on a sofa --w 1216 --h 832 --d 7"."""
+
+import contextlib
+import re
+from typing import Any
+
+from ..errors import Message, UserError
+from .declarations import Preview
+
+OPTIONS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "g": "guidance", "l": "guidance"}
+"""Option -> the setting of `[preview]` that it replaces for its prompt. kohya calls classifier-free guidance l."""
+_OPTION = re.compile(r"(?:^|\s)--([A-Za-z]\w*)(?=\s|$)")
+
+
+def has_options(text: str) -> bool:
+    """Return True if a text would be read as a prompt with options, right or wrong ones."""
+    return _OPTION.search(text) is not None
+
+
+def read_options(prompt: str) -> tuple[str, dict[str, Any]]:
+    """Separate the text of a preview prompt from its options.
+
+    Returns:
+        The text, and the values by the names of settings in `[preview]`. They are not checked, and what should be a
+        number and is none stays text. A prompt without options stays as it is.
+
+    Raises:
+        UserError: an option is unknown, is given twice, or has no value.
+    """
+    text, *parts = _OPTION.split(prompt)
+    if not parts:
+        return prompt, {}
+    values: dict[str, Any] = {}
+    for option, value in zip(parts[::2], map(str.strip, parts[1::2]), strict=True):
+        if option not in OPTIONS:
+            known = ", ".join(f"--{name}" for name in OPTIONS)
+            raise UserError(
+                Message("--{option} is no option of a prompt; these are: {known}", option=option, known=known)
+            )
+        name = OPTIONS[option]
+        if name in values:
+            raise UserError(Message("--{option}: {name} is given twice", option=option, name=name))
+        if not value and name != "negative":  # an empty negative prompt is one
+            raise UserError(Message("--{option} has no value", option=option))
+        values[name] = value if name == "negative" else _read_number(value)
+    return text.strip(), values
+
+
+def _read_number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def split_preview(section: Preview) -> list[Preview]:
+    """Return a `[preview]` table for each prompt of a table that was checked.
+
+    Each has the prompt's text, its control images, its seed counted up from that of the table, and its options in place
+    of the table's values.
+    """
+    tables = []
+    for number, prompt in enumerate(section.prompts):
+        text, options = read_options(prompt)
+        checked = Preview.model_validate(options)
+        own = {"prompts": [text], "seed": section.seed + number, "controls": section.controls[number : number + 1]}
+        own |= {name: getattr(checked, name) for name in options}
+        tables.append(section.model_copy(update=own))
+    return tables
