@@ -22,7 +22,7 @@ import pytest
 import servers
 import yaml
 from typer.testing import CliRunner
-from waiting import slowed, wait_until
+from waiting import Held, held, wait_until
 
 from lora_fp8 import cli, config, train
 from lora_fp8.common.locks import read_holder
@@ -85,24 +85,21 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def slowed_in_training(folder: Path, starts: int = 1) -> Iterator[int]:
-    """Slow a trainer down from its first steps on, after this many starts of its run; -> its process."""
+def held_in_training(folder: Path, starts: int = 1) -> Iterator[Held]:
+    """Hold a trainer after its first step, after this many starts of its run; at the end it goes on."""
 
-    def find_steps() -> bool:
-        view, kinds = look(folder.name), [event["event"] for event in events_of(folder)]
-        assert not view.has_ended, (view, kinds)
-        return kinds.count("start") == starts and "step" in kinds[len(kinds) - kinds[::-1].index("start") :]
-
-    def find_training() -> bool:
-        events, view = events_of(folder), look(folder.name)
-        assert not view.has_ended, view
+    def list_new_events() -> list[dict[str, Any]]:
+        events = events_of(folder)
         began = [number for number, event in enumerate(events) if event["event"] == "start"]
-        return len(began) == starts and any(event.get("stage") == "train" for event in events[began[-1] :])
+        return events[began[-1] :] if len(began) == starts else []
 
-    wait_until(find_training, lambda: (look(folder.name), events_of(folder)))
-    with slowed(pid := read_holder(folder / "lock")):
-        wait_until(find_steps, lambda: (look(folder.name), events_of(folder)))
-        yield pid
+    def describe() -> object:
+        return look(folder.name), events_of(folder)
+
+    wait_until(list_new_events, describe, poll=0.002)  # long before its first step
+    with held(read_holder(folder / "lock")) as trainer:
+        trainer.run_until(lambda: any(event["event"] == "step" for event in list_new_events()), describe)
+        yield trainer
 
 
 def test_a_training_over_ssh(
@@ -122,20 +119,22 @@ def test_a_training_over_ssh(
             views.append(control.follow(handle.load(NAME), events.append, lost.append))
 
         follower = threading.Thread(target=follow)
-        with slowed_in_training(there / "runs" / NAME) as trainer:
-            assert psutil.Process(trainer).environ()["SECRET_WORD"] == "open sesame="
+        with held_in_training(there / "runs" / NAME) as trainer:
+            assert psutil.Process(trainer.pid).environ()["SECRET_WORD"] == "open sesame="
             assert not any(b"sesame" in path.read_bytes() for path in there.rglob("*") if path.is_file())
             follower.start()
             wait_until(lambda: any(event["event"] == "step" for event in events))
             wait_until(server.cut_connections)
             wait_until(lambda: lost)
-            seen = len(events)
+            seen, written = len(events), len(events_of(there / "runs" / NAME))
+            trainer.run_until(lambda: len(events_of(there / "runs" / NAME)) > written)
             wait_until(lambda: len(events) > seen)
             with pytest.raises(UserError, match="has not ended"):
                 call("remote", "fetch", NAME)
             with pytest.raises(UserError, match="has not ended"):
                 call("remote", "resume", NAME)
             call("remote", "cancel", NAME)
+            wait_until(lambda: trainer.is_sent(signal.SIGTERM))
         follower.join()
         assert "ssh cannot connect, or lost the connection" in lost[0]
         assert views[0].state == "stopped" and views[0].exit_code == 75
@@ -183,13 +182,15 @@ def test_a_training_in_slurm(
         there, number = Path(sent["folder"]), sent["slurm"]
         assert 'Comment=it\'s "mine" \\ $HOME' in cluster.slurm("scontrol", "show", "job", number)
         assert f"JobName={NAME}" in cluster.slurm("scontrol", "show", "job", number)
-        with slowed_in_training(there / "runs" / NAME):
+        with held_in_training(there / "runs" / NAME) as trainer:
             cluster.slurm("scancel", "--batch", "--signal=TERM", number)
-            wait_until(lambda: look().state == "waiting", look)
+            wait_until(lambda: trainer.is_sent(signal.SIGTERM))
+        wait_until(lambda: look().state == "waiting", look)
         restart(1)
-        with slowed_in_training(there / "runs" / NAME, starts=2):
+        with held_in_training(there / "runs" / NAME, starts=2) as trainer:
             cluster.slurm("scontrol", "requeue", number)
-            wait_until(lambda: look().state == "waiting", look)
+            wait_until(lambda: trainer.is_sent(signal.SIGTERM))
+        wait_until(lambda: look().state == "waiting", look)
         restart(2)
         view = control.follow(handle.load(NAME), lambda event: None, lambda why: None)
         log = (there / "log.txt").read_text(encoding="utf-8")
@@ -204,8 +205,9 @@ def test_a_training_in_slurm(
         with pytest.raises(UserError, match="shared out among 2 processes"):
             send("slurm", *two, "train.batch_size=1", name="two nodes")
         other = send("slurm", *two, "train.batch_size=2", name="two nodes")
-        with slowed_in_training(Path(other["folder"]) / "runs/two nodes"):
+        with held_in_training(Path(other["folder"]) / "runs/two nodes"):
             call("remote", "cancel", "two nodes")
+            wait_until((Path(other["folder"]) / "runs/two nodes/control/stop").exists)
         wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
         log = (Path(other["folder"]) / "log.txt").read_text(encoding="utf-8")
         assert look("two nodes").state == "stopped", (look("two nodes"), log)
@@ -432,6 +434,44 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
     wait_until(lambda: control.look(job).state == "stopped", lambda: control.look(job))
     with pytest.raises(UserError, match="is not running: stopped"):
         control.cancel(job)
+
+
+def test_what_signals_a_trainer_ends_with_its_job(tmp_path: Path) -> None:
+    """While Slurm requeues a job, scancel is refused and tries again: it must not reach the job's next start."""
+    for name, lines in {
+        "scancel": 'echo "$@" >> asked\nwhile :; do sleep 1; done',
+        "srun": "touch training\nuntil [ -e over ]; do sleep 0.1; done\nexit 75",
+        "scontrol": 'echo "$@" >> requeued',
+    }.items():
+        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(script.render(script.RemoteJob("x", "runs/x", "slurm")), encoding="utf-8")
+    mark = str(tmp_path)
+    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "MARK": mark}
+    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env)
+    wait_until((tmp_path / "training").exists)
+    for count in (1, 2):  # of the user and of Slurm
+        job.send_signal(signal.SIGTERM)
+        wait_until((tmp_path / "asked").exists)
+        assert job.poll() is None, count
+    (tmp_path / "over").touch()
+    assert job.wait() == 75
+    assert (tmp_path / "requeued").read_text(encoding="utf-8") == "requeue 7\n"
+
+    def find_left() -> list[psutil.Process]:
+        left = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                left += [process] if process.environ().get("MARK") == mark else []
+        return left
+
+    try:
+        wait_until(lambda: not find_left(), find_left)
+    finally:
+        for process in find_left():
+            process.kill()
+    assert set((tmp_path / "asked").read_text(encoding="utf-8").splitlines()) == {"--signal=TERM 7"}
 
 
 def test_a_run_is_fetched_into_its_own_folder_only(

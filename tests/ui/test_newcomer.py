@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from playwright.sync_api import Page, expect
 from test_captioner import tagger
-from waiting import slowed
+from waiting import held, wait_until
 
 from lora_fp8 import jobs
 from lora_fp8.jobs import procs
@@ -182,13 +182,16 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     page.wait_for_url(re.compile(r"/en/run\?run=\d+"), timeout=LONG)
     number = int(page.url.rpartition("=")[2])
 
-    # It trains: loss and previews arrive by themselves.
+    # It trains: loss and previews arrive by themselves. It is held, as it must not end before it is stopped.
     state = page.locator("#head .state")
-    expect(state).to_have_text(say("state.running"), timeout=LONG)
-    expect(page.locator("#loss figure.chart path.line").first).to_be_visible(timeout=LONG)
-    folder = jobs.Queue(site.home).job(number).folder
-    assert folder is not None
-    with slowed(procs.find_holder(Run.open(folder).lock_file)):  # it must not end before it is stopped
+    folder: Path = wait_until(lambda: jobs.Queue(site.home).job(number).folder)
+    run = Run(folder)
+    wait_until(lambda: any(event.get("stage") == "train" for event in run.events()))
+    with held(procs.find_holder(run.lock_file)) as trainer:
+        trainer.run_until(lambda: [event["event"] for event in run.events()].count("step") > 2)
+        trainer.run_until(lambda: any(event["event"] == "sample" for event in run.events()))
+        expect(state).to_have_text(say("state.running"), timeout=LONG)
+        expect(page.locator("#loss figure.chart path.line").first).to_be_visible(timeout=LONG)
         tab(page, "en", "previews")
         expect(page.locator("#grid tbody tr")).not_to_have_count(0, timeout=LONG)
         expect(page.locator("#grid tbody tr").last.locator("img")).to_have_count(len(PROMPTS))
@@ -203,6 +206,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
 
         # Stop: it saves and says at which step. Then on from there.
         page.locator("#head [data-do=stop]").click()
+        wait_until((run.control / "stop").exists)
     expect(state).to_have_text(say("state.stopped"), timeout=LONG)
     saved = jobs.Queue(site.home).job(number).saved_step
     assert saved is not None and 0 < saved < STEPS

@@ -175,7 +175,7 @@ if [ ! -e cancel ] && [ "$asked" = 0 ]; then
 fi
 [ -z "$asking" ] || kill "$asking" 2> /dev/null
 # The signal came before the trainer could take it.
-[ "$asked" = 0 ] || [ "$code" != 143 ] || code=75"""
+[ "$code" != 143 ] || code=75"""
 
 _LAUNCHED = """\
 # A launcher turns the exit code of its processes into 1; the run folder says how the run ended.
@@ -231,22 +231,29 @@ def _functions(job: RemoteJob) -> str:
                 '    --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" -m lora_fp8 "$@"',
             ]
         lines = ['[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK', *lines]
-        # In the background: when Slurm itself ends the job, scancel tries for a minute and holds everything up.
-        signal = 'scancel --signal=TERM "$SLURM_JOB_ID" & asking=$!'
+        # In the background, as Slurm refuses while it requeues the job. scancel alone would try again for a minute, and
+        # could end the job's next start. Not as a child of the script, for whose end bash may wait in place of the
+        # trainer's.
+        signal = [
+            '[ -z "$asking" ] || ! kill -0 "$asking" 2> /dev/null || return',
+            'asking=$( (while kill -0 "$$" && ! timeout 4 scancel --signal=TERM "$SLURM_JOB_ID"; do sleep 1; done',
+            "    ) > /dev/null 2>&1 & echo $!)",
+        ]
     else:
         lines = [f'exec {launcher} --standalone -m lora_fp8 "$@"' if job.is_launched else 'exec lora-fp8 "$@"']
-        signal = 'kill -TERM "$trainer" 2> /dev/null'
-    asks = [signal]
+        signal = ['kill -TERM "$trainer" 2> /dev/null']
+    asks = ["signal_trainer"]
     if job.is_launched:
         # A launcher would end its processes in the middle of their save, so the run folder asks them: again and again,
         # as a trainer that is starting takes the request for an old one.
         asks = [
-            f'if [ ! -d "$run/control" ]; then {signal}; return; fi',
+            'if [ ! -d "$run/control" ]; then signal_trainer; return; fi',
             'while kill -0 "$trainer"; do : > "$run/control/stop"; sleep 2; done 2> /dev/null &',
         ]
-    asking = "\n".join(f"    {line}" for line in asks)
-    body = "\n".join(f"    {line}" for line in lines)
-    return f"start() {{\n{body}\n}}\nask_to_stop() {{\n{asking}\n}}"
+    functions = {"start": lines, "signal_trainer": signal, "ask_to_stop": asks}
+    return "\n".join(
+        f"{name}() {{\n    {joined}\n}}" for name, body in functions.items() if (joined := "\n    ".join(body))
+    )
 
 
 def render_task(job: RemoteJob, folder: str) -> str:
