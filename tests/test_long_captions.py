@@ -114,7 +114,7 @@ def test_the_default_is_the_pipelines_own_encoding(name: str, tiny: Any) -> None
 
 def test_no_two_settings_share_a_cache(tiny: Any) -> None:
     given: list[dict[str, Any]] = [{}, {"caption_tokens": 150}, {"caption_tokens": 225}, {"clip_skip": 2}]
-    given += [{"caption_tokens": 225, "clip_skip": 2}, {"text_storage": "int8"}]
+    given += [{"caption_tokens": 225, "clip_skip": 2}, {"text_storage": "int8"}, {"prompt_weights": True}]
     made = [make("sd15", tiny("sd15"), **one) for one in given]
     assert len({family.encoder_identity("text") for family in made}) == len(given)
     assert len({family.encoder_identity("vae") for family in made}) == 1

@@ -12,6 +12,7 @@ which Illustrious, NoobAI and most anime LoRAs were trained:
   trained on.
 * SDXL's pooled embedding is that of the first chunk, in all of them.
 * Chunks are cut after 75 tokens wherever that is, as in sd-scripts; A1111 prefers the last comma before it.
+* Weights in prompts (`_prompt_weights`) multiply the states that are kept.
 * A chunk of 75 tokens always ends with EOS. sd-scripts leaves the padding there if the 75th token is "!", which is the
   padding token of SDXL's second tokenizer.
 
@@ -25,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ._prompt_weights import parse_weights
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,8 +39,8 @@ MOST_CHUNKS = 3
 class ChunkTokenizer:
     """Takes the place of a CLIP tokenizer in a pipeline that is given each prompt `num_chunks` times in a row."""
 
-    def __init__(self, tokenizer: Any, num_chunks: int) -> None:
-        self.tokenizer, self.num_chunks = tokenizer, num_chunks
+    def __init__(self, tokenizer: Any, num_chunks: int, weighted: bool) -> None:
+        self.tokenizer, self.num_chunks, self.weighted = tokenizer, num_chunks, weighted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
@@ -47,14 +50,40 @@ class ChunkTokenizer:
         import torch
         from transformers import BatchEncoding
 
-        rows = [row for prompt in prompts[:: self.num_chunks] for row in split(self.tokenizer, prompt, self.num_chunks)]
+        rows = [
+            row
+            for prompt in prompts[:: self.num_chunks]
+            for row in split(self.tokenizer, tokenize(self.tokenizer, prompt, self.weighted)[0], self.num_chunks)
+        ]
         ids, masks = zip(*rows, strict=True)
         return BatchEncoding({"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(masks)})
 
 
-def split(tokenizer: Any, prompt: str, num_chunks: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield (token ids, attention mask) of each chunk of a prompt, all of the tokenizer's length."""
-    tokens = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+def tokenize(tokenizer: Any, prompt: str, weighted: bool) -> tuple[list[int], list[float]]:
+    """Return the token ids of a prompt, without BOS and EOS, and the weight of each."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for text, weight in parse_weights(prompt) if weighted else [(prompt, 1.0)]:
+        own = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids += own
+        weights += [weight] * len(own)
+    return ids, weights
+
+
+def make_weights(tokenizer: Any, prompts: Sequence[str], num_chunks: int) -> Tensor:
+    """Return the weight of each state that `join` keeps (B, num_chunks * (L - 2) + 2)."""
+    import torch
+
+    size = num_chunks * (tokenizer.model_max_length - tokenizer.num_special_tokens_to_add())
+    rows = []
+    for prompt in prompts:
+        weights = tokenize(tokenizer, prompt, weighted=True)[1][:size]
+        rows.append([1.0, *weights, *[1.0] * (size + 1 - len(weights))])
+    return torch.tensor(rows)
+
+
+def split(tokenizer: Any, tokens: Sequence[int], num_chunks: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield (token ids, attention mask) of each chunk of a prompt's tokens, all of the tokenizer's length."""
     length = tokenizer.model_max_length
     size = length - tokenizer.num_special_tokens_to_add()
     for number in range(num_chunks):
@@ -84,12 +113,12 @@ def join(answer: Tensor, num_chunks: int) -> Tensor:
 
 
 @contextmanager
-def chunked(pipeline: Any, tokenizers: Sequence[str], num_chunks: int) -> Iterator[None]:
+def chunked(pipeline: Any, tokenizers: Sequence[str], num_chunks: int, weighted: bool) -> Iterator[None]:
     """Let a pipeline's tokenizers return chunks inside this context; see `ChunkTokenizer`."""
     parts = vars(pipeline)  # a pipeline's own __setattr__ would note the class in its config
     before = {name: parts[name] for name in tokenizers}
     try:
-        parts.update({name: ChunkTokenizer(tokenizer, num_chunks) for name, tokenizer in before.items()})
+        parts.update({name: ChunkTokenizer(tokenizer, num_chunks, weighted) for name, tokenizer in before.items()})
         yield
     finally:
         parts.update(before)

@@ -211,6 +211,7 @@ class Encoders(Facts):
             self.text_storage: self.text_storage != "none",
             f"{self.num_chunks} chunks": self.num_chunks > 1,
             f"clip skip {self.clip_skip}": self.clip_skip > 1,
+            "prompt weights": self.prompt_weights,
         }
         return " ".join([digest, *(name for name, holds in unusual.items() if holds)])
 

@@ -276,6 +276,8 @@ class Facts:
     """Chunks of a caption, of 75 tokens each; 1 without `long_captions`."""
     clip_skip: int = 1
     """The layer of CLIP that is read, counted from the last, which is 1; always 1 without `skips_layers`."""
+    prompt_weights: bool = False
+    """True if captions and prompts may have weights; see `_prompt_weights`."""
     given_prediction: str
     given_zero_snr: bool
     folder: Path
@@ -301,3 +303,4 @@ class Facts:
         self.text_storage = model.text_storage
         self.num_chunks = model.caption_tokens // CHUNK_TOKENS if self.long_captions else 1
         self.clip_skip = model.clip_skip if self.skips_layers else 1
+        self.prompt_weights = model.prompt_weights and self.long_captions

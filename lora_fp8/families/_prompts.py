@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _clip
 from ._encoders import Encoders
+from ._prompt_weights import remove_weights
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -70,7 +71,8 @@ class Prompts(Encoders):
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         """Return the text that the pipeline puts before a prompt, and the prompt as the tokenizers read it."""
-        return self.around_prompt()[0] if self.chat else "", prompt
+        read = remove_weights(prompt) if self.prompt_weights else prompt
+        return self.around_prompt()[0] if self.chat else "", read
 
     def around_prompt(self) -> tuple[str, str]:
         """Return the text that the template of `chat` puts before a prompt, and the text after it."""
@@ -158,15 +160,21 @@ class Prompts(Encoders):
             if self.clip_skip > 1:
                 options["clip_skip"] = self.clip_skip - 1
                 stack.enter_context(_clip.with_text_model(pipeline.text_encoder))
-            if self.num_chunks > 1:
+            asked = list(prompts)  # a copy, as some pipelines write into the list
+            if self.num_chunks > 1 or self.prompt_weights:
                 tokenizers = [name for name in self.text_parts if self._is_tokenizer(name)]
-                stack.enter_context(_clip.chunked(pipeline, tokenizers, self.num_chunks))
-                prompts = [prompt for prompt in prompts for _ in range(self.num_chunks)]
-            answers = pipeline.encode_prompt(list(prompts), **options)  # a copy, as some pipelines write into the list
+                stack.enter_context(_clip.chunked(pipeline, tokenizers, self.num_chunks, self.prompt_weights))
+                asked = [prompt for prompt in prompts for _ in range(self.num_chunks)]
+            answers = pipeline.encode_prompt(asked, **options)
         named = {name: answer for name, answer in zip(self.text_answers, answers, strict=False) if name}
-        if self.num_chunks == 1:
-            return named
-        return {name: _clip.join(answer, self.num_chunks) for name, answer in named.items()}
+        if self.num_chunks > 1:
+            named = {name: _clip.join(answer, self.num_chunks) for name, answer in named.items()}
+        if self.prompt_weights:
+            # SDXL's two tokenizers have the same tokens.
+            weights_BL = _clip.make_weights(self.tokenizer(self.judge_length_by[0]), prompts, self.num_chunks)
+            states_BLD = named["prompt_embeds"]
+            named["prompt_embeds"] = states_BLD * weights_BL.to(states_BLD)[..., None]
+        return named
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         """Replace in a batch's conditioning what `pipeline`'s text encoders return, and keep its gradient.

@@ -136,7 +136,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "caption_tag_dropout_rate": JOINT,
     "token_warmup_min": none(remarks.ALL_TAGS, 1),
     "token_warmup_step": none(remarks.ALL_TAGS),
-    "weighted_captions": none(Message("brackets in captions are text here")),
+    "weighted_captions": JOINT,
     "custom_attributes": none(remarks.NOT_HERE),
     "color_aug": JOINT,
     "random_crop": JOINT,

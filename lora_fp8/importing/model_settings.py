@@ -11,7 +11,7 @@ from .. import families
 from ..errors import Message, Template, UserError
 from ..families import _components
 from ..settings import Adapter
-from . import remarks
+from . import common_values, remarks
 from .common_values import plain
 from .import_draft import Draft
 from .readers import text, whole
@@ -300,6 +300,15 @@ def set_caption_tokens(draft: Draft) -> None:
             draft.differs(key, {"model.caption_tokens": tokens}, Message("75, 150 or 225 here"))
 
 
+def set_prompt_weights(draft: Draft) -> None:
+    """Set model.prompt_weights from kohya's weighted_captions."""
+    key = "weighted_captions"
+    if draft.has(key) and common_values.on(draft.given[key]) and _has_trait(draft, "long_captions"):
+        draft.mapped(key, {"model.prompt_weights": True}, PREVIEWS_WEIGHTED)
+    else:
+        draft.none(key, Message("brackets in captions are text here"), off=not common_values.on(draft.get(key)))
+
+
 def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
     """Set model.clip_skip.
 
@@ -322,6 +331,7 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
 
 
 WHOLE_CHUNKS = Message("the whole chunks of 75 tokens in it, as there")
+PREVIEWS_WEIGHTED = Message("it counts for preview prompts too, as there")
 LAYERS_LEFT_OUT = Message("the last layer is 0 there and 1 here")
 ALWAYS_PENULTIMATE = Message("SDXL's text encoders are always read at the layer before the last")
 

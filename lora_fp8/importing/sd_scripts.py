@@ -78,6 +78,7 @@ def combine(draft: Draft) -> None:
     elif draft.tool.name == "sd-scripts" and not draft.has("network_module"):
         model_settings.set_whole_model(draft, NO_MODULE)
     model_settings.set_caption_tokens(draft)
+    model_settings.set_prompt_weights(draft)
     model_settings.set_clip_skip(draft, "clip_skip")
     set_precision(draft)
     set_folders(draft)

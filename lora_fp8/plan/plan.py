@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import families, precision
 from ..adapters import kinds
+from ..common.text import quote
 from ..config import find_unused_settings
 from ..data import images
 from ..data.cache import Cache
@@ -23,13 +24,14 @@ from ..data.caption_variants import dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors
+from ..families._prompt_weights import has_weights
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
 from ..lora_files.export import Adapter
 from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
-from ..settings import Job, split_preview
+from ..settings import Job, Preview, split_preview
 from ..training import memory, optim
 from ..training.shared_blocks import find_shared_blocks
 from . import disk_budget
@@ -250,10 +252,27 @@ def attempt(
     captions = dataset_captions(report.examples, resolved.dataset, job.seed)
     placed.warnings[:0] = report.warnings
     placed.warnings.extend(family.caption_caveats(captions))
+    placed.warnings.extend(_find_unread_weights(family, captions, job.preview))
     # The number of training processes is unknown without a device.
     facts = {} if device is None else {"run.several_processes": world > 1}
     plan.warnings.extend([*layers.warnings, *_find_warnings(plan, facts)])
     return plan, problems
+
+
+def _find_unread_weights(family: ModelFamily, captions: Iterable[str], preview: Preview) -> list[str]:
+    """Return a warning if texts have weights that will be read as text."""
+    texts = dict.fromkeys([*captions, *(table.prompts[0] for table in split_preview(preview))])
+    weighted = [text for text in texts if has_weights(text)]
+    if not weighted or family.prompt_weights or not family.long_captions:
+        return []
+    return [
+        Message(
+            "weights in {count} captions or prompts, such as {example}, are read as text; set "
+            "model.prompt_weights = true",
+            count=len(weighted),
+            example=quote(weighted[0]),
+        )
+    ]
 
 
 def plan_layers(job: Job, family: ModelFamily) -> precision.Plan:

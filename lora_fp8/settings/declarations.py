@@ -187,6 +187,13 @@ class Model(Section):
         when={"family.long_captions": (True,)},
         also="kohya: max_token_length",
     )
+    prompt_weights: bool = setting(
+        False,
+        "Read weights in captions and prompts, in the notation of A1111: (word:1.2), (word), [word]. A backslash "
+        "before a bracket makes it text.",
+        when={"family.long_captions": (True,)},
+        also="kohya: weighted_captions",
+    )
     clip_skip: int = setting(
         1,
         "Hidden layer of CLIP that is used, counted from the end: 1 is the last layer, 2 the one before it, as most "

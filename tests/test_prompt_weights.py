@@ -1,0 +1,121 @@
+"""model.prompt_weights: weights in captions and prompts, judged by transformers' encoders and written-out rules.
+
+The notation is A1111's; its own examples are below. The rule is sd-scripts': each piece is tokenized by itself, and the
+states of its tokens are multiplied by its weight.
+"""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_long_captions import LONG, expected, make, opened
+
+from lora_fp8 import importing
+from lora_fp8.families._prompt_weights import has_weights, parse_weights, remove_weights
+from lora_fp8.plan import plan as plans
+
+A1111 = {
+    "normal text": [("normal text", 1.0)],
+    "an (important) word": [("an ", 1.0), ("important", 1.1), (" word", 1.0)],
+    "(unbalanced": [("unbalanced", 1.1)],
+    "\\(literal\\]": [("(literal]", 1.0)],
+    "(unnecessary)(parens)": [("unnecessaryparens", 1.1)],
+    "a (((house:1.3)) [on] a (hill:0.5), sun, (((sky))).": [
+        ("a ", 1.0),
+        ("house", 1.573),
+        (" ", 1.1),
+        ("on", 1.0),
+        (" a ", 1.1),
+        ("hill", 0.55),
+        (", sun, ", 1.1),
+        ("sky", 1.4641),
+        (".", 1.1),
+    ],
+}
+OURS = {
+    "": [("", 1.0)],
+    "()": [("", 1.0)],
+    "a) b] c:1.2 d": [("a) b] c:1.2 d", 1.0)],
+    "(a:1.2.3)": [("a:1.2.3)", 1.1)],
+    "[a] (b: -0.5 )": [("a", 1 / 1.1), (" ", 1.0), ("b", -0.5)],
+    "back\\slash \\\\ end\\": [("back\\slash \\ end\\", 1.0)],
+}
+
+
+@pytest.mark.parametrize("prompt", [*A1111, *OURS])
+def test_the_notation(prompt: str) -> None:
+    pieces = parse_weights(prompt)
+    wanted = (A1111 | OURS)[prompt]
+    assert [text for text, _ in pieces] == [text for text, _ in wanted]
+    assert [weight for _, weight in pieces] == pytest.approx([weight for _, weight in wanted])
+    assert remove_weights(prompt) == "".join(text for text, _ in wanted)
+
+
+def test_brackets_that_may_be_text_are_no_weights() -> None:
+    assert has_weights("a (smile:1.2) b") and has_weights("(a: .5)")
+    assert not any(map(has_weights, ["hatsune miku (vocaloid)", "at 12:30", "\\(a:1.2\\)", "(a) b:1.2", "[x]"]))
+
+
+LONG_PROMPT = "the (cat:1.5) and [a dog] in (((blue))), " * 9
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("name", LONG)
+def test_states_are_multiplied(name: str, count: int, tiny: Any) -> None:
+    family = opened(name, tiny(name), caption_tokens=75 * count, prompt_weights=True)
+    for prompt in ("", "a cat", "a (red:1.3) [cat] \\(toy\\)", LONG_PROMPT):
+        (got,) = family.encode_prompts([prompt])
+        # What pieces are tokenized to is what the words are, as these are separated by spaces.
+        plain = {"a (red:1.3) [cat] \\(toy\\)": "a red cat (toy)"}.get(prompt, remove_weights(prompt))
+        with torch.no_grad():
+            wanted = expected(family, plain, count)
+        weights = [1.0]
+        for text, weight in parse_weights(prompt):
+            weights += [weight] * len(family.tokenizer("tokenizer")(text, add_special_tokens=False)["input_ids"])
+        weights = [*weights[: 75 * count + 1], *[1.0] * (75 * count + 2)][: 75 * count + 2]
+        wanted["prompt_embeds"] = wanted["prompt_embeds"] * torch.tensor(weights)[:, None]
+        assert got.keys() == wanted.keys()
+        for key, tensor in wanted.items():
+            torch.testing.assert_close(got[key], tensor, rtol=0, atol=5e-5)
+
+
+def test_prompts_without_weights_are_as_ever(tiny: Any) -> None:
+    plain, weighted = opened("sdxl", tiny("sdxl")), opened("sdxl", tiny("sdxl"), prompt_weights=True)
+    for (one,), (other,) in zip(
+        *([family.encode_prompts([p]) for p in ("", "a cat, b")] for family in (plain, weighted)), strict=True
+    ):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_notation_does_not_count_as_tokens(tiny: Any) -> None:
+    prompt = "(" * 60 + "a cat" + ")" * 60
+    assert make("sd15", tiny("sd15")).overlong([prompt]) and not make(
+        "sd15", tiny("sd15"), prompt_weights=True
+    ).overlong([prompt])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["preview.prompts=['a (cat:1.3)', 'plain']"], True),
+        (["preview.prompts=['a (cat)']"], False),
+        (["preview.prompts=['a (cat:1.3)']", "model.prompt_weights=true"], False),
+    ],
+)
+def test_weights_that_are_not_read_are_told(job: Callable, overrides: list[str], told: bool) -> None:
+    warnings = plans.make(job(*overrides)).images.warnings
+    assert any("set model.prompt_weights = true" in line for line in warnings) == told
+
+
+@pytest.mark.parametrize(
+    ("base", "module", "read"),
+    [("stabilityai/stable-diffusion-xl-base-1.0", "lora", True), ("black-forest-labs/FLUX.1-dev", "lora_flux", False)],
+)
+def test_it_is_taken_over_from_kohya(tmp_path: Path, base: str, module: str, read: bool) -> None:
+    text = f'pretrained_model_name_or_path = "{base}"\nnetwork_module = "networks.{module}"\nweighted_captions = true\n'
+    (tmp_path / "kohya.toml").write_text(text, encoding="utf-8")
+    model = tomllib.loads(importing.to_toml(importing.import_file(tmp_path / "kohya.toml")))["model"]
+    assert model.get("prompt_weights", False) == read
