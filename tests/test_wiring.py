@@ -80,6 +80,9 @@ FLIPS = {
     "model.text_storage": Flip("int8", ("losses", "tensors", "encoded"), ("shapes", "rates", "storage", "buckets")),
     # Captions of the pictures have fewer than 75 tokens; empty chunks are read nevertheless, as in sd-scripts.
     "model.caption_tokens": Flip("225", (*TRAINING, "encoded"), ("shapes", "rates", "storage", "buckets")),
+    "model.prompt_weights": Flip(
+        "true", (*TRAINING, "encoded"), ("shapes", "rates", "storage", "buckets"), ("dataset.trigger='(zobi:1.5)'",)
+    ),
     "model.clip_skip": Flip("2", (*TRAINING, "encoded"), ("shapes", "rates", "storage", "buckets")),
     "quantize.storage": Flip("none", (*TRAINING, "storage", "rates")),  # and lr_scale = "auto" with it
     "quantize.backend": Flip("torchao", (*TRAINING, "storage"), ("shapes", "rates")),
