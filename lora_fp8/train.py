@@ -175,7 +175,7 @@ def _log_ending(session: Session) -> Iterator[None]:
     """Log a stop or an error of the block as the end of the run, and close the log."""
     run = session.run
     try:
-        with session.stop.recognised(), explain_errors(run, session.processes.device):
+        with session.stop.recognised(), explain_errors(session):
             yield
     except (Stopped, KeyboardInterrupt) as error:
         with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide the reason

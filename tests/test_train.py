@@ -29,7 +29,7 @@ from lora_fp8.lora_files import export, layer_names, safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.stages import previews as preview_stage
 from lora_fp8.stages import step as step_stage
-from lora_fp8.training import checkpoint
+from lora_fp8.training import checkpoint, memory
 from lora_fp8.training.flat import Gradients
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
@@ -171,6 +171,38 @@ def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     late = job(*SMALL, "name=late")
     assert "memory.gradient_checkpointing = true" in failure_of(late, at_step(2, lambda: full.append(1)))
     assert checkpoint.latest(folder_of(late) / "checkpoints")[0].step == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "steps"),
+    [
+        (
+            ["quantize.storage=none", "train.batch_size=4"],
+            1,
+            "memory.gradient_checkpointing = true, a smaller "
+            "train.batch_size, quantize.storage = 'fp8', memory.offload = 0.5, a smaller dataset.resolution, a smaller "
+            "adapter.rank",
+        ),
+        (
+            ["memory.gradient_checkpointing=true", "memory.offload=0.5"],
+            1,
+            "memory.offload = 1.0, a smaller dataset.resolution, a smaller adapter.rank",
+        ),
+        (
+            ["memory.gradient_checkpointing=true", "train.batch_size=2"],
+            2,
+            "memory.shard_base = true, memory.offload = 0.5, a smaller dataset.resolution, a smaller adapter.rank",
+        ),
+        (
+            ["memory.gradient_checkpointing=true", "memory.shard_base=true"],
+            2,
+            "a smaller dataset.resolution, a smaller adapter.rank",
+        ),
+    ],
+)
+def test_only_what_helps_is_advised_against_full_memory(job, overrides, world, steps):
+    advice = memory.out_of_memory_advice(torch.device("cpu"), job("train.batch_size=1", *overrides), world)
+    assert advice.endswith(f"in this order: {steps}")
 
 
 def test_an_update_that_is_not_finite_is_not_saved(job):

@@ -170,7 +170,7 @@ def find_rate(
     session = Session(plan, UnwrittenRun(echo), processes, shows_progress=shows_progress)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
-    with explain_errors(session.run, processes.device):
+    with explain_errors(session):
         data = cache(session)
         session = fit_memory(session)
         loaded = load(session, find_layers_to_move(session, data, resume=False))

@@ -171,7 +171,7 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
     reasons = {mode: next((why for _, why in by_process if why), "") for mode, by_process in by_mode.items()}
     if min(totals) == math.inf:
         if set(reasons.values()) == {precision.OUT_OF_MEMORY}:
-            raise RunFailure(memory.out_of_memory_advice(processes.device))
+            raise RunFailure(session.describe_full_memory())
         modes_by_reason = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
         lines = [
             Message("{key}: {line}", key=", ".join(failed_modes), line=reason)

@@ -58,10 +58,15 @@ class Session:
         """The architecture of the base model."""
         return self.plan.family
 
+    def describe_full_memory(self) -> str:
+        """Return a sentence for a job that does not fit into memory, and what to change first."""
+        job = self.job.model_copy(update={"memory": self.memory})
+        return memory.out_of_memory_advice(self.processes.device, job, self.processes.world)
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Run a block on all processes; if it fails on one, raise the error on all of them."""
-        with self.processes.together(), explain_errors(self.run, self.processes.device):
+        with self.processes.together(), explain_errors(self):
             yield
 
     def warn(self, text: str) -> None:
@@ -96,17 +101,17 @@ class UnwrittenRun(Run):
 
 
 @contextlib.contextmanager
-def explain_errors(run: Run, device: torch.device) -> Iterator[None]:
+def explain_errors(session: Session) -> Iterator[None]:
     """Turn errors of the machine (memory, disk, network) into a RunFailure of one line; others pass unchanged."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunFailure(memory.out_of_memory_advice(device)) from error
+        raise RunFailure(session.describe_full_memory()) from error
     except OSError as error:
         line: str = reason(error) or type(error).__name__
         if error.errno in (*checkpoint.FULL, errno.EFBIG):
             # Name the disk that is full; the folder itself may not exist any more.
-            full = Path(error.filename or run.path).resolve()
+            full = Path(error.filename or session.run.path).resolve()
             there = next(path for path in (full, *full.parents) if path.exists())
             free = f"{shutil.disk_usage(there).free / 2**20:.1f}"
             line = Message("{why}; {free} MiB are free at {place}", why=line, free=free, place=there)
