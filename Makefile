@@ -30,7 +30,7 @@ test: check
 endif
 
 fuzz: .venv/installed
-	@echo "== fuzz: 20,000 settings, 20,000 LoRA files, 5,000 images, 5,000 imports; what fails is kept in fuzz-failures/"
+	@echo "== fuzz: 20,000 settings, 20,000 LoRA files, 5,000 images, 5,000 imports, 20,000 answers of other machines; what fails is kept in fuzz-failures/"
 	FUZZ=1 $(BIN)/python -m pytest -n 2 --timeout 14400 tests/fuzz
 
 torture: .venv/installed fuzz

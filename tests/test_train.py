@@ -24,12 +24,15 @@ from lora_fp8.cli.events import print_event
 from lora_fp8.common import writing
 from lora_fp8.data.cache import Cache
 from lora_fp8.data.loader import Loader
+from lora_fp8.distributed.processes import Processes
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
 from lora_fp8.lora_files import export, layer_names, safetensors_file
+from lora_fp8.plan import plan
 from lora_fp8.run import Run
 from lora_fp8.stages import previews as preview_stage
 from lora_fp8.stages import step as step_stage
-from lora_fp8.training import checkpoint, memory
+from lora_fp8.stages.session import Session, UnwrittenRun
+from lora_fp8.training import checkpoint
 from lora_fp8.training.flat import Gradients
 
 SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.net.0.proj']")
@@ -201,8 +204,9 @@ def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     ],
 )
 def test_only_what_helps_is_advised_against_full_memory(job, overrides, world, steps):
-    advice = memory.out_of_memory_advice(torch.device("cpu"), job("train.batch_size=1", *overrides), world)
-    assert advice.endswith(f"in this order: {steps}")
+    session = Session(plan.make(job("train.batch_size=1", *overrides)), UnwrittenRun(None), Processes())
+    session.processes.world = world
+    assert session.describe_full_memory().endswith(f"in this order: {steps}")
 
 
 def test_an_update_that_is_not_finite_is_not_saved(job):

@@ -12,7 +12,7 @@ import torch
 
 from .. import settings
 from ..distributed.processes import Processes
-from ..errors import Message, RunFailure, Stopped, reason
+from ..errors import Joined, Message, RunFailure, Stopped, reason
 from ..families.base import ModelFamily
 from ..plan.memory_choice import MemoryChoice
 from ..plan.plan import Plan
@@ -58,10 +58,25 @@ class Session:
         """The architecture of the base model."""
         return self.plan.family
 
-    def describe_full_memory(self) -> str:
-        """Return a sentence for a job that does not fit into memory, and what to change first."""
-        job = self.job.model_copy(update={"memory": self.memory})
-        return memory.out_of_memory_advice(self.processes.device, job, self.processes.world)
+    def describe_full_memory(self) -> Message:
+        """Return a sentence for a job that does not fit: how much memory it used, and what to change first."""
+        job, section, world = self.job, self.memory, self.processes.world
+        share = 0.0 if section.offload == "auto" else section.offload
+        steps = {
+            "memory.gradient_checkpointing = true": section.gradient_checkpointing is not True,
+            Message("a smaller train.batch_size"): job.train.batch_size > world,
+            "quantize.storage = 'fp8'": job.quantize.storage == "none",
+            "memory.shard_base = true": world > 1 and not section.shard_base,
+            f"memory.offload = {0.5 if share < 0.5 else 1.0}": share < 1 and not section.shard_base,
+            Message("a smaller dataset.resolution"): True,
+            Message("a smaller adapter.rank"): True,
+        }
+        return Message(
+            "out of memory on {device} ({size} GiB were in use); in this order: {steps}",
+            device=self.processes.device,
+            size=f"{memory.peak_gib(self.processes.device):.1f}",
+            steps=Joined(", ", [step for step, helps in steps.items() if helps]),
+        )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .. import precision, settings
 from ..common import system
-from ..errors import Joined, Message, UserError
+from ..errors import Message, UserError
 
 RECOMPILES = 128
 """How often torch may compile a block: kinds of blocks times bucket shapes. torch's own limit of 8 is below the number
@@ -213,30 +213,3 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def out_of_memory_advice(device: torch.device, job: settings.Job, world: int) -> Message:
-    """Return a sentence for a job that does not fit: how much memory it used, and what to change first.
-
-    Args:
-        device: that was full.
-        job: with the memory settings that were in force.
-        world: number of processes.
-    """
-    section, storage = job.memory, job.quantize.storage
-    share = 0.0 if section.offload == "auto" else section.offload
-    steps = {
-        "memory.gradient_checkpointing = true": section.gradient_checkpointing is not True,
-        Message("a smaller train.batch_size"): job.train.batch_size > world,
-        "quantize.storage = 'fp8'": storage == "none",
-        "memory.shard_base = true": world > 1 and not section.shard_base,
-        f"memory.offload = {0.5 if share < 0.5 else 1.0}": share < 1 and not section.shard_base,
-        Message("a smaller dataset.resolution"): True,
-        Message("a smaller adapter.rank"): True,
-    }
-    return Message(
-        "out of memory on {device} ({size} GiB were in use); in this order: {steps}",
-        device=device,
-        size=f"{peak_gib(device):.1f}",
-        steps=Joined(", ", [step for step, helps in steps.items() if helps]),
-    )

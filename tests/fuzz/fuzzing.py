@@ -39,7 +39,7 @@ import torch
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.training.memory import peak_gib
 
-KINDS = ("settings", "loras", "images", "imports")
+KINDS = ("settings", "loras", "images", "imports", "remote")
 CPU_SECONDS = 5.0
 MOST_MEMORY = 2 << 30
 

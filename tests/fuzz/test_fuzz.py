@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SHORT = {"settings": 400, "loras": 500, "images": 120, "imports": 300}
-FULL = {"settings": 20_000, "loras": 20_000, "images": 5_000, "imports": 5_000}
+SHORT = {"settings": 400, "loras": 500, "images": 120, "imports": 300, "remote": 1000}
+FULL = {"settings": 20_000, "loras": 20_000, "images": 5_000, "imports": 5_000, "remote": 20_000}
 SEED = 0
 
 

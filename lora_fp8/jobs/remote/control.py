@@ -7,6 +7,7 @@ lock that ends with its processes, or from Slurm. So a connection may end at any
 import contextlib
 import json
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -133,8 +134,7 @@ def look(job: Handle) -> View:
     lines += [f'echo "status $(cat {run}/status.json 2> /dev/null)"']
     lines += ['echo "log $(tail -c 4000 log.txt 2> /dev/null | tr "\\r" "\\n" | grep . | tail -n 1)"']
     answer = require_success(job.machine, job.machine.run("\n".join(lines), login=job.kind == "slurm"))
-    facts = dict(line.partition(" ")[::2] for line in answer.text.splitlines())
-    return _describe(job, facts)
+    return read_view(job, answer.text)
 
 
 def _alive(job: Handle) -> str:
@@ -152,16 +152,17 @@ def _alive(job: Handle) -> str:
     )
 
 
-def _describe(job: Handle, facts: dict[str, str]) -> View:
+def read_view(job: Handle, text: str) -> View:
     """Return the view for what a script has printed, which may be cut anywhere."""
+    facts = dict(line.partition(" ")[::2] for line in text.splitlines())
     status: Any = {}
     with contextlib.suppress(ValueError, RecursionError):
         status = json.loads(facts.get("status", ""))
     status = status if isinstance(status, dict) else {}
     numbers = {name: status.get(name) for name in ("step", "steps", "loss")}
-    numbers = {name: value if isinstance(value, int | float) else None for name, value in numbers.items()}
-    stage, alive = str(status.get("state", "")), facts.get("alive", "")
-    exit_code = int(facts["exit"]) if facts.get("exit", "").isdecimal() else None
+    numbers = {name: value if _is_small(value) else None for name, value in numbers.items()}
+    stage, alive = _clean(str(status.get("state", ""))), _clean(facts.get("alive", ""))
+    exit_code = int(facts["exit"]) if re.fullmatch("[0-9]{1,3}", facts.get("exit", "")) else None
     if alive in ("PENDING", "REQUEUED", "CONFIGURING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"):
         state = key = "waiting"
     elif alive:
@@ -171,13 +172,23 @@ def _describe(job: Handle, facts: dict[str, str]) -> View:
     else:
         state = key = {0: "done", 75: "stopped", None: "lost"}.get(exit_code, "failed")
     values = {"slurm": alive, "stage": stage, "code": exit_code, **numbers}
-    values["line"] = ESCAPES.sub("", facts.get("log", "")).strip()
+    values["line"] = _clean(ESCAPES.sub("", facts.get("log", "")))
     values["step"] = numbers["step"] or 0
     values["resume"] = f"lora-fp8 remote resume {quote_path(job.name)}"
     values["fetch"] = f"lora-fp8 remote fetch {quote_path(job.name)}"
     sentence = SENTENCES[key](**values)
     code = exit_code if not alive else None
     return View(state, sentence, stage, numbers["step"], numbers["steps"], numbers["loss"], code)
+
+
+def _is_small(value: Any) -> bool:
+    """Return True for a number as trainings have them."""
+    return isinstance(value, int | float) and -1e15 < value < 1e15
+
+
+def _clean(text: str) -> str:
+    """Return what can be printed of a text from another machine, at most 500 characters."""
+    return "".join(filter(str.isprintable, text)).strip()[:500]
 
 
 def follow(

@@ -10,12 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...common.json_files import write_json
+from pydantic import TypeAdapter, ValidationError
+
+from ...common.json_files import MOST_JSON, write_json
+from ...common.reading import read_bytes
 from ...common.shell import quote_path
+from ...common.text import quote
 from ...common.writing import make_folder
 from ...errors import Message, UserError, cannot_write, needs_repair, reason
 from .. import find_home
-from ..run_events import read_object
 from .machine import Machine
 
 FILE, VERSION = "handle.json", 1
@@ -144,11 +147,16 @@ def delete(handle: Handle) -> None:
 
 def _read(file: Path) -> Handle:
     try:
-        content = read_object(file)
-        content.pop("version")
-        handle = Handle(**content)
-        assert handle.name == file.parent.name
-        assert all(isinstance(value, str) for value in (handle.folder, handle.run, handle.output, handle.slurm))
-        return handle
-    except (OSError, ValueError, TypeError, KeyError, AssertionError) as error:
-        raise needs_repair(file, reason(error) or type(error).__name__) from None
+        handle = _ADAPTER.validate_json(read_bytes(file, MOST_JSON), strict=True)
+    except OSError as error:
+        raise needs_repair(file, reason(error)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise needs_repair(file, f"{place}: {first['msg']}" if place else first["msg"]) from None
+    if handle.name != file.parent.name:
+        raise needs_repair(file, Message("it is of the job {name}", name=quote(handle.name)))
+    return handle
+
+
+_ADAPTER = TypeAdapter(Handle)
