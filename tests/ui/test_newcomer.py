@@ -189,7 +189,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     wait_until(lambda: any(event.get("stage") == "train" for event in run.events()))
     with held(procs.find_holder(run.lock_file)) as trainer:
         trainer.run_until(lambda: [event["event"] for event in run.events()].count("step") > 2)
-        trainer.run_until(lambda: any(event["event"] == "sample" for event in run.events()))
+        trainer.run_until(lambda: any(event["event"] == "preview" for event in run.events()))
         expect(state).to_have_text(say("state.running"), timeout=LONG)
         expect(page.locator("#loss figure.chart path.line").first).to_be_visible(timeout=LONG)
         tab(page, "en", "previews")
