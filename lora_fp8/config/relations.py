@@ -290,12 +290,13 @@ def _check_prompts(job: Job) -> Problems:
         try:
             Preview.model_validate(read_options(prompt)[1])
         except UserError as error:
-            yield key, str(error)
+            yield key, Message("{key}: {line}", key=quote(prompt), line=error)
         except ValidationError as error:
             # Of the members of a union, the last is the widest.
             by_name = {item["loc"][0]: item for item in error.errors(include_url=False)}
             for name, item in by_name.items():
-                yield key, Message("{name} {line}", name=name, line=describe_value(item, ("preview", name)))
+                line = describe_value(item, ("preview", name))
+                yield key, Message("{prompt}: {name} {line}", prompt=quote(prompt), name=name, line=line)
 
 
 def _check_lists(job: Job) -> Problems:
