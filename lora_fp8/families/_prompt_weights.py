@@ -10,10 +10,13 @@ A1111 then scales the result back to its former mean; sd-scripts does not, and n
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 
 ROUND = 1.1
 """Factor of round brackets without a number; square ones divide by it."""
+MOST_DEPTH = 20
+"""Brackets inside of each other; further ones are text, so that no caption takes long to read."""
 _PIECE = re.compile(
     r"\\([()\[\]\\])"  # an escaped bracket or backslash
     r"|:\s*([+-]?[.\d]+)\s*\)"  # the weight and end of a round bracket
@@ -37,9 +40,11 @@ def parse_weights(prompt: str) -> list[tuple[str, float]]:
         factor = None
         with contextlib.suppress(ValueError, TypeError):  # "1.2.3" is text
             factor = float(number)
-        if text == "(":
+        if factor is not None and not math.isfinite(factor):
+            factor = None
+        if text == "(" and len(open_round) < MOST_DEPTH:
             open_round.append(len(texts))
-        elif text == "[":
+        elif text == "[" and len(open_square) < MOST_DEPTH:
             open_square.append(len(texts))
         elif open_round and (text == ")" or factor is not None):
             multiply(open_round.pop(), ROUND if factor is None else factor)

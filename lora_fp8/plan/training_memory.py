@@ -191,9 +191,10 @@ def build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Mod
 
 def measure_preview(plan: Plan, notes: list[str], *, tiled: bool) -> int | None:
     """Measure the peak of decoding one preview of the job; None if it cannot be estimated."""
-    width, height = find_heaviest_bucket(plan)[0][:2]
-    sizes = [(table.width or width, table.height or height) for table in split_preview(plan.job.preview)]
-    bucket = *max(sizes, key=math.prod), plan.job.preview.frames
+    section, (width, height, *_) = plan.job.preview, find_heaviest_bucket(plan)[0]
+    # Without prompts too, as images may be asked for while it trains.
+    sizes = [(table.width or width, table.height or height) for table in [section, *split_preview(section)]]
+    bucket = *max(sizes, key=math.prod), section.frames
     return measure_vae(plan.family, bucket, "decode", notes, tiled=tiled)[0]
 
 
