@@ -12,7 +12,7 @@ from ..errors import Message
 from ..run import Run, Unreadable
 from . import procs
 from .job_view import Ending, Sentence
-from .run_events import Follower, Progress, find_saved_step, read_object, read_records
+from .run_events import Follower, Progress, find_saved_step, read_object_or_empty, read_records
 from .store import Row
 
 
@@ -94,7 +94,7 @@ def check_done(folder: Path, event: dict[str, Any], status: int | None) -> Endin
     if missing or not files:
         return Ending("failed", Sentence("no_files", {"files": ", ".join(missing) or Message("none")}), status)
     try:
-        reports = read_object(folder / "verify.json")
+        reports = read_object_or_empty(folder / "verify.json")
     except OSError:
         reports = {}
     if not _wants_verification(folder):

@@ -185,13 +185,13 @@ def read_records(folder: Path) -> dict[str, dict[str, Any]]:
 def read_count(attempt: Path) -> dict[str, Any] | None:
     """Return what an attempt has counted before its run has a log, as {"stage", "done", "total"}; None if nothing."""
     try:
-        count = read_object(attempt / COUNT_FILE)
+        count = read_object_or_empty(attempt / COUNT_FILE)
     except OSError:
         return None
     return {**count, "stage": str(count.get("stage"))} if _are_numbers(count, "done", "total") else None
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object_or_empty(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; {} if the file has something else. Raises OSError."""
     try:
         content = read_json(path)

@@ -267,10 +267,11 @@ def _find_unread_weights(family: ModelFamily, captions: Iterable[str], preview: 
         return []
     return [
         Message(
-            "weights in {count} captions or prompts, such as {example}, are read as text; set "
+            "weights such as in {example} are read as text, in {count} of {total} captions and prompts; set "
             "model.prompt_weights = true",
-            count=len(weighted),
             example=quote(weighted[0]),
+            count=len(weighted),
+            total=len(texts),
         )
     ]
 
