@@ -59,7 +59,7 @@ SHOWN = ("preview.prompts=['a cat', 'a dog', 'a bird']", "preview.every=4", "exp
 
 # train_lora.py, noting which samples each process takes, which previews it draws and what it trained.
 RECORDING = f"""
-import hashlib, json, os, runpy
+import functools, hashlib, inspect, json, os, runpy
 import torch
 from lora_fp8.stages import previews
 from lora_fp8.training import optim
@@ -71,6 +71,7 @@ def note(kind, *what):
 
 def noting(room, name, kind, what):
     real = getattr(room, name)
+    @functools.wraps(real)
     def noted(*given, **more):
         result = real(*given, **more)
         note(kind, *what(result, *given, **more))
@@ -86,9 +87,13 @@ def weights(_, optimizer, *more):
 def samples(batch, self, step, index, rank=0, world=1):
     return step, index, world, batch.uids if batch else []
 
+def previewed(images, *given, **more):
+    numbers = inspect.signature(previews.draw_clips.__wrapped__).bind(*given, **more).arguments.get("numbers")
+    return [] if numbers is None else [list(numbers)]
+
 os.environ.setdefault("RANK", "0")
 noting(loader.Loader, "micro", "samples", samples)
-noting(previews, "draw_clips", "previews", lambda images, *given: given[5:] and [list(given[5])])
+noting(previews, "draw_clips", "previews", previewed)
 noting(optim.AdapterOptimizer, "step", "weights", weights)
 exec(os.environ["PLANTED"])
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
