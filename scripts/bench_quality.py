@@ -138,8 +138,15 @@ def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
     return [PLAIN_CONVOLUTIONS, config.toml_line("quantize.override", table)]
 
 
-def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
-    """Return the mean loss of the exported file on images that no training saw, on the published base, in float32."""
+def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective | None = None) -> float:
+    """Return the mean loss of the exported file on images that no training saw, on the published base, in float32.
+
+    Args:
+        family_name: "sd15" or "flux".
+        file: in diffusers' layout.
+        folder: for the images and their cache; may be shared.
+        levels: which noise levels are drawn, and the loss; None: as the family trains by default.
+    """
     drawn = folder / "held_out"
     if not drawn.exists():
         draw_held_out(drawn)
@@ -161,7 +168,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path) -> float:
     names = sorted({name.rpartition(".lora_")[0] for name in state})
     adapters.inject(denoiser, Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)
     adapters.load_state_(denoiser, {name: tensor.float() for name, tensor in state.items()})
-    objective = family.make_objective(Objective())
+    objective = family.make_objective(levels or Objective())
     losses = []
     with torch.no_grad():
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
@@ -187,6 +194,26 @@ def draw_held_out(folder: Path) -> None:
             (folder / f"{name}_{i:02d}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
+def draw_all(family: str, file: Path) -> list[Image.Image]:
+    """Draw the demo's prompts of the concept, then its plain ones, with a LoRA file, as users load it."""
+    base = show.FOLDER / "base" / family
+    sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
+    pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_lora_weights(file.parent, weight_name=file.name)
+    return show.draw(pipeline, sampling, [*show.concept_prompts(), *show.plain_prompts()])
+
+
+def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
+    """Return the shares of the prompts of the concept and of the plain ones that the images of `draw_all` obey."""
+    concept, plain = show.concept_prompts(), show.plain_prompts()
+    obeyed = [measure.obeys(image, prompt) for image, prompt in zip(drawn[len(concept) :], plain, strict=True)]
+    return {
+        "concept": sum(map(measure.is_concept, drawn[: len(concept)])) / len(concept),
+        "plain": sum(obeyed) / len(plain),
+    }
+
+
 def pixels(sheet: Image.Image) -> numpy.ndarray:
     """Return a contact sheet as float64 RGB values from 0 to 255, (H, W, 3)."""
     return numpy.asarray(sheet.convert("RGB"), dtype=numpy.float64)
@@ -205,13 +232,7 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
     steps = [event for event in result.run.events() if event["event"] == "step"]
     trained = time.perf_counter() - started
 
-    base = show.FOLDER / "base" / family
-    sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
-    concept, plain = show.concept_prompts(), show.plain_prompts()
-    pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.load_lora_weights(result.run.export, weight_name=result.files[0].name)
-    drawn = show.draw(pipeline, sampling, [*concept, *plain])
+    concept, drawn = show.concept_prompts(), draw_all(family, result.files[0])
     half = NUM_COMPARED // 2
     compared = [*drawn[:half], *drawn[len(concept) : len(concept) + half]]
     sheet = Image.new("RGB", (64 * NUM_COMPARED, 64))
@@ -228,8 +249,7 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
         "seed": seed,
         "held_out_loss": held_out_loss(family, result.files[0], work),
         "distance": math.sqrt((difference**2).mean()),
-        "concept": sum(map(measure.is_concept, drawn[: len(concept)])) / len(concept),
-        "plain": sum(measure.obeys(i, p) for i, p in zip(drawn[len(concept) :], plain, strict=True)) / len(plain),
+        **shares_obeyed(drawn),
         "last_train_loss": statistics.fmean(step["loss"] for step in steps[-100:]),
         "steps": job.train.steps,
         "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
