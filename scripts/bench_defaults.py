@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -172,8 +171,8 @@ def render_table() -> str:
     lines = [
         "# What single settings change",
         "",
-        "Made by `python scripts/bench_defaults.py`, whose head says what is measured: the demo's jobs on the two bundled",
-        f"miniatures, {STEPS} steps, one setting changed at a time. Mean over the seeds, and their range in brackets;",
+        "Made by `python scripts/bench_defaults.py`, whose head says what is measured: the demo's jobs on the two",
+        f"bundled miniatures, {STEPS} steps, one setting changed at a time. Mean over the seeds, and their range;",
         "`change` is relative to the default with the same seed, and a lower loss is better. Miniatures tell whether a",
         "setting does what it is said to; they do not tell the best value for a large model.",
     ]
@@ -205,7 +204,9 @@ def main() -> None:
     parser.add_argument("--group", choices=list(GROUPS), action="append", help="heading of a table; default: all")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_defaults", help="scratch space")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "bench_defaults", help="scratch space"
+    )
     parser.add_argument("--table", action="store_true", help="only write the table of what is there")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
