@@ -102,14 +102,15 @@ class DatasetFolder:
             self.edits, self.unusable = image_edits.read(root), ""
         except UserError as error:
             self.edits, self.unusable = {}, str(error)
-        self.masks = sum(os.path.exists(root / f"{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
+        start = os.path.join(root, "")
+        self.masks = sum(os.path.exists(f"{start}{os.path.splitext(name)[0]}-masklabel.png") for name in listed)
         self.mask = self.given or (image_folders.LABEL if self.masks else "")
         self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
         if self.mask != image_folders.LABEL:  # masks of this name are never listed
             masks = {name for name in listed if image_files.masked_stem(self.mask, posixpath.basename(name))}
             listed, self.masks = {name: path for name, path in listed.items() if name not in masks}, len(masks)
         self.inside = "" if self.given else _find_mask_folder(listed)
-        files = {name: path.relative_to(root).as_posix() for name, path in listed.items()}
+        files = {name: image_files.relative_name(path, root) for name, path in listed.items()}
         texts, wrong = {}, {}
         for name, path in listed.items():
             try:

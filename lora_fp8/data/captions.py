@@ -67,7 +67,9 @@ def listed(folder: Path, mask: str = "") -> dict[str, Path]:
     unreadable = [line for line in report.problems if "file name" not in line]
     if unreadable and not images:
         raise UserErrors(unreadable, "dataset")
-    return {path.relative_to(root).as_posix(): caption or path.with_suffix(".txt") for _, root, path, caption in images}
+    return {
+        image_files.relative_name(path, root): caption or path.with_suffix(".txt") for _, root, path, caption in images
+    }
 
 
 def select(

@@ -49,10 +49,21 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         if (status.st_dev, status.st_ino) in visited:
             continue
         visited.add((status.st_dev, status.st_ino))
-        entries = sorted(entry for entry in os.listdir(folder) if not entry.startswith("."))
-        folders = [folder / entry for entry in entries if (folder / entry).is_dir()]
-        waiting.extend(reversed(folders))
-        yield folder, [entry for entry in entries if not (folder / entry).is_dir()]
+        with os.scandir(folder) as found:  # knows what is a folder without asking for each file, but not of links
+            entries = sorted(
+                (entry.name, (folder / entry.name).is_dir() if entry.is_symlink() else entry.is_dir())
+                for entry in found
+                if not entry.name.startswith(".")
+            )
+        waiting.extend(folder / name for name, is_folder in reversed(entries) if is_folder)
+        yield folder, [name for name, is_folder in entries if not is_folder]
+
+
+def relative_name(path: Path, root: Path) -> str:
+    """Return the path of a file inside `root`, with / between its parts: path.relative_to(root).as_posix(), faster."""
+    start = os.path.join(root, "")
+    text = str(path)
+    return text[len(start) :].replace(os.sep, "/") if text.startswith(start) else path.relative_to(root).as_posix()
 
 
 def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
@@ -104,6 +115,7 @@ class _Listing:
         captions = {(stem, kind.lower()): name for name, (stem, kind) in parts.items() if kind.lower() in CAPTIONS}
         labels = labelled(names)
         users: dict[str, str] = {}  # stem of a caption -> the last file that has it
+        inside = str(folder.relative_to(self.root))
         for name, (stem, suffix) in parts.items():
             suffix, path = suffix.lower(), folder / name
             if suffix in CAPTIONS or masked_stem(self.mask, name):
@@ -114,7 +126,7 @@ class _Listing:
                 self.others.append(name)
                 if suffix in UNREADABLE:
                     users.setdefault(stem, name)  # its caption does not count as left over
-            elif not is_utf8(str(path.relative_to(self.root))):
+            elif not is_utf8(inside + name):
                 report.problems.append(
                     Message("{path} has a file name that is not UTF-8; rename it", path=repr(os.fsencode(path)))
                 )
@@ -207,7 +219,7 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
         report.problems += [Message("{path}: {line}", path=error.where, line=line) for line in error.problems]
     except UserError as error:
         report.problems.append(str(error))
-    names = {path: path.relative_to(root).as_posix() for path, _ in listing.images}
+    names = {path: relative_name(path, root) for path, _ in listing.images}
     if strange := sorted(set(edits) - set(names.values())):
         report.warnings.append(
             Plural(
