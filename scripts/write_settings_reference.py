@@ -8,6 +8,8 @@ Chinese help in webui/texts/settings.toml, then run this.
 """
 
 import argparse
+import functools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,18 @@ NEEDS: dict[str, dict[Any, Texts]] = {
     "run.several_processes": {True: _both("several processes", "多个进程")},
 }
 """Conditions of a `when` that are not settings."""
+MEASURED = _both(" [Measured](../benchmarks/defaults.md).", "[实测](../benchmarks/defaults.md)。")
+
+
+@functools.cache
+def _list_measured() -> frozenset[str]:
+    """List the settings that scripts/bench_defaults.py has trained with. Its factor on the rate is `lr_scale`."""
+    cells = (
+        json.loads(line)
+        for file in sorted((ROOT / "benchmarks/defaults").glob("*.jsonl"))
+        for line in file.open(encoding="utf-8")
+    )
+    return frozenset("optimizer.lr_scale" if key == "rate" else key for cell in cells for key in cell["settings"])
 
 
 def reference(language: str) -> str:
@@ -125,6 +139,8 @@ def _row(language: str, one: form.Setting) -> tuple[str, ...]:
     default = REQUIRED[language] if one.default is None else f"`{config.toml_value(one.default)}`"
     key = f"section.{one.key}" if one.columns else one.key
     description = one.description if language == "en" else translations.get_help(language, key, one.description)
+    if one.key in _list_measured():
+        description += MEASURED[language]
     return f"`{one.name}`", _accepts(language, one), default, needs, elsewhere, description
 
 
