@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from lora_fp8 import adapters, precision, settings
-from lora_fp8.precision import Format, FrozenLinear, kernels, matmul
+from lora_fp8.precision import Format, FrozenLinear, kernels, matmul, stream
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/test_kernels.py"
 
@@ -337,6 +337,16 @@ def test_checkpointing_changes_no_bit():
 
     plain = answers(model, dtype=torch.bfloat16)
     assert all(map(torch.equal, plain, answers(model, checkpointed, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp8_forward"])
+def test_offloaded_bytes_are_fetched_and_change_no_bit(compute, as_if_on_a_gpu):
+    plain = answers(stack(compute))
+    model = stack(compute)
+    precision.offload_(model, 1.0)
+    stream._couriers.clear()  # of what looked at the weights so far
+    assert all(map(torch.equal, plain, answers(model)))
+    assert as_if_on_a_gpu[-1].early + as_if_on_a_gpu[-1].late == 4  # two layers, forward and backward
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_fp8 import adapters, families, precision, train
 from lora_fp8.errors import RunFailure, UserError, UserErrors
+from lora_fp8.precision import blocks
 from lora_fp8.settings import Adapter, Memory, Model, Quantize
 from lora_fp8.training import memory
 
@@ -193,22 +194,24 @@ def test_frozen_layers_give_the_same_bits_and_keep_no_decoded_weight(form, compu
 # -- a whole denoiser ------------------------------------------------------------------------------------------------
 
 
-def test_a_job_trains_compiled_as_it_does_eager(job, aot_eager):
-    """With gradient checkpointing, and buckets of several shapes."""
+def test_a_job_trains_compiled_as_it_does_eager(job, aot_eager, monkeypatch):
+    """With gradient checkpointing, and buckets of several shapes; and with weights that are offloaded."""
     family = "sd15"
+    monkeypatch.setattr(memory, "problem", lambda *_: "")  # offloading on a CPU
     losses = {}
-    for name in ("off", "blocks"):
+    for name, more in (("off", ()), ("blocks", ()), ("offloaded", ("memory.offload=0.5",))):
         seen: list[dict] = []
         settings = ("model.dtype=fp32", "adapter.dtype=fp32", "train.steps=2", "memory.gradient_checkpointing=true")
-        train.run(
-            job(*settings, f"name={name}", f"memory.compile={name}", family=family), progress=False, echo=seen.append
-        )
+        compiled = f"memory.compile={'off' if name == 'off' else 'blocks'}"
+        counters.clear()
+        train.run(job(*settings, f"name={name}", compiled, *more, family=family), progress=False, echo=seen.append)
         losses[name] = [event["loss"] for event in seen if event["event"] == "step"]
         lines = next(event["memory"] for event in seen if event["event"] == "model")
-        assert any("TransformerBlock" in line for line in lines) == (name == "blocks")
-        assert (counters["stats"]["unique_graphs"] > 0) == (name == "blocks")
+        assert any("TransformerBlock" in line for line in lines) == (name != "off")
+        assert (counters["stats"]["unique_graphs"] > 0) == (name != "off")
     assert len(losses["off"]) == 2 and len({*losses["off"]}) == 2
     assert losses["blocks"] == pytest.approx(losses["off"], rel=1e-4)
+    assert losses["offloaded"] == losses["blocks"] and "wait in main memory" in " ".join(lines)
     assert not counters["graph_break"]
 
 
@@ -292,6 +295,51 @@ def test_recomputed_blocks_keep_what_they_must(aot_eager):  # noqa: ARG001
         assert sum(one.name == str(ATTENTION).replace(".", "::") for one in seen.events()) == runs
     assert kept["eager"] < kept[False] < 1.7 * kept["eager"]
     assert kept[False] < kept[True] < 2.5 * kept["eager"] < everything / 2
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+@pytest.mark.parametrize(
+    "section",
+    [
+        Memory(gradient_checkpointing=False, compile="blocks"),
+        Memory(gradient_checkpointing=True, compile="blocks"),
+        Memory(gradient_checkpointing=True, keep_attention=True, compile="blocks"),
+    ],
+    ids=["kept", "recomputed", "attention kept"],
+)
+def test_offloaded_weights_of_compiled_blocks_are_fetched_together(aot_eager, monkeypatch, section, share):
+    """Each block's from its place, before the forward and before the backward; the bits are those without offloading.
+
+    The rest of the model fetches its own. Alike blocks have the same offloaded layers, or each would be compiled anew.
+    """
+    given: list[int] = []
+    real = blocks._set_weights
+
+    def set_weights(layers: list, weights: list[Tensor]) -> None:
+        given.extend(weight.untyped_storage().data_ptr() for weight in weights)
+        real(layers, weights)
+
+    monkeypatch.setattr(blocks, "_set_weights", set_weights)
+    results, graphs = [], []
+    for part in (0.0, share):
+        torch._dynamo.reset()
+        counters.clear()
+        model = flux()
+        precision.offload_(model, part, precision.find_blocks(model))
+        own = {layer.qweight.untyped_storage().data_ptr() for layer in precision.frozen_layers(model).values()}
+        memory.apply_(model, section)
+        results.append([gradient.clone() for _ in range(4) for gradient in gradients(model)])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+    assert graphs[0] == graphs[1]
+    weights = next(iter(precision.find_blocks(model).values()))._compiled_call_impl.weights
+    places = {place.bytes.data_ptr() for place in weights._places}
+    assert len(places) == 2 and places < set(given) < places | own
+    # Once the order is known, all copies are begun before. The first and last block have their weights at the turns.
+    num = len(precision.find_blocks(model))
+    assert weights.late + weights.early == 1 + 4 * (2 * num - 2) and weights.late < 2 * num
+    with memory.uncompiled(model):
+        assert apart(gradients(model), results[0][: len(results[0]) // 4]) < 1e-5
 
 
 def test_only_training_is_compiled(aot_eager):

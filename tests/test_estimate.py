@@ -226,6 +226,16 @@ def test_what_waits_in_main_memory_is_not_on_the_device(
     assert none.base_bytes == kept.base_bytes - sum(sizes) + precision.stream.BUFFERS * max(sizes)
     assert "wait in main memory" in " ".join(none.lines()) and none.step_bytes == kept.step_bytes
 
+    # Compiled blocks fetch all of theirs together, into one of two places.
+    compiled = estimate.estimate(
+        planning.make(job.model_copy(update={"memory": job.memory.model_copy(update={"compile": "blocks"})}))
+    )
+    rooms = [
+        sum(-(-layer.qweight.nbytes // 512) * 512 for layer in precision.frozen_layers(block).values())
+        for block in precision.find_blocks(denoiser).values()
+    ]
+    assert compiled.waiting_bytes == sum(sizes) and compiled.base_bytes == none.base_bytes + 2 * max(rooms)
+
 
 def test_text_encoders_that_are_trained_stay(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
     """With adapter.text_encoder both CLIPs of SDXL are beside the denoiser in every step."""

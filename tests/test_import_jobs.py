@@ -324,7 +324,7 @@ def test_swapped_blocks_are_a_share(tmp_path: Path, module: str, swap: int, shar
     found = made(tmp_path / "a.toml", f"{text}fp8_base = true\nblocks_to_swap = {swap}\ntorch_compile = true")
     memory = settings(found)["memory"]
     assert memory.get("offload") == (None if share is None else round(share, 2))
-    assert memory["compile"] == ("blocks" if share is None else "off") and not importing.problems(found)
+    assert memory["compile"] == "blocks" and not importing.problems(found)
     assert ("blocks_to_swap" in keys(found.differs)) is (share is not None)
 
 

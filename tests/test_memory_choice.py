@@ -81,7 +81,7 @@ def test_what_a_user_says_is_kept(tiny: Callable[[str], Path], pictures: Path, t
     assert choose("memory.offload=0.2").section.offload == 0.2
     assert choose("preview.tiled=false").tiled is False and choose("preview.tiled=true", free=MANY).tiled
     assert choose().tiled, "nothing fits into a MiB"
-    for clash in ("quantize.storage=bf16", "memory.compile=blocks", "quantize.backend=torchao"):
+    for clash in ("quantize.storage=bf16", "quantize.backend=torchao"):
         chosen = choose(clash)
         assert chosen.section.offload == 0 and chosen.section.recomputes
         assert clash.partition("=")[0] in chosen.advice

@@ -699,15 +699,13 @@ def excludes_recomputing(quantize: Quantize) -> bool:
 def find_offload_clashes(job: Job) -> Iterator[tuple[str, str]]:
     """Yield each setting that excludes offloading, with the value to use instead.
 
-    Only our own frozen layers can be offloaded, and Python code fetches their bytes. Processes that share the base
-    gather it from parameters, which offloaded bytes are not.
+    Only our own frozen layers can be offloaded. Processes that share the base gather it from parameters, which
+    offloaded bytes are not.
     """
     quantize = job.quantize
     for key, clash, usual in (
         ("quantize.storage", quantize.storage in ("bf16", "none"), "'fp8'"),
         ("quantize.backend", quantize.backend != "own", "'own'"),
-        ("quantize.kernels", quantize.kernels == "triton", "'torch'"),
-        ("memory.compile", job.memory.compile != "off", "'off'"),
         ("memory.shard_base", job.memory.shard_base, "false"),
     ):
         if clash:

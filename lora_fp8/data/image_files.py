@@ -49,10 +49,10 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         if (status.st_dev, status.st_ino) in visited:
             continue
         visited.add((status.st_dev, status.st_ino))
-        with os.scandir(folder) as found:  # knows what is a folder without asking for each file, but not of links
+        with os.scandir(folder) as scanned:  # knows what is a folder without asking for each file, but not of links
             entries = sorted(
                 (entry.name, (folder / entry.name).is_dir() if entry.is_symlink() else entry.is_dir())
-                for entry in found
+                for entry in scanned
                 if not entry.name.startswith(".")
             )
         waiting.extend(folder / name for name, is_folder in reversed(entries) if is_folder)

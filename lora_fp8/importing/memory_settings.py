@@ -18,7 +18,7 @@ BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
 
 
 def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str) -> None:
-    """Set memory.offload; called after precision and compilation are set, as it depends on them.
+    """Set memory.offload; called after the precision is set, as it depends on it.
 
     Args:
         draft: the import.
@@ -39,9 +39,6 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
         )
         draft.need("memory.offload", what)
         return
-    if draft.settings.get("memory.compile", "off") != "off":
-        draft.set("memory.compile", "off", Message("excluded by memory.offload"))
-        note = remarks.join([note, Message("memory.compile was left off, which excludes it")])
     draft.differs(keys, {"memory.offload": share}, note)
 
 

@@ -5,6 +5,7 @@ reserve of torch's allocator are not included.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..data.buckets import Bucket
 from ..data.cache import Cache
 from ..errors import Message
 from ..families.base import ModelFamily
-from ..precision import stream
+from ..precision import blocks, stream
 from ..precision.dtypes import DTYPES
 from ..settings import Job, split_preview
 from ..training import memory, optim
@@ -37,11 +38,17 @@ class BaseMemory:
     """all of it; where processes share it, what one of them holds, with the blocks that it gathers"""
     layer_bytes: dict[str, int]
     """the weight of each layer that can be offloaded, in the order of use"""
+    blocks: tuple[str, ...] = ()
+    """names of the blocks whose offloaded weights are fetched together, as they are compiled"""
 
     def count(self, share: float) -> tuple[int, int]:
         """Count the bytes with this share offloaded: on the device, with the buffers for it, and in RAM."""
-        waiting = [self.layer_bytes[name] for name in stream.chosen(self.layer_bytes, share)]
-        return self.whole_bytes - sum(waiting) + stream.BUFFERS * max(waiting, default=0), sum(waiting)
+        waiting = {name: self.layer_bytes[name] for name in stream.chosen(self.layer_bytes, share, self.blocks)}
+        groups = stream.split_by_block(waiting, self.blocks)
+        rooms = [blocks.count_place([*group.values()]) for name, group in groups.items() if name]
+        # Uncompiled code, such as that of previews, fetches the layers of blocks one after the other.
+        buffers = stream.BUFFERS * max(waiting.values(), default=0) + blocks.PLACES * max(rooms, default=0)
+        return self.whole_bytes - sum(waiting.values()) + buffers, sum(waiting.values())
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,17 @@ class TrainingMemory:
         return self.base.count(share)[0] + self.adapter_bytes + self.optimizer_bytes
 
 
-def measure_base(model: torch.nn.Module, more: int = 0) -> BaseMemory:
-    """Measure the frozen part of a model on the meta device, with so many bytes that its hooks hold."""
+def measure_base(model: torch.nn.Module, more: int = 0, compiled: Iterable[str] = ()) -> BaseMemory:
+    """Measure the frozen part of a model on the meta device.
+
+    Args:
+        model: a denoiser, perhaps with text encoders.
+        more: bytes that its hooks hold.
+        compiled: names of the blocks that are compiled.
+    """
     layers = precision.frozen_layers(model)
-    return BaseMemory(_count_frozen(model) + more, {name: layer.qweight.nbytes for name, layer in layers.items()})
+    sizes = {name: layer.qweight.nbytes for name, layer in layers.items()}
+    return BaseMemory(_count_frozen(model) + more, sizes, tuple(compiled))
 
 
 def _count_frozen(model: torch.nn.Module) -> int:
@@ -113,7 +127,8 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, world: int = 1
     if job.memory.shard_base and world > 1:
         base = _measure_shared_base(denoiser, sum(map(_count_frozen, encoders.values())) + beneath, world)
     else:
-        base = measure_base(adapted, beneath)
+        is_compiled = job.memory.compile == "blocks"
+        base = measure_base(adapted, beneath, precision.find_blocks(denoiser) if is_compiled else ())
     return TrainingMemory(
         base=base,
         adapter_bytes=sum(parameter.nbytes for _, parameter in named),

@@ -11,7 +11,7 @@ its K is channels x height x width of the kernel.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
 import torch
@@ -99,6 +99,8 @@ class FrozenLayer(nn.Module):
 
     def wait_(self) -> None:
         """Offload the quantized weight to RAM, now or when it is set; moves between devices leave it there."""
+        if self.waits:
+            return
         qweight = self.qweight.detach()
         del self._parameters["qweight"]
         vars(self)["qweight"] = put_away(qweight)
@@ -188,19 +190,29 @@ def whole(tensor: Tensor) -> Tensor:
 def frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLayer]:
     """Return the frozen layers by their names in the plain model, whether or not adapters wrap them."""
     layers = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLayer))
-    return {".".join(part for part in name.split(".") if part != "base_layer"): module for name, module in layers}
+    return {plain_name(name): module for name, module in layers}
 
 
-def offload_(denoiser: nn.Module, share: float) -> int:
+def plain_name(name: str) -> str:
+    """Return the name that a module has in the plain model, whether or not adapters wrap it."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
+
+
+def offload_(denoiser: nn.Module, share: float, blocks: Iterable[str] = ()) -> int:
     """Offload about this share of the frozen bytes to RAM (see `stream`), in place.
 
     Layers on the meta device are offloaded when their weights are set.
+
+    Args:
+        denoiser: quantized.
+        share: 0 to 1.
+        blocks: names of blocks in which the same layers are offloaded if they are alike, see `stream.chosen`.
 
     Returns:
         Number of offloaded bytes.
     """
     layers = frozen_layers(denoiser)
-    names = stream.chosen({name: layer.qweight.nbytes for name, layer in layers.items()}, share)
+    names = stream.chosen({name: layer.qweight.nbytes for name, layer in layers.items()}, share, blocks)
     for name in names:
         layers[name].wait_()
     return sum(layers[name].qweight.nbytes for name in names)

@@ -27,6 +27,7 @@ from triton import knobs
 
 from .formats import E4M3_MAX, MIN_SCALE, decode
 from .matmul import E4M3, once_more, quantize, unscaled_product
+from .stream import here
 
 _INTERPRETED = knobs.runtime.interpret
 _LARGEST = tl.constexpr(E4M3_MAX)
@@ -323,6 +324,7 @@ class KernelLinear(torch.autograd.Function):
             # another.
             h_MR = (x.reshape(-1, x.shape[-1]).to(a_RK.dtype) @ a_RK.t()).to(a_RK.dtype)
             ctx.save_for_backward(qweight_NK, scale, x, h_MR, a_RK, b_NR)
+        qweight_NK, scale = here((qweight_NK, scale))
         sum_MN = unscaled_product(values_MK, qweight_NK, x.dtype, fast_accum)
         y_MN = epilogue(sum_MN, x_scale, scale, bias_N, h_MR, b_NR, scaling, x.dtype)
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
@@ -343,6 +345,7 @@ class KernelLinear(torch.autograd.Function):
             if ctx.needs_input_grad[7]:
                 grad_b_NR = (own_MN.t() @ h_MR) * ctx.scaling
         if ctx.needs_input_grad[0]:
+            qweight_NK, scale = here((qweight_NK, scale))
             if ctx.precise_backward:
                 grad_MK = grad_MN @ decode(once_more((qweight_NK, scale)), "fp8", grad.dtype)
                 if a_RK is not None:

@@ -11,7 +11,7 @@ until the computation that read its buffer is done. It waits on the GPU and not 
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -30,13 +30,31 @@ CONTEXT = 64
 """Most preceding uses that are compared when two equal uses are matched."""
 
 
-def chosen(sizes: Mapping[str, int], share: float) -> list[str]:
+def chosen(sizes: Mapping[str, int], share: float, blocks: Iterable[str] = ()) -> list[str]:
     """Return the layers to offload: about `share` of all bytes, spread evenly over the model's order.
 
     Args:
         sizes: bytes by layer, in the order of use.
         share: 0 to 1.
+        blocks: names of blocks whose layers are chosen for each block by itself. So the same ones are in blocks that
+            are alike, which then can have the same compiled code.
     """
+    names = {name for group in split_by_block(sizes, blocks).values() for name in _spread(group, share)}
+    return [name for name in sizes if name in names]
+
+
+def split_by_block(sizes: Mapping[str, int], blocks: Iterable[str]) -> dict[str, dict[str, int]]:
+    """Split a table of layers by the block that they are in; those in none are under ""."""
+    groups: dict[str, dict[str, int]] = {}
+    known = set(blocks)
+    for name, size in sizes.items():
+        parts = name.split(".")
+        around = (".".join(parts[:end]) for end in range(1, len(parts)))
+        groups.setdefault(next((block for block in around if block in known), ""), {})[name] = size
+    return groups
+
+
+def _spread(sizes: Mapping[str, int], share: float) -> list[str]:
     names, owed = [], 0.0
     for name, size in sizes.items():
         owed += share * size

@@ -58,6 +58,7 @@ def load_base(
     offload: float = 0.0,
     report: Callable[[int, int], None] = lambda done, total: None,
     sharing: Processes | None = None,
+    is_compiled: bool = False,
 ) -> tuple[nn.Module, precision.Plan, int]:
     """Load the denoiser into the storage of the section, on the family's device.
 
@@ -67,6 +68,7 @@ def load_base(
         offload: share of the frozen weights to keep in RAM, from 0 to 1.
         report: called with the numbers of loaded and of all weights.
         sharing: the processes among which the frozen weights are split; None: each holds all of them.
+        is_compiled: the denoiser's blocks will be compiled.
 
     Returns:
         The denoiser, storage and matmul of each layer, and the bytes that are offloaded to RAM.
@@ -75,7 +77,7 @@ def load_base(
     total = len(denoiser.state_dict())
     keep, modulation = family.keep_precise, family.modulation
     plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
-    waiting = precision.offload_(denoiser, offload)
+    waiting = precision.offload_(denoiser, offload, precision.find_blocks(denoiser) if is_compiled else ())
     tensors = _count_tensors(family.denoiser_tensors(), lambda done: report(done, total))
     keep_part = None
     if sharing is not None:
@@ -118,7 +120,9 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     progress = StageProgress(run, "load")
     section = add_moved_layers(job.quantize, moved)
     sharing = session.processes if session.shares_base else None
-    denoiser, layers, waiting = load_base(family, section, session.memory.share_in_ram, progress.update, sharing)
+    denoiser, layers, waiting = load_base(
+        family, section, session.memory.share_in_ram, progress.update, sharing, session.memory.compile == "blocks"
+    )
     names = family.adapter_names(denoiser, job.adapter.targets)
     beneath = session.plan.training_adapter
     with session.processes.passing():  # some adapters start from the base's weights

@@ -147,9 +147,7 @@ def _compile_blocks_(denoiser: nn.Module, recompute: Call | None) -> str:
     Only training uses the compiled code. In eval mode a block runs uncompiled: previews and checks have shapes that
     come once, and are compared with programs that do not compile.
     """
-    # diffusers' own lists: the one of its regional compilation, or else the blocks that must not be split.
-    kinds = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
-    blocks = [module for module in denoiser.modules() if type(module).__name__ in kinds]
+    blocks = precision.find_blocks(denoiser).values()
     if not blocks:
         raise UserError(
             Message(
@@ -158,17 +156,21 @@ def _compile_blocks_(denoiser: nn.Module, recompute: Call | None) -> str:
             )
         )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
+    weights = precision.BlockStream(denoiser)
     for block in blocks:
-        block._compiled_call_impl = _Compiled(block, recompute)
+        block._compiled_call_impl = _Compiled(block, recompute, weights if block in weights else None)
     counted = Counter(type(block).__name__ for block in blocks)
     return ", ".join(f"{count} {name}" for name, count in counted.items())
 
 
 class _Compiled:
-    """What a block's call runs: compiled code in training, and the block itself in eval mode."""
+    """What a block's call runs: compiled code in training, and the block itself in eval mode.
 
-    def __init__(self, block: nn.Module, recompute: Call | None) -> None:
-        self.block = block
+    Compiled code gets offloaded weights by `weights`; the block itself fetches one after the other.
+    """
+
+    def __init__(self, block: nn.Module, recompute: Call | None, weights: precision.BlockStream | None) -> None:
+        self.block, self.weights = block, weights
         self._plain = torch.compile(block._call_impl, fullgraph=True)
         if recompute is not None:
             self._checkpointed = torch.compile(lambda *args: recompute(block._call_impl, *args), fullgraph=True)
@@ -176,7 +178,13 @@ class _Compiled:
     def __call__(self, *args: Any, checkpointed: bool = False, **kwargs: Any) -> Any:
         if not self.block.training:
             return self.block._call_impl(*args, **kwargs)
-        return self._checkpointed(*args) if checkpointed else self._plain(*args, **kwargs)
+        run = self._checkpointed if checkpointed else self._plain
+        if self.weights is None:
+            return run(*args, **kwargs)
+        with self.weights.fetched(self.block):
+            results = run(*args, **kwargs)
+        self.weights.fetch_before_backward(self.block, results)
+        return results
 
 
 @contextlib.contextmanager

@@ -82,7 +82,14 @@ def variants(mode: Mode, keeps_attention: bool = False) -> list[Mode]:
 PROCESSES = (
     variants(PLAIN),
     variants(FP8),
-    variants(UPCAST) + [replace(UPCAST, title=f"fp8 upcast, offload {share:g}", offload=share) for share in (0.5, 1.0)],
+    [
+        *variants(UPCAST),
+        *(
+            replace(UPCAST, title=f"fp8 upcast, offload {share:g}", offload=share, compiled=compiled)
+            for share in (0.5, 1.0)
+            for compiled in (True, False)
+        ),
+    ],
     variants(FP8, keeps_attention=True),
     variants(PLAIN, keeps_attention=True),
     variants(TRITON),
@@ -143,7 +150,7 @@ class Bench:
         if mode.storage == "fp8":
             precision.set_compute_(self.denoiser, self.plan.with_compute(section.compute), section)
         if mode.offload:
-            precision.offload_(self.denoiser, mode.offload)
+            precision.offload_(self.denoiser, mode.offload, precision.find_blocks(self.denoiser))
         compiled = "blocks" if mode.compiled else "off"
         section = settings.Memory(
             gradient_checkpointing=self.checkpointing, keep_attention=mode.keeps_attention, compile=compiled
@@ -303,12 +310,12 @@ def work(task: Task, checkpointing: bool, turns: Turns, file: Path, context: Con
 
     turns.go[0].wait()
     for mode in task.modes:
-        if bench is not None and compiled is not None and mode.compiled:
+        if bench is not None and compiled is not None and mode.compiled and not mode.offload:
             ask(mode, {} if mode.recorded else compiled)
     turns.done[0].set()
     turns.go[1].wait()
     for mode in task.modes:
-        if bench is not None and not mode.compiled:
+        if bench is not None and (mode.offload or not mode.compiled):  # what is offloaded stays so
             ask(mode)
     turns.done[1].set()
 
@@ -333,12 +340,12 @@ def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -
 
     Args:
         bench: the model.
-        mode: switched to first, unless it is compiled: then the model is in it already.
+        mode: switched to first, unless it is compiled without offloading: then the model is in it already.
         context: of the stage.
         off: from `prepare_compiled`, or {}.
     """
     begun = time.perf_counter()
-    if not mode.compiled:
+    if mode.offload or not mode.compiled:
         bench.switch_(mode)
     empty_cache(context.device)
     if mode.recorded:

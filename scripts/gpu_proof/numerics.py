@@ -513,6 +513,73 @@ def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Te
     return found
 
 
+@question("offload: compiled blocks give the same gradients over 6 steps")
+def compiled_offload(context: Context) -> dict[str, Any]:
+    """Compare compiled steps with offloaded weights with those without; attention's backward may round otherwise."""
+    need_cuda(context.device)
+    pairs = {}
+    for checkpointing in (True, False):
+        results = [compiled_steps(share, checkpointing, context.device) for share in (0.0, 0.5, 1.0)]
+        for share, found in zip((0.5, 1.0), results[1:], strict=True):
+            for number, pair in enumerate(zip(found, results[0], strict=True)):
+                pairs[f"recomputed {checkpointing} {share} {number}"] = pair
+    return equal(pairs)
+
+
+def compiled_steps(share: float, checkpointing: bool, device: torch.device) -> list[Tensor]:
+    """Return all adapter gradients of 6 steps of compiled blocks, with a share of the frozen bytes offloaded to RAM."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Stack().to(BF16)
+    precision.quantize_(model, settings.Quantize(), (), BF16)
+    precision.offload_(model, share, precision.find_blocks(model))
+    names = [name for name, one in model.named_modules() if isinstance(one, FrozenLinear)]
+    adapters.inject(model, settings.Adapter(rank=4, alpha=4), names, seed=0)
+    fill_adapters(model)
+    model.to(device).train()
+    memory.apply_(model, settings.Memory(gradient_checkpointing=checkpointing, compile="blocks"))
+    found = []
+    for seed in range(6):
+        x = random(64, 1024, dtype=BF16, seed=seed).to(device).requires_grad_()
+        model.zero_grad()
+        model(x).float().square().mean().backward()
+        found += [parameter.grad.clone() for _, parameter in adapters.parameters(model)]
+    return found
+
+
+class StackBlock(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x and what the layers make of it."""
+        return x + self.narrow(nn.functional.silu(self.wide(x)))
+
+
+class Stack(nn.Module):
+    """Six blocks, recomputed as diffusers' models recompute theirs."""
+
+    _repeated_blocks = ("StackBlock",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StackBlock() for _ in range(6))
+        self.recompute: Any = None
+
+    def enable_gradient_checkpointing(self, recompute: Any) -> None:
+        """Take the function that runs a block so that it is recomputed."""
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run all blocks."""
+        for block in self.blocks:
+            x = block(x) if self.recompute is None else self.recompute(block, x)
+        return x
+
+
 @question("compile: no decoded weight is kept between forward and backward")
 def compile_keeps_nothing(context: Context) -> dict[str, Any]:
     """Check that a compiled model keeps no dequantized weight for its backward pass."""
