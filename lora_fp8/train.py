@@ -29,7 +29,7 @@ from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
 from .plan.machine import describe_environment
 from .plan.resolve import get_run_folder
-from .run import Run, StopSignal, disk_space, ownership
+from .run import REFUSED, Run, StopSignal, disk_space, ownership
 from .settings import Job, schedules
 from .stages import held_out, tracking
 from .stages.cache import Data, cache
@@ -87,7 +87,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
             if processes.is_main:
                 tracking.watch(plan.job.tracking, job.name, text, run)
             session = Session(plan, run, processes, stop, progress and processes.is_main)
-            with _log_ending(session):
+            with _log_ending(session, resume):
                 run.log_event(
                     "start", resume=resume, processes=processes.world, device=str(processes.device), name=job.name
                 )
@@ -171,8 +171,11 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
 
 
 @contextlib.contextmanager
-def _log_ending(session: Session) -> Iterator[None]:
-    """Log a stop or an error of the block as the end of the run, and close the log."""
+def _log_ending(session: Session, resume: bool) -> Iterator[None]:
+    """Log a stop or an error of the block as the end of the run, and close the log.
+
+    A resume with settings that do not fit is refused, and does not change how the run had ended.
+    """
     run = session.run
     try:
         with session.stop.recognised(), explain_errors(session):
@@ -182,8 +185,11 @@ def _log_ending(session: Session) -> Iterator[None]:
             run.log_event("stopped", text=str(error) or Message("interrupted; the newest checkpoint is as it was"))
         raise
     except Exception as error:
+        refused = resume and isinstance(error, UserError) and not run.is_accepted
         with contextlib.suppress(OSError):
-            run.log_event("error", text=str(error), kind=type(error.__cause__ or error).__name__)
+            run.log_event(
+                REFUSED if refused else "error", text=str(error), kind=type(error.__cause__ or error).__name__
+            )
         raise
     finally:
         run.close()

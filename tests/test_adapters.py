@@ -277,7 +277,8 @@ def test_warnings():
     report = adapters.inject(
         flux(), settings.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0
     )
-    assert any("64 is more than transformer_blocks.0.attn.to_q can use (32)" in note for note in report.warnings)
+    wide = [note for note in report.warnings if "adapter.rank 64 is more than" in note]
+    assert len(wide) == 1 and "layers can use, transformer_blocks.0.attn.to_q (32) among them" in wide[0]
     assert any("'transformer_blocks.0.attn.to_q' adds nothing" in note for note in report.warnings)
 
 

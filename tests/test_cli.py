@@ -26,6 +26,8 @@ from safetensors.torch import load_file
 from lora_fp8 import cli, config, families, run, settings, train
 from lora_fp8.cli import commands, events
 from lora_fp8.errors import RunFailure, Stopped, UserError, UserErrors
+from lora_fp8.jobs import job_state, run_events
+from lora_fp8.run import run_log
 from lora_fp8.stages import step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -360,6 +362,10 @@ def test_check_finds_what_would_stop_the_training_later(
     (tmp_path / "long.txt").write_text("a photo of a red cat, " * 20 + "and the end", encoding="utf-8")
     long = ask("check", path, "--set", f"dataset.folders=[{{path='{tmp_path}'}}]")
     assert long.code == 0 and "warning: 1 of 1 captions and prompts are longer than the 75 tokens" in long.out, long
+    negative = f"preview.negative='{'blurry, ' * 60}'"
+    drawn = ask("check", path, "--set", "preview.prompts=['a']", "--set", negative, "--set", "adapter.rank=600")
+    assert drawn.code == 0 and "captions and prompts are longer than the 75 tokens" in drawn.out, drawn
+    assert drawn.out.count("adapter.rank 600 is more than") == 1 and "layers can use" in drawn.out
     hub = ask("check", path, "--set", "model.path=somebody/something")
     assert hub.code == 2 and "cannot be looked up: HF_HUB_OFFLINE forbids connections" in hub.err
     fine = ask("check", path, "--json")
@@ -457,6 +463,22 @@ def test_train_stop_resume_export_verify(
         file.seek(-3, os.SEEK_END)
         file.write(bytes([byte ^ 0xFF]))
     assert ask("verify", files[0]).code == 3
+
+    # A resume that is refused leaves the run as it had ended for all who look.
+    ended = job_state.view_shell_run(folder, run_events.Follower())
+    assert (ended.state, ended.step, ended.steps) == ("done", 4, 4)
+    for change, said in (("seed=7", "seed: was 0"), ("train.steps=2", "raise train.steps")):
+        refused = ask("resume", folder, "--set", change)
+        assert refused.code == 2 and said in refused.err
+        assert run.Run.open(folder).events()[-1]["event"] == "refused"
+        seen = job_state.view_shell_run(folder, run_events.Follower())
+        assert (seen.state, seen.sentence, seen.step, seen.steps) == (ended.state, ended.sentence, 4, 4)
+        assert run_log.RunLog(folder / "events.jsonl").read().facts.end["event"] == "done"
+        assert ask("report", folder).code == 0
+        assert str(tmp_path) not in (folder / "report.html").read_text(encoding="utf-8")
+    for change in ("name=other", f"output_dir={tmp_path}"):
+        refused = ask("resume", folder, "--set", change)
+        assert refused.code == 2 and "goes on in its own folder" in refused.err and not (tmp_path / "other").exists()
 
     # The folder is moved; more steps than before are wanted there.
     moved = tmp_path / "elsewhere 🦊"

@@ -4,6 +4,7 @@ The notation is A1111's; its own examples are below. The rule is sd-scripts': ea
 states of its tokens are multiplied by its weight.
 """
 
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 from test_long_captions import LONG, expected, make, opened
 
 from lora_fp8 import importing
-from lora_fp8.families._prompt_weights import has_weights, parse_weights, remove_weights
+from lora_fp8.families._prompt_weights import (
+    find_largest_weight,
+    has_weights,
+    parse_weights,
+    remove_weights,
+    splits_bracket,
+)
 from lora_fp8.plan import plan as plans
 
 A1111 = {
@@ -54,6 +61,14 @@ def test_the_notation(prompt: str) -> None:
     assert [text for text, _ in pieces] == [text for text, _ in wanted]
     assert [weight for _, weight in pieces] == pytest.approx([weight for _, weight in wanted])
     assert remove_weights(prompt) == "".join(text for text, _ in wanted)
+
+
+def test_weights_that_are_hardly_meant() -> None:
+    assert [find_largest_weight(text) for text in ("", "a (b:1.3)", "(a:-20)", "at (12:30)")] == [1.0, 1.3, 20.0, 30.0]
+    for text in ("(red hair, blue eyes:1.4), hat", "[a, b]", "((a), b)"):
+        assert splits_bracket(text, ",")
+    for text in ("(red hair:1.4), [a]", "\\(x, y\\)", "smile :), 12:30), a", ""):
+        assert not splits_bracket(text, ",")
 
 
 def test_a_caption_of_brackets_is_read_in_time() -> None:
@@ -109,6 +124,8 @@ def test_the_notation_does_not_count_as_tokens(tiny: Any) -> None:
     ("overrides", "told"),
     [
         (["preview.prompts=['a (cat:1.3)', 'plain']"], True),
+        (["preview.prompts=['plain']", "preview.negative='(blurry:1.4)'"], True),
+        (["preview.prompts=['plain --n (blurry:1.4)']"], True),
         (["preview.prompts=['a (cat)']"], False),
         (["preview.prompts=['a (cat:1.3)']", "model.prompt_weights=true"], False),
     ],
@@ -116,6 +133,17 @@ def test_the_notation_does_not_count_as_tokens(tiny: Any) -> None:
 def test_weights_that_are_not_read_are_told(job: Callable, overrides: list[str], told: bool) -> None:
     warnings = plans.make(job(*overrides)).images.warnings
     assert any("set model.prompt_weights = true" in line for line in warnings) == told
+
+
+def test_doubtful_weights_are_told(job: Callable, pictures: Path, tmp_path: Path) -> None:
+    images = shutil.copytree(pictures, tmp_path / "images")
+    for file in images.glob("*.txt"):
+        file.write_text("(red hair, blue eyes:1.4), hat", encoding="utf-8")
+    weights = ["model.prompt_weights=true", "preview.prompts=['a (cat:30)']", f"dataset.folders.0.path='{images}'"]
+    for more, told in (([], False), (["dataset.shuffle_tags=true"], True), (["dataset.tag_dropout=0.1"], True)):
+        warnings = " ".join(plans.make(job(*weights, *more)).images.warnings)
+        assert "a weight above 10, such as 'a (cat:30)'" in warnings
+        assert ("have a bracket around several tags, such as '(red hair" in warnings) == told
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import Message, UserError
+from ..errors import Message, Plural, UserError
 from ..precision.names import by_name, hint
 from ..settings import Adapter
 from . import kinds
@@ -80,7 +80,7 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
 
 def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> list[str]:
     """Return warnings about ranks that a layer cannot use. Raises UserError for a layer that cannot be adapted."""
-    notes: list[str] = []
+    wide: list[tuple[str, int, int]] = []
     for name, rank in rank_of.items():
         layer = denoiser.get_submodule(name)
         if isinstance(layer, nn.Conv2d):
@@ -131,7 +131,15 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
                     )
                 )
         elif rank > narrow and section.type != "lokr":
-            notes.append(
-                Message("adapter.rank {rank} is more than {name} can use ({most})", rank=rank, name=name, most=narrow)
-            )
-    return notes
+            wide.append((name, rank, narrow))
+    return [_describe_wide_ranks(wide)] if wide else []
+
+
+def _describe_wide_ranks(wide: Sequence[tuple[str, int, int]]) -> str:
+    """Describe layers whose rank is above the largest that they can use: (name, rank, largest) of each."""
+    name, rank, most = wide[0]
+    template = Plural(
+        "adapter.rank {rank} is more than {name} can use ({most})",
+        "adapter.rank {rank} is more than {count} layers can use, {name} ({most}) among them",
+    )
+    return template(count=len(wide), rank=rank, name=name, most=most)

@@ -211,6 +211,15 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
     run = Run.open(folder)
     # The folder may have been moved or renamed: its current place counts.
     here = folder.resolve()
+    for override in overrides:
+        if (key := override.partition("=")[0].strip()) in ("name", "output_dir"):
+            raise UserError(
+                Message(
+                    "--set {key}: a run goes on in its own folder; `lora-fp8 train {config} --set ...` begins another",
+                    key=key,
+                    config=quote_path(run.config_file),
+                )
+            )
     place = [toml_line("name", here.name), toml_line("output_dir", str(here.parent))]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 

@@ -17,6 +17,8 @@ ROUND = 1.1
 """Factor of round brackets without a number; square ones divide by it."""
 MOST_DEPTH = 20
 """Brackets inside of each other; further ones are text, so that no caption takes long to read."""
+LARGE_WEIGHT = 10
+"""Weights above it are hardly meant, such as that of (12:30)."""
 _PIECE = re.compile(
     r"\\([()\[\]\\])"  # an escaped bracket or backslash
     r"|:\s*([+-]?[.\d]+)\s*\)"  # the weight and end of a round bracket
@@ -73,3 +75,22 @@ def remove_weights(prompt: str) -> str:
 def has_weights(prompt: str) -> bool:
     """Return True if a prompt has a weight in numbers, such as (smile:1.2); brackets alone may be text."""
     return _WEIGHT.search(prompt) is not None
+
+
+def find_largest_weight(prompt: str) -> float:
+    """Return the largest weight of a piece of a prompt, without its sign."""
+    return max(abs(weight) for _, weight in parse_weights(prompt))
+
+
+def splits_bracket(prompt: str, separator: str) -> bool:
+    """Return True if a bracket reaches over a separator, so that its parts are not what was weighted."""
+    for part in prompt.split(separator):
+        num_open = 0
+        for match in _PIECE.finditer(part):
+            if match[0] in ("(", "["):
+                num_open += 1
+            elif match[0] in (")", "]") or match[2]:
+                num_open = max(num_open - 1, 0)
+        if num_open:
+            return True
+    return False

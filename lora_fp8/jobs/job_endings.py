@@ -54,7 +54,7 @@ def find_ending(row: Row, attempt: Path, follower: Follower) -> Ending:
         return Ending("done", Sentence("command_done"), 0)
     if status in (2, 3):
         # Once the run had begun, its log has the reason; before that, the trainer's last message has it.
-        text = read_message(attempt / "message.json") or str(last.get("text", ""))
+        text = read_message(attempt / "message.json") or str(last.get("text", "")) or progress.refusal
         return Ending("failed", Sentence("input" if status == 2 else "failure", {"message": text}), status)
     if _was_stopped(row, status, launcher_status, last):
         return Ending("stopped", _describe_stop(row, find_saved_step(folder) if folder else None, status), status)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..run import Run, Unreadable
+from ..run import REFUSED, Run, Unreadable
 from .job_endings import check_done, describe_retry, find_ending, is_alive, will_retry
 from .job_view import JobView, Sentence, describe_damage
 from .run_events import Follower, Progress, find_saved_step, read_count, read_object_or_empty, read_records
@@ -202,15 +202,18 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
             return replace(run_view, state="stopping", sentence=Sentence("stop_asked"), eta_s=None)
         return run_view
     state = status.get("state")
+    if state == REFUSED:  # it is as it was before
+        progress = follower.read_progress(folder, 0)
+        state = (progress.last or {}).get("event")
+        run_view = replace(run_view, step=progress.step, steps=progress.steps, loss=progress.loss)
     if state == "stopped":
         sentence = Sentence("stopped", {"step": step}) if step is not None else Sentence("stopped_early")
         return replace(run_view, state="stopped", sentence=sentence)
     if state in ("done", "error"):
         last = follower.read_progress(folder, 0).last or {}
         if state == "error":
-            return replace(
-                run_view, state="failed", sentence=Sentence("failure", {"message": str(last.get("text", ""))})
-            )
+            key = "input" if str(last.get("kind")).startswith("UserError") else "failure"
+            return replace(run_view, state="failed", sentence=Sentence(key, {"message": str(last.get("text", ""))}))
         end = check_done(folder, last, None)
         return replace(run_view, state=end.state, sentence=end.sentence, resumable=False)
     return run_view

@@ -10,6 +10,7 @@ from typing import Any
 from ..common.json_files import parse_json, read_json
 from ..common.messages import without_home
 from ..common.reading import MOST_TEXT, open_regular
+from ..run import REFUSED
 
 
 @dataclass
@@ -25,6 +26,8 @@ class Progress:
     work: dict[str, Any] | None = None  # the newest event "progress", if no other event follows it
     since: float = 0  # time at which the stage began
     last: dict[str, Any] | None = None  # the newest of done, stopped and error, if no event follows it
+    before: dict[str, Any] | None = None  # `last` when this process began
+    refusal: str = ""  # why the newest resume was refused
     first: tuple[float, int] | None = None  # time and step number of the first step of this process
     newest: tuple[float, int] | None = None
     counted: tuple[float, int] | None = None  # time and number of the first event "progress" of its kind
@@ -76,6 +79,11 @@ class Progress:
         if kind in ("done", "stopped", "error"):
             self.last = event
             return
+        if kind == REFUSED:
+            self.last, self.refusal = self.before, str(event.get("text", ""))
+            return
+        if kind == "start":
+            self.before = self.last
         self.last = None
         if kind in ("start", "stage"):
             self.since = event["t"] if _are_numbers(event, "t") else 0

@@ -289,11 +289,7 @@ def get_rule(
             Message("{layout}: unknown layout; there are {names}", layout=repr(layout), names=", ".join(LAYOUTS))
         )
     if layout != "diffusers" and not has_layout(family, layout):
-        raise UserError(
-            Message(
-                "{title} has no {layout} layout; set export.formats = ['diffusers']", title=family.title, layout=layout
-            )
-        )
+        raise UserError(Message("{title} has no {layout} layout; use 'diffusers'", title=family.title, layout=layout))
     to_name, members = get_denoiser_rule(family, layout)
     prefix = get_prefix(family, layout)
 

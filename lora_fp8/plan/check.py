@@ -17,7 +17,7 @@ from ..errors import Message, Template, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
-from ..settings import Job, split_preview
+from ..settings import Job
 from .scan import scan
 
 
@@ -92,7 +92,9 @@ def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
 
 def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDescription) -> None:
     """Make the job's Plan, then check how the tokenizers cut the captions and whether the disks have room."""
-    from ..data.caption_variants import dataset_captions, truncation_warnings
+    from ..adapters.targets import choose_layers
+    from ..data.caption_variants import truncation_warnings
+    from ..data.prompts import text_of
     from . import plan as planning
 
     plan, problems = planning.attempt(job, report, base=base)
@@ -104,12 +106,13 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
     for described in family.bases:
         result.facts += described.lines if described.reference != base.reference else []  # those of model.components
     if not result.problems:
+        names = family.adapter_names(family.outline, job.adapter.targets)
+        result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
         try:
             result.warnings += disk_space.require(plan.writes())
         except UserError as error:
             result.problems += getattr(error, "problems", [str(error)])
-        captions = dataset_captions(report.examples, job.dataset, job.seed)
-        texts = list(dict.fromkeys([*captions, *(table.prompts[0] for table in split_preview(job.preview))]))
+        texts = list(dict.fromkeys(map(text_of, plan.texts)))
         result.warnings += truncation_warnings(family.overlong(texts), len(texts))
     template = Template("base: {title}, {path}, predicts {kind}")
     if family.assumes_prediction():

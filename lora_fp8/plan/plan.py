@@ -5,7 +5,7 @@ job. Problems are collected, so that the user sees all of them at once.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,14 +24,14 @@ from ..data.caption_variants import dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors
-from ..families._prompt_weights import has_weights
+from ..families._prompt_weights import LARGE_WEIGHT, find_largest_weight, has_weights, splits_bracket
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
 from ..lora_files.export import Adapter
 from ..lora_files.layer_names import text_encoder_of
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
-from ..settings import Job, Preview, split_preview
+from ..settings import Dataset, Job, Preview, split_preview
 from ..training import memory, optim
 from ..training.shared_blocks import find_shared_blocks
 from . import disk_budget
@@ -252,28 +252,62 @@ def attempt(
     captions = dataset_captions(report.examples, resolved.dataset, job.seed)
     placed.warnings[:0] = report.warnings
     placed.warnings.extend(family.caption_caveats(captions))
-    placed.warnings.extend(_find_unread_weights(family, captions, job.preview))
+    texts = dict.fromkeys([*captions, *_list_preview_texts(family, job.preview)])
+    placed.warnings.extend(_find_doubtful_weights(family, texts, captions, resolved.dataset))
     # The number of training processes is unknown without a device.
     facts = {} if device is None else {"run.several_processes": world > 1}
     plan.warnings.extend([*layers.warnings, *_find_warnings(plan, facts)])
     return plan, problems
 
 
-def _find_unread_weights(family: ModelFamily, captions: Iterable[str], preview: Preview) -> list[str]:
-    """Return a warning if texts have weights that will be read as text."""
-    texts = dict.fromkeys([*captions, *(table.prompts[0] for table in split_preview(preview))])
+def _list_preview_texts(family: ModelFamily, preview: Preview) -> list[str]:
+    """List the preview prompts and the negative prompts that are used."""
+    tables = split_preview(preview)
+    return [*(table.prompts[0] for table in tables), *(table.negative for table in tables if family.uses_negative)]
+
+
+def _find_doubtful_weights(
+    family: ModelFamily, texts: Collection[str], captions: Collection[str], dataset: Dataset
+) -> list[str]:
+    """Return warnings about weights in texts: read as text, very large, or of several tags that are shuffled."""
     weighted = [text for text in texts if has_weights(text)]
-    if not weighted or family.prompt_weights or not family.long_captions:
+    if not weighted or not family.long_captions:
         return []
-    return [
-        Message(
-            "weights such as in {example} are read as text, in {count} of {total} captions and prompts; set "
-            "model.prompt_weights = true",
-            example=quote(weighted[0]),
-            count=len(weighted),
-            total=len(texts),
+    if not family.prompt_weights:
+        return [
+            Message(
+                "weights such as in {example} are read as text, in {count} of {total} captions and prompts; set "
+                "model.prompt_weights = true",
+                example=quote(weighted[0]),
+                count=len(weighted),
+                total=len(texts),
+            )
+        ]
+    warnings: list[str] = []
+    large = [text for text in weighted if find_largest_weight(text) > LARGE_WEIGHT]
+    if large:
+        warnings.append(
+            Message(
+                "{count} of {total} captions and prompts have a weight above {most}, such as {example}; most are "
+                "between 0.5 and 1.5",
+                count=len(large),
+                total=len(texts),
+                most=LARGE_WEIGHT,
+                example=quote(large[0]),
+            )
         )
-    ]
+    split = [text for text in captions if splits_bracket(text, dataset.tag_separator)]
+    if split and (dataset.shuffle_tags or dataset.tag_dropout):
+        warnings.append(
+            Message(
+                "{count} of {total} captions have a bracket around several tags, such as {example}, which shuffling or "
+                "dropping tags takes apart; give each tag its own weight",
+                count=len(split),
+                total=len(captions),
+                example=quote(split[0]),
+            )
+        )
+    return warnings
 
 
 def plan_layers(job: Job, family: ModelFamily) -> precision.Plan:

@@ -38,6 +38,8 @@ from . import ownership
 
 ENDS = ("done", "error", "stopped")
 """Events with which a run ends."""
+REFUSED = "refused"
+"""Event of a resume that was refused before anything changed: the run has ended as it had before."""
 
 
 class Unreadable(UserError):
@@ -73,6 +75,7 @@ class Run:
             None  # called with each event, an end before it is written
         )
         self.echo: Callable[[dict[str, Any]], None] | None = None  # called with each event, to print it
+        self.is_accepted = False  # True once the config of this process is that of the run
         self._lock: Any = None
         self._events: Any = None
         self._status: dict[str, Any] = {}
@@ -192,7 +195,7 @@ class Run:
             self._status.update(step=fields["step"], loss=fields.get("loss"))
         elif event in ("stage", "start"):
             self._status.update(fields, state=fields.get("stage", event))
-        elif event in ENDS:
+        elif event in (*ENDS, REFUSED):
             self._status.update(state=event)
         # status.json is a convenience for pollers; making each step durable would cost an fsync per step.
         if event != "step" or time.monotonic() - self._status_written >= 1:
@@ -204,6 +207,7 @@ class Run:
 
     def write_config(self, config_text: str) -> None:
         """Write the resolved job into the folder."""
+        self.is_accepted = True
         atomic_write(self.config_file, config_text.encode())
 
     def requested(self, what: str) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 from ..common import json_files, messages, reading
 from ..common.chart import Point
+from .folder import REFUSED
 
 POINTS = 500
 """Points of a curve; up to twice as many while it grows."""
@@ -101,6 +102,7 @@ class RunLog:
     def _start_over(self) -> None:
         self._offset, self._inode, self._rest = 0, -1, b""
         self._last_step = 0
+        self._end_before: dict[str, Any] = {}
         self.facts = RunFacts()
         self.measures = {name: StepMeans() for name in MEASURES}
         self.validation: dict[str, StepMeans] = {}
@@ -145,6 +147,8 @@ class RunLog:
         if kind == "step":
             self._read_step(event)
             return
+        if kind == "start":
+            self._end_before = facts.end
         if kind in ("start", "stage"):
             facts.end = {}
         if kind == "start":
@@ -173,6 +177,8 @@ class RunLog:
             facts.exports = [export for export in facts.exports if export.get("path") != event.get("path")] + [event]
         elif kind in ("done", "stopped", "error"):
             facts.end = event
+        elif kind == REFUSED:
+            facts.end = self._end_before
 
     def _read_step(self, event: dict[str, Any]) -> None:
         step = event.get("step")

@@ -69,6 +69,8 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
         job = job.model_copy(update={"preview": preview})
         return config.loads(config.dumps(job), list(overrides), where="--set")
     if not model:
+        if missing := [source for source in sources if not source.exists()]:
+            raise UserError(Message("{path}: no such run folder or LoRA file", path=missing[0]))
         raise UserError(Message("no base model is known: name it with --model, or give a run folder"))
     headers = [safetensors_file.read_header(source).metadata for source in sources if source.is_file()]
     if not family:

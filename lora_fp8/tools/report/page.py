@@ -13,6 +13,8 @@ from ...errors import Message
 
 LONGEST_VALUE = 160
 """Characters of a setting's value; the rest is in the run's config.toml."""
+FOLDERS = re.compile(r"""(?<![\w:/\\.~-])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\<>"'`|;,()]+)+[/\\](?=[^\s/\\])""")
+"""Matches the folders of an absolute path in a text, but nothing of a web address."""
 
 
 class Page:
@@ -26,9 +28,9 @@ class Page:
         self.language = language
 
     def say(self, text: object) -> str:
-        """Return a message or any other text as HTML, in the language of the page and without the home folder."""
+        """Return a message or any other text as HTML, in the language of the page. Of a path, the last part is left."""
         given = text if isinstance(text, str) else str(text)
-        return escape(messages.without_home(messages.translate(self.language, given)))
+        return escape(FOLDERS.sub("", messages.without_home(messages.translate(self.language, given))))
 
     def paragraph(self, text: object, kind: str = "") -> str:
         """Return a paragraph of a message; "" of an empty one."""
