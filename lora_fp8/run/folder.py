@@ -9,7 +9,8 @@
 * `control/stop`, `control/save` and `control/preview` are requests: somebody creates the file, and the trainer acts at
   its next step. A signal is a request to stop, too (`StopSignal`).
 * `previews.json` and `control/sample-*.json` change the previews of a run that trains (`preview_requests`).
-* `status.json` has the newest stage, step and state; a run that can be resumed ends with "state": "stopped". It shows
+* `status.json` has the newest stage, step and state; a run that can be resumed ends with "state": "stopped", a resume
+  that does not fit with "refused"; then `events.jsonl` says how the run had ended. It shows
   how a run ended under `accelerate launch`, whose own exit code is 1 for everything but success.
 * `lock` is held (flock) as long as the trainer is alive. That lock, never a flag, says whether it is: a killed process
   cannot fail to release it.
