@@ -203,7 +203,9 @@ verify = false
 
     def ask(*arguments: str) -> str:
         command = [sys.executable, "-m", "lora_fp8", *arguments]
-        return subprocess.run(command, capture_output=True, check=True, text=True, env=environment).stdout
+        done = subprocess.run(command, capture_output=True, check=True, text=True, env=environment)
+        assert "leaked" not in done.stderr, done.stderr[-3000:]
+        return done.stdout
 
     found = json.loads(ask("estimate", str(tmp_path / "job.toml"), "--json"))
     ask("train", str(tmp_path / "job.toml"))

@@ -1,5 +1,6 @@
 """The commands that take a config or a run: `lora-fp8 check | plan | train | ...`; commands.py adds them."""
 
+import atexit
 import gc
 import os
 import sys
@@ -232,6 +233,7 @@ def train_or_resume(config_file: str | Path, overrides: list[str], *, resume: bo
         from .. import train as training
     # The libraries stay for good. The collector would go through their million objects after each encoder.
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or Triton prints a list of what it finds alive at the end of the process
     result = training.run(job, resume=resume, progress=not as_json, echo=print_json_line if as_json else print_event)
     if not as_json:
         for path in result.files:
