@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import time
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,25 @@ def test_a_prompt_may_begin_with_a_letter_and_a_colon() -> None:
 def test_an_error_that_only_the_parser_knows_names_its_place() -> None:
     with pytest.raises(UserError, match=r"not valid TOML: .*line 1, column"):
         config.loads("a = [1 2]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"seed = 0.{'9' * 10**6}",
+        f"a = {' ' * 10**5}x",
+        f'path = "C:\\n{" " * 10**5}',
+        f"{'a' * 10**5}",
+        f"a.b{' ' * 10**5}= 3 4",
+        f"{'-' * 10**5}=",
+        f"{'=' * 10**5}",
+        'x = "C:\\q"\n' * 10**4,
+    ],
+    ids=["number", "spaces", "open string", "word", "spaces before", "dashes", "equals", "many"],
+)
+def test_long_lines_are_read_in_time(text: str) -> None:
+    """In hundredths of a second; a search that starts at each letter took minutes."""
+    before = time.process_time()
+    with pytest.raises(UserError):
+        config.loads(text)
+    assert time.process_time() - before < 20

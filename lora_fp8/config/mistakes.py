@@ -14,7 +14,7 @@ from ..settings import Job
 
 PATHS = {setting.rpartition(".")[2] for setting in settings.PATHS}
 """Names of settings that are paths, without their tables."""
-_ASSIGNMENT = re.compile(r"""\s*(?P<key>[\w.-]+|"[^"]*"|'[^']*')\s*=\s*(?P<value>.*?)\s*$""")
+_ASSIGNMENT = re.compile(r"""\s*(?P<key>[\w.-]+|"[^"]*"|'[^']*')\s*=(?P<value>.*)$""")
 _WINDOWS = re.compile(r'"(?P<path>[A-Za-z]:\\(?!\\)[^"]*|\\\\[^"\\][^"]*)"')
 """Matches a Windows path in double quotes, where each `\\` begins an escape."""
 _CURLY = "“”„‟″＂‘’‚‛"
@@ -38,7 +38,7 @@ def explain_toml(text: str) -> list[Message]:
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
         match = _ASSIGNMENT.match(line)
-        if match and (what := _explain_value(match["key"], match["value"])):
+        if match and (what := _explain_value(match["key"], match["value"].strip())):
             lines.append(Message("line {number}: {line}", number=number, line=what))
     return lines
 
@@ -47,10 +47,12 @@ def find_escaped_paths(text: str) -> list[Message]:
     """Return the Windows paths in double quotes of a TOML text: C:\\new is read as C:, a line break and "ew"."""
     lines = []
     for number, line in enumerate(text.splitlines(), 1):
-        keys = re.findall(r"([\w-]+)\s*=\s*$", line.partition('"')[0])
         match = _WINDOWS.search(line)
-        if match and match["path"][1] == ":" and keys and keys[0] in PATHS:
-            what = _explain_windows(keys[0], match["path"])
+        # Not a search for a key at the end of the text before the value: that would take minutes for a long number.
+        before, equals, between = line.partition('"')[0].rpartition("=")
+        key = re.split(r"[^\w-]", before.rstrip())[-1] if match and equals and not between.strip() else ""
+        if match and match["path"][1] == ":" and key in PATHS:
+            what = _explain_windows(key, match["path"])
             lines.append(Message("line {number}: {line}", number=number, line=what))
     return lines
 

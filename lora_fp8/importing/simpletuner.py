@@ -881,7 +881,7 @@ def _set_previews(draft: Draft) -> None:
 
 def _set_names(draft: Draft) -> None:
     path = str(draft.get("output_dir") or "")
-    parent, _, last = re.sub(r"[/\\]+$", "", path).replace("\\", "/").rpartition("/")
+    parent, _, last = path.rstrip("/\\").replace("\\", "/").rpartition("/")
     if draft.has("tracker_run_name"):
         common_values.set_name(draft, "tracker_run_name")
         draft.mapped("output_dir", {"output_dir": path or "runs"}, remarks.RUN_FOLDER)
