@@ -32,7 +32,7 @@ from lora_fp8.errors import UserError
 from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
-from lora_fp8.settings import Adapter, Job, Optimizer, schedules
+from lora_fp8.settings import Adapter, Job, Optimizer, Preview, schedules, split_preview
 from lora_fp8.training import optim
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
@@ -1842,6 +1842,64 @@ def test_prompt_files_of_every_kind(tmp_path: Path) -> None:
     table = "[prompt]\nwidth = 512\nheight = 640\nsample_steps = 7\n[[prompt.subset]]\nprompt = 'a -- b'\nseed = 3\n"
     assert of("p.toml", table + "negative_prompt = 'c'\n") == expected
     assert of("p.txt", "# no\na -- b --n c --w 512 --h 640 --d 3 --s 7 --l 1\n\n") == expected
+
+
+def test_flags_of_kohyas_prompts_are_read_whatever_their_case(tmp_path: Path) -> None:
+    """sd-scripts cuts at every " --" and matches with re.IGNORECASE; ai-toolkit compares the flag as it is."""
+    lines = ["a cat --W 512 --D 2 --N blurry --w=64 --AR 16:9", "a dog --h 640 --Foo"]
+    (tmp_path / "p.txt").write_text("\n".join(lines), encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.txt"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --n blurry --w 512 --d 2", "a dog --h 640"]
+    (entry,) = [entry for entry in made.differs if entry.key == "sample_prompts"]
+    assert "--w=64, --AR, --Foo mean nothing here" in entry.note
+    (tmp_path / "p.json").write_text(json.dumps(["a cat --W 512", {"prompt": "a dog"}, 3]), encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.json"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --w 512", "a dog"]
+    assert any("p.json, prompt 3 is no prompt" in entry.note for entry in made.differs)
+
+
+def test_a_value_of_a_prompt_that_cannot_be_used_is_left_out_and_told_where(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("# first\na cat --D 20.5 --s 9 --w 512\na dog --s 900 --w big\n", encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.txt"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --w 512 --s 9", "a dog"]
+    (entry,) = [entry for entry in made.differs if entry.key == "sample_prompts"]
+    assert "p.txt, line 2: --D was left out: '20.5' is not a whole number" in entry.note
+    assert "p.txt, line 3: --w was left out: 'big' is not a number" in entry.note
+    assert "p.txt, line 3: --s was left out: at most 500 here" in entry.note
+    rows = [{"prompt": "a cat", "sample_steps": "many"}, {"prompt": "a dog", "guidance_scale": "hot"}]
+    (tmp_path / "p.json").write_text(json.dumps(rows), encoding="utf-8")
+    (entry,) = [e for e in kohya(tmp_path, 'sample_prompts = "p.json"').differs if e.key == "sample_prompts"]
+    assert "p.json, prompt 1: sample_steps was left out" in entry.note
+    assert "p.json, prompt 2: guidance_scale was left out" in entry.note
+    text = (here / "ai_toolkit_flux.yaml").read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    data["config"]["process"][0]["sample"]["prompts"] = ["a cat", "a dog --w wide"]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    made = importing.import_file(tmp_path / "a.yaml")
+    assert any("sample.prompts.1: --w was left out" in entry.note for entry in made.differs)
+
+
+@pytest.mark.parametrize("prompt", ["a dog --n x --w=64", "a dog --ar 16:9", "--v 6"])
+def test_text_of_other_tools_is_no_option_here(here: Path, tmp_path: Path, prompt: str) -> None:
+    """SimpleTuner, OneTrainer and kohya's tables have no options in a prompt."""
+    page = read(here / "simpletuner_sdxl.json") | {"validation_prompt": prompt, "validation_disable": False}
+    samples = [{"prompt": prompt, "negative_prompt": f"b {prompt}"}, {"prompt": "b", "negative_prompt": "c"}]
+    rows = [{"prompt": prompt}]
+    (tmp_path / "s.json").write_text(json.dumps(page), encoding="utf-8")
+    (tmp_path / "samples.json").write_text(json.dumps(samples), encoding="utf-8")
+    page = read(here / "onetrainer_sdxl.json") | {"sample_definition_file_name": str(tmp_path / "samples.json")}
+    (tmp_path / "o.json").write_text(json.dumps(page), encoding="utf-8")
+    (tmp_path / "p.json").write_text(json.dumps(rows), encoding="utf-8")
+    for made in (
+        importing.import_file(tmp_path / "s.json"),
+        importing.import_file(tmp_path / "o.json"),
+        kohya(tmp_path, 'sample_prompts = "p.json"'),
+    ):
+        (first, *_) = split_preview(Preview(**settings(made)["preview"]))
+        words = prompt.replace(" --", " -").removeprefix("-")
+        assert first.prompts[0].endswith(words) and "--" not in first.negative
+        assert not [line for line in importing.problems(made) if "preview" in line]
+        assert any("one hyphen was removed" in entry.note for entry in made.differs)
 
 
 # -------------------------------------------------------------------------------------------------- TODOs and secrets
