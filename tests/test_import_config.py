@@ -28,6 +28,7 @@ import yaml
 from PIL import Image
 
 from lora_fp8 import adapters, cli, config, families, importing
+from lora_fp8.data import buckets
 from lora_fp8.errors import UserError
 from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
 from lora_fp8.lora_files import layer_names
@@ -296,6 +297,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 1024,
             "buckets": True,
+            "max_aspect": 8.0,
             "upscale": False,
             "missing_caption": "trigger",
             "shuffle_tags": True,
@@ -370,6 +372,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 768,
             "buckets": True,
+            "max_aspect": 8.0,
             "bucket_step": 32,
             "upscale": False,
             "folders": [{"path": "./train/aki"}],
@@ -396,6 +399,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 704,
             "buckets": True,
+            "max_aspect": 4.0,
             "upscale": True,
             "folders": [{"path": "pictures/10_zibo cat", "repeats": 2}, {"path": "pictures/plain"}],
         },
@@ -424,6 +428,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 640,
             "buckets": True,
+            "max_aspect": 4.0,
             "upscale": False,
             "frames": [1, 25, 45],
             "clip": "chunks",
@@ -525,6 +530,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 1024,
             "buckets": True,
+            "max_aspect": 4.0,
             "flip": False,
             "caption_lines": "one",
             "caption_dropout": 0.1,
@@ -566,7 +572,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "model": {"family": "sd15", "path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 1.0, "text_encoder": True},
-        "dataset": {"resolution": 512, "buckets": True, "folders": [{"path": "TODO"}]},
+        "dataset": {"resolution": 512, "buckets": True, "max_aspect": 4.0, "folders": [{"path": "TODO"}]},
         "train": {"steps": 1500, "batch_size": 4, "accumulate": 1},
         "optimizer": {
             "name": "adamw",
@@ -630,7 +636,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
-        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
+        "bucket_no_upscale|mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
         "|save_every_n_epochs|seed|output_name",
         "network_args|full_fp16|huggingface_token",
     ),
@@ -638,7 +644,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
         "wandb_api_key|max_grad_norm|huggingface_token|save_every_n_epochs",
     ),
-    "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
+    "lora_scripts_preset.toml": ("data.bucket_no_upscale|data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
         "conv_dim|conv_alpha|max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
@@ -649,6 +655,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "musubi_dataset.toml: datasets.0.cache_directory|musubi_dataset.toml: datasets.1.cache_directory",
     ),
     "musubi_wan.sh": (
+        "musubi_wan_dataset.toml: general.bucket_no_upscale|"
         "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
         "|save_every_n_steps|min_timestep|max_timestep",
         "t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
@@ -1189,6 +1196,42 @@ def test_the_widest_bucket_is_theirs(tmp_path: Path, side: int, small: int, larg
     limits = f"min_bucket_reso = {small}\nmax_bucket_reso = {large}\nenable_bucket = true\nbucket_reso_steps = 64\n"
     made = kohya(tmp_path, f'resolution = "{side},{side}"\n{limits}')
     assert settings(made)["dataset"]["max_aspect"] == min(8, widest)
+
+
+def test_pictures_that_are_not_enlarged_keep_their_shape(here: Path, tmp_path: Path) -> None:
+    """sd-scripts' BucketManager: with no_upscale a bucket is the picture's own size, rounded down to a step."""
+    for lines, side in (('resolution = "512,512"\n', 512), ('resolution = "1024,1024"\nmax_bucket_reso = 768\n', 1024)):
+        made = kohya(tmp_path, f"enable_bucket = true\nbucket_no_upscale = true\n{lines}")
+        data = settings(made)["dataset"]
+        assert data["upscale"] is False and data["max_aspect"] == 8
+        step = data.get("bucket_step", 64)
+        placed = buckets.place((1600, 400), side, step, max_aspect=data["max_aspect"], upscale=False)
+        assert placed.bucket_wh[0] / placed.bucket_wh[1] == pytest.approx(4, abs=0.5)
+        assert "bucket_no_upscale" in keys(made.differs) and "same training: no" in importing.verdict(made)
+    made = kohya(tmp_path, "bucket_no_upscale = true\n")  # without enable_bucket it is ignored
+    assert "upscale" not in settings(made)["dataset"] and "max_aspect" not in settings(made)["dataset"]
+    assert "bucket_no_upscale" in {entry.key for entry in made.no_counterpart if entry.off}
+
+
+@pytest.mark.parametrize("side", [512, 720, 1024])
+def test_the_widest_bucket_of_musubi(here: Path, tmp_path: Path, side: int) -> None:
+    """Its buckets: widths of 16 pixels from half the resolution's side up to the side, and the same upright."""
+    widths = range(side // 2 // 16 * 16, side + 16, 16)
+    widest = max(side * side // width // 16 * 16 / width for width in widths)
+    path = tmp_path / "data.toml"
+    path.write_text(
+        f'[general]\nresolution = {side}\nenable_bucket = true\n[[datasets]]\nimage_directory = "a"\n', encoding="utf-8"
+    )
+    assert settings(importing.import_file(path))["dataset"]["max_aspect"] == pytest.approx(widest, rel=1e-3)
+
+
+def test_the_widest_bucket_of_onetrainer(here: Path, tmp_path: Path) -> None:
+    """mgds' AspectBucketing has ratios up to 1:4."""
+    for value, expected in ((True, 4.0), (None, 4.0), (False, None)):
+        page = read(here / "onetrainer_sdxl.json") | {"aspect_ratio_bucketing": value}
+        page = {key: entry for key, entry in page.items() if entry is not None}
+        (tmp_path / "o.json").write_text(json.dumps(page), encoding="utf-8")
+        assert settings(importing.import_file(tmp_path / "o.json"))["dataset"].get("max_aspect") == expected
 
 
 @pytest.mark.parametrize(
