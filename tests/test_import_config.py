@@ -2089,6 +2089,49 @@ def test_families_are_those_of_this_version(
     assert settings(made)["model"]["family"] == "qwen" and not importing.problems(made)
 
 
+@pytest.mark.parametrize(
+    ("line", "family", "expected"),
+    [
+        ("clip_skip = 2", "sd15", ("model", "clip_skip", 2)),
+        ("weighted_captions = true", "sdxl", ("model", "prompt_weights", True)),
+        ("max_token_length = 225", "sdxl", ("model", "caption_tokens", 225)),
+        ("text_encoder_lr = 5e-5", "sdxl", ("optimizer", "text_encoder_lr", 5e-5)),
+        ('vae = "vae.safetensors"', "sdxl", ("model", "files", {"vae": "vae.safetensors"})),
+        ("blocks_to_swap = 8\nfp8_base = true", "flux", ("memory", "offload", None)),
+        ("discrete_flow_shift = 2.5", "flux", ("objective", "shift", 2.5)),
+        ('network_args = ["block_dims=' + ",".join(["8"] * 23) + '"]', "sdxl", ("adapter", "ranks", None)),
+        ('network_args = ["train_double_block_indices=0-3"]', "flux", ("adapter", "ranks", None)),
+    ],
+)
+def test_what_depends_on_the_family_waits_for_it(
+    tmp_path: Path, line: str, family: str, expected: tuple[str, str, Any]
+) -> None:
+    """sd-scripts' own files do not name the architecture: what only it decides is a TODO, and not lost."""
+    path = tmp_path / "train.toml"
+    text = 'pretrained_model_name_or_path = "base.safetensors"\nnetwork_module = "networks.lora"\nnetwork_dim = 16\n'
+    path.write_text(f"{text}{line}\n", encoding="utf-8")
+    made = importing.import_file(path, "sd-scripts")
+    assert settings(made)["model"]["family"] == "TODO"
+    key = line.partition(" ")[0]
+    (todo,) = [text for text in made.todo if text.startswith("model.family: import again with --family NAME: ")]
+    assert f"{key} = " in todo and todo.partition(": ")[2] in importing.to_toml(made)
+    (entry,) = [entry for entry in made.no_counterpart if entry.key == key]
+    assert "depends on the architecture" in entry.note and not entry.off
+    made = importing.import_file(path, "sd-scripts", family)
+    section, name, value = expected
+    assert name in settings(made)[section] and value in (None, settings(made)[section][name])
+    assert not [text for text in made.todo if "import again" in text]
+
+
+def test_a_dataset_without_its_training_keeps_what_only_some_families_take(tmp_path: Path) -> None:
+    path = tmp_path / "data.toml"
+    rows = ['[[datasets]]\nvideo_directory = "clips"\ntarget_frames = [1, 25]\nframe_extraction = "head"\n']
+    rows += ['[[datasets]]\nimage_directory = "after"\ncontrol_directory = "before"\n']
+    path.write_text("".join(rows), encoding="utf-8")
+    data = settings(importing.import_file(path, "musubi-tuner"))["dataset"]
+    assert data["frames"] == [1, 25] and data["folders"][1]["control"] == "before"
+
+
 # ------------------------------------------------------------------------------------------------- text encoders
 
 

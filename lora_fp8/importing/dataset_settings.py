@@ -36,7 +36,8 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if not draft.has(key) or not (path := draft.get(key)):
         return
-    if draft.family not in families.available() or not any(families.get(draft.family).controls):
+    knows = draft.family in families.available() and any(families.get(draft.family).controls)
+    if draft.family and not knows:
         draft.none(key, Message("{family} is shown no control pictures here", family=draft.family))
         draft.need(
             "dataset.folders",
@@ -437,6 +438,7 @@ def set_clips(
         note: the difference in meaning.
     """
     step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    step = step if draft.family else 1  # of an unknown family, the lengths are kept as they are
     if max(lengths, default=1) <= 1 or not step:
         draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
         return

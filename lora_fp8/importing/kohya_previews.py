@@ -156,9 +156,13 @@ def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     note = ""
     for picture in pictures:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)
-        picture["guidance"] = inner if embedded else scale
+        if not draft.family and None not in (scale, inner):
+            note = Message("--l and --g: which of them applies depends on the architecture; --l was written")
+        picture["guidance"] = inner if embedded or not draft.family and scale is None else scale
         flags = picture.get("flags", {})
-        picture["flags"] = flags | {"guidance": flags.get("guide" if embedded else "scale", "guidance")}
+        picture["flags"] = flags | {
+            "guidance": flags.get("guide" if picture["guidance"] is inner else "scale", "guidance")
+        }
         if embedded and scale not in (None, "1", "1.0", 1, 1.0):
             note = Message("--l (classifier-free guidance) is not used for this model here, only --g")
     return note

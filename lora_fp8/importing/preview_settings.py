@@ -147,7 +147,8 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
     given = [picture.get("controls") or [] for picture in pictures]
     if not any(given):
         return {}
-    if draft.family not in families.available() or not any(families.get(draft.family).controls):
+    known = draft.family in families.available()
+    if draft.family and not (known and any(families.get(draft.family).controls)):
         notes.append(Message("previews are shown no control images here"))
         return {}
     if not all(given):
@@ -187,6 +188,7 @@ def _one_control(draft: Draft, images: list[str]) -> str:
 def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.frames, rounded down to a length that the model draws."""
     step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    step = step if draft.family else 1  # of an unknown family, the length is kept as it is
     lengths = [length for length in _read_values("frames", whole, pictures, notes) if length is not None]
     if not step or max(lengths, default=1) <= 1:
         return {}

@@ -536,7 +536,7 @@ def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
         for table in tables
         if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
     }
-    edits = draft.family in families.available() and any(families.get(draft.family).controls)
+    edits = not draft.family or draft.family in families.available() and any(families.get(draft.family).controls)
     settings: dict[str, str] = {}
     for table in by_type.values():
         kind = str(draft.get(f"{table}conditioning_type"))
