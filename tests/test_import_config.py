@@ -1962,6 +1962,12 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     assert settings(found)["model"]["family"] == "sdxl" and any("check it" in text for text in found.todo)
 
 
+def test_a_todo_of_a_setting_that_is_not_written_is_in_our_file(tmp_path: Path) -> None:
+    made = kohya(tmp_path, "blocks_to_swap = 10")
+    (todo,) = [text for text in made.todo if text.startswith("memory.offload: ")]
+    assert "offload" not in settings(made).get("memory", {}) and f"# TODO: {todo}" in importing.to_toml(made)
+
+
 def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
     path = tmp_path / "a.sh"
     for text, told in (
