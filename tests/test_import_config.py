@@ -1942,7 +1942,7 @@ def test_text_of_other_tools_is_no_option_here(here: Path, tmp_path: Path, promp
         words = prompt.replace(" --", " -").removeprefix("-")
         assert first.prompts[0].endswith(words) and "--" not in first.negative
         assert not [line for line in importing.problems(made) if "preview" in line]
-        assert any("one hyphen was removed" in entry.note for entry in made.differs)
+        assert any("One hyphen was removed" in entry.note for entry in made.differs)
 
 
 # -------------------------------------------------------------------------------------------------- TODOs and secrets

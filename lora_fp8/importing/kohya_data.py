@@ -314,8 +314,8 @@ def _reads_captions(value: Any) -> bool:
 
 
 OWN_SHAPE = Message(
-    "every picture keeps its shape there, and is cropped by less than one step; here up to dataset.max_aspect, and "
-    "pictures are scaled to their bucket"
+    "sd-scripts keeps the aspect ratio of every image and crops small images to their bucket; here dataset.max_aspect "
+    "is the limit, and images are scaled to their bucket"
 )
 
 

@@ -249,8 +249,8 @@ def _set_folders(draft: Draft) -> None:
 
 
 SMALL_ONES = Message(
-    "pictures of less than the resolution's area keep their shape there, and are cropped by less than one step; here "
-    "up to dataset.max_aspect, and they are scaled to their bucket"
+    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; here dataset.max_aspect is the "
+    "limit, and images are scaled to their bucket"
 )
 STEP = 16
 """Step of musubi-tuner's buckets, in pixels."""

@@ -51,9 +51,10 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     if marked := [value for value in own_texts if has_options(value)]:
         notes.append(
             Message(
-                "{prompt}: a word after -- is text there, and would be an option of the prompt here; one hyphen was "
-                "removed",
+                "{prompt}: {tool} reads a word after -- as text, and here it would be an option of the prompt. One "
+                "hyphen was removed",
                 prompt=quote(marked[0]),
+                tool=draft.tool.name,
             )
         )
     in_prompts = {name for own in options for name in own}
