@@ -249,8 +249,8 @@ def _set_folders(draft: Draft) -> None:
 
 
 SMALL_ONES = Message(
-    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; here dataset.max_aspect is the "
-    "limit, and images are scaled to their bucket"
+    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; here dataset.max_aspect is "
+    "the limit, and images are scaled to their bucket"
 )
 STEP = 16
 """Step of musubi-tuner's buckets, in pixels."""
@@ -263,8 +263,9 @@ def _set_aspect(draft: Draft) -> None:
         return
     short = max(STEP, side // 2 // STEP * STEP)
     widest = float(f"{side * side // short // STEP * STEP / short:.4g}")
-    note = Message("the widest of its buckets")
-    draft.assume("dataset.max_aspect", common_values.clamp("dataset.max_aspect", widest), "enable_bucket", note)
+    draft.assume(
+        "dataset.max_aspect", common_values.clamp("dataset.max_aspect", widest), "enable_bucket", remarks.WIDEST_BUCKET
+    )
 
 
 def _set_pictures(draft: Draft) -> None:

@@ -414,7 +414,7 @@ def combine(draft: Draft) -> None:
     _set_memory(draft, part)
     _set_previews(draft, per_epoch)
     if draft.get("aspect_ratio_bucketing") is None or common_values.on(draft.get("aspect_ratio_bucketing")):
-        draft.assume("dataset.max_aspect", WIDEST, "aspect_ratio_bucketing", Message("the widest of its buckets"))
+        draft.assume("dataset.max_aspect", WIDEST, "aspect_ratio_bucketing", remarks.WIDEST_BUCKET)
     destination = draft.get("output_model_destination", text)
     if destination:
         common_values.set_name(
