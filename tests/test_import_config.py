@@ -499,6 +499,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
         "dataset": {
             "resolution": 1024,
+            "max_aspect": 8.0,
             "trigger": "p3r5on",
             "caption_dropout": 0.05,
             "shuffle_tags": False,
@@ -596,6 +597,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "caption_lines": "one",
             "resolution": 1024,
+            "max_aspect": 8.0,
             "buckets": True,
             "caption_dropout": 0.1,
             "shuffle_tags": True,
@@ -1223,6 +1225,14 @@ def test_the_widest_bucket_of_musubi(here: Path, tmp_path: Path, side: int) -> N
         f'[general]\nresolution = {side}\nenable_bucket = true\n[[datasets]]\nimage_directory = "a"\n', encoding="utf-8"
     )
     assert settings(importing.import_file(path))["dataset"]["max_aspect"] == pytest.approx(widest, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ai_toolkit_sdxl.yaml", "simpletuner_sdxl.json"])
+def test_buckets_of_any_shape_are_kept(bring: Callable[..., importing.Import], name: str) -> None:
+    """ai-toolkit and SimpleTuner make a bucket of every aspect ratio: nothing is cut at our default, 2."""
+    made = bring(name)
+    assert settings(made)["dataset"]["max_aspect"] == 8
+    assert any("max_aspect = 8" in entry.to and "keeps the aspect ratio" in entry.note for entry in made.defaults)
 
 
 def test_the_widest_bucket_of_onetrainer(here: Path, tmp_path: Path) -> None:

@@ -564,6 +564,7 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         dataset_settings.share(draft, keys, values, "dataset.random_crop", flag, remarks.CACHED_VARIANTS)
     draft.none(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
+    dataset_settings.keep_aspects(draft, "buckets")
     keys, values = collect_values("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         dataset_settings.share(

@@ -409,6 +409,13 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     account(keys, {"dataset.resolution": largest}, differences or remarks.LARGEST)
 
 
+def keep_aspects(draft: Draft, key: str) -> None:
+    """Set dataset.max_aspect to its limit, for tools that make buckets of any shape; `key` says that there are some."""
+    if draft.settings.get("dataset.buckets") is not False:
+        note = remarks.ANY_ASPECT(tool=draft.tool.name)
+        draft.assume("dataset.max_aspect", float(bounds("dataset.max_aspect")[1]), key, note)
+
+
 def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
     """Set dataset.bucket_step, which is at least 8 pixels.
 

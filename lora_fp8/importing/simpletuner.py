@@ -727,6 +727,8 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     elif tables:
         note = Message("pictures are cropped to their bucket, by less than one bucket_step where the bucket fits")
         draft.differs(keys, {"dataset.buckets": True}, note)
+    if not all(square):
+        dataset_settings.keep_aspects(draft, "crop")
 
 
 def _set_length_and_rate(draft: Draft) -> None:
