@@ -28,11 +28,12 @@ import yaml
 from PIL import Image
 
 from lora_fp8 import adapters, cli, config, families, importing
+from lora_fp8.data import buckets
 from lora_fp8.errors import UserError
 from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
-from lora_fp8.settings import Adapter, Job, Optimizer, schedules
+from lora_fp8.settings import Adapter, Job, Optimizer, Preview, schedules, split_preview
 from lora_fp8.training import optim
 
 EXAMPLES = Path(__file__).parent / "data" / "import"
@@ -296,6 +297,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 1024,
             "buckets": True,
+            "max_aspect": 8.0,
             "upscale": False,
             "missing_caption": "trigger",
             "shuffle_tags": True,
@@ -370,6 +372,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 768,
             "buckets": True,
+            "max_aspect": 8.0,
             "bucket_step": 32,
             "upscale": False,
             "folders": [{"path": "./train/aki"}],
@@ -396,6 +399,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 704,
             "buckets": True,
+            "max_aspect": 4.0,
             "upscale": True,
             "folders": [{"path": "pictures/10_zibo cat", "repeats": 2}, {"path": "pictures/plain"}],
         },
@@ -424,6 +428,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 640,
             "buckets": True,
+            "max_aspect": 4.0,
             "upscale": False,
             "frames": [1, 25, 45],
             "clip": "chunks",
@@ -494,6 +499,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
         "dataset": {
             "resolution": 1024,
+            "max_aspect": 8.0,
             "trigger": "p3r5on",
             "caption_dropout": 0.05,
             "shuffle_tags": False,
@@ -525,6 +531,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 1024,
             "buckets": True,
+            "max_aspect": 4.0,
             "flip": False,
             "caption_lines": "one",
             "caption_dropout": 0.1,
@@ -566,7 +573,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "model": {"family": "sd15", "path": "stable-diffusion-v1-5/stable-diffusion-v1-5", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 1.0, "text_encoder": True},
-        "dataset": {"resolution": 512, "buckets": True, "folders": [{"path": "TODO"}]},
+        "dataset": {"resolution": 512, "buckets": True, "max_aspect": 4.0, "folders": [{"path": "TODO"}]},
         "train": {"steps": 1500, "batch_size": 4, "accumulate": 1},
         "optimizer": {
             "name": "adamw",
@@ -590,6 +597,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "caption_lines": "one",
             "resolution": 1024,
+            "max_aspect": 8.0,
             "buckets": True,
             "caption_dropout": 0.1,
             "shuffle_tags": True,
@@ -630,7 +638,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "|saving.sample_sampler|saving.huggingface_token",
     ),
     "sd_scripts_train.sh": (
-        "mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
+        "bucket_no_upscale|mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
         "|save_every_n_epochs|seed|output_name",
         "network_args|full_fp16|huggingface_token",
     ),
@@ -638,7 +646,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
         "wandb_api_key|max_grad_norm|huggingface_token|save_every_n_epochs",
     ),
-    "lora_scripts_preset.toml": ("data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
+    "lora_scripts_preset.toml": ("data.bucket_no_upscale|data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
         "conv_dim|conv_alpha|max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
@@ -649,6 +657,7 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "musubi_dataset.toml: datasets.0.cache_directory|musubi_dataset.toml: datasets.1.cache_directory",
     ),
     "musubi_wan.sh": (
+        "musubi_wan_dataset.toml: general.bucket_no_upscale|"
         "musubi_wan_dataset.toml: general.resolution|musubi_wan_dataset.toml: datasets.0.target_frames"
         "|save_every_n_steps|min_timestep|max_timestep",
         "t5|network_args|musubi_wan_dataset.toml: datasets.0.cache_directory"
@@ -1189,6 +1198,50 @@ def test_the_widest_bucket_is_theirs(tmp_path: Path, side: int, small: int, larg
     limits = f"min_bucket_reso = {small}\nmax_bucket_reso = {large}\nenable_bucket = true\nbucket_reso_steps = 64\n"
     made = kohya(tmp_path, f'resolution = "{side},{side}"\n{limits}')
     assert settings(made)["dataset"]["max_aspect"] == min(8, widest)
+
+
+def test_pictures_that_are_not_enlarged_keep_their_shape(here: Path, tmp_path: Path) -> None:
+    """sd-scripts' BucketManager: with no_upscale a bucket is the picture's own size, rounded down to a step."""
+    for lines, side in (('resolution = "512,512"\n', 512), ('resolution = "1024,1024"\nmax_bucket_reso = 768\n', 1024)):
+        made = kohya(tmp_path, f"enable_bucket = true\nbucket_no_upscale = true\n{lines}")
+        data = settings(made)["dataset"]
+        assert data["upscale"] is False and data["max_aspect"] == 8
+        step = data.get("bucket_step", 64)
+        placed = buckets.place((1600, 400), side, step, max_aspect=data["max_aspect"], upscale=False)
+        assert placed.bucket_wh[0] / placed.bucket_wh[1] == pytest.approx(4, abs=0.5)
+        assert "bucket_no_upscale" in keys(made.differs) and "same training: no" in importing.verdict(made)
+    made = kohya(tmp_path, "bucket_no_upscale = true\n")  # without enable_bucket it is ignored
+    assert "upscale" not in settings(made)["dataset"] and "max_aspect" not in settings(made)["dataset"]
+    assert "bucket_no_upscale" in {entry.key for entry in made.no_counterpart if entry.off}
+
+
+@pytest.mark.parametrize("side", [512, 720, 1024])
+def test_the_widest_bucket_of_musubi(here: Path, tmp_path: Path, side: int) -> None:
+    """Its buckets: widths of 16 pixels from half the resolution's side up to the side, and the same upright."""
+    widths = range(side // 2 // 16 * 16, side + 16, 16)
+    widest = max(side * side // width // 16 * 16 / width for width in widths)
+    path = tmp_path / "data.toml"
+    path.write_text(
+        f'[general]\nresolution = {side}\nenable_bucket = true\n[[datasets]]\nimage_directory = "a"\n', encoding="utf-8"
+    )
+    assert settings(importing.import_file(path))["dataset"]["max_aspect"] == pytest.approx(widest, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["ai_toolkit_sdxl.yaml", "simpletuner_sdxl.json"])
+def test_buckets_of_any_shape_are_kept(bring: Callable[..., importing.Import], name: str) -> None:
+    """ai-toolkit and SimpleTuner make a bucket of every aspect ratio: nothing is cut at our default, 2."""
+    made = bring(name)
+    assert settings(made)["dataset"]["max_aspect"] == 8
+    assert any("max_aspect = 8" in entry.to and "keeps the aspect ratio" in entry.note for entry in made.defaults)
+
+
+def test_the_widest_bucket_of_onetrainer(here: Path, tmp_path: Path) -> None:
+    """mgds' AspectBucketing has ratios up to 1:4."""
+    for value, expected in ((True, 4.0), (None, 4.0), (False, None)):
+        page = read(here / "onetrainer_sdxl.json") | {"aspect_ratio_bucketing": value}
+        page = {key: entry for key, entry in page.items() if entry is not None}
+        (tmp_path / "o.json").write_text(json.dumps(page), encoding="utf-8")
+        assert settings(importing.import_file(tmp_path / "o.json"))["dataset"].get("max_aspect") == expected
 
 
 @pytest.mark.parametrize(
@@ -1844,6 +1897,64 @@ def test_prompt_files_of_every_kind(tmp_path: Path) -> None:
     assert of("p.txt", "# no\na -- b --n c --w 512 --h 640 --d 3 --s 7 --l 1\n\n") == expected
 
 
+def test_flags_of_kohyas_prompts_are_read_whatever_their_case(tmp_path: Path) -> None:
+    """sd-scripts cuts at every " --" and matches with re.IGNORECASE; ai-toolkit compares the flag as it is."""
+    lines = ["a cat --W 512 --D 2 --N blurry --w=64 --AR 16:9", "a dog --h 640 --Foo"]
+    (tmp_path / "p.txt").write_text("\n".join(lines), encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.txt"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --n blurry --w 512 --d 2", "a dog --h 640"]
+    (entry,) = [entry for entry in made.differs if entry.key == "sample_prompts"]
+    assert "--w=64, --AR, --Foo mean nothing here" in entry.note
+    (tmp_path / "p.json").write_text(json.dumps(["a cat --W 512", {"prompt": "a dog"}, 3]), encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.json"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --w 512", "a dog"]
+    assert any("p.json, prompt 3 is no prompt" in entry.note for entry in made.differs)
+
+
+def test_a_value_of_a_prompt_that_cannot_be_used_is_left_out_and_told_where(here: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("# first\na cat --D 20.5 --s 9 --w 512\na dog --s 900 --w big\n", encoding="utf-8")
+    made = kohya(tmp_path, 'sample_prompts = "p.txt"')
+    assert settings(made)["preview"]["prompts"] == ["a cat --w 512 --s 9", "a dog"]
+    (entry,) = [entry for entry in made.differs if entry.key == "sample_prompts"]
+    assert "p.txt, line 2: --D was left out: '20.5' is not a whole number" in entry.note
+    assert "p.txt, line 3: --w was left out: 'big' is not a number" in entry.note
+    assert "p.txt, line 3: --s was left out: at most 500 here" in entry.note
+    rows = [{"prompt": "a cat", "sample_steps": "many"}, {"prompt": "a dog", "guidance_scale": "hot"}]
+    (tmp_path / "p.json").write_text(json.dumps(rows), encoding="utf-8")
+    (entry,) = [e for e in kohya(tmp_path, 'sample_prompts = "p.json"').differs if e.key == "sample_prompts"]
+    assert "p.json, prompt 1: sample_steps was left out" in entry.note
+    assert "p.json, prompt 2: guidance_scale was left out" in entry.note
+    text = (here / "ai_toolkit_flux.yaml").read_text(encoding="utf-8")
+    data = yaml.safe_load(text)
+    data["config"]["process"][0]["sample"]["prompts"] = ["a cat", "a dog --w wide"]
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    made = importing.import_file(tmp_path / "a.yaml")
+    assert any("sample.prompts.1: --w was left out" in entry.note for entry in made.differs)
+
+
+@pytest.mark.parametrize("prompt", ["a dog --n x --w=64", "a dog --ar 16:9", "--v 6"])
+def test_text_of_other_tools_is_no_option_here(here: Path, tmp_path: Path, prompt: str) -> None:
+    """SimpleTuner, OneTrainer and kohya's tables have no options in a prompt."""
+    page = read(here / "simpletuner_sdxl.json") | {"validation_prompt": prompt, "validation_disable": False}
+    samples = [{"prompt": prompt, "negative_prompt": f"b {prompt}"}, {"prompt": "b", "negative_prompt": "c"}]
+    rows = [{"prompt": prompt}]
+    (tmp_path / "s.json").write_text(json.dumps(page), encoding="utf-8")
+    (tmp_path / "samples.json").write_text(json.dumps(samples), encoding="utf-8")
+    page = read(here / "onetrainer_sdxl.json") | {"sample_definition_file_name": str(tmp_path / "samples.json")}
+    (tmp_path / "o.json").write_text(json.dumps(page), encoding="utf-8")
+    (tmp_path / "p.json").write_text(json.dumps(rows), encoding="utf-8")
+    for made in (
+        importing.import_file(tmp_path / "s.json"),
+        importing.import_file(tmp_path / "o.json"),
+        kohya(tmp_path, 'sample_prompts = "p.json"'),
+    ):
+        (first, *_) = split_preview(Preview(**settings(made)["preview"]))
+        words = prompt.replace(" --", " -").removeprefix("-")
+        assert first.prompts[0].endswith(words) and "--" not in first.negative
+        assert not [line for line in importing.problems(made) if "preview" in line]
+        assert any("One hyphen was removed" in entry.note for entry in made.differs)
+
+
 # -------------------------------------------------------------------------------------------------- TODOs and secrets
 
 
@@ -1859,6 +1970,12 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     named.write_text("pretrained_model_name_or_path = 'x/sd_xl_base_1.0.safetensors'\n", encoding="utf-8")
     found = importing.import_file(named)
     assert settings(found)["model"]["family"] == "sdxl" and any("check it" in text for text in found.todo)
+
+
+def test_a_todo_of_a_setting_that_is_not_written_is_in_our_file(tmp_path: Path) -> None:
+    made = kohya(tmp_path, "blocks_to_swap = 10")
+    (todo,) = [text for text in made.todo if text.startswith("memory.offload: ")]
+    assert "offload" not in settings(made).get("memory", {}) and f"# TODO: {todo}" in importing.to_toml(made)
 
 
 def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
@@ -1986,6 +2103,49 @@ def test_families_are_those_of_this_version(
     monkeypatch.setattr(families, "get", lambda name: renamed)
     made = bring("musubi_qwen.toml")
     assert settings(made)["model"]["family"] == "qwen" and not importing.problems(made)
+
+
+@pytest.mark.parametrize(
+    ("line", "family", "expected"),
+    [
+        ("clip_skip = 2", "sd15", ("model", "clip_skip", 2)),
+        ("weighted_captions = true", "sdxl", ("model", "prompt_weights", True)),
+        ("max_token_length = 225", "sdxl", ("model", "caption_tokens", 225)),
+        ("text_encoder_lr = 5e-5", "sdxl", ("optimizer", "text_encoder_lr", 5e-5)),
+        ('vae = "vae.safetensors"', "sdxl", ("model", "files", {"vae": "vae.safetensors"})),
+        ("blocks_to_swap = 8\nfp8_base = true", "flux", ("memory", "offload", None)),
+        ("discrete_flow_shift = 2.5", "flux", ("objective", "shift", 2.5)),
+        ('network_args = ["block_dims=' + ",".join(["8"] * 23) + '"]', "sdxl", ("adapter", "ranks", None)),
+        ('network_args = ["train_double_block_indices=0-3"]', "flux", ("adapter", "ranks", None)),
+    ],
+)
+def test_what_depends_on_the_family_waits_for_it(
+    tmp_path: Path, line: str, family: str, expected: tuple[str, str, Any]
+) -> None:
+    """sd-scripts' own files do not name the architecture: what only it decides is a TODO, and not lost."""
+    path = tmp_path / "train.toml"
+    text = 'pretrained_model_name_or_path = "base.safetensors"\nnetwork_module = "networks.lora"\nnetwork_dim = 16\n'
+    path.write_text(f"{text}{line}\n", encoding="utf-8")
+    made = importing.import_file(path, "sd-scripts")
+    assert settings(made)["model"]["family"] == "TODO"
+    key = line.partition(" ")[0]
+    (todo,) = [text for text in made.todo if text.startswith("model.family: import again with --family NAME: ")]
+    assert f"{key} = " in todo and todo.partition(": ")[2] in importing.to_toml(made)
+    (entry,) = [entry for entry in made.no_counterpart if entry.key == key]
+    assert "depends on the architecture" in entry.note and not entry.off
+    made = importing.import_file(path, "sd-scripts", family)
+    section, name, value = expected
+    assert name in settings(made)[section] and value in (None, settings(made)[section][name])
+    assert not [text for text in made.todo if "import again" in text]
+
+
+def test_a_dataset_without_its_training_keeps_what_only_some_families_take(tmp_path: Path) -> None:
+    path = tmp_path / "data.toml"
+    rows = ['[[datasets]]\nvideo_directory = "clips"\ntarget_frames = [1, 25]\nframe_extraction = "head"\n']
+    rows += ['[[datasets]]\nimage_directory = "after"\ncontrol_directory = "before"\n']
+    path.write_text("".join(rows), encoding="utf-8")
+    data = settings(importing.import_file(path, "musubi-tuner"))["dataset"]
+    assert data["frames"] == [1, 25] and data["folders"][1]["control"] == "before"
 
 
 # ------------------------------------------------------------------------------------------------- text encoders

@@ -14,7 +14,8 @@ from PIL import Image
 from lora_fp8 import config, importing, train
 from lora_fp8.config import dataset_recipe
 from lora_fp8.errors import UserErrors
-from lora_fp8.settings import Preview, read_options, split_preview
+from lora_fp8.settings import Preview, has_options, read_options, split_preview
+from lora_fp8.settings.preview_prompts import neutralize_options
 from lora_fp8.stages import previews
 from lora_fp8.tools import draw_sources, kit
 
@@ -37,6 +38,8 @@ DRAWN = ("train.steps=1", "preview.steps=2", "preview.width=64", "preview.height
         ("a cat\n--n", "a cat", {"negative": ""}),
         ("--w 64", "", {"width": 64}),
         ("a cat --w wide", "a cat", {"width": "wide"}),
+        ("a cat --w ６４ --h 6_4 --g nan", "a cat", {"width": "６４", "height": "6_4", "guidance": "nan"}),
+        ("a cat --l .5 --d -1", "a cat", {"guidance": 0.5, "seed": -1}),
     ],
 )
 def test_options_of_a_prompt(line: str, text: str, values: dict) -> None:
@@ -79,6 +82,34 @@ def test_options_that_cannot_be_used_are_refused_all_at_once(job: Callable) -> N
         assert any(part in line for line in lines), (part, lines)
     assert "--ar is no option of a prompt; these are: --n, --w, --h, --d, --s, --g, --l" in lines[3]
     assert "seed is given twice" in lines[4] and "--w has no value" in lines[5] and "auto | a number" in lines[6]
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--w=64", "--w 64"),
+        ("--n: x", "--n;"),
+        ("--W 64", "--w;"),
+        ("--ｗ 64", "--w;"),
+        ("--d＝7", "--d 7"),
+        ("--neg-prompt x", ""),
+        ("--w64", ""),
+        ("--width=64", ""),
+    ],
+)
+def test_a_misspelt_option_is_refused_and_not_drawn_as_text(job: Callable, option: str, meant: str) -> None:
+    with pytest.raises(UserErrors) as caught:
+        job(f"preview.prompts={json.dumps(['a cat', f'a cat {option}'])}")
+    (line,) = [line for line in caught.value.problems if line.startswith("preview.prompts.1")]
+    assert f"{option.split()[0]} is no option of a prompt" in line and ("Write " in line) == bool(meant)
+    assert not meant or f"Write {meant}" in line
+    assert not has_options(neutralize_options(f"a cat {option}"))
+
+
+@pytest.mark.parametrize("value", ["６４", "6_4", "0x40", "64 px", "1e2", "8", "-16"])
+def test_a_size_has_the_bounds_of_its_setting(job: Callable, value: str) -> None:
+    with pytest.raises(UserErrors):
+        job(f"preview.prompts={json.dumps([f'a cat --w {value}'])}")
 
 
 def test_an_option_without_effect_is_told(job: Callable) -> None:

@@ -564,6 +564,7 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         dataset_settings.share(draft, keys, values, "dataset.random_crop", flag, remarks.CACHED_VARIANTS)
     draft.none(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
+    dataset_settings.keep_aspects(draft, "buckets")
     keys, values = collect_values("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         dataset_settings.share(
@@ -702,9 +703,8 @@ def _set_previews(draft: Draft) -> None:
     keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
     if pictures:
         has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
-        notes = [] if has_trigger else [Message("[trigger] has no word to stand for")]
-        if unknown_flags:
-            notes.append(Message("{names} mean nothing here", names=", ".join(unknown_flags)))
+        notes: list[str] = [] if has_trigger else [Message("[trigger] has no word to stand for")]
+        notes += kohya_previews.name_unknown_flags(unknown_flags)
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
         preview_settings.set_previews(draft, named, pictures, remarks.join(notes))
@@ -719,14 +719,15 @@ def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a table for each prompt, with the settings of its own, and the flags in prompts that mean nothing here."""
     lines = draft.get(f"{SAMPLE}prompts", listed) or []
     parsed = [kohya_previews.parse_prompt(str(line), PROMPT_FLAGS) for line in lines]
-    prompts = [picture for picture, _ in parsed]
-    unknown_flags = list(dict.fromkeys(flag for _, flags in parsed for flag in flags))
+    prompts = [picture | {"where": f"sample.prompts.{number}"} for number, (picture, _) in enumerate(parsed)]
+    unknown_flags = [flag for _, flags in parsed for flag in flags]
     start = len(f"{SAMPLE}samples.")
     for i in sorted({int(key[start:].split(".")[0]) for key in draft.keys(f"{SAMPLE}samples.*.prompt")}):
         names = {"prompt": "prompt", **SAMPLE_FIELDS}
         own = {ours: draft.get(f"{SAMPLE}samples.{i}.{name}") for name, ours in names.items()}
         images = [draft.get(f"{SAMPLE}samples.{i}.{name}") for name in CONTROL_IMAGES]
         own["controls"] = [image for image in images if image]
+        own |= {"where": f"sample.samples.{i}", "flags": {ours: name for name, ours in names.items()}}
         if own["prompt"]:
             prompts.append({name: value for name, value in own.items() if value not in (None, "", [])})
     return prompts, unknown_flags
@@ -741,7 +742,7 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
     pictures: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
         walks = seed is not None and common_values.on(draft.get(f"{SAMPLE}walk_seed"))
-        picture = common | ({"seed": whole(seed) + i} if walks else {}) | prompt
+        picture = common | ({"seed": draft.get(f"{SAMPLE}seed", whole) + i} if walks else {}) | prompt
         pictures.append(picture | {"prompt": str(picture["prompt"]).replace("[trigger]", trigger)})
     return pictures
 

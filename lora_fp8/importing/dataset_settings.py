@@ -36,7 +36,8 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if not draft.has(key) or not (path := draft.get(key)):
         return
-    if draft.family not in families.available() or not any(families.get(draft.family).controls):
+    knows = draft.family in families.available() and any(families.get(draft.family).controls)
+    if draft.family and not knows:
         draft.none(key, Message("{family} is shown no control pictures here", family=draft.family))
         draft.need(
             "dataset.folders",
@@ -408,6 +409,13 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     account(keys, {"dataset.resolution": largest}, differences or remarks.LARGEST)
 
 
+def keep_aspects(draft: Draft, key: str) -> None:
+    """Set dataset.max_aspect to its limit, for tools that make buckets of any shape; `key` says that there are some."""
+    if draft.settings.get("dataset.buckets") is not False:
+        note = remarks.ANY_ASPECT(tool=draft.tool.name)
+        draft.assume("dataset.max_aspect", float(bounds("dataset.max_aspect")[1]), key, note)
+
+
 def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
     """Set dataset.bucket_step, which is at least 8 pixels.
 
@@ -437,6 +445,7 @@ def set_clips(
         note: the difference in meaning.
     """
     step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    step = step if draft.family else 1  # of an unknown family, the lengths are kept as they are
     if max(lengths, default=1) <= 1 or not step:
         draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
         return

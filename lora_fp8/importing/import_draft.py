@@ -160,6 +160,7 @@ class Draft:
         self.notes = list(source.notes)
         self.files: list[Path] = []
         self.done: set[str] = set()
+        self.waiting: list[str] = []  # keys, with their values, that cannot be converted while the family is unknown
         for label, key, value in tool.flatten(self):
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
@@ -261,6 +262,13 @@ class Draft:
         """Report that these keys have no counterpart; with `off`, as they are set, they need none."""
         self._account("none", keys, {}, note, off)
 
+    def wait(self, keys: str | Iterable[str]) -> None:
+        """Report that these keys depend on the architecture, which is unknown; `finish` adds a TODO that names them."""
+        before = len(self.lists["none"])
+        self._account("none", keys, {}, remarks.NEEDS_FAMILY)
+        added = self.lists["none"][before:]
+        self.waiting += [f"{entry.key} = {entry.value}" for entry in added if not entry.off]
+
     def _account(
         self, kind: str, keys: str | Iterable[str], settings: Mapping[str, Any], note: str, off: bool = False
     ) -> None:
@@ -310,6 +318,7 @@ class Draft:
             self.need("dataset.folders", Message("the folder of your pictures; the file names none"))
         self._shorten_warmup()
         self._set_missing_caption()
+        self._name_waiting()
         lost = self.given.keys() - self.done
         assert not lost, f"{self.tool.name}: no account of {sorted(lost)}"
         return Import(
@@ -338,6 +347,15 @@ class Draft:
             if setting not in self.settings:
                 self.report_default(key, value, _assigned(setting, value), note)
                 self.set(setting, value, Message("not in the file: {line}", line=note))
+
+    def _name_waiting(self) -> None:
+        """Add a TODO for the keys that were not converted because the architecture is unknown."""
+        if self.waiting:
+            what = Message(
+                "import again with --family NAME: {names} depend on the architecture, and were not written",
+                names=", ".join(dict.fromkeys(self.waiting)),
+            )
+            self.need("model.family", what)
 
     def _shorten_warmup(self) -> None:
         """Keep the warm-up shorter than the training, which ours has to be."""

@@ -47,6 +47,8 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
         for key in choices:
             given.pop(key, None)
         return
+    if plain and not draft.family:
+        draft.wait(paged)
     if not plain or draft.family not in FLUX:
         return
     rank = draft.get("network_dim", whole) or 4
@@ -106,9 +108,11 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
     """
     if draft.has("enable_block_weights") and not common_values.on(draft.given["enable_block_weights"]):
         draft.none([*RATES, "enable_block_weights"], Message("block weights are off"), off=True)
+    names = ("block_dims", "block_alphas", *RATES)
+    if plain and not draft.family:
+        draft.wait([key for key in names if draft.has(key)])
     if not plain or draft.family not in BLOCKS:
         return
-    names = ("block_dims", "block_alphas", *RATES)
     source = {key: str(draft.given[key]) for key in names if draft.has(key)} | given
     used = [key for key in names if source.get(key)]
     try:
@@ -201,7 +205,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
     if not plain or not ratio or _finds_its_rate(draft):
         return
     keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
-    if own != ratio and model_settings.trains_text(draft.family):
+    if own != ratio and (not draft.family or model_settings.trains_text(draft.family)):
         note = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, note)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import Joined, Message, Template
 from . import common_values, dataset_settings, model_settings, remarks
 from .import_draft import Draft, Folder
-from .readers import flag, number, positive, same, text, whole
+from .readers import Unfit, flag, number, positive, same, text, whole
 from .source_files import flattened
 
 
@@ -272,7 +272,6 @@ def set_pictures(draft: Draft) -> None:
         dataset_settings.set_resolutions(draft, keys, values)
     shared = [
         ("enable_bucket", "dataset.buckets", flag),
-        ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
         ("flip_aug", "dataset.flip", flag),
         ("shuffle_caption", "dataset.shuffle_tags", flag),
         ("caption_dropout_rate", "dataset.caption_dropout", number),
@@ -299,6 +298,7 @@ def set_pictures(draft: Draft) -> None:
     dataset_settings.share(draft, *collect_values(draft, "enable_wildcard", places), "dataset.wildcards", flag)
     if draft.settings.get("dataset.wildcards"):  # it also draws a line of a caption with several
         draft.set("dataset.caption_lines", "one", "enable_wildcard")
+    set_upscale(draft, places, OWN_SHAPE)
     _set_aspect(draft)
     for name in ("caption_extension", "caption_extention"):
         keys = everywhere(draft, name)
@@ -313,15 +313,41 @@ def _reads_captions(value: Any) -> bool:
     return str(value).strip().lower().lstrip(".") in ("txt", "caption")
 
 
+OWN_SHAPE = Message(
+    "sd-scripts keeps the aspect ratio of every image and crops small images to their bucket; here dataset.max_aspect "
+    "is the limit, and images are scaled to their bucket"
+)
+
+
+def set_upscale(draft: Draft, places: list[str], note: str) -> None:
+    """Set dataset.upscale; without buckets, these tools ignore bucket_no_upscale.
+
+    Args:
+        draft: its buckets are set.
+        places: prefixes of the folders' keys.
+        note: what differs if small images are not enlarged.
+    """
+    keys, values = collect_values(draft, "bucket_no_upscale", places)
+    if draft.settings.get("dataset.buckets") is False:
+        draft.none(keys, Message("means nothing without {key}", key="enable_bucket"), off=True)
+        return
+    try:
+        kept = any(map(common_values.on, values))
+    except Unfit:  # `share` reports it
+        kept = False
+    dataset_settings.share(draft, keys, values, "dataset.upscale", lambda value: not flag(value), note if kept else "")
+
+
 def _set_aspect(draft: Draft) -> None:
     """Set dataset.max_aspect from the widest of kohya's buckets, whose sides lie between two limits."""
     small, large = everywhere(draft, "min_bucket_reso"), everywhere(draft, "max_bucket_reso")
     side = draft.settings.get("dataset.resolution")
-    if not draft.settings.get("dataset.buckets") or not side:
-        draft.none([*small, *large], Message("means nothing without {key}", key="buckets"), off=True)
-        return
     if draft.settings.get("dataset.upscale") is False:
         draft.none([*small, *large], Message("means nothing with {key}", key="bucket_no_upscale"), off=True)
+        draft.set("dataset.max_aspect", float(common_values.bounds("dataset.max_aspect")[1]), "bucket_no_upscale")
+        return
+    if not draft.settings.get("dataset.buckets") or not side:
+        draft.none([*small, *large], Message("means nothing without {key}", key="buckets"), off=True)
         return
     first = (subsets(draft) or [""])[0]
     narrow = effective(draft, first, "min_bucket_reso", positive) or 256

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import Message
@@ -51,7 +51,7 @@ def set_previews(draft: Draft) -> None:
 
 def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Read the prompts of a .txt, .json or .toml file, or of the text itself; return them, and remarks about them."""
-    lines = given.splitlines()
+    lines, file = given.splitlines(), "sample_prompts"
     if len(lines) == 1 and re.search(r"\.(txt|json|toml)$", given.strip(), re.IGNORECASE):
         place = draft.find(given.strip())
         if place is None:
@@ -64,47 +64,90 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
                 )
             )
             return [], []
-        if place.suffix.lower() == ".txt":
-            lines = decoded(place).splitlines()
-        else:
-            return _prompt_tables(read_source(place).data), []
-    pictures, left = [], []
-    for line in lines:
+        file = place.name
+        if place.suffix.lower() != ".txt":
+            return _prompt_tables(read_source(place).data, file)
+        lines = decoded(place).splitlines()
+    pictures: list[dict[str, Any]] = []
+    left: list[str] = []
+    for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            picture, unknown = parse_prompt(line)
-            pictures.append(picture)
+            picture, unknown = parse_prompt(line, any_case=True)
+            pictures.append(picture | {"where": Message("{file}, line {number}", file=file, number=number)})
             left += unknown
-    return pictures, [Message("{names} mean nothing here", names=", ".join(dict.fromkeys(left)))] if left else []
+    return pictures, name_unknown_flags(left)
 
 
-def parse_prompt(line: str, known: Mapping[str, str] = PROMPT_FLAGS) -> tuple[dict[str, Any], list[str]]:
+def name_unknown_flags(flags: Iterable[str]) -> list[str]:
+    """Return the remark that names the flags of prompts that have no meaning here; [] if there are none."""
+    names = ", ".join(dict.fromkeys(flags))
+    return [Message("{names} mean nothing here", names=names)] if names else []
+
+
+def parse_prompt(
+    line: str, known: Mapping[str, str] = PROMPT_FLAGS, any_case: bool = False
+) -> tuple[dict[str, Any], list[str]]:
     """Parse a line of a prompt file; return its values, and its flags that mean nothing here.
+
+    Whatever begins with -- is no text of the prompt in these tools, misspelt flags such as --w=64 neither.
 
     Args:
         line: the line.
         known: flag -> our name for its value; "controls" may occur several times.
+        any_case: flags are matched whatever their case, as sd-scripts does.
+
+    Returns:
+        The values by our names, with "flags", the flag of each by the same names; and the flags that are not known.
     """
-    head, *flags = re.split(r"\s--(?=[a-z][a-z0-9_]*\s)", " " + line.strip())
+    head, *parts = re.split(r"\s--(?=[^\s-])", " " + line.strip())
     picture: dict[str, Any] = {"prompt": head.strip()}
+    flags: dict[str, str] = {}
     left = []
-    for flag in flags:
-        name, _, value = flag.partition(" ")
-        if known.get(name) == "controls":
-            picture.setdefault("controls", []).append(value.strip())
-        elif name in known:
-            picture[known[name]] = value.strip()
+    for part in parts:
+        flag, *rest = part.split(None, 1)
+        value = rest[0].strip() if rest else ""
+        name = known.get(flag.lower() if any_case else flag)
+        if name == "controls":
+            picture.setdefault("controls", []).append(value)
+        elif name:
+            picture[name], flags[name] = value, f"--{flag}"
         else:
-            left.append(f"--{name}")
-    return picture, left
+            left.append(f"--{flag}")
+    return picture | ({"flags": flags} if flags else {}), left
 
 
-def _prompt_tables(data: Any) -> list[dict[Any, Any]]:
-    """Read kohya's prompts from tables: a list of them, or [prompt] with [[prompt.subset]]."""
-    if isinstance(data, dict):
-        common = dict(data.get("prompt", {}))
-        data = [{**common, **subset} for subset in common.pop("subset", [{}])]
-    names: dict[Any, str] = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
-    return [{names.get(key, key): value for key, value in dict(table).items()} for table in data]
+def _prompt_tables(data: Any, file: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read kohya's prompts from tables: a list of them or of lines, or [prompt] with [[prompt.subset]]."""
+    if isinstance(data, dict) and isinstance(data.get("prompt"), dict):
+        common = dict(data["prompt"])
+        subsets = common.pop("subset", [{}])
+        rows = [{**common, **row} if isinstance(row, dict) else row for row in _rows(subsets)]
+    else:
+        rows = _rows(data)
+    pictures: list[dict[str, Any]] = []
+    left: list[str] = []
+    notes: list[str] = []
+    for number, row in enumerate(rows, 1):
+        where = Message("{file}, prompt {number}", file=file, number=number)
+        if isinstance(row, str):
+            picture, unknown = parse_prompt(row, any_case=True)
+            left += unknown
+        elif isinstance(row, dict):
+            picture = {PROMPT_KEYS.get(key, key): value for key, value in row.items()}
+            picture["flags"] = {PROMPT_KEYS.get(key, key): key for key in row}
+        else:
+            notes.append(Message("{where} is no prompt and was left out", where=where))
+            continue
+        pictures.append(picture | {"where": where})
+    return pictures, notes + name_unknown_flags(left)
+
+
+PROMPT_KEYS = {"negative_prompt": "negative", "sample_steps": "steps", "guidance_scale": "guide"}
+"""Keys of kohya's tables of prompts -> our names, where they differ."""
+
+
+def _rows(data: Any) -> list[Any]:
+    return data if isinstance(data, list) else [data]
 
 
 def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
@@ -113,7 +156,13 @@ def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     note = ""
     for picture in pictures:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)
-        picture["guidance"] = inner if embedded else scale
+        if not draft.family and None not in (scale, inner):
+            note = Message("--l and --g: which of them applies depends on the architecture; --l was written")
+        picture["guidance"] = inner if embedded or not draft.family and scale is None else scale
+        flags = picture.get("flags", {})
+        picture["flags"] = flags | {
+            "guidance": flags.get("guide" if picture["guidance"] is inner else "scale", "guidance")
+        }
         if embedded and scale not in (None, "1", "1.0", 1, 1.0):
             note = Message("--l (classifier-free guidance) is not used for this model here, only --g")
     return note

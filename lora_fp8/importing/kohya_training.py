@@ -191,10 +191,16 @@ def _network_arguments(draft: Draft) -> dict[str, str]:
     return dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
 
 
+BY_FAMILY = {"block_dims", "block_alphas", *kohya_blocks.RATES, *kohya_blocks.CHOICES}
+"""Arguments of the network whose meaning depends on the blocks of the architecture."""
+
+
 def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
     """Report the network's arguments; `left` are those that no setting was made from."""
     for key in ("network_args", "network_args_custom"):
-        if left:
+        if left and not draft.family and any(name in BY_FAMILY for name in left):
+            draft.wait(key)
+        elif left:
             parts = ", ".join(f"{name}={value}" for name, value in left.items())
             reasons = remarks.join([_no_argument(name) for name in left])
             draft.none(key, Message("{key}: {line}", key=parts, line=reasons))
@@ -436,7 +442,7 @@ def set_noise(draft: Draft) -> None:
     _set_offset(draft)
     _set_more_noise(draft)
     if not draft.family:
-        draft.none(FLOW_KEYS, Message("depends on the family, which the file does not say"))
+        draft.wait(FLOW_KEYS)
     elif model_settings.predicts_noise(draft.family):
         draft.none(FLOW_KEYS, Message("means nothing to a model that predicts noise"), off=True)
     else:

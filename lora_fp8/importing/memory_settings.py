@@ -45,6 +45,9 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
 def set_swap(draft: Draft, key: str) -> None:
     """Set memory.offload from a number of blocks; kohya swaps two single-stream blocks per double-stream block."""
     number_of = draft.get(key, whole) or 0
+    if number_of > 0 and not draft.family:
+        draft.wait(key)
+        return
     stated: Mapping[str, Any] = {}
     if draft.family in families.available():
         stated = families.get(draft.family).reference_config

@@ -242,13 +242,16 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
     """Set model.files from keys that name single files of parts.
 
     Args:
-        draft: its family is known.
+        draft: the import.
         kinds: key -> kind of the part, in `PART_KINDS`; several kinds, separated by "|", are tried in order.
     """
     for key, kind in kinds.items():
         path = draft.get(key, text)
         if not path:
             draft.none(key, remarks.EMPTY, off=True)
+            continue
+        if not draft.family:
+            draft.wait(key)
             continue
         part = next(filter(None, (find_part(draft.family, name) for name in kind.split("|"))), "")
         suffix = PureWindowsPath(path).suffix.lower()
@@ -288,6 +291,8 @@ def set_caption_tokens(draft: Draft) -> None:
     key = "max_token_length"
     if draft.get(key) is None:
         draft.none(key, remarks.EMPTY, off=True)
+    elif not draft.family:
+        draft.wait(key)
     elif not _has_trait(draft, "long_captions"):
         draft.none(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
     else:
@@ -303,7 +308,9 @@ def set_caption_tokens(draft: Draft) -> None:
 def set_prompt_weights(draft: Draft) -> None:
     """Set model.prompt_weights from kohya's weighted_captions."""
     key = "weighted_captions"
-    if draft.has(key) and common_values.on(draft.given[key]) and _has_trait(draft, "long_captions"):
+    if not draft.family and common_values.on(draft.get(key)):
+        draft.wait(key)
+    elif draft.has(key) and common_values.on(draft.given[key]) and _has_trait(draft, "long_captions"):
         draft.mapped(key, {"model.prompt_weights": True}, PREVIEWS_WEIGHTED)
     else:
         draft.none(key, Message("brackets in captions are text here"), off=not common_values.on(draft.get(key)))
@@ -319,6 +326,8 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
     """
     if draft.get(key) is None:
         draft.none(key, remarks.EMPTY, off=True)
+    elif not draft.family:
+        draft.wait(key)
     elif not _has_trait(draft, "clip_skip"):
         usual = str(draft.get(key)) == ("0" if from_zero else "1")
         # sd-scripts ignores clip_skip for SDXL; OneTrainer counts from the layer that SDXL uses.

@@ -248,17 +248,36 @@ def _set_folders(draft: Draft) -> None:
         kohya_data.set_absent_dataset(draft)
 
 
+SMALL_ONES = Message(
+    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; here dataset.max_aspect is "
+    "the limit, and images are scaled to their bucket"
+)
+STEP = 16
+"""Step of musubi-tuner's buckets, in pixels."""
+
+
+def _set_aspect(draft: Draft) -> None:
+    """Set dataset.max_aspect to the widest of musubi-tuner's buckets, whose short side is half the resolution."""
+    side = draft.settings.get("dataset.resolution")
+    if not draft.settings.get("dataset.buckets") or not side:
+        return
+    short = max(STEP, side // 2 // STEP * STEP)
+    widest = float(f"{side * side // short // STEP * STEP / short:.4g}")
+    draft.assume(
+        "dataset.max_aspect", common_values.clamp("dataset.max_aspect", widest), "enable_bucket", remarks.WIDEST_BUCKET
+    )
+
+
 def _set_pictures(draft: Draft) -> None:
     places = tables(draft)
     named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
     keys, values = kohya_data.collect_values(draft, "resolution", named)
     if any(values):
         dataset_settings.set_resolutions(draft, keys, values)
-    for name, setting, read in (
-        ("enable_bucket", "dataset.buckets", flag),
-        ("bucket_no_upscale", "dataset.upscale", lambda value: not flag(value)),
-    ):
-        dataset_settings.share(draft, *kohya_data.collect_values(draft, name, places), setting, read)
+    switches, chosen = kohya_data.collect_values(draft, "enable_bucket", places)
+    dataset_settings.share(draft, switches, chosen, "dataset.buckets", flag)
+    kohya_data.set_upscale(draft, places, SMALL_ONES)
+    _set_aspect(draft)
     lengths, given = kohya_data.collect_values(draft, "target_frames", places)
     parts, ways = kohya_data.collect_values(draft, "frame_extraction", places)
     named_ways = {str(way) for way in ways if way} or {"head"}

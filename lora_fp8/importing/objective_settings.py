@@ -143,7 +143,7 @@ def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
         heeded: the other tool shifts the noise of flow-matching models too.
     """
     offset = draft.get(key, number)
-    if offset and heeded and not predicts_noise(draft.family):
+    if offset and heeded and draft.family and not predicts_noise(draft.family):
         draft.none(key, NO_NOISE)
     else:
         set_of_diffusion(draft, key, {"objective.noise_offset": float(offset)} if offset else {})

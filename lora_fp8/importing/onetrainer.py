@@ -42,6 +42,8 @@ NO_VALIDATION = remarks.VALIDATION
 NO_COLOUR = remarks.NO_COLOURS
 COLOURS = ("brightness", "contrast", "saturation")
 NO_VIDEO = dataset_settings.NO_CLIPS
+WIDEST = 4.0
+"""Aspect ratio of the widest of its buckets."""
 PARTS = ("unet", "prior", "transformer")
 TEXT_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 OTHER_PARTS: tuple[str, ...]
@@ -411,6 +413,8 @@ def combine(draft: Draft) -> None:
     optimizer_settings.set_ema(draft, "ema", "ema_decay", chosen=chosen, usual=0.999, interval_key=interval)
     _set_memory(draft, part)
     _set_previews(draft, per_epoch)
+    if draft.get("aspect_ratio_bucketing") is None or common_values.on(draft.get("aspect_ratio_bucketing")):
+        draft.assume("dataset.max_aspect", WIDEST, "aspect_ratio_bucketing", remarks.WIDEST_BUCKET)
     destination = draft.get("output_model_destination", text)
     if destination:
         common_values.set_name(

@@ -121,6 +121,12 @@ def set_text_encoders(
         draft.mapped(keys, {}, remarks.TEXT_NOT_TRAINED)
         draft.none(rate_keys, remarks.TEXT_NOT_TRAINED, off=True)
         return
+    if not draft.family:
+        draft.wait([*keys, *rate_keys])
+        draft.waiting.append("adapter.text_encoder")
+        if why and not any(draft.has(key) for key in keys):
+            draft.notes.append(why)
+        return
     if not trains_text(draft.family):
         draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
         return

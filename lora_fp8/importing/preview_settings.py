@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import families
+from ..common.text import quote
 from ..data.decoding import EXTENSIONS
 from ..errors import Message
-from ..settings.preview_prompts import OPTIONS
-from . import remarks
+from ..settings.preview_prompts import OPTIONS, has_options, neutralize_options
+from . import common_values, remarks
 from .import_draft import Draft
-from .readers import number, text, whole
+from .readers import Unfit, number, text, whole
 
 VALUES: dict[str, Callable[[Any], Any]] = {
     "negative": text,
@@ -33,7 +34,8 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     Args:
         draft: the import.
         keys: the tool's key -> the preview settings of ours that it holds, such as "width height"; "" for all of them.
-        pictures: one table per preview.
+        pictures: one table per preview; with "where", its place in the other tool's files, and "flags", its options as
+            they are written there by our names, for remarks.
         note: the difference in meaning, if there is one.
     """
     pictures = [picture for picture in pictures if picture.get("prompt")]
@@ -42,10 +44,19 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     settings: dict[str, Any] = {"preview.prompts": []}
     settings |= _preview_controls(draft, pictures, notes) | _preview_frames(draft, pictures, notes)
     for name, read in VALUES.items():
-        values = [read(picture[name]) if picture.get(name) not in (None, "") else None for picture in pictures]
-        settings |= _share_values(name, values, options, notes)
+        settings |= _share_values(name, _read_values(name, read, pictures, notes), options, notes)
     prompts = [str(picture["prompt"]) for picture in pictures]
     settings["preview.prompts"] = list(map(_write_options, prompts, options))
+    own_texts = [*prompts, *(str(own.get("negative", "")) for own in options)]
+    if marked := [value for value in own_texts if has_options(value)]:
+        notes.append(
+            Message(
+                "{prompt}: {tool} reads a word after -- as text, and here it would be an option of the prompt. One "
+                "hyphen was removed",
+                prompt=quote(marked[0]),
+                tool=draft.tool.name,
+            )
+        )
     in_prompts = {name for own in options for name in own}
     account = draft.differs if notes else draft.mapped
     for key, names in keys.items():
@@ -54,6 +65,47 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
         account(key, own if names else settings, remarks.join(notes))
     for name, value in settings.items():
         draft.settings.setdefault(name, value)
+
+
+def _read_values(
+    name: str, read: Callable[[Any], Any], pictures: Sequence[Mapping[str, Any]], notes: list[str]
+) -> list[Any]:
+    """Return the value of each preview, None where it has none; one that cannot be used is left out and reported.
+
+    Args:
+        name: of the setting.
+        read: converts the tool's value to ours.
+        pictures: one table per preview.
+        notes: get a line for each value that was left out.
+    """
+    values: list[Any] = []
+    for place, picture in enumerate(pictures, 1):
+        value = picture.get(name)
+        try:
+            values.append(None if value in (None, "") else _within_bounds(name, read(value)))
+        except Unfit as error:
+            values.append(None)
+            notes.append(
+                Message(
+                    "{where}: {option} was left out: {line}",
+                    where=picture.get("where") or Message("prompt {number}", number=place),
+                    option=picture.get("flags", {}).get(name, name),
+                    line=error,
+                )
+            )
+    return values
+
+
+def _within_bounds(name: str, value: Any) -> Any:
+    """Return a value that our setting accepts; a negative seed, which means a random one, is left to the caller."""
+    if isinstance(value, str):
+        return value
+    least, most = common_values.bounds(f"preview.{name}")
+    if most is not None and value > most:
+        raise Unfit(remarks.AT_MOST(most=most))
+    if least is not None and value < least and name != "seed":
+        raise Unfit(remarks.AT_LEAST(least=f"{least:g}"))
+    return value
 
 
 def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]], notes: list[str]) -> dict[str, Any]:
@@ -85,9 +137,10 @@ def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]
 
 
 def _write_options(prompt: str, values: Mapping[str, Any]) -> str:
-    """Return a prompt with its options."""
+    """Return a prompt with its options; what the tool means as text is not read as another one."""
     letters = {name: letter for letter, name in reversed(OPTIONS.items())}
-    return " ".join([prompt, *(f"--{letters[name]} {value}" for name, value in values.items())])
+    own = (f"--{letters[name]} {neutralize_options(str(value))}" for name, value in values.items())
+    return " ".join([neutralize_options(prompt), *own])
 
 
 def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
@@ -95,7 +148,8 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
     given = [picture.get("controls") or [] for picture in pictures]
     if not any(given):
         return {}
-    if draft.family not in families.available() or not any(families.get(draft.family).controls):
+    known = draft.family in families.available()
+    if draft.family and not (known and any(families.get(draft.family).controls)):
         notes.append(Message("previews are shown no control images here"))
         return {}
     if not all(given):
@@ -135,7 +189,8 @@ def _one_control(draft: Draft, images: list[str]) -> str:
 def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.frames, rounded down to a length that the model draws."""
     step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
-    lengths = [whole(picture["frames"]) for picture in pictures if picture.get("frames") not in (None, "")]
+    step = step if draft.family else 1  # of an unknown family, the length is kept as it is
+    lengths = [length for length in _read_values("frames", whole, pictures, notes) if length is not None]
     if not step or max(lengths, default=1) <= 1:
         return {}
     if len(set(lengths)) > 1:

@@ -63,7 +63,11 @@ def _on_a_line(text: str) -> str:
 
 def _unplaced(made: Import) -> list[str]:
     """Return the TODOs that no line of the file shows."""
-    comments = "; ".join(made.comments.values())
+    lines = {
+        f"{section}.{name}" for section, table in made.settings.items() if isinstance(table, dict) for name in table
+    }
+    lines |= made.settings.keys()
+    comments = "; ".join(comment for setting, comment in made.comments.items() if setting in lines)
     return [text for text in made.todo if text.partition(": ")[2] not in comments]
 
 

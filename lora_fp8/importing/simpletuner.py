@@ -536,7 +536,7 @@ def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
         for table in tables
         if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
     }
-    edits = draft.family in families.available() and any(families.get(draft.family).controls)
+    edits = not draft.family or draft.family in families.available() and any(families.get(draft.family).controls)
     settings: dict[str, str] = {}
     for table in by_type.values():
         kind = str(draft.get(f"{table}conditioning_type"))
@@ -727,6 +727,8 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     elif tables:
         note = Message("pictures are cropped to their bucket, by less than one bucket_step where the bucket fits")
         draft.differs(keys, {"dataset.buckets": True}, note)
+    if not all(square):
+        dataset_settings.keep_aspects(draft, "crop")
 
 
 def _set_length_and_rate(draft: Draft) -> None:

@@ -1,7 +1,7 @@
 """Options of a preview prompt, at its end as in kohya's prompt files: "a cat on a sofa --w 1216 --h 832 --d 7"."""
 
-import contextlib
 import re
+import unicodedata
 from typing import Any
 
 from ..errors import Message, UserError
@@ -9,12 +9,19 @@ from .declarations import Preview
 
 OPTIONS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "g": "guidance", "l": "guidance"}
 """Option -> the setting of `[preview]` that it replaces for its prompt. kohya calls classifier-free guidance l."""
-_OPTION = re.compile(r"(?:^|\s)--([A-Za-z]\w*)(?=\s|$)")
+_OPTION = re.compile(r"(?:^|\s)--([A-Za-zＡ-Ｚａ-ｚ]\S*)")  # misspelt ones too: --w=64, --n:, --ｗ
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")  # int() takes 6_4 and full-width digits too
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 def has_options(text: str) -> bool:
     """Return True if a text would be read as a prompt with options, right or wrong ones."""
     return _OPTION.search(text) is not None
+
+
+def neutralize_options(text: str) -> str:
+    """Return a text in which nothing is read as an option: of "--w", one hyphen is left."""
+    return _OPTION.sub(lambda match: match[0].replace("--", "-", 1), text)
 
 
 def read_options(prompt: str) -> tuple[str, dict[str, Any]]:
@@ -33,10 +40,7 @@ def read_options(prompt: str) -> tuple[str, dict[str, Any]]:
     values: dict[str, Any] = {}
     for option, value in zip(parts[::2], map(str.strip, parts[1::2]), strict=True):
         if option not in OPTIONS:
-            known = ", ".join(f"--{name}" for name in OPTIONS)
-            raise UserError(
-                Message("--{option} is no option of a prompt; these are: {known}", option=option, known=known)
-            )
+            raise UserError(_describe_unknown(option))
         name = OPTIONS[option]
         if name in values:
             raise UserError(Message("--{option}: {name} is given twice", option=option, name=name))
@@ -46,11 +50,25 @@ def read_options(prompt: str) -> tuple[str, dict[str, Any]]:
     return text.strip(), values
 
 
+def _describe_unknown(option: str) -> Message:
+    """Return why a word after -- is no option, with the spelling that was probably meant."""
+    known = ", ".join(f"--{name}" for name in OPTIONS)
+    name, *rest = re.split(r"\W+", unicodedata.normalize("NFKC", option), maxsplit=1)
+    if name.lower() not in OPTIONS:
+        return Message("--{option} is no option of a prompt; these are: {known}", option=option, known=known)
+    meant = " ".join([f"--{name.lower()}", *rest]).rstrip()
+    return Message(
+        "--{option} is no option of a prompt. Write {meant}; the options are: {known}",
+        option=option,
+        meant=meant,
+        known=known,
+    )
+
+
 def _read_number(text: str) -> int | float | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _DECIMAL.fullmatch(text) else text
 
 
 def split_preview(section: Preview) -> list[Preview]:

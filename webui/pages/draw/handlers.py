@@ -67,7 +67,7 @@ class Handlers:
             content = config.read_toml(reading.load_text(Path(source) / "config.toml"))
             prompts = content["preview"]["prompts"]
             return read_options(str(prompts[0]))[0]
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+        except (UserError, OSError, ValueError, KeyError, TypeError, IndexError):
             return gr.skip()
 
     def paint(self, chosen: str, seen: dict[str, int]) -> list[Any]:
