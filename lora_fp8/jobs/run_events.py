@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.json_files import parse_json, read_json
-from ..common.messages import without_home
+from ..common.messages import restore, without_home
 from ..common.reading import MOST_TEXT, open_regular
 
 
@@ -74,7 +74,7 @@ class Progress:
         if kind != "warning":
             self.download = event if kind == "download" and _are_numbers(event, "bytes", "total", "speed") else None
         if kind in ("done", "stopped", "error"):
-            self.last = event
+            self.last = restore(event)
             return
         self.last = None
         if kind in ("start", "stage"):
