@@ -94,6 +94,11 @@ def test_the_catalogue_has_every_template_with_the_same_values() -> None:
     assert foreign == {}, "values that the English template does not have"
 
 
+def test_calls_in_the_arguments_of_calls_are_extracted() -> None:
+    """What `train` prints of the model is a message of messages."""
+    assert {"base: {base}, {storage}", "adapters: {count} modules, {parameters} parameters"} <= script.extract()
+
+
 def test_templates_are_written_out() -> None:
     """A template that is computed is in no catalogue, and an f-string would be taken for one."""
     wrong = []
