@@ -36,6 +36,7 @@ PATHS = ("file_name", "image_path", "file", "path", "filename")
 """Columns with the path of an image, the first one that there is."""
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "tag_string", "tags")
 """Columns with the caption, the first one that there is."""
+NOT_UTF8 = Message("is not UTF-8 text; save the file as UTF-8")
 TAGS = ("tags", "tag_string")
 """Columns whose lists are the tags of one caption; other lists are captions, a line each."""
 
@@ -427,12 +428,12 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
         rows = csv.DictReader(file)
         try:
             if not all(is_utf8(name) and "\0" not in name for name in rows.fieldnames or ()):
-                line = Message("is not UTF-8 text; save the file as UTF-8")
-                raise _DamagedFile(Message("{path}, {where}: {line}", path=path, where=Message("line 1"), line=line))
+                where = Message("line {number}", number=1)
+                raise _DamagedFile(Message("{path}, {where}: {line}", path=path, where=where, line=NOT_UTF8))
             for row in rows:
                 texts = {name: value for name, value in row.items() if isinstance(name, str)}
                 is_text = all(is_utf8(value) for value in texts.values() if isinstance(value, str))
-                yield rows.line_num, texts if is_text else Message("is not UTF-8 text; save the file as UTF-8")
+                yield rows.line_num, texts if is_text else NOT_UTF8
         except csv.Error as error:
             raise _DamagedFile(
                 Message("{path}, line {number}: is not CSV ({why})", path=path, number=rows.reader.line_num, why=error)
