@@ -482,7 +482,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     write_images(tmp_path / "plain", "a.jpg")
     as_jsonl(tmp_path / "plain", [{"file_name": "a.jpg", "text": "a"}, {"file_name": "b.jpg", "text": "b"}])
     code, out, _ = ask(str(tmp_path / "plain"))
-    assert code == 0 and "warning: 1 record or file was left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
+    assert code == 0 and "1 image, 0 of them" in out
+    assert "warning: 1 record or file was left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
     for wrong in (["--limit", "3"], ["--overwrite", str(tmp_path / "new")]):
         code, _, err = ask(str(tmp_path / "plain"), *wrong)
         assert code == 2 and wrong[0] in err and "Traceback" not in err

@@ -366,21 +366,29 @@ def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
     if files := report.restored:
         about = {"count": len(files), "names": first_few(files)}
         if dry_run:
-            lines.append(Message("{count} damaged captions would be restored: {names}", **about))
+            text = Plural(
+                "{count} damaged caption would be restored: {names}",
+                "{count} damaged captions would be restored: {names}",
+            )
+            lines.append(text(**about))
         else:
-            lines.append(Message("{count} damaged captions restored: {names}", **about))
+            text = Plural("{count} damaged caption restored: {names}", "{count} damaged captions restored: {names}")
+            lines.append(text(**about))
     if files := report.swept:
         about = {"count": len(files), "names": first_few(files)}
         if dry_run:
-            lines.append(Message("{count} temporary files would be deleted: {names}", **about))
+            text = Plural(
+                "{count} temporary file would be deleted: {names}", "{count} temporary files would be deleted: {names}"
+            )
+            lines.append(text(**about))
         else:
-            lines.append(Message("{count} temporary files deleted: {names}", **about))
+            text = Plural("{count} temporary file deleted: {names}", "{count} temporary files deleted: {names}")
+            lines.append(text(**about))
     if files := report.others:
         lines.append(
-            Message(
+            Plural(
+                "{count} caption left as it is, because somebody else has changed it: {names}",
                 "{count} captions left as they are, because somebody else has changed them: {names}",
-                count=len(files),
-                names=first_few(files),
-            )
+            )(count=len(files), names=first_few(files))
         )
     return lines

@@ -119,10 +119,8 @@ def caption(
     captioner.problems(result, folder)
     if not as_json:
         print_lines(
-            Message(
+            Plural(
+                "{path}: {count} caption written, {kept} were there",
                 "{path}: {count} captions written, {kept} were there",
-                path=folder,
-                count=result.written,
-                kept=result.kept,
-            )
+            )(path=folder, count=result.written, kept=result.kept)
         )
