@@ -8,12 +8,12 @@ Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any
 """
 
 import argparse
+import ast
 import re
 import sys
 from pathlib import Path
 
 from babel.messages.catalog import Catalog
-from babel.messages.extract import extract_from_dir
 from babel.messages.pofile import read_po, write_po
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,18 +24,28 @@ from lora_fp8.common import messages
 from lora_fp8.config import validation
 from lora_fp8.families.sources import known_bases
 
-KEYWORDS = {"Message": None, "Joined": None, "Template": None, "Plural": (1, 2)}
-"""Calls whose first argument is a template; of a plural both are."""
+CALLS = {"Message": 1, "Joined": 1, "Template": 1, "Plural": 2}
+"""Calls whose first arguments are templates -> how many of them are."""
 
 
 def extract() -> set[str]:
     """Return every template that is written in the source, and every text that becomes a `Phrase`."""
+    # Not with babel's extraction, which passes over calls in the arguments of other calls.
     found: set[str] = set()
     for folder in ("lora_fp8", "webui"):
-        for _, _, text, _, _ in extract_from_dir(ROOT / folder, [("**.py", "python")], keywords=KEYWORDS):
-            found |= {text} if isinstance(text, str) else set(text)
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                    first = [ast.literal_eval(text) for text in node.args[: CALLS.get(name, 0)] if is_text(text)]
+                    found |= set(first)
     phrases = {base.purpose.template for base in known_bases.read()} | help.list_texts(app)
     return found | phrases | validation.list_required()
+
+
+def is_text(node: ast.expr) -> bool:
+    """Return True for a text that is written out."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str]]:

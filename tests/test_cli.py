@@ -375,6 +375,25 @@ def test_check_finds_what_would_stop_the_training_later(
     assert report["translations"]["zh-CN"].keys() == set(report["lines"])  # the page shows them in Chinese
 
 
+@pytest.mark.parametrize(
+    "words", [["--lang", "xx", "jobs"], ["report", "run", "--lang", "xx"], ["--lang", "C", "jobs"]]
+)
+def test_a_language_that_there_is_not_is_refused(ask: Callable[..., Answer], words: list[str]) -> None:
+    given = words[words.index("--lang") + 1]
+    answer = ask(*words)
+    assert answer.code == 2 and f"--lang: no language '{given}'; accepted are en, zh" in answer.err
+
+
+def test_a_language_of_the_environment_may_be_any(ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("xx", "C", "de_DE.UTF-8"):
+        monkeypatch.setenv("LORA_FP8_LANG", value)
+        answer = ask("cache", "nowhere")
+        assert answer.code == 2 and "no such folder" in answer.err
+    for value in ("en", "zh", "zh_CN", "zh-CN", "en_US.UTF-8"):
+        assert ask("--lang", value, "cache", "nowhere").code == 2
+        assert os.environ["LORA_FP8_LANG"] == ("zh-CN" if value.startswith("zh") else "en")
+
+
 # ---------------------------------------------------------------------------------------------------------------- cache
 
 
@@ -398,11 +417,13 @@ def test_the_cache_is_told_and_pruned(ask: Callable[..., Answer], tmp_path: Path
     assert (pruned["entries"], pruned["deleted"], pruned["deleted_bytes"]) == (2, 1, 1 << 20)
     assert json.loads(ask("cache", folder, "--limit", "0.002", "--json").out)["deleted"] == 0  # 2 MiB are 0.00195 GiB
     pruned = ask("cache", folder, "--limit", "0.0019")
-    assert pruned.out.startswith(f"{folder}: 1 entries deleted, 1.0 MiB\n{folder}: 1 entries, 1.0 MiB\n")
+    assert pruned.out.startswith(f"{folder}: 1 entry deleted, 1.0 MiB\n{folder}: 1 entry, 1.0 MiB\n")
     for wrong in ("0", "-3", "0.5"):
         refused = ask("cache", folder, "--prune-unused-days", wrong)
         assert refused.code == 2 and "at least 1" in refused.err and len(list(folder.glob("*/*/*"))) == 1
     assert json.loads(ask("cache", folder, "--limit", "0", "--json").out)["deleted"] == 0  # used today
+    assert "entries of the last 24 hours are kept" in ask("cache", folder, "--limit", "0").out
+    assert "24 hours" not in pruned.out
     nowhere = ask("cache", tmp_path / "nowhere")
     assert nowhere.code == 2 and "no such folder" in nowhere.err
     empty = ask("cache", tmp_path)

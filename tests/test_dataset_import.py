@@ -147,8 +147,8 @@ def test_the_column_is_chosen_and_named_where_none_is_known(tmp_path: Path) -> N
     as_jsonl(tmp_path, rows)
     with pytest.raises(UserError, match=r"none of its columns.*: de, score; name one with --caption"):
         import_captions(find_source(tmp_path))
-    with pytest.raises(UserError, match=r"none of its columns.*: de, score"):
-        import_captions(find_source(tmp_path, "nothing"))
+    with pytest.raises(UserError, match=r"metadata.jsonl: has no column 'nope'; it has de, score"):
+        import_captions(find_source(tmp_path, "nope"))
     assert not texts(tmp_path)
     import_captions(find_source(tmp_path, "de"))
     assert texts(tmp_path) == {"a.txt": "auf a", "b.txt": "auf b"}
@@ -168,7 +168,8 @@ def test_what_a_stranger_may_have_written(tmp_path: Path) -> None:
         source = find_source(folder)
         report = import_images(source, target) if target else import_captions(source)
         assert texts(target or folder) == {"b.txt": "whole"}
-        assert (report.images, report.uncaptioned, len(report.problems)) == (2, 1, 3)
+        assert (report.images, report.uncaptioned) == (2, 1)
+        assert (len(report.problems), len(report.caption_problems)) == (2, 1)
         assert max(map(len, report.problems)) < 500
     linked = tmp_path / "linked"
     linked.mkdir()
@@ -192,6 +193,85 @@ def test_lines_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_bytes(b"")
     with pytest.raises(UserError, match="has no records"):
         import_captions(find_source(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["a\0b", "x" * 70_000])
+def test_a_caption_that_could_not_be_read_again_is_not_written(tmp_path: Path, text: str) -> None:
+    write_images(tmp_path / "given", "a.jpg", "b.jpg")
+    rows = [{"file_name": "a.jpg", "text": text}, {"file_name": "b.jpg", "text": "good"}]
+    as_jsonl(tmp_path / "given", rows)
+    for target in (None, tmp_path / "new"):
+        source = find_source(tmp_path / "given")
+        report = import_images(source, target) if target else import_captions(source)
+        folder = target or tmp_path / "given"
+        assert texts(folder) == {"b.txt": "good"} and (report.images, report.uncaptioned) == (2, 1)
+        (line,) = report.caption_problems
+        assert "metadata.jsonl, line 1: " in line and ("NUL character" in line or "70,000 characters" in line)
+        assert report.problems == []
+        section = Dataset(folders=[Folder(path=str(folder))], resolution=32, missing_caption="skip")
+        assert not images.scan(section).problems
+    edit = captions.assign(tmp_path / "given", {"b.txt": text}, "of a page")
+    assert not edit.changes and len(edit.problems) == 1
+
+
+def test_of_an_image_that_is_listed_twice_the_first_caption_is_taken(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    write_images(given, "a.jpg", "b.jpg", "c.jpg", "c.png")
+    names = {"a.jpg": "first", "b.jpg": "one", "./a.jpg": "second", "c.jpg": "shared"}
+    as_jsonl(given, [{"file_name": name, "text": text} for name, text in names.items()])
+    with open(given / "metadata.jsonl", "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in ({"file_name": "b.jpg", "text": "one"},))
+    report = import_images(find_source(given), tmp_path / "new")
+    expected = {"a.txt": "first", "b.txt": "one", "c.txt": "shared"}
+    assert texts(tmp_path / "new") == expected and len(list((tmp_path / "new").iterdir())) == 6
+    twice = "metadata.jsonl, line 3: names ./a.jpg again with another caption; the first is taken"
+    assert report.images == 3 and [line.split("given/")[1] for line in report.problems] == [twice]
+    with open(given / "metadata.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"file_name": "c.png", "text": "another"}))
+    report = import_captions(find_source(given))
+    assert texts(given) == expected and report.images == 4
+    assert [line.split("given/")[1] for line in report.problems] == [twice]
+    assert report.caption_problems == ["c.png: another image has the same caption file; its caption is taken"]
+
+
+def test_a_caption_in_another_encoding_stays_and_the_others_are_taken(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    (tmp_path / "a.txt").write_bytes("中".encode("gbk"))
+    (tmp_path / "c.txt").write_bytes(b"\0")
+    as_jsonl(tmp_path, [{"file_name": f"{name}.jpg", "text": name} for name in "abc"])
+    for overwrite in (False, True):
+        report = import_captions(find_source(tmp_path), overwrite=overwrite)
+        assert (tmp_path / "a.txt").read_bytes() == "中".encode("gbk")
+        assert (tmp_path / "b.txt").read_text("utf-8") == "b" and (tmp_path / "c.txt").read_bytes() == b"\0"
+        command = f"`lora-fp8 dataset edit {tmp_path} --recode ENCODING`"
+        for name, line in zip("ac", report.caption_problems, strict=True):
+            assert line.startswith(f"{tmp_path}: {name}.txt ") and command in line
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_csv, as_table])
+def test_a_path_may_be_one_of_windows(tmp_path: Path, write: Callable[..., None]) -> None:
+    write_images(tmp_path, "sub/x.jpg", r"sub\y.jpg")
+    (tmp_path / "sub/y.jpg").write_bytes(encoded(5))
+    write(tmp_path, [{"file_name": rf"sub\{name}.jpg", "text": name} for name in "xy"])
+    report = import_captions(find_source(tmp_path))
+    assert report.problems == [] and texts(tmp_path) == {"sub/x.txt": "x", r"sub\y.txt": "y"}
+    write(tmp_path, [{"file_name": r"..\outside.jpg", "text": "x"}, {"file_name": "sub/x.jpg", "text": "x"}])
+    (tmp_path.parent / "outside.jpg").write_bytes(encoded(9))
+    assert "outside of" in import_captions(find_source(tmp_path)).problems[0]
+
+
+def test_a_row_of_csv_in_another_encoding_is_told_with_its_line(tmp_path: Path) -> None:
+    write_images(tmp_path, "a.jpg", "b.jpg", "c.jpg")
+    table = tmp_path / "metadata.csv"
+    table.write_bytes("file_name,text\na.jpg,one\nb.jpg,中\nc.jpg,three\n".encode("gbk"))
+    report = import_captions(find_source(tmp_path))
+    assert report.problems == [f"{table}, line 3: is not UTF-8 text; save the file as UTF-8"]
+    assert texts(tmp_path) == {"a.txt": "one", "c.txt": "three"}
+    table.write_bytes("file_name,text,标签\na.jpg,two,x\n".encode("gbk"))
+    with pytest.raises(UserError, match="metadata.csv, line 1: is not UTF-8 text"):
+        import_captions(find_source(tmp_path))
+    table.write_text(f'file_name,text\na.jpg,one\nb.jpg,"{"x" * 200_000}"\n', encoding="utf-8")
+    assert f"{table}, line 3: is not CSV" in import_captions(find_source(tmp_path)).problems[0]
 
 
 # ----------------------------------------------------------------------------------------------- into a new folder
@@ -242,6 +322,10 @@ def test_an_import_goes_on_and_replaces_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"evil.txt: exists already with other content; name a new folder"):
         import_images(find_source(source), target)
     assert (target / "evil.txt").read_text("utf-8") == "edited"
+    (target / "evil.txt").unlink()
+    (target / "evil.jpg").rename(target / ".evil.jpg.123.tmp")  # as it is left by a kill while it is written
+    (target / ".evil.jpg.123.tmp").write_bytes((source / "../new/.evil.jpg.123.tmp").read_bytes()[:99])
+    assert import_images(find_source(source), target).images == 7 and len(list(target.iterdir())) == 14
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "a.jpg").symlink_to(tmp_path / "somewhere")
@@ -249,6 +333,23 @@ def test_an_import_goes_on_and_replaces_nothing(tmp_path: Path) -> None:
         import_images(find_source(source), linked)
     assert not (tmp_path / "somewhere").exists()
     assert not [path for path in tmp_path.rglob("*.tmp")]
+
+
+@pytest.mark.parametrize("theirs", ["evil.txt", "mine.jpg", ".evil.jpg.7.tmp", "a_2.txt", "deep/a.jpg"])
+def test_an_import_takes_over_no_folder_of_the_users(tmp_path: Path, theirs: str) -> None:
+    """Their caption would become that of a foreign image, or an image would be placed before a clash ends it."""
+    published(tmp_path / "given")
+    target = tmp_path / "mine"
+    (target / theirs).parent.mkdir(parents=True)
+    (target / theirs).write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match=r"exists already with other content|has other files than this import writes"):
+        import_images(find_source(tmp_path / "given"), target)
+    assert [path.name for path in target.rglob("*") if path.is_file()] == [Path(theirs).name]
+    assert (target / theirs).read_text("utf-8") == "mine"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / ".DS_Store").write_bytes(b"of the Finder")
+    assert import_images(find_source(tmp_path / "given"), empty).images == 7
 
 
 @pytest.mark.parametrize("end", [".tar", ".tar.gz"])
@@ -276,7 +377,8 @@ def test_shards_of_webdataset(tmp_path: Path, end: str) -> None:
     ]  # fmt: skip
     assert [(target / f"{name}.jpg").read_bytes() for name in ("000", "001", "004")] == [files[0], files[1], files[4]]
     assert report.images == 4 and report.uncaptioned == 1
-    assert ["003" in line or "005" in line or "004" in line for line in report.problems] == [True] * 3
+    assert ["003" in line or "005" in line for line in report.problems] == [True] * 2
+    assert ["004" in line for line in report.caption_problems] == [True]
 
 
 def test_images_beside_metadata_into_a_new_folder(tmp_path: Path) -> None:
@@ -311,6 +413,33 @@ def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
     for path, line in (("nothing", "accepted are metadata.jsonl"), ("nowhere", "no such file or folder")):
         with pytest.raises(UserError, match=line):
             find_source(tmp_path / path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "none"])
+def test_of_a_damaged_shard_what_can_be_read_is_taken_and_the_next_one(tmp_path: Path, damage: str) -> None:
+    files = [encoded(seed) for seed in range(4)]
+    for shard in range(2):
+        members = {f"{n}.{kind}": raw for n in (2 * shard, 2 * shard + 1)
+                   for kind, raw in (("jpg", files[n]), ("txt", b"caption %d" % n))}  # fmt: skip
+        write_tar(tmp_path / f"given/shard-{shard}.tar", members)
+    first = tmp_path / "given/shard-0.tar"
+    raw = bytearray(first.read_bytes())
+    at = raw.index(b"1.jpg\0")
+    if damage == "cut":
+        first.write_bytes(raw[: at + 600])
+    elif damage == "header":
+        first.write_bytes(raw[:at] + b"\x07" * 512 + raw[at + 512 :])
+    report = import_images(find_source(tmp_path / "given"), tmp_path / "new")
+    taken = (0, 1, 2, 3) if damage == "none" else (0, 2, 3)
+    assert texts(tmp_path / "new") == {f"{n}.txt": f"caption {n}" for n in taken} and report.images == len(taken)
+    assert [f"{first}: is damaged near " in line for line in report.problems] == [True] * (damage != "none")
+
+
+def test_of_damaged_tables_the_others_are_taken(tmp_path: Path) -> None:
+    published(tmp_path / "given")
+    (tmp_path / "given/data/train-00000-of-00002.parquet").write_bytes(b"PAR1 torn")
+    report = import_images(find_source(tmp_path / "given"), tmp_path / "new")
+    assert report.images == 3 and "is no parquet file, or is damaged" in report.problems[0]
 
 
 def test_few_rows_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +482,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     write_images(tmp_path / "plain", "a.jpg")
     as_jsonl(tmp_path / "plain", [{"file_name": "a.jpg", "text": "a"}, {"file_name": "b.jpg", "text": "b"}])
     code, out, _ = ask(str(tmp_path / "plain"))
-    assert code == 0 and "warning: 1 records were left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
+    assert code == 0 and "1 image, 0 of them" in out
+    assert "warning: 1 record or file was left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
     for wrong in (["--limit", "3"], ["--overwrite", str(tmp_path / "new")]):
         code, _, err = ask(str(tmp_path / "plain"), *wrong)
         assert code == 2 and wrong[0] in err and "Traceback" not in err

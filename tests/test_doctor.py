@@ -357,7 +357,7 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     repaired = (folder / "good1.txt").read_bytes()
     (folder / "good1.txt").write_bytes(bytes(len(repaired)))
     code, out, _ = ask(monkeypatch, capfd, "dataset", "repair", folder, "--dry-run")
-    assert code == 0 and "1 damaged captions would be restored: good1.txt" in out
+    assert code == 0 and "1 damaged caption would be restored: good1.txt" in out
     code, out, _ = ask(monkeypatch, capfd, "dataset", "repair", folder, "--json")
     assert code == 0 and json.loads(out)["restored"] == ["good1.txt"]
     assert (folder / "good1.txt").read_bytes() == repaired

@@ -4,6 +4,7 @@ Whole lives of jobs, with kills, are in test_jobs_soak.py. Here processes are re
 statuses, locks, /proc), and short.
 """
 
+import contextlib
 import cProfile
 import fcntl
 import json
@@ -25,7 +26,8 @@ from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import cli, config, jobs, settings
 from lora_fp8.common import progress
-from lora_fp8.errors import UserError, UserErrors
+from lora_fp8.common.messages import translate
+from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.jobs import Queue, Sentence, job_endings, job_view, procs, run_events, store, worker
 from lora_fp8.run import Run
 
@@ -584,6 +586,19 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
     assert queue.job(str(folder)).resumable is False
     with pytest.raises(UserError, match="not a run folder"):
         queue.job(str(tmp_path))
+
+
+def test_the_reason_of_a_failed_run_is_in_the_readers_language(queue: Queue, add: Callable[..., int]) -> None:
+    reason = Message("{key}: no such folder; give the cache folder (dataset.cache_dir) of your runs", key="x")
+    folder = queue.home.parent / "runs/failed"
+    with contextlib.closing(Run.create(folder, "")) as run:
+        run.log_event("error", kind="UserError", text=reason)
+    (seen,) = Queue(queue.home, roots=[folder.parent]).view()
+    assert seen.state == "failed" and reason in seen.sentence.text
+    for text in (seen.sentence.text, Sentence.parse(json.dumps(seen.sentence.to_json())).text):
+        assert translate("zh-CN", reason) in translate("zh-CN", text) and "no such folder" not in translate(
+            "zh-CN", text
+        )
 
 
 def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: Callable[..., int]) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from lora_fp8.common import messages
+from lora_fp8.common.json_files import parse_json
 from lora_fp8.common.messages import without_home
+from lora_fp8.config import read_toml
 from lora_fp8.errors import Joined, Message, UserError, UserErrors
 from lora_fp8.jobs import Sentence
 from lora_fp8.run import Run
@@ -92,6 +94,44 @@ def test_the_catalogue_has_every_template_with_the_same_values() -> None:
     assert sorted(catalogue.keys() - templates) == [], "no such template any more: run scripts/messages.py"
     foreign = {text: names(there) - names(text) for text, there in catalogue.items() if names(there) - names(text)}
     assert foreign == {}, "values that the English template does not have"
+
+
+def test_calls_in_the_arguments_of_calls_are_extracted() -> None:
+    """What `train` prints of the model is a message of messages."""
+    assert {"base: {base}, {storage}", "adapters: {count} modules, {parameters} parameters"} <= script.extract()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"a": ,}',
+        '{"a": 1,}',
+        "[1 2]",
+        '"a',
+        '"\\q"',
+        "[1] 2",
+        "a = = 1",
+        "a",
+        "a = 1\na = 2",
+        "[a",
+        "x = [",
+        "= 1",
+    ],
+)
+def test_what_parsers_say_is_translated_with_its_place(text: str) -> None:
+    """Python's own sentences would stand in English in a Chinese one."""
+    parse = parse_json if text[0] in '{["' and text != "[a" else read_toml
+    with pytest.raises(ValueError) as caught:
+        parse(text)
+    line = str(caught.value)
+    chinese = messages.translate("zh-CN", line)
+    assert re.match(r"(line \d+, column \d+|at the end): ", line) and not re.search("[A-Za-z]{4}", chinese)
+
+
+def test_bytes_that_are_no_utf8_are_no_json() -> None:
+    with pytest.raises(ValueError, match=r"not UTF-8 text \(byte 7\)"):
+        parse_json('{"a": "\u4e2d"}'.encode("gbk"))
 
 
 def test_templates_are_written_out() -> None:

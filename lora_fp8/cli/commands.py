@@ -19,7 +19,7 @@ from typing import Any
 
 import typer
 
-from ..common.messages import LANGUAGE, MESSAGE, without_home, write_message
+from ..common.messages import LANGUAGE, MESSAGE, require_language, without_home, write_message
 from ..errors import Message, UserError, reason
 from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, remote, reports, training
 from .events import escape
@@ -48,7 +48,7 @@ def _show_version(is_asked: bool) -> None:
 
 def _choose_language(lang: str) -> str:
     if lang:
-        os.environ[LANGUAGE] = lang
+        os.environ[LANGUAGE] = require_language(lang, "--lang")
     return lang
 
 

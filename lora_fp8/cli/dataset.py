@@ -221,7 +221,7 @@ def import_dataset(
         ..., metavar="SOURCE", help="Folder or file: metadata.jsonl or .csv, parquet, tar shards, JSON of captions."
     ),
     folder: Path | None = typer.Argument(
-        None, metavar="[FOLDER]", help="New folder for images and captions. Default: captions beside SOURCE's images."
+        None, metavar="[FOLDER]", help="New or empty folder to write into. Default: captions go beside SOURCE's images."
     ),
     caption: str = typer.Option("", metavar="COLUMN", help="Column with the captions. Default: the usual names."),
     limit: int = typer.Option(0, min=0, help="Number of images to take. 0: all."),
@@ -248,22 +248,35 @@ def import_dataset(
         return
     place = folder or known.root
     lines = [
-        Message(
+        Plural(
+            "{path}: {count} image, {number} of them without a caption",
             "{path}: {count} images, {number} of them without a caption",
-            path=place,
-            count=report.images,
-            number=report.uncaptioned,
-        )
+        )(path=place, count=report.images, number=report.uncaptioned)
     ]
     if report.kept:
-        lines.append(
-            Message("{count} captions were there already and stay; --overwrite replaces them", count=report.kept)
+        text = Plural(
+            "{count} caption was there already and stays; --overwrite replaces it",
+            "{count} captions were there already and stay; --overwrite replaces them",
         )
-    if report.problems:
-        named = Joined("; ", report.problems[:5])
-        lines.append(
-            Message("warning: {count} records were left out: {lines}", count=len(report.problems), lines=named)
-        )
+        lines.append(text(count=report.kept))
+    for text, problems in (
+        (
+            Plural(
+                "warning: {count} record or file was left out: {lines}",
+                "warning: {count} records or files were left out: {lines}",
+            ),
+            report.problems,
+        ),
+        (
+            Plural(
+                "warning: {count} caption could not be used: {lines}",
+                "warning: {count} captions could not be used: {lines}",
+            ),
+            report.caption_problems,
+        ),
+    ):
+        if problems:
+            lines.append(text(count=len(problems), lines=Joined("; ", problems[:5])))
     print_lines(*lines, Message("next: {command}", command=f"lora-fp8 dataset {quote_path(place)}"))
 
 
@@ -353,21 +366,29 @@ def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
     if files := report.restored:
         about = {"count": len(files), "names": first_few(files)}
         if dry_run:
-            lines.append(Message("{count} damaged captions would be restored: {names}", **about))
+            text = Plural(
+                "{count} damaged caption would be restored: {names}",
+                "{count} damaged captions would be restored: {names}",
+            )
+            lines.append(text(**about))
         else:
-            lines.append(Message("{count} damaged captions restored: {names}", **about))
+            text = Plural("{count} damaged caption restored: {names}", "{count} damaged captions restored: {names}")
+            lines.append(text(**about))
     if files := report.swept:
         about = {"count": len(files), "names": first_few(files)}
         if dry_run:
-            lines.append(Message("{count} temporary files would be deleted: {names}", **about))
+            text = Plural(
+                "{count} temporary file would be deleted: {names}", "{count} temporary files would be deleted: {names}"
+            )
+            lines.append(text(**about))
         else:
-            lines.append(Message("{count} temporary files deleted: {names}", **about))
+            text = Plural("{count} temporary file deleted: {names}", "{count} temporary files deleted: {names}")
+            lines.append(text(**about))
     if files := report.others:
         lines.append(
-            Message(
+            Plural(
+                "{count} caption left as it is, because somebody else has changed it: {names}",
                 "{count} captions left as they are, because somebody else has changed them: {names}",
-                count=len(files),
-                names=first_few(files),
-            )
+            )(count=len(files), names=first_few(files))
         )
     return lines

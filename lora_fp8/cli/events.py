@@ -6,7 +6,7 @@ from typing import Any
 
 from ..common.messages import get_language, translate
 from ..common.numbers import digits
-from ..errors import Joined, Message, Template
+from ..errors import Joined, Message, Plural, Template
 
 COUNTED = ("cache", "load")
 """Stages whose progress is printed. Other progress is short, or would break into the bar of the steps."""
@@ -103,9 +103,10 @@ def _describe_scores(event: dict[str, Any]) -> Message:
 
 
 def _describe_data(event: dict[str, Any]) -> Message:
-    images = Message("{count} images", count=event["images"])
+    images = Plural("{count} image", "{count} images")(count=event["images"])
     if event["masked"]:
-        images = Message("{count} images, {masked} of them with a mask", count=event["images"], masked=event["masked"])
+        text = Plural("{count} image, {masked} of them with a mask", "{count} images, {masked} of them with a mask")
+        images = text(count=event["images"], masked=event["masked"])
     return Message(
         "data: {images}, {samples} samples and {steps} steps per epoch; buckets {buckets}",
         images=images,

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import typer
 
-from ..errors import Message
+from ..errors import Message, Plural
 from .events import print_event, print_json_line
 from .options import FOLDER, JSON, print_json, print_lines
 
@@ -48,9 +48,15 @@ def cache(
         return
     if prune_unused_days is not None or limit is not None:
         size = f"{deleted_bytes / 2**20:.1f}"
-        print_lines(Message("{path}: {count} entries deleted, {size} MiB", path=folder, count=len(deleted), size=size))
+        text = Plural("{path}: {count} entry deleted, {size} MiB", "{path}: {count} entries deleted, {size} MiB")
+        print_lines(text(path=folder, count=len(deleted), size=size))
     size = f"{held_bytes / 2**20:.1f}"
-    print_lines(Message("{path}: {count} entries, {size} MiB", path=folder, count=len(entries), size=size))
+    text = Plural("{path}: {count} entry, {size} MiB", "{path}: {count} entries, {size} MiB")
+    print_lines(text(path=folder, count=len(entries), size=size))
+    if limit is not None and held_bytes > limit * 2**30:
+        print_lines(
+            Message("still more than --limit: entries of the last 24 hours are kept, as a run may be using them")
+        )
     if entries:
         most, least = (f"{(time.time() - entry.used) / 86400:.0f}" for entry in (entries[0], entries[-1]))
         print_lines(Message("last used between {most} and {least} days ago", most=most, least=least))
@@ -113,10 +119,8 @@ def caption(
     captioner.problems(result, folder)
     if not as_json:
         print_lines(
-            Message(
+            Plural(
+                "{path}: {count} caption written, {kept} were there",
                 "{path}: {count} captions written, {kept} were there",
-                path=folder,
-                count=result.written,
-                kept=result.kept,
-            )
+            )(path=folder, count=result.written, kept=result.kept)
         )

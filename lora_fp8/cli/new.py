@@ -12,7 +12,7 @@ import typer
 
 from ..common.messages import get_language, translate
 from ..common.shell import quote_path
-from ..errors import Message, UserError, cannot_write
+from ..errors import Message, Plural, UserError, cannot_write
 from .options import JSON, print_json, print_lines
 
 if TYPE_CHECKING:
@@ -377,7 +377,7 @@ def _existing(text: str) -> Path:
     pictures = dataset_recipe.look(dataset_recipe.expand(path))
     if not pictures.files:
         raise UserError(Message("{path}: no images are in this folder", path=path))
-    print_lines(Message("{count} images", count=pictures.files))
+    print_lines(Plural("{count} image", "{count} images")(count=pictures.files))
     return path
 
 

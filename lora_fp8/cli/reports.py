@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from ..common.messages import get_language
+from ..common.messages import get_language, require_language
 from ..errors import Message
 from .options import JSON, RUN, print_json, print_lines
 
@@ -26,7 +26,8 @@ def report(
     """Write a run's report: one HTML file that needs no network. It works before the run has ended, too."""
     from ..tools import report as tool
 
-    path = tool.write(folder, output, lang or get_language(), drawn)
+    language = require_language(lang, "--lang") if lang else get_language()
+    path = tool.write(folder, output, language, drawn)
     if as_json:
         print_json({"file": str(path), "bytes": path.stat().st_size})
     else:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Message
+from .parsing import describe_parser_error
 from .reading import MIB, read_bytes
 from .writing import atomic_write
 
@@ -21,7 +22,9 @@ def parse_json(data: str | bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(Message("nested too deeply")) from None
+    except ValueError as error:
+        raise ValueError(describe_parser_error(error)) from None
 
 
 def read_json(path: Path, most: int | None = MOST_JSON) -> Any:

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import Joined, Message, Phrase, Translated
+from ..errors import Joined, Message, Phrase, Translated, UserError
 from . import system
 from .json_files import read_json
 
@@ -43,8 +43,29 @@ def load(language: str) -> dict[str, str]:
 
 def choose_language(wanted: str) -> str:
     """Return the language for "zh", "zh_CN.UTF-8" or another tag: one that has a catalogue, or "en"."""
+    return _find_language(wanted) or "en"
+
+
+def require_language(wanted: str, option: str) -> str:
+    """Return the language for a tag that an option has.
+
+    Raises:
+        UserError: it is none that messages exist in; the languages of an environment may be others.
+    """
+    language = _find_language(wanted)
+    if not language:
+        names = ", ".join(("en", *(name.split("-")[0] for name in CATALOGUES)))
+        raise UserError(
+            Message(
+                "{option}: no language {given}; accepted are {names}", option=option, given=repr(wanted), names=names
+            )
+        )
+    return language
+
+
+def _find_language(wanted: str) -> str:
     tag = re.split("[-_.@]", wanted.strip().lower())[0]
-    return next((language for language in CATALOGUES if language.split("-")[0] == tag), "en")
+    return next((language for language in ("en", *CATALOGUES) if language.split("-")[0] == tag), "")
 
 
 def get_language() -> str:

@@ -24,6 +24,7 @@ import tomlkit
 from pydantic import ValidationError
 
 from ..common.messages import get_language, translate
+from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
@@ -233,19 +234,21 @@ def read_toml(text: str) -> dict[str, Any]:
             tomllib takes quadratic time.
     """
     if DEEP_KEY.search(QUOTED.sub("_", text)):
-        raise ValueError(f"a key of more than {DEEPEST} parts")
+        raise ValueError(Message("a key of more than {most} parts", most=DEEPEST))
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError(Message("nested too deeply")) from None
+    except ValueError as error:
+        raise ValueError(describe_parser_error(error)) from None
     inner: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
         if any(isinstance(value, int) and value.bit_length() > 1024 for value in inner):  # hex has no digit limit
-            raise ValueError("a whole number of more than 1024 bits")
+            raise ValueError(Message("a whole number of more than 1024 bits"))
         inner = [value for value in inner if isinstance(value, dict | list)]
     if inner:
-        raise ValueError(f"nested more than {DEEPEST} deep")
+        raise ValueError(Message("nested more than {most} deep", most=DEEPEST))
     return data
 
 

@@ -22,6 +22,16 @@ MAX_PATTERN = 300
 REGEX_SECONDS = 10
 
 
+def require_caption(text: str) -> None:
+    """Raise ValueError for a text that a caption file cannot have: one with a NUL character, or too long."""
+    if "\0" in text:
+        raise ValueError(Message("has a NUL character, which a caption cannot have"))
+    if len(text) > MAX_CAPTION:
+        raise ValueError(
+            Message("would get {count} characters; at most {most}", count=f"{len(text):,}", most=f"{MAX_CAPTION:,}")
+        )
+
+
 def split_tags(caption: str, separator: str = ",") -> list[str]:
     """Split a caption into its tags, stripped, without empty ones."""
     return [tag.strip() for tag in caption.split(separator) if tag.strip()]

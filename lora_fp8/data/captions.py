@@ -39,7 +39,16 @@ from ..errors import Joined, Message, UserError, UserErrors, about, reason
 from . import caption_files, caption_text, image_edits, image_files
 from .caption_files import find_target, read_bytes
 from .caption_journal import JOURNAL, Change, Entry, Journal, Open, pack
-from .caption_operations import MAX_CAPTION, Operation, Recode, ReplacePattern, SetText, check, split_tags
+from .caption_operations import (
+    MAX_CAPTION,
+    Operation,
+    Recode,
+    ReplacePattern,
+    SetText,
+    check,
+    require_caption,
+    split_tags,
+)
 from .examples import ScanReport
 
 __all__ = ["JOURNAL", "Change", "Entry", "Journal"]
@@ -108,6 +117,10 @@ def select(
         if tags.issuperset(having) and tags.isdisjoint(lacking):
             chosen.append(name)
     return chosen
+
+
+class NoText(UserError):
+    """A caption file is not text in UTF-8, nor in UTF-16 with a mark."""
 
 
 @dataclass(frozen=True)
@@ -249,16 +262,9 @@ class _Text:
         """Encode the text as the file was encoded.
 
         Raises:
-            ValueError: the text is too long, or has half of a surrogate pair.
+            ValueError: the text is too long, or has a NUL character or half of a surrogate pair.
         """
-        if len(self.body) > MAX_CAPTION:
-            raise ValueError(
-                Message(
-                    "would get {count} characters; at most {most}",
-                    count=f"{len(self.body):,}",
-                    most=f"{MAX_CAPTION:,}",
-                )
-            )
+        require_caption(self.body)
         try:
             return self.mark + (self.body + self.tail).encode(self.codec)
         except UnicodeEncodeError:
@@ -269,11 +275,14 @@ def read(folder: Path, name: str) -> str:
     """Read the text of a caption file, given its relative name, without the final newlines; "" if there is none.
 
     Raises:
-        UserError: the file is not text, cannot be read, or is a link that leads out of the folder.
+        NoText: the file is in another encoding, or is too large for a caption.
+        UserError: it cannot be read, or is a link that leads out of the folder.
     """
     try:
         return _Text.of(read_bytes(find_target(folder, name)), []).body
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise NoText(about(name, error)) from None
+    except OSError as error:
         raise UserError(about(name, error)) from None
 
 

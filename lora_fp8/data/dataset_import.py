@@ -1,21 +1,24 @@
 """Take over a dataset of another form: its captions beside its images, or images and captions into a new folder.
 
 A caption beside an image is an edit of the folder's journal, which `dataset undo` takes back. Into a new folder, an
-image is written as its bytes are. Nothing is ever replaced: what is there already with the same content is left, so
-that an interrupted import goes on, and anything else ends it.
+image is written as its bytes are. Nothing is ever replaced: a folder with files in it is refused before anything is
+written, unless this import would write every one of them with the same bytes, as an interrupted one has.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..common import system
+from ..common.shell import quote_path
 from ..common.writing import sync_files, sync_folder
-from ..errors import Message, UserError, about, cannot_write, reason
+from ..errors import Message, UserError, about, cannot_write, first_few, reason
 from . import captions
 from .decoding import ImageError, find_format
 from .foreign_datasets import Record, Source, list_columns
@@ -25,8 +28,12 @@ SUFFIXES = {
     "AVIF": ".avif", "HEIF": ".heic",
 }  # fmt: skip
 LONGEST_NAME = 100
+TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp")
+"""Names of files that are being written, see `_place`."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)", re.IGNORECASE)
 """Names that are devices on Windows, whatever the extension."""
+OF_SYSTEMS = {".DS_Store", "Thumbs.db", "desktop.ini"}
+"""Files that systems add to folders; a folder with nothing else is empty."""
 
 
 @dataclass
@@ -38,7 +45,8 @@ class ImportReport:
         images: number of images with the records' captions, those included that were there already.
         uncaptioned: number of them whose record has no caption.
         kept: number of captions that were left as they are, because there was another one.
-        problems: one line each for records that could not be used.
+        problems: one line each for records that were left out, and for files that could not be read.
+        caption_problems: one line each for captions that could not be used; their images are there.
     """
 
     form: str
@@ -46,6 +54,7 @@ class ImportReport:
     uncaptioned: int = 0
     kept: int = 0
     problems: list[str] = field(default_factory=list)
+    caption_problems: list[str] = field(default_factory=list)
 
 
 def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
@@ -76,15 +85,23 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
             report.uncaptioned += 1
             continue
         file = listed[name].relative_to(source.root).as_posix()
-        there = captions.read(source.root, file)
-        if there and there != record.caption and not overwrite:
+        try:
+            there = captions.read(source.root, file)
+        except UserError as error:
+            report.caption_problems.append(_describe_unreadable(source.root, error))
+            continue
+        if wanted.get(file, record.caption) != record.caption:
+            report.caption_problems.append(
+                Message("{path}: another image has the same caption file; its caption is taken", path=record.name)
+            )
+        elif there and there != record.caption and not overwrite:
             report.kept += 1
         else:
             wanted[file] = record.caption
-    report.problems += source.problems
+    _take_problems(source, report)
     _require_captions(source, report)
     edit = captions.assign(source.root, wanted, Message("captions from {name}", name=source.files[0].name))
-    report.problems += edit.problems
+    report.caption_problems += edit.problems
     if edit.changes:
         captions.apply(source.root, edit)
     return report
@@ -102,23 +119,17 @@ def import_images(
         progress: called with the number of images that are written.
 
     Raises:
-        UserError: a file of the folder would have to be replaced, or cannot be written.
+        UserError: the folder has other files, or cannot be written.
     """
-    report, used, written = ImportReport(source.form), set[str](), list[Path]()
+    report, written = ImportReport(source.form), list[Path]()
     root = folder.expanduser()
     try:
+        for path in _require_own(source, root):
+            path.unlink(missing_ok=True)
         root.mkdir(parents=True, exist_ok=True)
-        for record in source.records():
-            try:
-                raw = record.read()
-                suffix = SUFFIXES[find_format(raw)]
-            except (OSError, ImageError) as error:
-                report.problems.append(about(record.name, reason(error) if isinstance(error, OSError) else str(error)))
-                continue
-            stem = _name(record, used)
-            written += _place(root / f"{stem}{suffix}", raw)
-            if record.caption:
-                written += _place(root / f"{stem}.txt", record.caption.encode())
+        for record, files in _files_of(source, report.problems):
+            for name, raw in files.items():
+                written += _place(root / name, raw)
             report.images += 1
             report.uncaptioned += not record.caption
             if progress is not None:
@@ -129,15 +140,106 @@ def import_images(
         sync_folder(root)
     except OSError as error:
         raise cannot_write(error.filename or root, error) from None
-    report.problems += source.problems
+    _take_problems(source, report)
     _require_captions(source, report)
     return report
 
 
+def _files_of(source: Source, problems: list[str]) -> Iterator[tuple[Record, dict[str, bytes]]]:
+    """Yield each record with the names and bytes of its files in a new folder; note those without a usable image."""
+    used: set[str] = set()
+    for record in source.records():
+        try:
+            raw = record.read()
+            suffix = SUFFIXES[find_format(raw)]
+        except (OSError, ImageError) as error:
+            problems.append(about(record.name, reason(error) if isinstance(error, OSError) else str(error)))
+            continue
+        stem = _name(record, used)
+        files = {f"{stem}{suffix}": raw}
+        if record.caption:
+            files[f"{stem}.txt"] = record.caption.encode()
+        yield record, files
+
+
+def _require_own(source: Source, root: Path) -> list[Path]:
+    """Return what an import of this source that was killed left half written in a folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+        UserError: it has other files than those that this import writes.
+    """
+    if not root.exists():
+        return []
+    left = {path.name for path in root.iterdir()} - OF_SYSTEMS
+    half: dict[str, list[str]] = {}
+    for name in left:
+        if match := TEMPORARY.fullmatch(name):
+            half.setdefault(match[1], []).append(name)
+    torn: list[Path] = []
+    # Every record is looked at, whatever the limit, as an earlier import may have taken more.
+    for _, files in _files_of(replace(source, problems=[], caption_problems=[], columns=Counter()), []):
+        if not left:
+            break
+        for name, raw in files.items():
+            if name in left and not _has_bytes(root / name, raw):
+                raise _would_replace(root / name)
+            # A temporary file begins as the file that it was to become.
+            begun = [other for other in half.get(name, ()) if _has_bytes(root / other, raw, begin=True)]
+            torn += [root / other for other in begun]
+            left -= {name, *begun}
+    if left:
+        raise UserError(
+            Message(
+                "{path}: has other files than this import writes: {names}; name a new or empty folder",
+                path=root,
+                names=first_few(sorted(left)),
+            )
+        )
+    return torn
+
+
+def _has_bytes(path: Path, raw: bytes, begin: bool = False) -> bool:
+    """Return True if a regular file, no link, has these bytes; with `begin`, if it has no others than their first."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > len(raw) or (status.st_size < len(raw) and not begin):
+        return False
+    return raw.startswith(path.read_bytes())
+
+
+def _would_replace(path: Path) -> UserError:
+    return UserError(Message("{path}: exists already with other content; name a new folder to import into", path=path))
+
+
+def _take_problems(source: Source, report: ImportReport) -> None:
+    report.problems += source.problems
+    report.caption_problems += source.caption_problems
+
+
+def _describe_unreadable(root: Path, error: UserError) -> Message:
+    """Return the line about a caption that cannot be read and stays, with the command that converts it if one can."""
+    line = Message("{path}: {line}", path=root, line=str(error))
+    if not isinstance(error, captions.NoText):
+        return line
+    command = f"lora-fp8 dataset edit {quote_path(root)} --recode ENCODING"
+    return Message("{line}, or convert it: `{command}`", line=line, command=command)
+
+
 def _require_captions(source: Source, report: ImportReport) -> None:
     """Raise UserError if no record had a caption, though there are columns that it could be in."""
+    if report.images and source.column and source.column not in source.columns:
+        if not source.columns:
+            raise UserError(Message("{path}: has no column {name}", path=source.files[0], name=repr(source.column)))
+        raise UserError(
+            Message(
+                "{path}: has no column {name}; it has {names}",
+                path=source.files[0],
+                name=repr(source.column),
+                names=list_columns(source),
+            )
+        )
     if report.images and report.uncaptioned == report.images and source.columns:
-        if source.column in source.columns:
+        if source.column:
             raise UserError(Message("{path}: column {name} has no text", path=source.files[0], name=source.column))
         raise UserError(
             Message(
@@ -172,11 +274,9 @@ def _name(record: Record, used: set[str]) -> str:
 def _place(path: Path, raw: bytes) -> list[Path]:
     """Write a file that does not exist. Returns it; [] if it is there with the same content."""
     if os.path.lexists(path):
-        if not path.is_symlink() and path.is_file() and path.read_bytes() == raw:
+        if _has_bytes(path, raw):
             return []
-        raise UserError(
-            Message("{path}: exists already with other content; name a new folder to import into", path=path)
-        )
+        raise _would_replace(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

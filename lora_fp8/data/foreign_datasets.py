@@ -22,12 +22,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ..common.json_files import parse_json, read_json
 from ..common.reading import MOST_TEXT, open_regular, read_bytes
 from ..common.text import is_utf8
 from ..errors import Message, UserError, cannot_read, first_few
+from .caption_operations import require_caption
 from .decoding import EXTENSIONS, MOST_IMAGE
 from .image_files import METADATA, TARS, walk
 
@@ -35,6 +36,7 @@ PATHS = ("file_name", "image_path", "file", "path", "filename")
 """Columns with the path of an image, the first one that there is."""
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "tag_string", "tags")
 """Columns with the caption, the first one that there is."""
+NOT_UTF8 = Message("is not UTF-8 text; save the file as UTF-8")
 TAGS = ("tags", "tag_string")
 """Columns whose lists are the tags of one caption; other lists are captions, a line each."""
 
@@ -47,11 +49,13 @@ class Record:
         name: for people, and to name the image's file by; not safe as a path.
         image: the bytes of its file, or where the file is: a path inside of the source's folder.
         caption: "" if it has none.
+        where: its place in the file that lists it.
     """
 
     name: str
     image: bytes | Path
     caption: str
+    where: object = ""
 
     def read(self) -> bytes:
         """Return the bytes of the image file. Raises OSError."""
@@ -67,7 +71,8 @@ class Source:
         files: its files: metadata, tables, shards, or images for the form json.
         root: the folder that paths in it are relative to.
         column: the column with the captions; "" chooses.
-        problems: one line each for what could not be read; filled by `records`.
+        problems: one line each for records and files that could not be read; filled by `records`.
+        caption_problems: one line each for records whose captions could not be used; filled by `records`.
         images: the column of a table that has the images; "" if it has their paths.
         columns: number of records that have each column, without those of images and paths; filled by `records`.
     """
@@ -77,24 +82,44 @@ class Source:
     root: Path
     column: str = ""
     problems: list[str] = field(default_factory=list)
+    caption_problems: list[str] = field(default_factory=list)
     images: str = ""
     columns: Counter[str] = field(default_factory=Counter)
 
     def records(self) -> Iterator[Record]:
         """Read the records, one after another.
 
+        Of records that name the same image, the first one is taken. A file that is damaged, or that cannot be read, is
+        a problem, and the others are read.
+
         Raises:
-            UserError: a file cannot be read at all.
+            UserError: a package that reads this form is not installed.
         """
         read = {"metadata": self._metadata, "parquet": self._parquet, "tar": self._tar, "kohya": self._kohya}
+        taken: dict[Path, str] = {}
         for path in self.files:
             try:
-                yield from read.get(self.form, self._sidecar)(path)
+                for record in read.get(self.form, self._sidecar)(path):
+                    if not isinstance(record.image, Path):
+                        yield record
+                    elif record.image not in taken:
+                        taken[record.image] = record.caption
+                        yield record
+                    elif taken[record.image] != record.caption:
+                        line = Message("names {name} again with another caption; the first is taken", name=record.name)
+                        self._note(path, record.where, line)
             except OSError as error:
-                raise cannot_read(path, error) from None
+                self.problems.append(str(cannot_read(path, error)))
+            except _DamagedFile as error:
+                self.problems.append(error.args[0])
 
     def _note(self, path: Path, where: object, line: object) -> None:
         self.problems.append(Message("{path}, {where}: {line}", path=path, where=where, line=line))
+
+    def _note_caption(self, path: Path, where: object, error: ValueError) -> None:
+        """Note that a caption cannot be used; its image can."""
+        line = error.args[0] if isinstance(error.args[0], Message) else error
+        self.caption_problems.append(Message("{path}, {where}: {line}", path=path, where=where, line=line))
 
     def _caption(self, fields: Mapping[str, Any], path: Path, where: object) -> str:
         """Return the caption among the fields of a record; "" if there is none, or if it is no text, which is noted."""
@@ -104,9 +129,10 @@ class Source:
         try:
             caption = _as_text(name, fields[name]) if name else ""
             if self.form == "kohya" and name == "caption" and not self.column and fields.get("tags"):
-                return f"{caption}, {_as_text('tags', fields['tags'])}"  # as sd-scripts joins them
+                caption = f"{caption}, {_as_text('tags', fields['tags'])}"  # as sd-scripts joins them
+            require_caption(caption)
         except ValueError as error:
-            self._note(path, where, error.args[0])
+            self._note_caption(path, where, error)
             return ""
         return caption
 
@@ -116,11 +142,13 @@ class Source:
         if not given:
             raise ValueError(Message("names no image ({names})", names=" | ".join(PATHS)))
         real, root = os.path.realpath(table.parent / given), Path(os.path.realpath(self.root))
+        if "\\" in given and not os.path.isfile(real):  # written on Windows
+            real = os.path.realpath(table.parent / given.replace("\\", "/"))
         if not Path(real).is_relative_to(root):
             raise ValueError(Message("names a file outside of {folder}", folder=self.root))
         if not os.path.isfile(real):  # False also for a name that no file can have
             raise ValueError(Message("{path} does not exist", path=given[:200]))
-        return Record(given, self.root / Path(real).relative_to(root), self._caption(fields, table, where))
+        return Record(given, self.root / Path(real).relative_to(root), self._caption(fields, table, where), where)
 
     # ------------------------------------------------------------------------------------------------ one file each
 
@@ -145,10 +173,10 @@ class Source:
             raise UserError(
                 Message("{path}: reading it needs pyarrow; install it: pip install 'lora-fp8[parquet]'", path=path)
             ) from None
+        number = 0
         try:
             with open_regular(path) as file, pyarrow.parquet.ParquetFile(file) as table:
                 self.images = _find_images(table.schema_arrow)
-                number = 0
                 # Few rows at a time: each has an image.
                 for batch in table.iter_batches(batch_size=16):
                     for row in batch.to_pylist():
@@ -162,11 +190,12 @@ class Source:
                         else:
                             yield record
         except pyarrow.ArrowException as error:
-            raise UserError(
-                Message("{path}: is no parquet file, or is damaged ({why})", path=path, why=error)
-            ) from None
+            line = Message("{path}: is no parquet file, or is damaged ({why})", path=path, why=error)
+            if number:
+                line = _damaged_near(path, Message("row {number}", number=number + 1), error)
+            raise _DamagedFile(line) from None
         except _NoImages as error:
-            raise UserError(
+            raise _DamagedFile(
                 Message("{path}: has no images; its columns are {names}", path=path, names=", ".join(error.columns))
             ) from None
 
@@ -180,10 +209,13 @@ class Source:
         return Record(given or path.stem, raw, self._caption(row, path, where))
 
     def _tar(self, path: Path) -> Iterator[Record]:
+        key, damage = "", ""
+        parts: dict[str, bytes] = {}
         try:
-            with open_regular(path) as file, tarfile.open(fileobj=file, mode="r|*", encoding="utf-8") as archive:
-                key = ""
-                parts: dict[str, bytes] = {}
+            with (
+                open_regular(path) as file,
+                tarfile.open(fileobj=file, mode="r|*", encoding="utf-8", tarinfo=_Member) as archive,
+            ):
                 for member in archive:
                     if not member.isreg():
                         continue
@@ -199,9 +231,14 @@ class Source:
                         self._note(path, member.name, Message("is too large"))
                     elif extracted := archive.extractfile(member):
                         parts[kind] = extracted.read()
-                yield from self._of_sample(path, key, parts)
         except tarfile.TarError as error:
-            raise UserError(Message("{path}: is no tar file, or is damaged ({why})", path=path, why=error)) from None
+            line = Message("{path}: is no tar file, or is damaged ({why})", path=path, why=error)
+            damage = _damaged_near(path, key, error) if key else line
+            if not any(kind in ("json", "txt", *CAPTIONS) for kind in parts):
+                parts = {}  # an image whose caption is lost
+        yield from self._of_sample(path, key, parts)
+        if damage:
+            raise _DamagedFile(damage)
 
     def _of_sample(self, path: Path, key: str, parts: Mapping[str, bytes]) -> Iterator[Record]:
         images = [kind for kind in parts if f".{kind.rpartition('.')[2]}" in EXTENSIONS]
@@ -217,14 +254,14 @@ class Source:
             texts = {kind: raw for kind, raw in parts.items() if kind != "json" and kind not in images}
             fields |= {"caption" if kind == "txt" else kind: raw.decode() for kind, raw in texts.items()}
         except ValueError as error:
-            self._note(path, key, error.args[0] if isinstance(error.args[0], Message) else error)
+            self._note_caption(path, key, error)
         yield Record(key, parts[images[0]], self._caption(fields, path, key))
 
     def _kohya(self, path: Path) -> Iterator[Record]:
         try:
             table = _as_object(read_json(path))
         except ValueError as error:
-            raise UserError(
+            raise _DamagedFile(
                 Message("{path}: is not JSON of the form of sd-scripts ({why})", path=path, why=error)
             ) from None
         files = _list_images(self.root)
@@ -240,7 +277,7 @@ class Source:
             if name is None or not isinstance(fields, Mapping):
                 self._note(path, key, Message("no image of this name, or several"))
                 continue
-            yield Record(name, self.root / name, self._caption(fields, path, key))
+            yield Record(name, self.root / name, self._caption(fields, path, key), key)
 
     def _sidecar(self, path: Path) -> Iterator[Record]:
         file = path.with_suffix(".json")
@@ -306,6 +343,28 @@ def _form_of(path: Path) -> str:
     )
 
 
+class _DamagedFile(Exception):
+    """A file that cannot be read, or not to its end; its argument is the line for people."""
+
+
+def _damaged_near(path: Path, where: object, why: Exception) -> Message:
+    return Message(
+        "{path}: is damaged near {where} ({why}); what comes before was read", path=path, where=where, why=why
+    )
+
+
+class _Member(tarfile.TarInfo):
+    """A file of a tar archive. tarfile takes a damaged header for the end of the archive; here it is an error."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
+        """Read the next header. Raises ReadError if it is damaged."""
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.InvalidHeaderError, tarfile.TruncatedHeaderError) as error:  # type: ignore[attr-defined]
+            raise tarfile.ReadError(str(error)) from None
+
+
 class _NoImages(Exception):
     def __init__(self, columns: Sequence[str]) -> None:
         super().__init__()
@@ -351,7 +410,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         while raw := file.readline(MOST_TEXT + 1):
             number += 1
             if len(raw) > MOST_TEXT:
-                raise UserError(Message("{path}, line {number}: is too long", path=path, number=number))
+                raise _DamagedFile(Message("{path}, line {number}: is too long", path=path, number=number))
             if raw.strip():
                 try:
                     yield number, parse_json(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -360,16 +419,24 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
-    with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+    """Yield (number of its last line, row); a Message in place of a row that is not UTF-8."""
+    # What is not UTF-8 is noticed in its row, as a decoder reads ahead and knows no line.
+    with (
+        open_regular(path) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
         rows = csv.DictReader(file)
         try:
+            if not all(is_utf8(name) and "\0" not in name for name in rows.fieldnames or ()):
+                where = Message("line {number}", number=1)
+                raise _DamagedFile(Message("{path}, {where}: {line}", path=path, where=where, line=NOT_UTF8))
             for row in rows:
-                yield rows.line_num, {name: value for name, value in row.items() if isinstance(name, str)}
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                Message(
-                    "{path}, line {number}: is not CSV in UTF-8 ({why})", path=path, number=rows.line_num, why=error
-                )
+                texts = {name: value for name, value in row.items() if isinstance(name, str)}
+                is_text = all(is_utf8(value) for value in texts.values() if isinstance(value, str))
+                yield rows.line_num, texts if is_text else NOT_UTF8
+        except csv.Error as error:
+            raise _DamagedFile(
+                Message("{path}, line {number}: is not CSV ({why})", path=path, number=rows.reader.line_num, why=error)
             ) from None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from .. import config
+from ..common.parsing import describe_parser_error, find_message, place
 from ..common.reading import MOST_TEXT, read_bytes
 from ..errors import Message, UserError, not_utf8, reason
 from .readers import hide
@@ -65,10 +66,6 @@ class UnreadableSettings(UserError):
     """A settings file is not in the format that its name says."""
 
 
-def _at(line: int, column: int, why: str) -> Message:
-    return Message("line {line_number}, column {column}: {why}", line_number=line, column=column, why=why)
-
-
 def read_source(path: Path) -> Source:
     """Read TOML, JSON, YAML or the command in a script. Raises UserError, whose messages quote nothing of the file."""
     content = decoded(path)
@@ -105,14 +102,14 @@ def read_source(path: Path) -> Source:
             Message(
                 "{where}: not valid JSON: {why}",
                 where=path,
-                why=_at(error.lineno, error.colno, error.msg),
+                why=describe_parser_error(error),
             )
         ) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        why = getattr(error, "problem", "") or Message("cannot be read")
+        why = find_message(getattr(error, "problem", "") or "") or Message("cannot be read")
         if mark:
-            why = _at(mark.line + 1, mark.column + 1, why)
+            why = place(mark.line + 1, mark.column + 1, why)
         raise UnreadableSettings(Message("{where}: not valid YAML: {why}", where=path, why=why)) from None
     except RecursionError:
         raise UserError(Message("{path}: nested too deeply", path=path)) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.json_files import parse_json, read_json
-from ..common.messages import without_home
+from ..common.messages import restore, without_home
 from ..common.reading import MOST_TEXT, open_regular
 from ..run import REFUSED
 
@@ -77,7 +77,7 @@ class Progress:
         if kind != "warning":
             self.download = event if kind == "download" and _are_numbers(event, "bytes", "total", "speed") else None
         if kind in ("done", "stopped", "error"):
-            self.last = event
+            self.last = restore(event)
             return
         if kind == REFUSED:
             self.last, self.refusal = self.before, str(event.get("text", ""))
