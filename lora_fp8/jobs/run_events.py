@@ -80,7 +80,7 @@ class Progress:
             self.last = restore(event)
             return
         if kind == REFUSED:
-            self.last, self.refusal = self.before, str(event.get("text", ""))
+            self.last, self.refusal = self.before, str(restore(event).get("text", ""))
             return
         if kind == "start":
             self.before = self.last
