@@ -507,6 +507,15 @@ def test_a_scan_says_that_there_is_a_dataset_of_another_form(tmp_path: Path) -> 
     assert any("not read: metadata.jsonl" in line for line in report.warnings)
 
 
+def test_long_names_are_cut_to_what_file_systems_take(tmp_path: Path) -> None:
+    """Counted in bytes: a Chinese character has three."""
+    names = ["猫" * 80 + "a", "猫" * 80 + "b", "n" * 240]
+    write_tar(tmp_path / "a.tar", {f"{name}.jpg": encoded(seed) for seed, name in enumerate(names)})
+    report = import_images(find_source(tmp_path / "a.tar"), tmp_path / "new")
+    written = sorted(path.name for path in (tmp_path / "new").iterdir())
+    assert report.images == 3 and written == ["n" * 200 + ".jpg", "猫" * 66 + ".jpg", "猫" * 66 + "_2.jpg"]
+
+
 def test_the_lists_of_names_do_not_overlap() -> None:
     assert not set(foreign_datasets.PATHS) & set(foreign_datasets.CAPTIONS)
     assert set(dataset_import.SUFFIXES) >= {"PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF", "HEIF"}

@@ -27,7 +27,8 @@ SUFFIXES = {
     "PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tif", "GIF": ".gif",
     "AVIF": ".avif", "HEIF": ".heic",
 }  # fmt: skip
-LONGEST_NAME = 100
+LONGEST_NAME = 200
+"""Bytes of a name; file systems take 255, and a number, an ending and `.PID.tmp` come to it."""
 TEMPORARY = re.compile(r"\.(.+)\.\d+\.tmp")
 """Names of files that are being written, see `_place`."""
 RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)", re.IGNORECASE)
@@ -260,7 +261,8 @@ def _name(record: Record, used: set[str]) -> str:
     """Return a name without extension that every system can write, another one for each record."""
     stem = os.path.splitext(re.split(r"[/\\]", record.name)[-1])[0] if isinstance(record.image, bytes) else ""
     stem = stem or os.path.splitext(record.name.replace("\\", "/").replace("/", "_"))[0]
-    stem = re.sub(r"[^\w\- .()]", "_", stem)[:LONGEST_NAME].strip(" .") or "image"
+    plain = re.sub(r"[^\w\- .()]", "_", stem).encode()[:LONGEST_NAME].decode(errors="ignore")
+    stem = plain.strip(" .") or "image"
     if RESERVED.fullmatch(stem.split(".")[0]):
         stem = f"_{stem}"
     number, unique = 1, stem
