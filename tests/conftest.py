@@ -237,6 +237,16 @@ def job(make_job: Callable[..., settings.Job], tmp_path: Path) -> Callable[..., 
     return lambda *overrides, family="sd15": make_job(tmp_path, *overrides, family=family)
 
 
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """A worker that ran in this process has taken the signals: the next test gets them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is put away has to be fetched, as if the rest were elsewhere; -> the couriers that were made meanwhile."""
