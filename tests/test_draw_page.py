@@ -28,13 +28,15 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     (run / "checkpoints" / "step-000500").mkdir(parents=True)
     (run / "export" / "step-000250").mkdir(parents=True)
     assert drawings.list_steps(run) == [500, 250]
-    form = {**FORM, "source": str(run), "steps": [0, 250], "prompt": "--out=/etc; $(x)", "seed": "7", "guidance": "3.5"}
+    with pytest.raises(UserError, match="--out=/etc; is no option of a prompt"):
+        drawings.start(ui, {**FORM, "source": str(run), "steps": [0], "prompt": "--out=/etc; $(x)"})
+    form = {**FORM, "source": str(run), "steps": [0, 250], "prompt": "-o=/etc; $(x)", "seed": "7", "guidance": "3.5"}
     first, second = (drawings.start(ui, {**form, "where": where}) for where in ("beside", "turn"))
     assert (first, second) == ("000001", "000002")
     views = {view.command[1]: view for view in jobs.Queue(ui.place.home).view(shell=False)}
     view = views[f"--out={ui.place.home / 'drawings' / '000001'}"]
     assert view.command[2:] == (
-        *("--prompt=--out=/etc; $(x)", "--seed=7", "--guidance=3.5", "--strength=1", "--base"),
+        *("--prompt=-o=/etc; $(x)", "--seed=7", "--guidance=3.5", "--strength=1", "--base"),
         *("--step=0", "--step=250", "--", str(run)),
     )
     assert (view.gpus, view.priority, view.max_attempts) == (jobs.BESIDE, 0, 1)
