@@ -13,7 +13,6 @@ and the two families can run at the same time.
 
 import argparse
 import json
-import platform
 import shutil
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_quality import demo_job, draw_all, held_out_loss, shares_obeyed, shown
+from bench_quality import demo_job, draw_all, held_out_loss, origin, shares_obeyed, shown
 
 from lora_fp8 import train
 from lora_fp8.settings import Objective
@@ -139,11 +138,7 @@ def train_cell(family: str, name: str, given: Settings, seed: int, work: Path) -
         "held_out_loss": held_out_loss(family, file, work),
         "uniform_loss": held_out_loss(family, file, work, LEVELS) if family == "flux" else None,
         **shares_obeyed(draw_all(family, file)),
-        "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} CPU",
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": {"training": round(trained, 1), "all": round(time.perf_counter() - started, 1)},
+        **origin(result, started, trained),
     }
     shutil.rmtree(folder)
     return cell

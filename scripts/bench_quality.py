@@ -67,6 +67,7 @@ from lora_fp8.settings import (
     Objective,
 )
 from lora_fp8.stages import load
+from lora_fp8.stages.finish import Result
 from lora_fp8.stages.step import diffusion_loss
 
 CELLS = ROOT / "benchmarks" / "quality"
@@ -214,6 +215,17 @@ def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
     }
 
 
+def origin(result: Result, started: float, trained: float) -> dict[str, Any]:
+    """Return what a cell was measured with, and its seconds since `started`, `trained` of them in training."""
+    return {
+        "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()} CPU",
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": {"training": round(trained, 1), "all": round(time.perf_counter() - started, 1)},
+    }
+
+
 def pixels(sheet: Image.Image) -> numpy.ndarray:
     """Return a contact sheet as float64 RGB values from 0 to 255, (H, W, 3)."""
     return numpy.asarray(sheet.convert("RGB"), dtype=numpy.float64)
@@ -252,11 +264,7 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
         **shares_obeyed(drawn),
         "last_train_loss": statistics.fmean(step["loss"] for step in steps[-100:]),
         "steps": job.train.steps,
-        "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()} CPU",
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": {"training": round(trained, 1), "all": round(time.perf_counter() - started, 1)},
+        **origin(result, started, trained),
     }
     shutil.rmtree(folder)
     return cell
