@@ -174,6 +174,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     with torch.no_grad():
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
             batch = loader.micro(index, index)
+            assert batch is not None  # only a process of several may have nothing
             losses += diffusion_loss(family, denoiser, objective, batch, 1.0).tolist()
     return statistics.fmean(losses)
 
