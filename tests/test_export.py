@@ -226,7 +226,7 @@ def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
 
 def test_a_family_without_kohya_names_says_so():
     family = SimpleNamespace(title="New", denoiser_name="transformer", kohya_naming="", native_layers=())
-    with pytest.raises(UserError, match=r"New has no kohya layout; set export.formats = \['diffusers'\]"):
+    with pytest.raises(UserError, match="New has no kohya layout; use 'diffusers'"):
         layouts.to_layout(random_state({"x": (4, 4, ())}), 1.0, family, {}, "kohya")
 
 
