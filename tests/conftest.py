@@ -144,6 +144,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Give back what `_freeze` took: at the end of the process Triton prints a list of all that it finds alive."""
+    gc.unfreeze()
+
+
 _frozen_modules = 0
 
 

@@ -442,6 +442,19 @@ def test_recipes_explains_each_value(ask: Callable, images: Path) -> None:
     assert ask("recipes", "fluks")[0] == 2 and ask("recipes", "sdxl", "--goal", "edit")[0] == 2
 
 
+def test_the_list_of_recipes_heeds_goal_and_card(ask: Callable) -> None:
+    rows = {row["family"]: row for row in json.loads(ask("recipes", "--json")[1])["recipes"]}
+    small = json.loads(ask("recipes", "--goal", "edit", "--card", "8", "--json")[1])["recipes"]
+    assert [row["family"] for row in small] == [
+        name for name, row in rows.items() if "edit" in row["goals"] and row["cards"]["8"]["fits"]
+    ]
+    assert 0 < len(small) < sum("edit" in row["goals"] for row in rows.values())
+    code, out, err = ask("recipes", "--goal", "x", "--card", "7", "--images", "pictures")
+    assert code == 2 and not out and err.startswith("recipes: 3 problems\n")
+    assert "--goal x: a recipe takes character | style" in err and "--card 7: " in err and "--images: " in err
+    assert ask("recipes", "sdxl", "--goal", "x")[2].startswith("recipes: 1 problem\n")
+
+
 # ---------------------------------------------------------------------------------------------------------- questions
 
 

@@ -85,14 +85,18 @@ def recipes(
     images: list[Path] = typer.Option([], help="Folder of images, for the number of steps. Repeatable."),
     as_json: bool = JSON,
 ) -> None:
-    """List the recipes, or explain one: each value with its reason."""
+    """List the recipes, for one goal or card if given, or explain one: each value with its reason."""
     from ..config import dataset_recipe
     from ..config import recipes as rules
+    from ..errors import UserErrors
 
     if not family:
-        _list_recipes(as_json)
+        _list_recipes(goal, card, images, as_json)
         return
-    wishes = _make_wishes("my-lora", family, "", goal, card, [])
+    try:
+        wishes = _make_wishes("my-lora", family, "", goal, card, [])
+    except UserErrors as error:
+        raise UserErrors(error.problems, "recipes") from None
     chosen = []
     if images:
         _, pictures = _look_at(wishes, images, None, "")
@@ -121,15 +125,29 @@ def recipes(
     print_lines(Message("In a config: preset = {presets}", presets=toml_value(recipe.presets)))
 
 
-def _list_recipes(as_json: bool) -> None:
-    """Print, for each family, its goals and what each GPU allows."""
+def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -> None:
+    """Print, for each family that takes the goal and fits the card, its goals and what each GPU allows.
+
+    Raises:
+        UserErrors: a goal or card that no recipe has, or images without a family.
+    """
     from .. import families
     from ..config import recipes as rules
+    from ..errors import UserErrors
 
+    problems = [
+        *_find_wrong_goal(goal, Message("a recipe"), rules.GOALS),
+        *_find_wrong_card(card),
+        *([Message("--images: name a family as well; the steps follow from both")] if images else []),
+    ]
+    if problems:
+        raise UserErrors(problems, "recipes")
     rows = []
     for family in families.available():
-        fits = {card: rules.fit_card(family, card) for card in rules.CARDS}
-        rows.append((family, rules.find_goals(family), fits))
+        fits = {size: rules.fit_card(family, size) for size in rules.CARDS}
+        goals = rules.find_goals(family)
+        if (not goal or goal in goals) and not (card and fits[card].problem):
+            rows.append((family, goals, fits))
     if as_json:
         content = [
             {
@@ -146,6 +164,20 @@ def _list_recipes(as_json: bool) -> None:
         least = next((card for card, fit in fits.items() if not fit.problem), 0)
         print(f"  {family:22}{least or '-':>3}  {', '.join(goals)}")  # names only
     print_lines(Message("Explains one: lora-fp8 recipes sdxl --goal character --card 16"))
+
+
+def _find_wrong_goal(goal: str, title: str, known: Sequence[str]) -> list[str]:
+    if not goal or goal in known:
+        return []
+    return [Message("--goal {goal}: {title} takes {known}", goal=goal, title=title, known=" | ".join(known))]
+
+
+def _find_wrong_card(card: int) -> list[str]:
+    from ..config import recipes as rules
+
+    if not card or card in rules.CARDS:
+        return []
+    return [Message("--card {card}: not among {names} GB", card=card, names=" | ".join(map(str, rules.CARDS)))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,15 +207,10 @@ def _make_wishes(name: str, family: str, base: str, goal: str, card: int, preset
     others = [preset for preset in presets if preset not in rules.names()]
     known = rules.find_goals(family) if family in families.available() else rules.GOALS
     goal = goal or next(iter(goals), known[0])
-    if goal not in known:
-        title = families.get(family).title if family in families.available() else family
-        problems.append(
-            Message("--goal {goal}: {title} takes {known}", goal=goal, title=title, known=" | ".join(known))
-        )
+    title = families.get(family).title if family in families.available() else family
+    problems += _find_wrong_goal(goal, title, known)
     card = card or next(iter(cards), 0) or (0 if base == "demo" else detect_card())
-    if card and card not in rules.CARDS:
-        names = " | ".join(map(str, rules.CARDS))
-        problems.append(Message("--card {card}: not among {names} GB", card=card, names=names))
+    problems += _find_wrong_card(card)
     if base == "demo":
         others = [*others, f"demo_{family}"] if f"demo_{family}" in preset_names() else others
     if problems:
