@@ -738,7 +738,7 @@ class Train(Section):
         also="OneTrainer: clip_grad_norm; diffusion-pipe: gradient_clipping",
     )
     threads: int = setting(
-        0, "CPU threads of PyTorch; 0: PyTorch's own choice. Bit-identical repeats need the same number.", ge=0
+        0, "CPU threads of PyTorch; 0: PyTorch's own choice. Bit-identical repeats need the same number.", ge=0, le=1024
     )
     deterministic: bool = setting(
         False,
@@ -1270,13 +1270,13 @@ class Preview(Section):
         also="ai-toolkit: guidance_scale; SimpleTuner: validation_guidance",
     )
     width: int = setting(
-        0, "Width of the previews in pixels; 0: the training resolution.", ge=0, multiple_of=16, when=DRAWN
+        0, "Width of the previews in pixels; 0: the training resolution.", ge=0, le=8192, multiple_of=16, when=DRAWN
     )
     height: int = setting(
-        0, "Height of the previews in pixels; 0: the training resolution.", ge=0, multiple_of=16, when=DRAWN
+        0, "Height of the previews in pixels; 0: the training resolution.", ge=0, le=8192, multiple_of=16, when=DRAWN
     )
     frames: int = setting(
-        1, "Number of frames of each preview: 1 for an image, more for a clip.", ge=1, when=DRAWN | CLIPS
+        1, "Number of frames of each preview: 1 for an image, more for a clip.", ge=1, le=4096, when=DRAWN | CLIPS
     )
     tiled: Literal["auto"] | bool = setting(
         "auto",
