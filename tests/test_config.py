@@ -174,7 +174,7 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[optimizer]\nlr_scale = 200", "optimizer.lr_scale: must be above 0 and at most 100, got 200"),
         ("[objective]\nshift = 0", "objective.shift: must be above 0, got 0"),
         ("[preview]\nguidance = -1.0", "preview.guidance: must be at least 0, got -1"),
-        ("[preview]\nwidth = 500", "preview.width: must be at least 0 and a multiple of 16, got 500"),
+        ("[preview]\nwidth = 500", "preview.width: must be 0 to 8192, and a multiple of 16, got 500"),
         ("[schedule]\nwarmup = 1500", "schedule.warmup: 1500 steps, but train.steps is 1500"),
         ("[schedule]\nwarmup = 1.5", "of at least 0, or a fraction of at least 0 and below 1, got 1.5"),
         ("[checkpoint]\nkeep = 1", "checkpoint.keep: must be at least 2, got 1"),
