@@ -458,7 +458,7 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
 def test_mirroring_mirrors_the_control_picture_too(name, batch_of):
     """A mirrored showing is what the same files give when both are mirrored on disk."""
     it, loader, _ = batch_of(name, PROMPTS[:1], flip=True)
-    (placed,) = [item.placed for item in loader.items[next(iter(loader.items))]]
+    (placed,) = [item.placed for item in loader.items_of(0)[next(iter(loader.images))]]
     flipped = loader._cond(placed, PROMPTS[0], True)
     latents = loader.cache.latents(placed, True)
     for path in (placed.example.path, placed.example.controls[0].path):

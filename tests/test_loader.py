@@ -135,6 +135,45 @@ def test_each_sample_is_seen_its_repeats_an_epoch(batch_size, world):
         assert counts == expected and totals == loader.samples_per_epoch == sum(expected.values())
 
 
+def test_repeats_need_not_be_whole():
+    """Each image as often as its repeats say, to within one; each epoch as long as the others, to within one sample."""
+    sizes = SIZES * 3
+    for repeats, batch_size in ((0.5, 2), (2.5, 3), (0.3, 1), (1.25, 100), (0.04, 2)):
+        loader, examples = make(batch_size, sizes=sizes, repeats=(repeats,))
+        counts, epochs, micro = Counter(), 100, 0
+        lengths, ends = Counter(), []
+        while (position := loader.position(micro))[0] < epochs:
+            items = loader.batch_at(micro)
+            assert 0 < len(items) <= batch_size and len({item.placed.bucket for item in items}) == 1
+            epoch = position[0]
+            uids = [item.uid for item in items]
+            assert position == loader.position(micro) and len(set(uids)) == len(uids)
+            counts.update(item.placed.example.uid for item in items)
+            lengths[epoch] += len(items)
+            ends.append(epoch)
+            micro += 1
+        assert ends == sorted(ends), "the epochs follow each other"
+        exact = len(examples) * repeats
+        assert all(exact - 1 < lengths[epoch] < exact + 1 for epoch in range(epochs))
+        assert all(epochs * repeats - 1 < counts[example.uid] < epochs * repeats + 1 for example in examples)
+        assert loader.samples_per_epoch == pytest.approx(exact)
+        assert micro == pytest.approx(epochs * loader.batches_per_epoch), "the pattern repeats within 100 epochs"
+        fresh = make(batch_size, sizes=sizes, repeats=(repeats,))[0]
+        assert fresh.position(micro - 1) == loader.position(micro - 1), "a resumed run finds its place at once"
+        assert fresh.batch_at(micro - 1) == loader.batch_at(micro - 1)
+        other = make(batch_size, seed=1, sizes=sizes, repeats=(repeats,))[0]
+        first = [{item.uid for items in part.items_of(0).values() for item in items} for part in (loader, other)]
+        assert first[0] != first[1], "which images come first is drawn from the seed"
+
+
+def test_the_heaviest_batch_is_found_in_whichever_epoch_it_is():
+    loader, examples = make(4, sizes=[(64, 64)] * 9 + [(192, 64)], repeats=(1,) * 9 + (0.125,))
+    wide = examples[-1].uid
+    heaviest = loader.find_heaviest(lambda placed: 1000 if placed.example.uid == wide else 1)
+    assert [item.placed.example.uid for item in loader.batch_at(heaviest)] == [wide]
+    assert loader.position(heaviest)[0] == 3, "in the middle of its eight epochs"
+
+
 def test_a_rank_without_samples_gets_none_and_still_knows_the_total():
     loader, _ = make(batch_size=1)
     assert loader.micro(1, 0, 0, 2) is not None and loader.micro(1, 0, 1, 2) is None

@@ -126,7 +126,7 @@ FLIPS = {
     "adapter.targets": Flip("['to_q']", ("shapes", "losses")),
     "adapter.dtype": Flip("fp32", TRAINING, ("shapes",)),
     "adapter.text_encoder": Flip("true", ("shapes", "losses"), ("encoded", "samples", "buckets", "rates")),
-    "dataset.folders.0.repeats": Flip("2", ("losses", "samples")),
+    "dataset.folders.0.repeats": Flip("1.5", ("losses", "samples")),
     "dataset.folders.0.trigger": Flip("zibo", ("losses", "encoded")),
     "dataset.folders.0.prefix": Flip("so good,", ("losses", "encoded"), ("buckets", "samples", "rates")),
     "dataset.folders.0.suffix": Flip("so bad", ("losses", "encoded"), ("buckets", "samples", "rates")),

@@ -42,13 +42,13 @@ class Epochs:
         epochs: passes over all images.
     """
 
-    samples: int
+    samples: float
     per_step: int
     steps: float
     epochs: float
 
 
-def count_epochs(samples: int, values: dict[str, Any]) -> Epochs | None:
+def count_epochs(samples: float, values: dict[str, Any]) -> Epochs | None:
     """Count epochs from a form's values; None if the values are not valid."""
     numbers = [values["train.batch_size"], values["train.accumulate"], values["train.steps"]]
     if not samples or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):

@@ -110,7 +110,7 @@ def _describe_data(event: dict[str, Any]) -> Message:
     return Message(
         "data: {images}, {samples} samples and {steps} steps per epoch; buckets {buckets}",
         images=images,
-        samples=event["samples_per_epoch"],
+        samples=digits(event["samples_per_epoch"]),
         steps=digits(event["steps_per_epoch"]),
         buckets=", ".join(f"{size}: {n}" for size, n in event["buckets"].items()),
     )

@@ -53,7 +53,7 @@ class Pictures:
     """
 
     images: int = 0
-    samples: int = 0
+    samples: float = 0
     videos: int = 0
     uncaptioned: int = 0
     style: str = ""
@@ -84,13 +84,14 @@ def expand(folder: Path) -> list[tuple[Path, int]]:
     return [(folder / name, int(name.partition("_")[0])) for name in inner]
 
 
-def look(folders: Sequence[tuple[Path, int]]) -> Pictures:
+def look(folders: Sequence[tuple[Path, float]]) -> Pictures:
     """Count the files of image folders with their repeats, and read captions. No image is opened.
 
     Raises:
         UserError: a folder cannot be read.
     """
-    images = samples = videos = uncaptioned = 0
+    images = videos = uncaptioned = 0
+    samples: float = 0
     captions: list[str] = []
     for folder, repeats in folders:
         root = Path(os.path.expanduser(folder))

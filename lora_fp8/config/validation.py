@@ -53,7 +53,7 @@ def accepted_numbers(field: Any) -> str:
 
     If whole numbers and fractions have different bounds, those of fractions are written with a decimal point.
     """
-    ranges = number_ranges(field)
+    ranges = _different_ranges(field)
     several = len({kind for kind, _ in ranges}) > 1
 
     def in_signs(limits: dict[str, Any]) -> str:
@@ -66,7 +66,7 @@ def accepted_numbers(field: Any) -> str:
 
 def _in_words(field: Any) -> Message:
     """Return the bounds of a setting's numbers in words."""
-    ranges = number_ranges(field)
+    ranges = _different_ranges(field)
     several = len({kind for kind, _ in ranges}) > 1
     in_words = []
     for kind, limits in ranges:
@@ -250,6 +250,13 @@ def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
             limits = {bound: getattr(rule, bound) for bound in SIGNS for rule in rules if hasattr(rule, bound)}
             typed_ranges.append((kind, {bound: kind(limit) for bound, limit in limits.items()}))
     return typed_ranges
+
+
+def _different_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
+    """Return the ranges of `number_ranges`, without that of whole numbers if fractions have the same bounds."""
+    ranges = number_ranges(field)
+    of_fractions = [{bound: int(limit) for bound, limit in limits.items()} for kind, limits in ranges if kind is float]
+    return [(kind, limits) for kind, limits in ranges if kind is float or limits not in of_fractions]
 
 
 def _suggest(location: Location) -> Message:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from .. import settings
+from ..common.numbers import digits
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
@@ -144,7 +145,7 @@ def examine(
             "clips": len(clip_names),
             "masked": sum(mask is not None for mask in masks),
             "pieces": sum(len(cut[name]) for name in clip_names),
-            "shown": sum(n * len(cut.get(name, [1])) for n, name in zip(repeats, names, strict=True)),
+            "shown": round(sum(n * len(cut.get(name, [1])) for n, name in zip(repeats, names, strict=True))),
             **_count_captions(texts.values()),
         },
         resolution=target.resolution,
@@ -461,7 +462,7 @@ def _look_at_buckets(
 
 def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[int], findings: Findings) -> None:
     """Report folders of the config (with repeats), or subfolders of a single one, that are trained far more often."""
-    seen: Counter[str] = Counter()
+    seen: dict[str, float] = defaultdict(float)
     kohya: dict[str, str] = {}
     for i in usable:
         index, root, path, _ = images[i]
@@ -473,7 +474,9 @@ def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[
             if match := re.fullmatch(r"(\d+)_.+", part):
                 kohya[part] = match[1]
     if len(seen) > 1 and max(seen.values()) >= 4 * min(seen.values()):
-        shares = ", ".join(f"{name}: {count}" for name, count in seen.most_common(8))
+        shares = ", ".join(
+            f"{name}: {digits(count)}" for name, count in sorted(seen.items(), key=lambda item: -item[1])[:8]
+        )
         findings.add("uneven", "", Message("pictures shown per epoch differ fourfold or more: {shares}", shares=shares))
     for part, repeats in kohya.items():
         findings.add("kohya_folder", part, repeats)

@@ -53,7 +53,7 @@ class Example:
         caption: as trained, with the trigger word prepended where needed.
         folder_index: which of `[[dataset.folders]]`, from 0.
         relative: path inside that folder, with forward slashes.
-        repeats: how often it is trained in an epoch.
+        repeats: how often it is trained in an epoch, on average.
         width, height: pixels of the upright image, turned and cropped by its edit.
         image_sha256: identity of the image, as in `decoding.Looked`.
         controls: its control images, in order.
@@ -68,7 +68,7 @@ class Example:
     caption: str
     folder_index: int
     relative: str
-    repeats: int
+    repeats: float
     width: int
     height: int
     image_sha256: str

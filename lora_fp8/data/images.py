@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
+from ..common.numbers import digits
 from ..errors import Joined, Message, Plural, Template, about, first_few, reason
 from . import clips
 from .buckets import same_shape
@@ -306,7 +307,7 @@ def describe(report: ScanReport) -> list[str]:
     counts, examples = report.counts, report.examples
     per_epoch = sum(example.repeats for example in examples)
     lines: list[str] = [
-        Message("{count} images, {per_epoch} per epoch with repeats", count=len(examples), per_epoch=per_epoch)
+        Message("{count} images, {per_epoch} per epoch with repeats", count=len(examples), per_epoch=digits(per_epoch))
     ]
     if examples:
         small = min(examples, key=lambda example: example.width * example.height)

@@ -5,8 +5,8 @@ step number to continue bit for bit, and any process can compute any other's sha
 
 An *item* is one use of an example in an epoch: with repeats = 3 an example has three. An *epoch* trains on each item
 once: items are shuffled inside their bucket, cut into batches of one bucket (the last one of a bucket may be smaller;
-none is dropped), and the batches are shuffled. Every epoch has the same number of batches, so micro-batch m is batch
-m % n of epoch m // n.
+none is dropped), and the batches are shuffled. Repeats that are no whole numbers give an example more items in some
+epochs than in others, see repeats.py.
 
 What is drawn for a sample (noise, timestep, mirroring, caption dropout, tag shuffle) comes from a separate generator,
 keyed by purpose, seed, epoch and item. An item comes once per epoch, so no draw is ever used twice; and since neither
@@ -21,6 +21,7 @@ Shape legend: B batch, C channels, H height, W width (of latents; those of clips
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from .cache import Cache
 from .caption_text import with_class_word
 from .caption_variants import caption_variant
 from .image_variants import draw_variant
+from .repeats import EPOCHS, Share, average, count_batches, find_period, share_out
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """The fractions of its multiples fill (0, 1) evenly, however many there are."""
@@ -143,8 +145,8 @@ def epoch_batches(
 ) -> list[list[Any]]:
     """Return the batches of an epoch in order, as a pure function of the arguments.
 
-    Every item is in exactly one batch, each batch has items of one bucket, and the number of batches is the same for
-    every epoch and seed.
+    Every item is in exactly one batch, each batch has items of one bucket, and the number of batches does not depend on
+    the epoch and the seed.
     """
     batches = []
     for bucket in sorted(items_by_bucket):
@@ -178,25 +180,65 @@ class Loader:
     ):
         self.cache, self.family, self.section, self.seed, self.batch_size = cache, family, section, seed, batch_size
         # The control images of a batch have one size as well, so buckets are split by the sizes of the control images.
-        self.items: dict[tuple[int, ...], list[Item]] = {}
+        self.images: dict[tuple[int, ...], list[tuple[Placed, Share]]] = {}
+        shares = share_out((image.example for placed in buckets.values() for image in placed), seed)
         for bucket, placed in buckets.items():
             for image in placed:
                 sides = [side for control in cache.control_crops(image) for side in control.size]
-                repeated = [Item(image, repeat) for repeat in range(image.example.repeats)]
-                self.items.setdefault((*bucket, *sides), []).extend(repeated)
-        self.samples_per_epoch = sum(map(len, self.items.values()))
-        self.batches_per_epoch = sum(-(-len(items) // batch_size) for items in self.items.values())
-        if not self.samples_per_epoch:
+                self.images.setdefault((*bucket, *sides), []).append((image, shares[image.example.uid]))
+        if not shares:
             raise UserError(Message("dataset: there are no examples to train on"))
+        self._shares = {key: [share for _, share in members] for key, members in self.images.items()}
+        self.samples_per_epoch, self.batches_per_epoch = average(self._shares.values(), batch_size)
+        self._period = find_period(shares.values())
+        self._first_batches = [0]  # of each epoch, as far as they were asked for
         self._epochs: dict[int, list[list[Item]]] = {}
-        self._starts: dict[int, list[int]] = {}  # samples of an epoch before each of its batches
+        self._starts: dict[int, list[int]] = {}  # samples of the training before each batch of an epoch
         drawn = torch.rand((), generator=generator(seed, "even_timesteps", 0, ""), dtype=torch.float64)
         self._first_quantile = drawn.item()
         self._prepared: dict[tuple[int, ...], Batch | None] = {}  # one at most
 
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of micro-batches of an epoch."""
+        return count_batches(self._shares.values(), self.batch_size, epoch)
+
     def position(self, micro_index: int) -> tuple[int, int]:
         """Return (epoch, batch within it) of a micro-batch, both from 0."""
-        return divmod(micro_index, self.batches_per_epoch)
+        if self._period == 1:
+            return divmod(micro_index, int(self.batches_per_epoch))
+        first = self._first_batches
+        while first[-1] <= micro_index:
+            first.append(first[-1] + self.batches_in(len(first) - 1))
+        epoch = bisect.bisect_right(first, micro_index) - 1  # of epochs that begin there, all but the last are empty
+        return epoch, micro_index - first[epoch]
+
+    def items_of(self, epoch: int) -> dict[tuple[int, ...], list[Item]]:
+        """Return what an epoch trains on, by bucket and sizes of the control images."""
+        items = {
+            key: [Item(image, repeat) for image, share in members for repeat in range(share.in_epoch(epoch))]
+            for key, members in self.images.items()
+        }
+        return {key: members for key, members in items.items() if members}
+
+    def find_heaviest(self, count_pixels: Callable[[Placed], int]) -> int:
+        """Return the micro-batch of the most pixels; with repeats that are no whole numbers, of the first 100 epochs.
+
+        Args:
+            count_pixels: pixels of one image and of its control images.
+        """
+
+        def weigh(items: Sequence[Item]) -> int:
+            return len(items) * count_pixels(items[0].placed)
+
+        each = {key: count_pixels(members[0][0]) for key, members in self.images.items()}
+
+        def weigh_epoch(epoch: int) -> int:
+            counts = {key: sum(share.in_epoch(epoch) for share in shares) for key, shares in self._shares.items()}
+            return max(min(count, self.batch_size) * each[key] for key, count in counts.items())
+
+        heaviest = max(range(min(self._period, EPOCHS)), key=weigh_epoch)
+        first = sum(map(self.batches_in, range(heaviest)))
+        return max(range(first, first + self.batches_in(heaviest)), key=lambda micro: weigh(self.batch_at(micro)))
 
     def batch_at(self, micro_index: int) -> list[Item]:
         """Return the items of a micro-batch over all processes. `micro_index` counts from the start of the training."""
@@ -205,8 +247,9 @@ class Loader:
             if len(self._epochs) > 1:
                 self._starts.pop(oldest := next(iter(self._epochs)))
                 self._epochs.pop(oldest)
-            self._epochs[epoch] = epoch_batches(self.items, self.batch_size, self.seed, epoch)
-            self._starts[epoch] = [0, *itertools.accumulate(map(len, self._epochs[epoch]))]
+            self._epochs[epoch] = epoch_batches(self.items_of(epoch), self.batch_size, self.seed, epoch)
+            before = sum(share.before(epoch) for shares in self._shares.values() for share in shares)
+            self._starts[epoch] = list(itertools.accumulate(map(len, self._epochs[epoch]), initial=before))
         return self._epochs[epoch][index]
 
     def total(self, micro_index: int) -> int:
@@ -239,7 +282,7 @@ class Loader:
         if not mine:
             return None
         epoch, index = self.position(micro_index)
-        first = epoch * self.samples_per_epoch + self._starts[epoch][index]
+        first = self._starts[epoch][index]
         latents, noise, conds, captions, flips, masks, variants = [], [], [], [], [], [], []
         for item in mine:
             flipped = self._flipped(epoch, item.uid)

@@ -133,66 +133,28 @@ def samples(draft: Draft) -> int | None:
         return None
     counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
     # kohya's trainers train on as many regularization images as on others, whatever their number.
-    total = int(sum(counts) / draft.repeats_factor)
+    total = round(sum(counts))
     return total * (2 if any(folder.regularization for folder in draft.folders) else 1)
 
 
 def balance_regularization(draft: Draft) -> None:
-    """Set repeats so that regularization images are trained on about as often as the others.
-
-    If there are more of them, the repeats of the others are multiplied. An epoch is longer then; steps are counted as
-    before.
-    """
+    """Set repeats so that as many regularization images as others are trained on in an epoch, as there."""
     others = [folder for folder in draft.folders if folder.regularization]
     total, there = samples(draft), sum(folder.images or 0 for folder in others)
     if not (others and total and there):
         return
     wanted = total // 2
     for folder in others:
-        folder.repeats = max(1, round(wanted / there))
-    draft.repeats_factor = max(1, round(there / wanted))
-    for folder in draft.folders:
-        folder.repeats *= 1 if folder.regularization else draft.repeats_factor
+        folder.repeats = wanted / there
     if there > wanted:
         draft.notes.append(
             Message(
-                "there are {count} regularization pictures, of which theirs shows the first {shown} an epoch; here all "
-                "are shown in turn, and the repeats of the other folders are multiplied by {factor}, so that both "
-                "count about as much",
+                "there are {count} regularization pictures, of which theirs shows the first {shown} an epoch; here "
+                "{shown} of them an epoch, in turn",
                 count=there,
                 shown=wanted,
-                factor=draft.repeats_factor,
             )
         )
-
-
-def make_repeats_whole(draft: Draft) -> None:
-    """Multiply all repeats by the factor that makes them whole numbers, which keeps the shares of the folders.
-
-    An epoch is longer then; steps are counted as before. A repeat that no factor up to `MOST_FACTOR` makes whole is
-    rounded.
-    """
-    repeats = [folder.repeats for folder in draft.folders]
-    factor = next((n for n in range(1, MOST_FACTOR) if all(_is_whole(n * part) for part in repeats)), MOST_FACTOR)
-    for folder in draft.folders:
-        folder.repeats = max(1, round(factor * folder.repeats))
-    draft.repeats_factor = factor
-    if factor > 1:
-        draft.notes.append(
-            Message(
-                "repeats are whole numbers here: those of all folders are multiplied by {factor}, so that their shares "
-                "stay; an epoch is as much longer",
-                factor=factor,
-            )
-        )
-
-
-MOST_FACTOR = 20
-
-
-def _is_whole(number: float) -> bool:
-    """Return True if a number of repeats is a whole one, or within a hundredth of one."""
-    return round(number) >= 1 and abs(number - round(number)) <= 0.01 * number
 
 
 def weigh_regularization(draft: Draft, key: str) -> None:

@@ -309,7 +309,6 @@ def _set_adapter(draft: Draft) -> None:
 def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
-    dataset_settings.make_repeats_whole(draft)
     dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     glued = [key for key in keys if not str(draft.get(key) or " ")[-1].isspace()]

@@ -152,7 +152,6 @@ class Draft:
         self.labels: dict[str, str] = {}
         self.settings: dict[str, Any] = {}
         self.folders: list[Folder] = []
-        self.repeats_factor = 1  # what `dataset_settings` multiplied the repeats by, so that an epoch is longer
         self.assumed: dict[str, tuple[Any, str, str]] = {}
         self.comments: dict[str, list[str]] = {}
         self.lists: dict[str, list[Entry]] = {name: [] for name in ("mapped", "differs", "none", "unknown", "defaults")}
@@ -433,6 +432,12 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+def _tidy(repeats: float) -> float:
+    """Round to four digits behind the point, without one where none is left; at least what the setting allows."""
+    rounded = max(0.001, round(repeats, 4))
+    return int(rounded) if float(rounded).is_integer() else rounded
+
+
 def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
     """Convert {"adapter.rank": 16} to nested tables in the order of our config, and add the folders."""
     data: dict[str, Any] = {}
@@ -451,7 +456,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
     tables["folders"] = [
         {
             "path": folder.path,
-            **({"repeats": round(folder.repeats)} if folder.repeats != 1 else {}),
+            **({"repeats": _tidy(folder.repeats)} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
             **({"prefix": folder.prefix} if folder.prefix else {}),
             **({"suffix": folder.suffix} if folder.suffix else {}),

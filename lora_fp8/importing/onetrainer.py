@@ -536,7 +536,6 @@ def _set_folders(draft: Draft) -> None:
             kept.append(table)
             _add_folder(draft, table)
     draft.mapped(["concept_file_name"], {}, Message("read as well") if tables else Message("not here"))
-    dataset_settings.make_repeats_whole(draft)
     _set_masks(draft)
     draft.none("concepts", remarks.EMPTY, off=True)
     if not kept and draft.has("concept_file_name"):
@@ -580,22 +579,26 @@ def _add_folder(draft: Draft, table: str) -> None:
     by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
     deep = common_values.on(draft.get(f"{table}include_subdirectories"))
     masked = common_values.on(draft.get("masked_training"))
-    folder = Folder(
-        draft.get(f"{table}path", text),
-        1 if by_samples else repeats,
-        mask="*-masklabel" if masked else "",
-    )
+    folder = Folder(draft.get(f"{table}path", text), 1 if by_samples else repeats, mask="*-masklabel" if masked else "")
     dataset_settings.look_into(draft, folder, deep=deep)
     draft.mapped(f"{table}path", {}, f"{at}.path")
-    if by_samples:
-        draft.none(
-            counted,
-            Message(
-                "{repeats} samples of the concept an epoch there; {at}.repeats counts repeats here",
-                repeats=f"{repeats:g}",
-                at=at,
-            ),
+    if by_samples and folder.images:
+        folder.repeats = repeats / folder.images
+        note = Message(
+            "{at}.repeats = {repeats}: {samples} samples of {images} images an epoch",
+            at=at,
+            repeats=f"{folder.repeats:.4g}",
+            samples=f"{repeats:g}",
+            images=folder.images,
         )
+        draft.mapped([counted, f"{table}balancing_strategy"], {}, note)
+    elif by_samples:
+        note = Message(
+            "{at}.repeats: {samples} samples an epoch, divided by the number of images; the folder is not here",
+            at=at,
+            samples=f"{repeats:g}",
+        )
+        draft.none(counted, note)
     else:
         draft.mapped(counted, {}, f"{at}.repeats = {repeats:g}")
     draft.none(f"{table}balancing_strategy", Message("belongs to balancing"), off=not by_samples)

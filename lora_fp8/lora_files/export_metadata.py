@@ -40,11 +40,11 @@ class FolderFacts:
 
     name: str
     num_images: int
-    repeats: int = 1
+    repeats: float = 1
     tags: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def count(cls, name: str, captions: Iterable[str], repeats: int = 1, separator: str = ",") -> "FolderFacts":
+    def count(cls, name: str, captions: Iterable[str], repeats: float = 1, separator: str = ",") -> "FolderFacts":
         """Return the facts of a folder, counting the tags of its captions (one caption per image)."""
         captions = list(captions)
         tags = Counter(tag.strip() for caption in captions for tag in caption.split(separator) if tag.strip())
@@ -212,7 +212,7 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
     """
     width, height = facts.resolution
     tags = [*facts.tags, *(tag for tag in dict.fromkeys(("lora", facts.kind)) if tag not in facts.tags)]
-    epoch_size = sum(folder.num_images * folder.repeats for folder in facts.folders)
+    epoch_size = round(sum(folder.num_images * folder.repeats for folder in facts.folders))
     epochs = math.ceil(facts.steps * facts.batch_size / epoch_size) if epoch_size else 0
     folders = _folder_names(facts.folders)
     written: dict[str, Any] = {

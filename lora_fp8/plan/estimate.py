@@ -7,7 +7,6 @@ on common systems), and the workspaces of libraries. On a CPU a run reports the 
 its libraries are included there (`PROCESS_BYTES`).
 """
 
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..common.numbers import digits
 from ..data.buckets import Bucket, named
 from ..data.caption_style import warn_of_sentences
 from ..data.images import captions_of_files
+from ..data.repeats import average, share_out
 from ..errors import Joined, Message
 from ..run import disk_space
 from ..settings import Job
@@ -40,7 +40,8 @@ class Estimate:
     """number of training images"""
     held_out: int
     """number of images that validation keeps out of training"""
-    samples_per_epoch: int
+    samples_per_epoch: float
+    """number of images that an epoch trains on, repeats counted; on average over the epochs"""
     steps_per_epoch: float
     epochs: float
     heaviest_bucket: Bucket
@@ -115,7 +116,7 @@ class Estimate:
             Message(
                 "steps      {pictures}, {samples} samples = {steps} steps an epoch; {epochs} epochs in all",
                 pictures=pictures,
-                samples=self.samples_per_epoch,
+                samples=digits(self.samples_per_epoch),
                 steps=digits(self.steps_per_epoch),
                 epochs=digits(self.epochs),
             ),
@@ -173,8 +174,10 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
     plan = replace(plan, job=job)
     family, images = plan.family, plan.images
     buckets = images.buckets
-    in_bucket = [sum(placed.example.repeats for placed in members) for members in buckets.values()]
-    steps = sum(math.ceil(num / job.train.batch_size) for num in in_bucket) / job.train.accumulate
+    shares = share_out(images.examples, job.seed)
+    groups = [[shares[placed.example.uid] for placed in members] for members in buckets.values()]
+    samples, batches = average(groups, job.train.batch_size)
+    steps = batches / job.train.accumulate
     heaviest = training_memory.find_heaviest_bucket(plan)[0]
     notes: list[str] = []
 
@@ -187,7 +190,7 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
     estimated = Estimate(
         pictures=len(images.examples),
         held_out=len(images.held_out),
-        samples_per_epoch=sum(in_bucket),
+        samples_per_epoch=samples,
         steps_per_epoch=steps,
         epochs=job.train.steps / steps,
         heaviest_bucket=heaviest,

@@ -170,8 +170,8 @@ def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, 
 
 
 def count_in_batch(job: Job, members: list[Any]) -> int:
-    """Count the samples of the largest batch of a bucket with these members."""
-    return min(job.train.batch_size, sum(placed.example.repeats for placed in members))
+    """Count the samples of the largest batch that a bucket with these members can have."""
+    return min(job.train.batch_size, sum(math.ceil(placed.example.repeats) for placed in members))
 
 
 def build_base(job: Job, family: ModelFamily) -> torch.nn.Module:

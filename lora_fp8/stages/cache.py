@@ -20,7 +20,7 @@ from ..data.cache import Cache, preview_pictures
 from ..data.caption_variants import plain_captions, truncation_warnings
 from ..data.examples import Example
 from ..data.image_variants import plain_images
-from ..data.loader import Item, Loader
+from ..data.loader import Loader
 from ..data.prompts import Prompt, text_of
 from ..errors import Message, Stopped, UserError
 from ..families.base import Cond
@@ -146,7 +146,7 @@ def cache(session: Session) -> Data:
         held_out = Loader(placed.held_out_buckets, store, family, plain, seed=job.seed, batch_size=1)
     return Data(
         loader=loader,
-        heaviest=max(range(loader.batches_per_epoch), key=lambda i: _count_pixels(store, loader.batch_at(i))),
+        heaviest=loader.find_heaviest(lambda image: _count_pixels(store, image)),
         held_out=held_out,
         held_out_fingerprint=_hash_held_out(plan),
         preview=preview,
@@ -258,8 +258,7 @@ def _hash_held_out(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _count_pixels(store: Cache, items: list[Item]) -> int:
-    """Count the pixels of a batch, control images included."""
-    first = items[0].placed
-    controls = sum(math.prod(control.size) for control in store.control_crops(first))
-    return len(items) * (count_pixels(store.family, first.bucket) + controls)
+def _count_pixels(store: Cache, image: bucketing.Placed) -> int:
+    """Count the pixels of an image, its control images included."""
+    controls = sum(math.prod(control.size) for control in store.control_crops(image))
+    return count_pixels(store.family, image.bucket) + controls

@@ -203,7 +203,7 @@ def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURE
     objective = family.make_objective(job.objective)
     loader = Loader(session.plan.images.buckets, session.plan.cache, family, job.dataset, seed=job.seed, batch_size=1)
     questions = []
-    for index in range(min(num_pictures, loader.batches_per_epoch)):
+    for index in range(min(num_pictures, loader.batches_in(0))):
         batch = loader.micro(0, index)
         assert batch is not None  # one process, which has every sample
         for level in LEVELS:

@@ -36,7 +36,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
     loader, low, high = data.held_out, job.objective.t_min, job.objective.t_max
     assert loader is not None
     levels = [loaded.objective.at_level(low + (high - low) * level) for level in LEVELS]
-    tasks = [(picture, level) for picture in range(loader.batches_per_epoch) for level in range(len(levels))]
+    tasks = [(picture, level) for picture in range(loader.batches_in(0)) for level in range(len(levels))]
     turns = processes.take_turns(tasks)
     own_tasks = [task for task, is_own in turns if is_own]
     models = [loaded.denoiser, *(loaded.text.encoders.values() if loaded.text else [])]
@@ -60,7 +60,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
     if not all(map(math.isfinite, losses.values())):
         session.warn(Message("the held-out loss at step {step} is not finite", step=step))
         return None
-    pictures = range(loader.batches_per_epoch)
+    pictures = range(loader.batches_in(0))
     bands = {
         label: sum(losses[picture, level] for picture in pictures) / len(pictures)
         for level, (_, label) in enumerate(levels)

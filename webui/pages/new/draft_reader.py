@@ -41,14 +41,14 @@ class DraftReader:
         """Resolve a path of the draft. Relative paths start at the page's home, as in the job."""
         return self.ui.place.home / os.path.expanduser(path)
 
-    def count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, int, str]]:
+    def count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, float, str]]:
         """Return (folder, its contents, its repeats, where its masks are) for every folder of the draft."""
         rows = values["dataset.folders"] if isinstance(values["dataset.folders"], list) else []
         counts = []
         for row in rows:
             path = row.get("path") if isinstance(row, dict) else None
             repeats = row.get("repeats", 1) if isinstance(row, dict) else 1
-            if isinstance(path, str) and path and isinstance(repeats, int):
+            if isinstance(path, str) and path and isinstance(repeats, (int, float)):
                 try:
                     folder = self.ui.path(self.resolve_local(path))
                 except UserError:

@@ -92,7 +92,7 @@ class Problems:
             yield "model.path", self.ui.translate(line)
 
     def _find_clip_problems(
-        self, values: dict[str, Any], counts: list[tuple[Path, image_folders.Count, int, str]]
+        self, values: dict[str, Any], counts: list[tuple[Path, image_folders.Count, float, str]]
     ) -> Iterable[tuple[str, str]]:
         """Yield (setting, message) for videos that the engine will refuse."""
         say, family = self.ui.say, str(values["model.family"])

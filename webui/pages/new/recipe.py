@@ -168,7 +168,7 @@ class Recipe:
             if key not in self._looked:
                 if len(self._looked) >= MOST_KEPT:
                     self._looked.clear()
-                folders: list[tuple[Path, int]] = [(folder, repeats) for folder, _, repeats, _ in counts]
+                folders: list[tuple[Path, float]] = [(folder, repeats) for folder, _, repeats, _ in counts]
                 try:
                     self._looked[key] = dataset_recipe.look(folders)
                 except UserError:

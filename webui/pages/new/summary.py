@@ -76,7 +76,7 @@ class Summary:
     def _count_steps(
         self,
         values: dict[str, Any],
-        counts: list[tuple[Path, image_folders.Count, int, str]],
+        counts: list[tuple[Path, image_folders.Count, float, str]],
         has_problems: bool,
         parts: list[str],
         facts: list[tuple[str, str]],
@@ -85,7 +85,8 @@ class Summary:
         say, escape = self.ui.say, sanitize.escape
         skipping = values["dataset.missing_caption"] == "skip"
         examined = [] if has_problems else [self.reader.examine(values, folder, mask) for folder, *_, mask in counts]
-        samples = files = 0
+        samples: float = 0
+        files = 0
         for (folder, contents, times, _), examination in zip(counts, examined or [None] * len(counts), strict=True):
             if examination is None:
                 number = contents.files - (contents.without_caption if skipping else 0)
@@ -115,7 +116,7 @@ class Summary:
         facts.append((say("new.fact.steps"), steps))
         line = say(
             "new.summary.epochs",
-            samples=reckoned.samples,
+            samples=run_cards.digits(reckoned.samples),
             per_step=reckoned.per_step,
             steps=run_cards.digits(reckoned.steps),
             total=values["train.steps"],
