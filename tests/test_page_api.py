@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import gradio as gr
 import httpx
 import pytest
 import uvicorn
@@ -175,6 +176,14 @@ def test_an_open_page_takes_little_memory(address: str, client: Client) -> None:
     tracemalloc.stop()
     assert (held[-1] - held[3]) / 4 < 300_000
     assert len(mounted.state_holder.session_data) >= 8
+
+
+def test_a_page_that_nobody_looks_at_sleeps(address: str) -> None:
+    """Gradio's queue wakes up 1000 times a second; if it names its intervals otherwise one day, this says so."""
+    names = ("sleep_when_free", "progress_update_sleep_when_free")
+    assert set(names) <= vars(gr.Blocks()._queue).keys()
+    queues = [route.app.get_blocks()._queue for route in address.site.routes if hasattr(route.app, "get_blocks")]
+    assert len(queues) == 2 and all(getattr(queue, name) >= 0.02 for queue in queues for name in names)
 
 
 IDLE = """

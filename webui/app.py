@@ -137,6 +137,7 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
         )
         mounted = _find_mounted(app)
         gradio_sessions.limit_sessions(mounted, pages)
+        gradio_sessions.poll_less(pages)
         mounted.user_middleware.append(
             Middleware(_HeadInserter, html=_render_head(language).encode())
         )  # inside the compression
