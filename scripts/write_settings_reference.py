@@ -87,8 +87,8 @@ NEEDS: dict[str, dict[Any, Texts]] = {
     "family.negative": {True: _both("models that use a negative prompt", "可用负面提示词的模型")},
     "base.single_file": {True: _both("a single file as base model", "单文件底模")},
     "base.on_hub": {True: _both("a base model on Hugging Face", "Hugging Face 上的底模")},
-    "base.guidance": {True: _both("a base model with a guidance embedding", "带引导嵌入的底模")},
-    "layers.fp8": {True: _both("layers that support FP8 matmul", "有支持 FP8 乘法的层")},
+    "base.guidance": {True: _both("a base model with a guidance embedding", "有引导值输入的底模")},
+    "layers.fp8": {True: _both("layers that support FP8 matmul", "有支持 FP8 矩阵乘法的层")},
     "layers.modulation": {True: _both("modulation layers", "有调制层")},
     "run.several_processes": {True: _both("several processes", "多个进程")},
 }

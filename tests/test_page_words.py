@@ -128,7 +128,18 @@ WRONG_CHINESE = {
     r"尝试 \d|第 \{?\w+\}? 次尝试": "第 2 次运行",
     "基础模型|底座": "底模",
     "布局": "格式",
-    "训练损失|集损失": "loss",
+    "训练损失|集损失|验证损失": "loss",
+    "流水线": "管线",
+    "正则图": "正则化图片",
+    "运行文件夹": "训练文件夹",
+    "接受(它的)?许可": "同意许可协议",
+    "主副本": "主权重",
+    "噪声(水平|强度)": "噪声级别",
+    "矩阵乘(?!法)": "矩阵乘法",
+    "Hugging Face 名称|Hub (名称|ID|id)": "Hugging Face 模型名",
+    "自动标注": "自动打标",
+    "提前停止": "早停",
+    "您": "你",
 }
 """Words that are not the community's, as patterns, and the word that is used instead."""
 
@@ -138,6 +149,7 @@ def test_chinese_uses_the_words_of_the_glossary(pattern: str) -> None:
     root = Path(translations.__file__).parents[1]
     files = [*root.glob("webui/texts/*.toml"), *root.glob("docs/*.zh-CN.md"), root / "README.zh-CN.md"]
     files += [*root.glob("lora_fp8/tools/hosts/*.toml"), root / "lora_fp8/tools/kit.py"]
+    files += [root / "lora_fp8/common/zh_CN.po", *root.glob("configs/*.toml"), *root.glob("presets/*.toml")]
     lines = [
         f"{file.name}:{number}: {line.strip()[:80]}"
         for file in files

@@ -469,7 +469,7 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     told = {"id": 8, "kind": "command", "log": log, "ended": 1.0}
     work = JobView(**told, name="caption pics", command=("caption", "/p/pics"), state="running", sentence=done.sentence)
     card = runs_page.render_job(chinese, replace(work, sentence=Sentence("stage", {"stage": "running"})))
-    assert "自动标注 pics</a>" in card and "3 / 9" in card and "width:33.3%" in card and ">停止</button>" in card
+    assert "自动打标 pics</a>" in card and "3 / 9" in card and "width:33.3%" in card and ">停止</button>" in card
     made = tmp_path / "work" / "small.safetensors"
     made.touch()
     command = ("resize", "--output", str(made), "--", "a")
