@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -373,7 +374,7 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     options = ("--accelerator", "L40S", "--install", "pip install x", "--env", "HF_TOKEN", "--setup", "true")
     call("submit", str(file), "--to", "sky", *options)
     words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
-    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", "lora-it-s-home-x"]
+    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", script.cluster_name(NAME)]
     assert words[5:7] == ["--secret", "HF_TOKEN"]
     task = yaml.safe_load(Path(words[7]).read_text(encoding="utf-8"))
     assert task["resources"] == {"accelerators": "L40S:1"} and task["setup"] == "pip install x\n"
@@ -382,6 +383,14 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     assert (folder / "job.sh").exists() and any((folder / "data").rglob("a.png"))
     job_there = handle.load(NAME)
     assert (job_there.kind, job_there.address, job_there.folder) == ("sky", words[4], "~/sky_workdir")
+
+
+def test_no_two_jobs_get_one_machine_of_skypilot() -> None:
+    """Its name is the job's as far as it can be: jobs on one machine would have one folder there."""
+    assert script.cluster_name("zibo-2") == "lora-zibo-2"
+    alike = ("小猫", "小狗", "My Job", "my job", "my-job", "a" * 31, "a" * 30 + "b", "it's", NAME)
+    names = {script.cluster_name(name) for name in alike}
+    assert len(names) == len(alike) and all(re.fullmatch("lora-[a-z0-9-]{1,40}", name) for name in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,6 +443,22 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
     wait_until(lambda: control.look(job).state == "stopped", lambda: control.look(job))
     with pytest.raises(UserError, match="is not running: stopped"):
         control.cancel(job)
+
+
+def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking holds the lock for a moment: a job that starts then waits, and another who asks sees no job."""
+    job = local_job(tmp_path, monkeypatch, "PATH=$PWD/bin:$PATH")
+    folder = tmp_path / "job"
+    (folder / "bin").mkdir()
+    (folder / "bin" / "lora-fp8").symlink_to("/bin/true")
+    asks = next(line for line in control._alive(job).split("||") if "flock" in line).split()[:-1]
+    with subprocess.Popen([*asks, "sleep", "1"], cwd=folder) as asking:
+        wait_until((folder / "job.lock").exists)
+        assert control.look(job).state == "lost"
+        started = subprocess.run(["bash", script.JOB], cwd=folder, capture_output=True, encoding="utf-8", check=False)
+        assert started.returncode == 0, started.stderr
+        assert asking.wait() == 0
+    assert control.look(job).state == "done"
 
 
 def test_what_signals_a_trainer_ends_with_its_job(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
         "while IFS= read -r -d '' variable; do export \"$variable\"; done",
         f"setsid nohup bash -l {JOB} >> log.txt 2>&1 < /dev/null &",
         "for _ in $(seq 100); do",
-        "    if [ -e exit ] || ! flock -n job.lock true; then exit 0; fi",
+        "    if [ -e exit ] || ! flock -s -n job.lock true; then exit 0; fi",
         "    sleep 0.1",
         "done",
         "tail -n 1 log.txt >&2",
@@ -142,7 +142,8 @@ def _alive(job: Handle) -> str:
     if job.kind != "slurm":
         # SkyPilot prepares the machine before it starts the script.
         prepares = "; [ -e started ] || alive=yes" if job.kind == "sky" else ""
-        return f"alive=; [ ! -e job.lock ] || flock -n job.lock true || alive=yes{prepares}"
+        # A shared lock: others may ask at the same time, while the script has it for itself.
+        return f"alive=; [ ! -e job.lock ] || flock -s -n job.lock true || alive=yes{prepares}"
     number = shlex.quote(job.slurm)
     return (
         f"alive=$(squeue --noheader --jobs={number} --format=%T 2>&1) || case $alive in\n"

@@ -5,6 +5,7 @@ passed on to the trainer, which saves at the end of its step and exits with 75. 
 again, unless somebody stopped it. The exit code is in the file `exit`, whoever asks for it.
 """
 
+import hashlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -139,7 +140,8 @@ def render(job: RemoteJob) -> str:
 
 _LOCK = """\
 exec 9>> job.lock                        # held as long as this script or the trainer lives
-flock -n 9 || { echo "this job is running already" >&2; exit 2; }
+# Whoever asks whether the job runs holds it for a moment.
+flock -w 5 9 || { echo "this job is running already" >&2; exit 2; }
 echo "$$" > pid"""
 
 _CHOICE = """\
@@ -272,5 +274,7 @@ def render_task(job: RemoteJob, folder: str) -> str:
 
 def cluster_name(name: str) -> str:
     """Return a name for a machine of SkyPilot, which is also its name for ssh."""
-    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:30].strip("-")
-    return f"lora-{plain}" if plain else "lora-job"
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:30].strip("-") or "job"
+    # Jobs of two names must not get one machine, on which they would have one folder.
+    mark = "" if plain == name else f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"lora-{plain}{mark}"
