@@ -573,6 +573,15 @@ ARCHIVES = {
 }
 
 
+def test_a_run_with_the_longest_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system takes 255 bytes, which are 85 Chinese characters."""
+    job = local_job(tmp_path, monkeypatch)
+    (tmp_path / "job/exit").write_text("0", encoding="utf-8")
+    here = tmp_path / "here" / ("猫" * 85)
+    fetch.fetch(handle.update(job, output=str(here)))
+    assert ownership.MARKER in os.listdir(here) and os.listdir(here.parent) == [here.name]
+
+
 @pytest.mark.parametrize("kind", ARCHIVES)
 def test_a_hostile_archive_is_refused(kind: str, tmp_path: Path) -> None:
     archive = io.BytesIO()

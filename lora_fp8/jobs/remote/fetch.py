@@ -11,6 +11,7 @@ import shlex
 import shutil
 import tarfile
 import tomllib
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,7 @@ def fetch(job: Handle, progress: Callable[[int, int], None] | None = None) -> Fe
     result.files, result.size = len(wanted), sum(entry.size for entry in wanted.values())
     result.same = len(there) - len(wanted)
     parent = result.folder.parent
-    staging = parent / f".{result.folder.name}.{os.getpid()}.fetch"
+    staging = parent / f".{uuid.uuid4().hex}.fetch"  # the run's name may be as long as a name can be
     try:
         make_folder(parent)
         _require_room(parent, result.size)
