@@ -25,7 +25,7 @@ import yaml
 from typer.testing import CliRunner
 from waiting import Held, held, wait_until
 
-from lora_fp8 import cli, config, train
+from lora_fp8 import __version__, cli, config, train
 from lora_fp8.common.locks import read_holder
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.jobs.remote import control, fetch, handle, machine, package, script, submit
@@ -286,6 +286,17 @@ def test_mistakes_are_told_in_one_sentence(
     assert not handle.load_all()
     there = tmp_path / "there, 那里 'x'"
     assert not there.exists() or not list(there.iterdir())
+
+
+def test_a_disk_there_may_have_a_space_in_its_place(job: Callable, tmp_path: Path) -> None:
+    """df gives a line whose columns cannot be counted."""
+    df = "df() { printf 'Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/sda1 9 4 5 40%% /my disk\n'; }"
+    setup = (df, f"lora-fp8() {{ echo lora-fp8 {__version__}; }}")
+    sent = package.Package("x", "runs/x", job())
+    there = submit.Plan(
+        machine.Target("ssh", "x"), script.RemoteJob("x", "runs/x", "ssh", setup=setup), sent, str(tmp_path), tmp_path
+    )
+    assert submit.look_around(machine.Machine(), there) == str(tmp_path)
 
 
 def test_what_fails_while_sending_leaves_nothing(

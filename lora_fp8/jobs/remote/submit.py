@@ -137,7 +137,7 @@ def look_around(machine: Machine, plan: Plan) -> str:
     lines += [f'if [ ! -e {quote_folder(path)} ]; then echo "missing {index}"; fi' for index, path in _needed(plan)]
     lines += [
         'echo "version $(lora-fp8 --version)"',
-        "df -Pk . | awk 'END { print \"free \" $(NF - 2) }'",
+        'echo "free $(($(stat -f -c "%a * %S" .) / 1024))"',  # of df's columns, two can have spaces in them
         'echo "at $PWD"',
     ]
     answer = machine.run("\n".join(lines), login=True)
