@@ -456,6 +456,27 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
         control.cancel(job)
 
 
+def test_a_job_that_is_cancelled_in_the_queue_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue and scancel are those of a cluster with one job, which waits."""
+    job = handle.update(local_job(tmp_path, monkeypatch), kind="slurm", slurm="7")
+    queue = tmp_path / "queue"
+    queue.write_text("PENDING\n", encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    for name, line in (
+        ("squeue", f"cat '{queue}' || {{ echo Invalid job id >&2; exit 1; }}"),
+        ("scancel", f"rm '{queue}'"),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".bash_profile").write_text(f"PATH='{tmp_path}/bin':$PATH\n", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert control.look(job).state == "waiting"
+    control.cancel(job)
+    assert not queue.exists()
+    view = control.look(job)
+    assert view.state == "stopped" and view.exit_code == 75, view
+
+
 def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking holds the lock for a moment: a job that starts then waits, and another who asks sees no job."""
     job = local_job(tmp_path, monkeypatch, "PATH=$PWD/bin:$PATH")

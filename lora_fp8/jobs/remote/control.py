@@ -130,7 +130,9 @@ def look(job: Handle) -> View:
     """
     run = shlex.quote(job.run)
     lines = [enter(job.folder), _alive(job)]
-    lines += ['echo "alive $alive"', 'echo "exit $(cat exit 2> /dev/null)"']
+    # One that was cancelled while it waited in the queue was stopped before it began.
+    code = "cat exit 2> /dev/null || { [ -e cancel ] && [ ! -e started ] && echo 75; }"
+    lines += ['echo "alive $alive"', f'echo "exit $({code})"']
     lines += [f'echo "status $(cat {run}/status.json 2> /dev/null)"']
     lines += ['echo "log $(tail -c 4000 log.txt 2> /dev/null | tr "\\r" "\\n" | grep . | tail -n 1)"']
     answer = require_success(job.machine, job.machine.run("\n".join(lines), login=job.kind == "slurm"))
