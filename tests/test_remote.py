@@ -317,6 +317,28 @@ def test_what_fails_while_sending_leaves_nothing(
     assert not list((tmp_path / "there, 那里 'x'").iterdir()) and not handle.load_all()
 
 
+def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
+    job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be running by then."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    removed: list[str] = []
+
+    def start(*_: object) -> None:
+        raise machine.Disconnected("the network is gone")
+
+    monkeypatch.setattr(submit, "look_around", lambda *_: str(tmp_path))
+    monkeypatch.setattr(submit, "send", lambda *_: None)
+    monkeypatch.setattr(control, "start", start)
+    monkeypatch.setattr(control, "remove", lambda _, folder: removed.append(folder))
+    for kind in ("ssh", "slurm"):  # a job in Slurm's queue ends at once where its folder is gone
+        sent = package.Package(kind, "runs/x", job(f"name={kind}"))
+        to, resources = machine.Target(kind, "host"), script.RemoteJob(kind, "runs/x", kind)
+        with pytest.raises(machine.Disconnected, match="the network is gone"):
+            submit.submit(submit.Plan(to, resources, sent, "~/jobs", tmp_path / "runs" / kind))
+    assert removed == [f"{tmp_path}/slurm"] and [kept.name for kept in handle.load_all()] == ["ssh"]
+
+
 def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable) -> None:
     """Captions, edits and what links lead to go along; hidden files do not. Nothing of the user's changes."""
     photos, base = tmp_path / "照片 'x'", tmp_path / "base"

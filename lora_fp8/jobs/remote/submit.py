@@ -14,12 +14,24 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ...common.shell import quote_path
 from ...common.writing import make_folder
 from ...errors import Message, RunFailure, UserError, cannot_write
 from ...run import disk_space
 from . import control, handle, script
 from .handle import Handle
-from .machine import EXISTS, MARKER, NO_FOLDER, NO_PROGRAM, NO_TOOL, Machine, Target, quote_folder, require_success
+from .machine import (
+    EXISTS,
+    MARKER,
+    NO_FOLDER,
+    NO_PROGRAM,
+    NO_TOOL,
+    Disconnected,
+    Machine,
+    Target,
+    quote_folder,
+    require_success,
+)
 from .package import CONFIG, MANIFEST, Package, write_archive
 from .script import JOB, TASK, RemoteJob
 
@@ -82,6 +94,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
 
     Raises:
         UserError: something is wrong there: no connection, no program, no room, a path that does not exist.
+        Disconnected: the connection was lost while the job was started, which then is remembered.
         RunFailure: it failed on the way.
     """
     script.check(plan.job)
@@ -109,7 +122,17 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
     )
     try:
         new = control.start(new, plan.job.secrets)
-    except (UserError, RunFailure):
+    except (UserError, RunFailure) as error:
+        if isinstance(error, Disconnected) and new.kind == "ssh":
+            handle.save(new)  # it may run by now: its folder is not to be deleted beneath it
+            command = f"lora-fp8 remote status {quote_path(new.name)}"
+            raise Disconnected(
+                Message(
+                    "{why}. Everything was sent; whether the job has started is told by `{command}`",
+                    why=error,
+                    command=command,
+                )
+            ) from None
         control.remove(machine, folder)
         raise
     return new
