@@ -627,6 +627,37 @@ ARCHIVES = {
 }
 
 
+@pytest.mark.parametrize("end", ["sync_folder", "_move"])
+def test_a_fetch_that_is_killed_is_no_change_of_the_users(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are there, or some of them, and are not remembered yet; then the job goes on, and changes its own."""
+    job = local_job(tmp_path, monkeypatch)
+    there, here = tmp_path / "job/runs/x", tmp_path / "here/x"
+    (tmp_path / "job/exit").write_text("75", encoding="utf-8")
+    (there / "verify.json").write_text("first", encoding="utf-8")
+    if end == "_move":
+        fetch.fetch(job)
+        (there / "verify.json").write_text("second", encoding="utf-8")
+    real = getattr(fetch, end)
+
+    def killed(*given: Any) -> None:
+        real(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, end, killed)
+        with pytest.raises(KeyboardInterrupt):
+            fetch.fetch(handle.load("x"))
+    (there / "verify.json").write_text("newer", encoding="utf-8")
+    assert fetch.fetch(handle.load("x")).files == 1 and (here / "verify.json").read_text(encoding="utf-8") == "newer"
+    assert not any(name.startswith("coming/") for name in handle.load("x").fetched)
+    (here / "verify.json").write_text("mine", encoding="utf-8")
+    (there / "verify.json").write_text("newest", encoding="utf-8")
+    with pytest.raises(UserError, match="verify.json changed both here and there"):
+        fetch.fetch(handle.load("x"))
+
+
 def test_a_run_with_the_longest_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system takes 255 bytes, which are 85 Chinese characters."""
     job = local_job(tmp_path, monkeypatch)
