@@ -478,6 +478,30 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
         control.cancel(job)
 
 
+def test_a_job_on_a_rented_machine_does_not_resume_the_run_of_an_earlier_one(tmp_path: Path) -> None:
+    """SkyPilot sends a job of the same name, submitted again with another config, into the same folder."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "lora-fp8"
+    program.write_text('#!/bin/sh\necho "$@" >> words\nmkdir -p runs/x/checkpoints/step-000002\nexit 75\n', "utf-8")
+    program.chmod(0o755)
+    job = script.RemoteJob("x", "runs/x", "sky", gpus=0, install=("true",), setup=("PATH=$PWD/bin:$PATH",))
+    (tmp_path / script.JOB).write_text(script.render(job), encoding="utf-8")
+
+    def run() -> tuple[int, str]:
+        done = subprocess.run(["bash", script.JOB], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+        return done.returncode, done.stderr
+
+    marker = tmp_path / machine.MARKER
+    marker.write_text("x\n1\n", encoding="utf-8")
+    assert [run(), run()] == [(75, ""), (75, "")]  # the second time it is resumed
+    marker.write_text("x\n2\n", encoding="utf-8")
+    for _ in range(2):
+        code, said = run()
+        assert code == 2 and "the run of an earlier job is here" in said
+        assert (tmp_path / "exit").read_text(encoding="utf-8") == "2\n"
+    assert (tmp_path / "words").read_text(encoding="utf-8") == "train config.toml\nresume runs/x\n"
+
+
 def test_a_job_that_is_cancelled_in_the_queue_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """squeue and scancel are those of a cluster with one job, which waits."""
     job = handle.update(local_job(tmp_path, monkeypatch), kind="slurm", slurm="7")

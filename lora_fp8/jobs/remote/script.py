@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import yaml
 
 from ...errors import Message, UserError
+from .machine import MARKER
 
 JOB, TASK = "job.sh", "task.yaml"
 RESTARTS = 500
@@ -125,6 +126,7 @@ def render(job: RemoteJob) -> str:
         "# Written by `lora-fp8 submit`. Trains or resumes, by what is in the run folder; SIGTERM saves and stops.",
         f"run={shlex.quote(job.run)}",
         "" if job.kind == "slurm" else _LOCK,
+        _ALONE if job.kind == "sky" else "",
         _BEGIN,
         "\n".join(job.setup),
         _CHOICE,
@@ -154,13 +156,21 @@ else
     set -- train config.toml
 fi"""
 
-_BEGIN = """\
+_BEGIN = f"""\
 asked=0
 asking=
 trainer=
 trap 'asked=$((asked + 1)); [ -z "$trainer" ] || ask_to_stop' TERM
 rm -f exit
-: > started"""
+cat {MARKER} > started"""
+
+_ALONE = f"""\
+# A machine of SkyPilot keeps its folder, which an earlier job of this name may have had.
+if [ -s started ] && [ "$(cat started)" != "$(cat {MARKER})" ]; then
+    echo "the run of an earlier job is here, which would be resumed; end this machine first (sky down)" >&2
+    echo 2 > exit
+    exit 2
+fi"""
 
 _WAIT = """\
 code=75

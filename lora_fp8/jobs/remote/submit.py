@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,8 @@ class Plan:
 
     def texts(self, folder: str = "") -> dict[str, str]:
         """Return the files that are written for the job, whose folder there is known, or ""."""
-        texts = {JOB: script.render(self.job), MARKER: f"{self.job.name}\n", CONFIG: self.package.config(folder)}
+        mark = f"{self.job.name}\n{uuid.uuid4().hex}\n"  # another one each time that the job is submitted
+        texts = {JOB: script.render(self.job), MARKER: mark, CONFIG: self.package.config(folder)}
         if self.target.kind == "sky":
             texts[TASK] = script.render_task(self.job, str(self.staged))
         return texts
