@@ -86,7 +86,9 @@ def choose_references(session: Session) -> list[Example]:
     images, folders = session.plan.images, session.job.dataset.folders
 
     def choose(examples: Sequence[Example]) -> list[Example]:
-        return [one for one in examples if not folders[one.folder_index].regularization and not one.frames]
+        return [
+            example for example in examples if not folders[example.folder_index].regularization and not example.frames
+        ]
 
     examples = choose(images.held_out) or choose(images.examples)  # those held out may all be clips
     count = min(len(examples), MOST_REFERENCES)
