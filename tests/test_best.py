@@ -312,13 +312,16 @@ def test_without_validation_there_is_no_best(job, capsys):
         finish.export_run(folder, [], best=True)
 
 
-def test_other_held_out_images_begin_a_series_of_their_own(job, plant, monkeypatch):
+@pytest.mark.parametrize("other", ["objective.min_snr_gamma=1.0", "model.caption_tokens=150"])
+def test_other_held_out_images_begin_a_series_of_their_own(job, plant, other):
+    """And another loss, and captions that are encoded in another way."""
     plant(TURNS)
     mine = job(*HELD, "train.steps=4")
     folder = run(mine).run.path
-    run(job(*HELD, "train.steps=6", "objective.min_snr_gamma=1.0"), resume=True)
+    run(job(*HELD, "train.steps=6", other), resume=True)
     texts = [event["text"] for event in events_of(folder, "warning")]
     assert any("only later validations are compared" in text for text in texts)
+    assert any(f"applies from now on: {other.partition('=')[0]}: " in text for text in texts)
     assert {event["best"] for event in events_of(folder, "verdict") if event["step"] > 4} == {4}
 
 

@@ -381,6 +381,30 @@ def test_shards_of_webdataset(tmp_path: Path, end: str) -> None:
     assert ["004" in line for line in report.caption_problems] == [True]
 
 
+def test_a_shard_that_was_made_on_a_mac(tmp_path: Path) -> None:
+    """Its tar puts a hidden file of the system before each file: between an image and its caption too."""
+    members: dict[str, bytes] = {}
+    for number in (1, 2):
+        members |= {f"d/._{number}.jpg": b"Mac OS X" * 9, f"d/{number}.jpg": encoded(number)}
+        members |= {f"d/._{number}.txt": b"Mac OS X" * 9, f"d/{number}.txt": b"a cat"}
+    write_tar(tmp_path / "given.tar", members)
+    report = import_images(find_source(tmp_path / "given.tar"), tmp_path / "new")
+    assert texts(tmp_path / "new") == {"1.txt": "a cat", "2.txt": "a cat"}
+    assert report.images == 2 and not report.uncaptioned and not report.problems
+
+
+def test_captions_of_a_table_that_are_not_utf8_are_told_with_their_rows(tmp_path: Path) -> None:
+    """pyarrow reads and writes such texts without a look at them."""
+    raw = pyarrow.array([b"a cat", "中国".encode("gbk"), b"a dog"], pyarrow.binary())
+    text = pyarrow.Array.from_buffers(pyarrow.string(), len(raw), raw.buffers())
+    files = pyarrow.array([{"bytes": encoded(seed), "path": f"{seed}.jpg"} for seed in range(3)])
+    pyarrow.parquet.write_table(pyarrow.table({"image": files, "text": text}), tmp_path / "given.parquet")
+    report = import_images(find_source(tmp_path / "given.parquet"), tmp_path / "new")
+    assert texts(tmp_path / "new") == {"0.txt": "a cat", "2.txt": "a dog"}
+    assert report.images == 3 and report.uncaptioned == 1 and not report.problems
+    assert ["row 2" in line for line in report.caption_problems] == [True]
+
+
 def test_images_beside_metadata_into_a_new_folder(tmp_path: Path) -> None:
     write_images(tmp_path / "given", "a.jpg", "deep/b.png")
     as_jsonl(tmp_path / "given", [{"file_name": name, "text": name} for name in ("a.jpg", "deep/b.png")])

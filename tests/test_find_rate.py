@@ -52,6 +52,17 @@ def test_it_ends_where_the_adapters_make_the_base_worse(job: Callable[..., Job])
     assert all(point.ratio <= find_rate.END for point in found.points[:-1]) and not found.still_falls
 
 
+def test_it_computes_as_training_does(job: Callable[..., Job]) -> None:
+    """Without attention of cuDNN, which gives compiled blocks wrong gradients; with as many threads."""
+    before = torch.get_num_threads()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        find_rate.find_rate(job(*EXACT, f"train.threads={before + 1}"), steps=1)
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_prodigy_needs_none(job: Callable[..., Job]) -> None:
     with pytest.raises(UserError, match="finds its learning rate by itself"):
         find_rate.find_rate(job("optimizer.name=prodigy", "optimizer.lr=auto"))

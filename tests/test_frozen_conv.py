@@ -211,6 +211,17 @@ def test_offloaded_convolutions_compute_the_same() -> None:
     assert torch.equal(*answers)
 
 
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_an_adapter_does_not_dequantize_the_weight_to_know_its_shape(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would in each pass, and an offloaded weight would be fetched once more."""
+    model = nn.Sequential(FrozenConv2d.from_conv(nn.Conv2d(16, 32, 3, padding=1), torch.float32))
+    adapters.inject(model, Adapter(rank=4, alpha=4, type=kind), ["0"], seed=0)
+    monkeypatch.setattr(FrozenConv2d, "weight", property(lambda layer: pytest.fail("the weight was asked for")))
+    assert model(torch.randn(1, 16, 8, 8)).shape == (1, 32, 8, 8)
+
+
 def test_weights_that_are_not_finite_are_named() -> None:
     unet = make_unet()
     unet.down_blocks[0].resnets[0].conv1.weight.data[3, 1, 0, 2] = torch.nan

@@ -4,7 +4,9 @@ import io
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +119,13 @@ def test_held_out_images_are_what_previews_are_compared_with(job: Callable[..., 
     given = ("validation.pictures=2", "validation.every=4", f"preview.score_model={clip}")
     result = run(job(*SHORT, *given), progress=False)
     assert {event["references"] for event in events_of(result, "score")} == {2}
+
+
+def test_where_only_clips_are_held_out_trained_images_are_compared(job: Callable[..., Job]) -> None:
+    plan = planning.make(job("validation.pictures=1", "validation.every=1"))
+    (clip,) = (replace(example, frames=(0, 1)) for example in plan.images.held_out)
+    plan.images.held_out[:] = [clip]
+    assert preview_scores.choose_references(SimpleNamespace(plan=plan, job=plan.job)) == plan.images.examples
 
 
 def test_a_failure_is_told_once_and_ends_nothing(

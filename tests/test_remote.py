@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -24,7 +25,7 @@ import yaml
 from typer.testing import CliRunner
 from waiting import Held, held, wait_until
 
-from lora_fp8 import cli, config, train
+from lora_fp8 import __version__, cli, config, train
 from lora_fp8.common.locks import read_holder
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.jobs.remote import control, fetch, handle, machine, package, script, submit
@@ -287,6 +288,17 @@ def test_mistakes_are_told_in_one_sentence(
     assert not there.exists() or not list(there.iterdir())
 
 
+def test_a_disk_there_may_have_a_space_in_its_place(job: Callable, tmp_path: Path) -> None:
+    """df gives a line whose columns cannot be counted."""
+    df = "df() { printf 'Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/sda1 9 4 5 40%% /my disk\n'; }"
+    setup = (df, f"lora-fp8() {{ echo lora-fp8 {__version__}; }}")
+    sent = package.Package("x", "runs/x", job())
+    there = submit.Plan(
+        machine.Target("ssh", "x"), script.RemoteJob("x", "runs/x", "ssh", setup=setup), sent, str(tmp_path), tmp_path
+    )
+    assert submit.look_around(machine.Machine(), there) == str(tmp_path)
+
+
 def test_what_fails_while_sending_leaves_nothing(
     send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +315,28 @@ def test_what_fails_while_sending_leaves_nothing(
         with pytest.raises(UserError, match="sbatch refuses the job .*artition"):
             send("slurm", "--sbatch", "partition=none")
     assert not list((tmp_path / "there, 那里 'x'").iterdir()) and not handle.load_all()
+
+
+def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
+    job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be running by then."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    removed: list[str] = []
+
+    def start(*_: object) -> None:
+        raise machine.Disconnected("the network is gone")
+
+    monkeypatch.setattr(submit, "look_around", lambda *_: str(tmp_path))
+    monkeypatch.setattr(submit, "send", lambda *_: None)
+    monkeypatch.setattr(control, "start", start)
+    monkeypatch.setattr(control, "remove", lambda _, folder: removed.append(folder))
+    for kind in ("ssh", "slurm"):  # a job in Slurm's queue ends at once where its folder is gone
+        sent = package.Package(kind, "runs/x", job(f"name={kind}"))
+        to, resources = machine.Target(kind, "host"), script.RemoteJob(kind, "runs/x", kind)
+        with pytest.raises(machine.Disconnected, match="the network is gone"):
+            submit.submit(submit.Plan(to, resources, sent, "~/jobs", tmp_path / "runs" / kind))
+    assert removed == [f"{tmp_path}/slurm"] and [kept.name for kept in handle.load_all()] == ["ssh"]
 
 
 def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable) -> None:
@@ -373,7 +407,7 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     options = ("--accelerator", "L40S", "--install", "pip install x", "--env", "HF_TOKEN", "--setup", "true")
     call("submit", str(file), "--to", "sky", *options)
     words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
-    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", "lora-it-s-home-x"]
+    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", script.cluster_name(NAME)]
     assert words[5:7] == ["--secret", "HF_TOKEN"]
     task = yaml.safe_load(Path(words[7]).read_text(encoding="utf-8"))
     assert task["resources"] == {"accelerators": "L40S:1"} and task["setup"] == "pip install x\n"
@@ -382,6 +416,14 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     assert (folder / "job.sh").exists() and any((folder / "data").rglob("a.png"))
     job_there = handle.load(NAME)
     assert (job_there.kind, job_there.address, job_there.folder) == ("sky", words[4], "~/sky_workdir")
+
+
+def test_no_two_jobs_get_one_machine_of_skypilot() -> None:
+    """Its name is the job's as far as it can be: jobs on one machine would have one folder there."""
+    assert script.cluster_name("zibo-2") == "lora-zibo-2"
+    alike = ("小猫", "小狗", "My Job", "my job", "my-job", "a" * 31, "a" * 30 + "b", "it's", NAME)
+    names = {script.cluster_name(name) for name in alike}
+    assert len(names) == len(alike) and all(re.fullmatch("lora-[a-z0-9-]{1,40}", name) for name in names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -434,6 +476,67 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
     wait_until(lambda: control.look(job).state == "stopped", lambda: control.look(job))
     with pytest.raises(UserError, match="is not running: stopped"):
         control.cancel(job)
+
+
+def test_a_job_on_a_rented_machine_does_not_resume_the_run_of_an_earlier_one(tmp_path: Path) -> None:
+    """SkyPilot sends a job of the same name, submitted again with another config, into the same folder."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "lora-fp8"
+    program.write_text('#!/bin/sh\necho "$@" >> words\nmkdir -p runs/x/checkpoints/step-000002\nexit 75\n', "utf-8")
+    program.chmod(0o755)
+    job = script.RemoteJob("x", "runs/x", "sky", gpus=0, install=("true",), setup=("PATH=$PWD/bin:$PATH",))
+    (tmp_path / script.JOB).write_text(script.render(job), encoding="utf-8")
+
+    def run() -> tuple[int, str]:
+        done = subprocess.run(["bash", script.JOB], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
+        return done.returncode, done.stderr
+
+    marker = tmp_path / machine.MARKER
+    marker.write_text("x\n1\n", encoding="utf-8")
+    assert [run(), run()] == [(75, ""), (75, "")]  # the second time it is resumed
+    marker.write_text("x\n2\n", encoding="utf-8")
+    for _ in range(2):
+        code, said = run()
+        assert code == 2 and "the run of an earlier job is here" in said
+        assert (tmp_path / "exit").read_text(encoding="utf-8") == "2\n"
+    assert (tmp_path / "words").read_text(encoding="utf-8") == "train config.toml\nresume runs/x\n"
+
+
+def test_a_job_that_is_cancelled_in_the_queue_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """squeue and scancel are those of a cluster with one job, which waits."""
+    job = handle.update(local_job(tmp_path, monkeypatch), kind="slurm", slurm="7")
+    queue = tmp_path / "queue"
+    queue.write_text("PENDING\n", encoding="utf-8")
+    (tmp_path / "bin").mkdir()
+    for name, line in (
+        ("squeue", f"cat '{queue}' || {{ echo Invalid job id >&2; exit 1; }}"),
+        ("scancel", f"rm '{queue}'"),
+    ):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / ".bash_profile").write_text(f"PATH='{tmp_path}/bin':$PATH\n", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert control.look(job).state == "waiting"
+    control.cancel(job)
+    assert not queue.exists()
+    view = control.look(job)
+    assert view.state == "stopped" and view.exit_code == 75, view
+
+
+def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking holds the lock for a moment: a job that starts then waits, and another who asks sees no job."""
+    job = local_job(tmp_path, monkeypatch, "PATH=$PWD/bin:$PATH")
+    folder = tmp_path / "job"
+    (folder / "bin").mkdir()
+    (folder / "bin" / "lora-fp8").symlink_to("/bin/true")
+    asks = next(line for line in control._alive(job).split("||") if "flock" in line).split()[:-1]
+    with subprocess.Popen([*asks, "sleep", "1"], cwd=folder) as asking:
+        wait_until((folder / "job.lock").exists)
+        assert control.look(job).state == "lost"
+        started = subprocess.run(["bash", script.JOB], cwd=folder, capture_output=True, encoding="utf-8", check=False)
+        assert started.returncode == 0, started.stderr
+        assert asking.wait() == 0
+    assert control.look(job).state == "done"
 
 
 def test_what_signals_a_trainer_ends_with_its_job(tmp_path: Path) -> None:
@@ -546,6 +649,46 @@ ARCHIVES = {
     "larger": [hostile(GOOD, b"good and more")],
     "other bytes": [hostile(GOOD, b"evil")],
 }
+
+
+@pytest.mark.parametrize("end", ["sync_folder", "_move"])
+def test_a_fetch_that_is_killed_is_no_change_of_the_users(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are there, or some of them, and are not remembered yet; then the job goes on, and changes its own."""
+    job = local_job(tmp_path, monkeypatch)
+    there, here = tmp_path / "job/runs/x", tmp_path / "here/x"
+    (tmp_path / "job/exit").write_text("75", encoding="utf-8")
+    (there / "verify.json").write_text("first", encoding="utf-8")
+    if end == "_move":
+        fetch.fetch(job)
+        (there / "verify.json").write_text("second", encoding="utf-8")
+    real = getattr(fetch, end)
+
+    def killed(*given: Any) -> None:
+        real(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, end, killed)
+        with pytest.raises(KeyboardInterrupt):
+            fetch.fetch(handle.load("x"))
+    (there / "verify.json").write_text("newer", encoding="utf-8")
+    assert fetch.fetch(handle.load("x")).files == 1 and (here / "verify.json").read_text(encoding="utf-8") == "newer"
+    assert not any(name.startswith("coming/") for name in handle.load("x").fetched)
+    (here / "verify.json").write_text("mine", encoding="utf-8")
+    (there / "verify.json").write_text("newest", encoding="utf-8")
+    with pytest.raises(UserError, match="verify.json changed both here and there"):
+        fetch.fetch(handle.load("x"))
+
+
+def test_a_run_with_the_longest_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system takes 255 bytes, which are 85 Chinese characters."""
+    job = local_job(tmp_path, monkeypatch)
+    (tmp_path / "job/exit").write_text("0", encoding="utf-8")
+    here = tmp_path / "here" / ("猫" * 85)
+    fetch.fetch(handle.update(job, output=str(here)))
+    assert ownership.MARKER in os.listdir(here) and os.listdir(here.parent) == [here.name]
 
 
 @pytest.mark.parametrize("kind", ARCHIVES)

@@ -149,6 +149,19 @@ def test_the_adapter_is_that_of_one_process(runs):
     assert gap < 1e-5
 
 
+def test_previews_with_options_of_their_own_make_as_many_passes_in_each_process(make, tmp_path, tree_hash):
+    """One with more steps, or without guidance, on one process alone would leave it waiting for the other."""
+    prompts = ["a cat --s 3", "a dog --s 1", "a bird --s 3 --g 1", "a cow --s 1", "a fox --s 3"]
+    more = (f"preview.prompts={prompts}", "train.steps=1", "validation.pictures=0", "validation.every=0")
+    drawn = {}
+    for name, options in (("two", ()), ("shared", (SHARD,))):
+        job = make(tmp_path / name, *more, "export.verify=false", *options)
+        done = run_forked(job, tmp_path / name, 2, planted=ALIGNED)
+        assert not done.returncode, done.stderr[-3000:]
+        drawn[name] = tree_hash(folder_of(job) / "samples")
+    assert len(drawn["two"]) == 2 * len(prompts) + 1 and drawn["two"] == drawn["shared"]
+
+
 UPCAST, FP8 = {"storage": "fp8"}, {"storage": "fp8", "compute": "fp8"}
 CASES = (
     ("flux", "bf16", UPCAST, {}, True),

@@ -194,6 +194,22 @@ def test_blocks_are_neither_read_nor_overwritten_too_early(gpu: Gpu, monkeypatch
     assert found.weights.early > found.weights.late > 0
 
 
+def test_the_first_copies_wait_for_what_is_computed_in_their_memory(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out the memory of a freed tensor at once, though a GPU that is behind may yet write into it."""
+    found = InBlocks(model(precision.FP8_ROW, 1.0))
+    weights = precision.BlockStream(found)
+    stream._couriers.clear()
+    real, before = weights._make_places, []
+    monkeypatch.setattr(weights, "_make_places", lambda: (real(), setattr(weights, "_copying", gpu)))
+    monkeypatch.setattr(
+        weights, "_copy", lambda number, copy=weights._copy: (copy(number), before.append(gpu.waited[:]))
+    )
+    with torch.no_grad():
+        for number, block in enumerate(found.blocks[:2], 1):
+            with weights.fetched(block):
+                assert len(before) == number and len(before[-1]) == number
+
+
 def test_moves_leave_what_waits_where_it_is_and_nothing_keeps_a_copy() -> None:
     layer = FrozenLinear.from_linear(nn.Linear(64, 96), torch.float32)
     expected = layer.weight.clone()

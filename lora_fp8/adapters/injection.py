@@ -187,7 +187,8 @@ class _Product(nn.Module, LycorisLayer):
         """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
         base = self.base_layer
         assert isinstance(base, nn.Conv2d)  # the classes of linear layers override this
-        weight = kinds.delta(parts, scaling, x.dtype).view(base.weight.shape)
+        shape = base.out_channels, base.in_channels // base.groups, *base.kernel_size  # a frozen weight is dequantized
+        weight = kinds.delta(parts, scaling, x.dtype).view(shape)
         return F.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
 
 

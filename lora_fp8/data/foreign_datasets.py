@@ -179,7 +179,7 @@ class Source:
                 self.images = _find_images(table.schema_arrow)
                 # Few rows at a time: each has an image.
                 for batch in table.iter_batches(batch_size=16):
-                    for row in batch.to_pylist():
+                    for row in _list_rows(batch):
                         number += 1
                         where = Message("row {number}", number=number)
                         make = self._of_row if self.images else self._of_path
@@ -217,9 +217,10 @@ class Source:
                 tarfile.open(fileobj=file, mode="r|*", encoding="utf-8", tarinfo=_Member) as archive,
             ):
                 for member in archive:
-                    if not member.isreg():
+                    file_name = posixpath.basename(member.name)
+                    if not member.isreg() or file_name.startswith("."):  # macOS puts ._1.jpg beside 1.jpg
                         continue
-                    name = posixpath.join(posixpath.dirname(member.name), posixpath.basename(member.name).split(".")[0])
+                    name = posixpath.join(posixpath.dirname(member.name), file_name.split(".")[0])
                     kind = member.name[len(name) + 1 :].lower()
                     if name != key:
                         yield from self._of_sample(path, key, parts)
@@ -387,6 +388,18 @@ def _find_images(schema: Any) -> str:
     if not set(PATHS) & set(names):
         raise _NoImages(names)
     return ""
+
+
+def _list_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch of pyarrow. Text that is not UTF-8, which it does not check, stays bytes."""
+    for number in range(batch.num_rows):
+        row: dict[str, Any] = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                row[name] = column[number].as_py()
+            except UnicodeDecodeError as error:
+                row[name] = error.object
+        yield row
 
 
 def _as_text(name: str, value: Any) -> str:

@@ -10,7 +10,7 @@ kills all others as soon as one exits, even the main one in the middle of a save
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -126,15 +126,28 @@ class Processes:
         """Return this process's share of the items: every `world`-th, starting at number `rank`."""
         return items[self.rank :: self.world]
 
-    def take_turns(self, items: Sequence[T]) -> list[tuple[T, bool]]:
+    def take_turns(
+        self, items: Sequence[T], kind_of: Callable[[T], Hashable] = lambda item: None
+    ) -> list[tuple[T, bool]]:
         """Return this process's share of the items, each with True.
 
-        In lockstep each process gets as many as the others: where its share is shorter, the first item comes again with
-        False, and its result is to be dropped.
+        In lockstep each process gets as many of each kind as the others: where its share is shorter, the first item of
+        the kind comes again with False, and its result is to be dropped.
+
+        Args:
+            items: what the processes share.
+            kind_of: returns the kind of an item; those of a kind make as many passes of the denoiser.
         """
-        turns = [(item, True) for item in self.share(items)]
-        if self.lockstep and len(turns) * self.world < len(items):
-            turns.append((items[0], False))
+        if not self.lockstep:
+            return [(item, True) for item in self.share(items)]
+        kinds: dict[Hashable, list[T]] = {}
+        for item in items:
+            kinds.setdefault(kind_of(item), []).append(item)
+        turns = []
+        for alike in kinds.values():
+            own = self.share(alike)
+            turns += [(item, True) for item in own]
+            turns += [(alike[0], False)] * (len(own) * self.world < len(alike))
         return turns
 
     @contextlib.contextmanager

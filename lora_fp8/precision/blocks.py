@@ -83,6 +83,8 @@ class BlockStream:
         """Return the weights of a block on the GPU. Those of the block before may be overwritten from now on."""
         if not self._places:
             self._make_places()
+            for place in self._places:  # whose memory may be that of a tensor which was freed before it was computed
+                place.used = self._mark(place.device)
         place = self._find_place(number)
         if place is self._given and place.number == number:  # as for the second result of a block
             return place.split(self._layers[number])
@@ -144,7 +146,7 @@ class _Place:
 
     Attributes:
         number: of the block whose weights are there or being copied; -1: none.
-        copied, used: events for the end of the copies, and of the computation that reads them; None on a CPU.
+        copied, used: events for the end of the copies, and of what used the memory before them; None on a CPU.
     """
 
     def __init__(self, room: Tensor):

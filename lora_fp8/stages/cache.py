@@ -254,7 +254,12 @@ def _make_fingerprint(placed: bucketing.Placed, weight: float) -> list[Any]:
 def _hash_held_out(plan: Plan) -> str:
     """Hash the held-out images in their buckets and the settings of the loss; two losses of one hash are comparable."""
     images = [_make_fingerprint(image, 1) for members in plan.images.held_out_buckets.values() for image in members]
-    text = json.dumps([images, plan.job.seed, plan.job.objective.model_dump(mode="json")])
+    facts = [images, plan.job.seed, plan.job.objective.model_dump(mode="json")]
+    model = settings.Model.model_fields
+    how = {name: getattr(plan.job.model, name) for name in ("caption_tokens", "prompt_weights", "clip_skip")}
+    # Values at their defaults are left out, which keeps the hashes of earlier runs.
+    unusual = {name: value for name, value in how.items() if value != model[name].default}
+    text = json.dumps([*facts, unusual] if unusual else facts)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -22,6 +22,7 @@ from ..errors import Joined, Message, RunFailure, UserError
 from ..plan import plan as planning
 from ..settings import Job
 from ..training import optim
+from ..training.torch_options import set_torch_options
 from .cache import Data, cache
 from .fit_memory import fit_memory
 from .load import Loaded, load
@@ -165,6 +166,7 @@ def find_rate(
     # As many steps as there are: the batches are those of a training, of which this is the start.
     job = job.model_copy(update={"train": job.train.model_copy(update={"steps": steps})})
     processes = Processes()
+    set_torch_options(job.train.threads, deterministic=job.train.deterministic)
     plan = planning.make(job, processes.device, progress=show_images() if shows_progress else None)
     plan.family.fetch_weights()
     session = Session(plan, UnwrittenRun(echo), processes, shows_progress=shows_progress)

@@ -84,11 +84,13 @@ class PreviewScorer:
 def choose_references(session: Session) -> list[Example]:
     """Return the examples that previews are compared with, spread evenly over the dataset."""
     images, folders = session.plan.images, session.job.dataset.folders
-    examples = [
-        example
-        for example in images.held_out or images.examples
-        if not folders[example.folder_index].regularization and not example.frames
-    ]
+
+    def choose(examples: Sequence[Example]) -> list[Example]:
+        return [
+            example for example in examples if not folders[example.folder_index].regularization and not example.frames
+        ]
+
+    examples = choose(images.held_out) or choose(images.examples)  # those held out may all be clips
     count = min(len(examples), MOST_REFERENCES)
     return [examples[number * len(examples) // count] for number in range(count)]
 

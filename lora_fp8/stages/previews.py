@@ -113,9 +113,9 @@ def _draw_into(
     prompts: PreviewPrompts,
     step: int,
 ) -> bool:
-    """Draw each prompt into a file, prompt i by process i % world. Return False if one failed, which is a warning."""
+    """Draw each prompt into a file; the processes share them. Return False if one failed, which is a warning."""
     family, processes = session.family, session.processes
-    turns = processes.take_turns(range(len(prompts.conds)))
+    turns = processes.take_turns(range(len(prompts.conds)), lambda number: _describe_passes(prompts.tables[number]))
     numbers = [number for number, is_own in turns if is_own]
     problem, was_training, side = None, denoiser.training, get_resolution(session.job)
     denoiser.eval()  # no dropout
@@ -147,6 +147,11 @@ def _draw_into(
     if problems:
         session.warn(Message("no preview at step {step}: {line}", step=step, line=problems[0]))
     return not problems
+
+
+def _describe_passes(table: settings.Preview) -> tuple[Any, ...]:
+    """Return what decides how many passes of the denoiser a pipeline makes for a prompt with this table."""
+    return table.steps, table.guidance, bool(table.negative)
 
 
 def _name_files(run: Run, paths: Sequence[Path], section: settings.Preview) -> dict[str, list[str]]:

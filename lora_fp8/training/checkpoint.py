@@ -335,6 +335,10 @@ WATCHED = (
     "adapter.",
     "dataset.",
     "model.dtype",
+    "model.text_storage",
+    "model.caption_tokens",
+    "model.prompt_weights",
+    "model.clip_skip",
     "memory.compile",
 )
 BEFORE = {"quantize.convolutions": "bf16"}

@@ -93,7 +93,7 @@ def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
         "while IFS= read -r -d '' variable; do export \"$variable\"; done",
         f"setsid nohup bash -l {JOB} >> log.txt 2>&1 < /dev/null &",
         "for _ in $(seq 100); do",
-        "    if [ -e exit ] || ! flock -n job.lock true; then exit 0; fi",
+        "    if [ -e exit ] || ! flock -s -n job.lock true; then exit 0; fi",
         "    sleep 0.1",
         "done",
         "tail -n 1 log.txt >&2",
@@ -130,7 +130,9 @@ def look(job: Handle) -> View:
     """
     run = shlex.quote(job.run)
     lines = [enter(job.folder), _alive(job)]
-    lines += ['echo "alive $alive"', 'echo "exit $(cat exit 2> /dev/null)"']
+    # One that was cancelled while it waited in the queue was stopped before it began.
+    code = "cat exit 2> /dev/null || { [ -e cancel ] && [ ! -e started ] && echo 75; }"
+    lines += ['echo "alive $alive"', f'echo "exit $({code})"']
     lines += [f'echo "status $(cat {run}/status.json 2> /dev/null)"']
     lines += ['echo "log $(tail -c 4000 log.txt 2> /dev/null | tr "\\r" "\\n" | grep . | tail -n 1)"']
     answer = require_success(job.machine, job.machine.run("\n".join(lines), login=job.kind == "slurm"))
@@ -142,7 +144,8 @@ def _alive(job: Handle) -> str:
     if job.kind != "slurm":
         # SkyPilot prepares the machine before it starts the script.
         prepares = "; [ -e started ] || alive=yes" if job.kind == "sky" else ""
-        return f"alive=; [ ! -e job.lock ] || flock -n job.lock true || alive=yes{prepares}"
+        # A shared lock: others may ask at the same time, while the script has it for itself.
+        return f"alive=; [ ! -e job.lock ] || flock -s -n job.lock true || alive=yes{prepares}"
     number = shlex.quote(job.slurm)
     return (
         f"alive=$(squeue --noheader --jobs={number} --format=%T 2>&1) || case $alive in\n"

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import tarfile
 import tomllib
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,7 @@ def fetch(job: Handle, progress: Callable[[int, int], None] | None = None) -> Fe
     result.files, result.size = len(wanted), sum(entry.size for entry in wanted.values())
     result.same = len(there) - len(wanted)
     parent = result.folder.parent
-    staging = parent / f".{result.folder.name}.{os.getpid()}.fetch"
+    staging = parent / f".{uuid.uuid4().hex}.fetch"  # the run's name may be as long as a name can be
     try:
         make_folder(parent)
         _require_room(parent, result.size)
@@ -142,7 +143,7 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
         elif job.fetched.get(f"there/{name}") == entry.sha256:
             continue  # it has not changed there; what somebody made of it here stays
         elif (here := hash_file(folder / name)) != entry.sha256:
-            is_as_written = here == job.fetched.get(name)
+            is_as_written = here in (job.fetched.get(name), job.fetched.get(f"coming/{name}"))
             if name == CONFIG and not is_as_written:
                 continue
             wanted[name] = entry
@@ -272,7 +273,10 @@ def _place(job: Handle, result: Fetched, wanted: dict[str, Entry], staging: Path
     if CONFIG in wanted:
         result.notes += _localize(job, staging / CONFIG)
         written[CONFIG] = hash_file(staging / CONFIG)
-    remembered = job.fetched | written | {f"there/{name}": entry.sha256 for name, entry in wanted.items()}
+    remembered = {name: digest for name, digest in job.fetched.items() if not name.startswith("coming/")}
+    # If this is killed, some files will be new: they are not to be taken for changed ones by the next fetch.
+    job = handles.update(job, fetched=remembered | {f"coming/{name}": digest for name, digest in written.items()})
+    remembered |= written | {f"there/{name}": entry.sha256 for name, entry in wanted.items()}
     if _is_new(folder):
         for name in ownership.FOLDERS:
             (staging / name).mkdir(exist_ok=True)

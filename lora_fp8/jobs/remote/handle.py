@@ -37,7 +37,8 @@ class Handle:
         output: the run folder here, into which it is fetched.
         slurm: number of the Slurm job; "" if it is none.
         places: path in the config there -> path here.
-        fetched: file of the run folder -> SHA-256 of what was written here.
+        fetched: file of the run folder -> SHA-256 of what was written here; "there/FILE" -> of the file there then;
+            "coming/FILE" -> of what a fetch was about to write.
         created: unix seconds.
     """
 

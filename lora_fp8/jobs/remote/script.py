@@ -5,6 +5,7 @@ passed on to the trainer, which saves at the end of its step and exits with 75. 
 again, unless somebody stopped it. The exit code is in the file `exit`, whoever asks for it.
 """
 
+import hashlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import yaml
 
 from ...errors import Message, UserError
+from .machine import MARKER
 
 JOB, TASK = "job.sh", "task.yaml"
 RESTARTS = 500
@@ -124,6 +126,7 @@ def render(job: RemoteJob) -> str:
         "# Written by `lora-fp8 submit`. Trains or resumes, by what is in the run folder; SIGTERM saves and stops.",
         f"run={shlex.quote(job.run)}",
         "" if job.kind == "slurm" else _LOCK,
+        _ALONE if job.kind == "sky" else "",
         _BEGIN,
         "\n".join(job.setup),
         _CHOICE,
@@ -139,7 +142,8 @@ def render(job: RemoteJob) -> str:
 
 _LOCK = """\
 exec 9>> job.lock                        # held as long as this script or the trainer lives
-flock -n 9 || { echo "this job is running already" >&2; exit 2; }
+# Whoever asks whether the job runs holds it for a moment.
+flock -w 5 9 || { echo "this job is running already" >&2; exit 2; }
 echo "$$" > pid"""
 
 _CHOICE = """\
@@ -152,13 +156,21 @@ else
     set -- train config.toml
 fi"""
 
-_BEGIN = """\
+_BEGIN = f"""\
 asked=0
 asking=
 trainer=
 trap 'asked=$((asked + 1)); [ -z "$trainer" ] || ask_to_stop' TERM
 rm -f exit
-: > started"""
+cat {MARKER} > started"""
+
+_ALONE = f"""\
+# A machine of SkyPilot keeps its folder, which an earlier job of this name may have had.
+if [ -s started ] && [ "$(cat started)" != "$(cat {MARKER})" ]; then
+    echo "the run of an earlier job is here, which would be resumed; end this machine first (sky down)" >&2
+    echo 2 > exit
+    exit 2
+fi"""
 
 _WAIT = """\
 code=75
@@ -272,5 +284,7 @@ def render_task(job: RemoteJob, folder: str) -> str:
 
 def cluster_name(name: str) -> str:
     """Return a name for a machine of SkyPilot, which is also its name for ssh."""
-    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:30].strip("-")
-    return f"lora-{plain}" if plain else "lora-job"
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:30].strip("-") or "job"
+    # Jobs of two names must not get one machine, on which they would have one folder.
+    mark = "" if plain == name else f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"lora-{plain}{mark}"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,24 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ...common.shell import quote_path
 from ...common.writing import make_folder
 from ...errors import Message, RunFailure, UserError, cannot_write
 from ...run import disk_space
 from . import control, handle, script
 from .handle import Handle
-from .machine import EXISTS, MARKER, NO_FOLDER, NO_PROGRAM, NO_TOOL, Machine, Target, quote_folder, require_success
+from .machine import (
+    EXISTS,
+    MARKER,
+    NO_FOLDER,
+    NO_PROGRAM,
+    NO_TOOL,
+    Disconnected,
+    Machine,
+    Target,
+    quote_folder,
+    require_success,
+)
 from .package import CONFIG, MANIFEST, Package, write_archive
 from .script import JOB, TASK, RemoteJob
 
@@ -50,7 +63,8 @@ class Plan:
 
     def texts(self, folder: str = "") -> dict[str, str]:
         """Return the files that are written for the job, whose folder there is known, or ""."""
-        texts = {JOB: script.render(self.job), MARKER: f"{self.job.name}\n", CONFIG: self.package.config(folder)}
+        mark = f"{self.job.name}\n{uuid.uuid4().hex}\n"  # another one each time that the job is submitted
+        texts = {JOB: script.render(self.job), MARKER: mark, CONFIG: self.package.config(folder)}
         if self.target.kind == "sky":
             texts[TASK] = script.render_task(self.job, str(self.staged))
         return texts
@@ -82,6 +96,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
 
     Raises:
         UserError: something is wrong there: no connection, no program, no room, a path that does not exist.
+        Disconnected: the connection was lost while the job was started, which then is remembered.
         RunFailure: it failed on the way.
     """
     script.check(plan.job)
@@ -109,7 +124,17 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
     )
     try:
         new = control.start(new, plan.job.secrets)
-    except (UserError, RunFailure):
+    except (UserError, RunFailure) as error:
+        if isinstance(error, Disconnected) and new.kind == "ssh":
+            handle.save(new)  # it may run by now: its folder is not to be deleted beneath it
+            command = f"lora-fp8 remote status {quote_path(new.name)}"
+            raise Disconnected(
+                Message(
+                    "{why}. Everything was sent; whether the job has started is told by `{command}`",
+                    why=error,
+                    command=command,
+                )
+            ) from None
         control.remove(machine, folder)
         raise
     return new
@@ -137,7 +162,7 @@ def look_around(machine: Machine, plan: Plan) -> str:
     lines += [f'if [ ! -e {quote_folder(path)} ]; then echo "missing {index}"; fi' for index, path in _needed(plan)]
     lines += [
         'echo "version $(lora-fp8 --version)"',
-        "df -Pk . | awk 'END { print \"free \" $(NF - 2) }'",
+        'echo "free $(($(stat -f -c "%a * %S" .) / 1024))"',  # of df's columns, two can have spaces in them
         'echo "at $PWD"',
     ]
     answer = machine.run("\n".join(lines), login=True)
