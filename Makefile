@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine (Debian or Ubuntu, Python 3.11+, no GPU, no model hub):
 #   make demo                 train a LoRA on the bundled miniature base and look at it   (FAMILY=flux for the other one)
-#   make test                 the checks and the whole test suite
+#   make test                 the checks, and every kind of test; of many cases of one test, some (tests/short.toml)
+#   make test-all             the checks, and the whole test suite
 #   make test ROOM=precision  only the tests of one room (tests/rooms.toml), most of them in seconds
 #   make fuzz                 50,000 broken and hostile files: settings, LoRA files, images, imports (about half an hour)
 #   make torture              every crash point and every power loss of tests/crash, and thousands of kills (two hours)
@@ -13,7 +14,7 @@ PYTHON ?= python3
 FAMILY ?= sd15
 BIN := .venv/bin
 
-.PHONY: demo test torture fuzz container mutants docs check format clean
+.PHONY: demo test test-all torture fuzz container mutants docs check format clean
 
 demo: .venv/installed
 	$(BIN)/lora-fp8 demo --family $(FAMILY)
@@ -25,9 +26,15 @@ else
 test: check
 	@scripts/install_browser.sh
 	@scripts/install_servers.sh
-	@echo "== tests (two at a time; about half an hour)"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@echo "== tests (two at a time; 20 to 30 minutes)"
+	$(BIN)/python -m pytest --short -n 2 --dist loadfile --no-loadscope-reorder
 endif
+
+test-all: check
+	@scripts/install_browser.sh
+	@scripts/install_servers.sh
+	@echo "== all tests (two at a time; 35 to 50 minutes)"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: .venv/installed
 	@echo "== fuzz: 20,000 settings, 20,000 LoRA files, 5,000 images, 5,000 imports, 20,000 answers of other machines; what fails is kept in fuzz-failures/"

@@ -27,6 +27,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each process that a 
 import miniatures
 import numpy  # noqa: E402
 import pytest  # noqa: E402
+import short_suite  # noqa: E402
 from PIL import Image  # noqa: E402
 
 from lora_fp8 import (
@@ -107,11 +108,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """The longest files first; tests that need a CUDA card are deselected, and counted, where there is none."""
+    """The longest files first; what is left out, and what needs a CUDA card where there is none, is counted."""
     if hasattr(config, "workerinput"):  # several at a time
         here = Path(__file__).parent
         place = {here / name: position for position, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(place)))
+    if config.getoption("short"):
+        items[:], left = short_suite.split(items)
+        config.hook.pytest_deselected(items=left)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not _has_cuda():
         config.hook.pytest_deselected(items=gpu)
@@ -322,6 +326,7 @@ def tree_hash() -> Callable[[Path], dict[str, str]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-golden", action="store_true", help="write the golden files anew instead of comparing")
+    parser.addoption("--short", action="store_true", help="leave out further cases of the same question (short.toml)")
     parser.addoption("--room", choices=sorted(ROOMS), help="only the tests of one room (tests/rooms.toml)")
 
 
