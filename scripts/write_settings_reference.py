@@ -70,6 +70,7 @@ REQUIRED = _both("required", "必填")
 LIST_OF = _both("list of ", "列表：")
 TABLE_OF = _both("table, a layer's name = ", "表，层名 = ")
 TABLES_OF = {"schedule.points": _both("table, a step or share = ", "表，步数或比例 = ")}
+PARTS = _both("table, a part's name = a path", "表，部件名 = 路径")
 OR = _both(" or ", " 或 ")
 SET = _both(" set", " 已设置")
 BETWEEN = _both("; ", "；")
@@ -147,6 +148,8 @@ def _row(language: str, one: form.Setting) -> tuple[str, ...]:
 def _accepts(language: str, one: form.Setting) -> str:
     if one.kind in KINDS:
         return KINDS[one.kind][language]
+    if one.key == "model.files":
+        return PARTS[language]
     words = ", ".join(f"`{word}`" for word in one.choices)
     if one.kind in ("choice", "choices", "switch"):
         return LIST_OF[language] * (one.kind == "choices") + words

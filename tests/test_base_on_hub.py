@@ -379,7 +379,8 @@ def test_published_sizes_are_the_last_resort(use: Callable[..., None], monkeypat
     described = sources.describe(known.id, family="flux")
     assert described.origin == "published" and described.total_bytes == described.missing_bytes == known.total_bytes
     assert "HF_HUB_OFFLINE forbids connections" in only_problem(described)
-    assert "takes about 31.40 GiB (counted, not asked)" in described.notes[0], described.notes
+    note = "takes about 31.40 GiB (from the published sizes; the hub was not asked)"
+    assert note in described.notes[0], described.notes
     assert described.gate is not None and described.gate.is_open is None
     assert described.licence is not None and described.licence.name == "flux-1-dev-non-commercial-license"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

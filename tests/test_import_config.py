@@ -880,7 +880,7 @@ def test_every_setting_that_a_trainer_knows_is_mapped_or_told_by_name(tool: str,
             told = [entry for entry in entries(made) if entry.key == key]
             assert len(told) == 1, key
             found.append((told[0], told[0] in [*made.mapped, *made.differs]))
-        nothing = [entry for entry, _ in found if "says nothing beside" in entry.note]
+        nothing = [entry for entry, _ in found if "has no effect beside" in entry.note]
         if nothing and not any(used for _, used in found) and key not in OF_A_FOLDER:
             idle.append(key)
     assert (unknown, idle) == ([], [])

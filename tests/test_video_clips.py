@@ -223,7 +223,7 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
     elif what == "list":  # FFmpeg would open the file that it names
         write_video(tmp_path.parent / "b.mp4", steadily(9, 16)).rename(tmp_path / "b.mp4.hidden")
         path.write_text("ffconcat version 1.0\nfile b.mp4.hidden\n")
-        expected = "cannot be decoded: is none of .mp4 .mov .mkv .webm, whatever its name says"
+        expected = "cannot be decoded: its content is not one of .mp4 .mov .mkv .webm, whatever its name says"
     elif what == "film":
         write_video(path, steadily(9, 16))
         monkeypatch.setattr(clips, "MOST_FRAMES", 8)

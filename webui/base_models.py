@@ -113,7 +113,7 @@ class Descriptions:
     def _ask(self, key: tuple[str, str, str], question: _Question) -> None:
         try:
             question.answer = sources.describe(*key)
-        finally:  # what nobody foresaw is in the log of the thread, and asked again
+        finally:  # an unexpected error is in the log of the thread, and the question is asked again
             question.answered = time.monotonic()
 
 

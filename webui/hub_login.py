@@ -73,7 +73,7 @@ class HubLogin:
         login = Login("away")
         try:
             login = _log_in(token)
-        finally:  # what nobody foresaw is in the log of the thread
+        finally:  # an unexpected error is in the log of the thread
             with self._lock:
                 self.login, self._is_new = login, login.state == "saved"
 

@@ -125,7 +125,11 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "style": (
         Rule("adapter.rank", 32, Message("Brushwork, colours and composition are more than one subject.")),
-        Rule("adapter.alpha", 16.0, Message("Half the rank: gentler, so that many images are averaged.")),
+        Rule(
+            "adapter.alpha",
+            16.0,
+            Message("Half the rank: weaker updates, so that what all images share outweighs each one."),
+        ),
         Rule("dataset.flip", True, Message("A style has no left and right, and mirroring doubles the images.")),
         Rule(
             "dataset.caption_dropout",
@@ -138,7 +142,11 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
         Rule("checkpoint.keep", 4, Message("The newest ones, as a style changes slowly.")),
     ),
     "concept": (
-        Rule("adapter.rank", 16, Message("Enough for one idea, and too small to memorize who shows it.")),
+        Rule(
+            "adapter.rank",
+            16,
+            Message("Enough for one idea, and too small to memorize the people and things that show it."),
+        ),
         Rule("adapter.alpha", 8.0, Message("Half the rank: holds back what all images happen to share.")),
         Rule("adapter.dropout", 0.1, Message("Keeps the subjects of the images from sticking to the concept.")),
         Rule("dataset.flip", True, Message("Doubles the images. Set it to false if left and right matter.")),
@@ -147,7 +155,7 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             "schedule.name",
             "constant",
-            Message("Stop when the previews are right: the learning rate does not end before you do."),
+            Message("The learning rate does not fall: stop whenever the previews are right."),
         ),
         Rule("checkpoint.every", 250, CHOICE),
         Rule("checkpoint.keep", 6, ALL_SIX),

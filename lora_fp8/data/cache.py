@@ -615,7 +615,12 @@ class Cache:
             tensors = self._read(kind, key)
         except FileNotFoundError:
             raise RunFailure(
-                Message("{name} is not in the cache {path}; was the cache filled?", name=what, path=self.root)
+                Message(
+                    "{name} is not in the cache {path}; something deleted it. Start again: what is missing is encoded "
+                    "anew",
+                    name=what,
+                    path=self.root,
+                )
             ) from None
         except BadEntry as error:
             with contextlib.suppress(OSError):  # in a cache that is read-only, the owner has to

@@ -387,7 +387,9 @@ def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None
         else:
             stack = journal.done if what == "undo" else journal.undone
             if not stack:
-                raise UserError(Message("{folder}: no caption edit to {what}", folder=folder, what=what))
+                if what == "undo":
+                    raise UserError(Message("{folder}: no caption edit to undo", folder=folder))
+                raise UserError(Message("{folder}: no caption edit to redo", folder=folder))
             numbers = journal.together(stack)[0]
             line = {what: numbers, "open": True}
         since = Message("since edit {number} ({title})", number=numbers[0], title=journal.records[numbers[0]].title)

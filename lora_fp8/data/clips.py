@@ -292,7 +292,10 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
             container = av.open(str(path), options=CONTAINERS)
         except av.error.ArgumentError:
             raise ClipError(
-                Message("cannot be decoded: is none of {suffixes}, whatever its name says", suffixes=" ".join(VIDEOS))
+                Message(
+                    "cannot be decoded: its content is not one of {suffixes}, whatever its name says",
+                    suffixes=" ".join(VIDEOS),
+                )
             ) from None
         with container:
             if not container.streams.video:

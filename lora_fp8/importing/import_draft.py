@@ -390,7 +390,7 @@ class Draft:
         if not self.has(key):
             self.none(key, remarks.EMPTY, off=True)
         elif rule is JOINT:
-            self.none(key, Message("says nothing beside the other settings of this file"))
+            self.none(key, Message("has no effect beside the other settings of this file"))
         elif rule.kind in ("none", "idle"):
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
             self.none(key, rule.note, off=off)

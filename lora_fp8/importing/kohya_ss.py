@@ -22,7 +22,7 @@ PAGE_RULES: dict[str, Rule] = {
     "LoRA_type": JOINT,
     "lr_warmup": JOINT,
     "additional_parameters": JOINT,
-    "model_list": idle(Message("the page's own list of models")),
+    "model_list": idle(Message("the list of models of their page")),
     "save_as_bool": idle(remarks.OF_PAGE),
     "train_on_input": idle(remarks.OF_PAGE),
     f"{OF_OTHERS}**": idle(Message("belongs to another architecture, which is not chosen")),
@@ -97,7 +97,7 @@ def recognise(source: Source) -> str:
     if source.kind != "json" or not isinstance(data, dict):
         return ""
     if "LoRA_type" in data:
-        return Message("LoRA_type, which the page writes")
+        return Message("LoRA_type, which kohya_ss's page writes")
     keys = ("max_resolution", "train_batch_size")
     return remarks.BOTH(first=keys[0], second=keys[1]) if data.keys() >= set(keys) else ""
 

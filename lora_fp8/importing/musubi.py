@@ -97,7 +97,9 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
         + ("disable_numpy_memmap_loading", "architecture"),
         idle(),
     ),
-    **dict.fromkeys(("metadata_reso", "metadata_arch"), idle(Message("the file tells its own size and architecture"))),
+    **dict.fromkeys(
+        ("metadata_reso", "metadata_arch"), idle(Message("size and architecture are read from the file of the model"))
+    ),
     **dict.fromkeys(
         ("offload_inactive_dit", "timestep_boundary"), none(Message("a job trains one of Wan 2.2's experts"))
     ),

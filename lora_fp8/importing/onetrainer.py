@@ -322,7 +322,7 @@ RULES: dict[str, Rule] = {
     "concepts.*.image.enable_random_hue": none(NO_COLOUR),
     "concepts.*.image.enable_random_circular_mask_shrink": none(remarks.NO_MASK),
     "concepts.*.image.enable_random_mask_rotate_crop": none(remarks.NO_MASK),
-    "concepts.*.image.**": idle(Message("belongs to a change of colours or angles")),
+    "concepts.*.image.**": idle(Message("belongs to a change of colours or of the angle, which is off")),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
     "concepts.*.loss_weight": JOINT,

@@ -522,7 +522,7 @@ class Queue:
             with self._follow:
                 job = self._view(row, [], None)
             if job.state not in ENDED:
-                raise UserError(Message("job {id} is {state}; stop it first", id=id, state=job.state))
+                raise UserError(Message("job {id} has not ended; stop it first", id=id))
             values = {"phase": "ended", "state": job.state, "sentence": json.dumps(job.sentence.to_json())}
             self.store.update(
                 id, "phase = 'launched' AND attempts = ?", row.attempts, ended=now(), exit_code=job.exit_code, **values

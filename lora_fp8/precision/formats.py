@@ -271,13 +271,15 @@ def _check_finite(scale: Tensor, rows: int, name: str) -> None:
     finite = torch.isfinite(scale).all(dim=1)
     if not finite.all():
         bad = (~finite).nonzero()[:, 0].tolist()
-        where = "row" if rows == 1 else f"block of {rows} rows"
+        values = {"name": name, "count": len(bad), "total": len(finite), "first": bad[0], "rows": rows}
+        if rows == 1:
+            raise ValueError(
+                Message("{name}: weight has NaN or infinity in {count} of {total} rows (first: row {first})", **values)
+            )
         raise ValueError(
             Message(
-                "{name}: weight has NaN or infinity in {count} of {total}",
-                name=name,
-                count=len(bad),
-                total=f"{len(finite)} {where}s (first: {where} {bad[0]})",
+                "{name}: weight has NaN or infinity in {count} of {total} blocks of {rows} rows (first: block {first})",
+                **values,
             )
         )
 

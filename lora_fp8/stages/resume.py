@@ -122,7 +122,7 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
     current = checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
     refusals, changes = checkpoint.compare(newest.state, current)
     if refusals:
-        raise UserErrors(refusals, Message("{path} cannot go on with another", path=newest.path))
+        raise UserErrors(refusals, Message("{path} cannot be resumed with another", path=newest.path))
     if job.adapter.init_from != _read_init_from(run):
         changes.append(
             Message(

@@ -531,7 +531,13 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
             for part, size in known.gigabytes.items()
         )
         size = disk_space.amount(known.total_bytes)
-        notes = (Message("{title} takes about {size} (counted, not asked)", title=known.title, size=size),)
+        notes = (
+            Message(
+                "{title} takes about {size} (from the published sizes; the hub was not asked)",
+                title=known.title,
+                size=size,
+            ),
+        )
         if known.gated:
             notes = (*notes, Message("its licence must be accepted at {page} first", page=host.page))
     problem = Message(
