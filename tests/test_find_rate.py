@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lora_fp8 import train
 from lora_fp8.distributed import processes
 from lora_fp8.errors import UserError
 from lora_fp8.plan import plan as planning
@@ -61,6 +62,14 @@ def test_it_computes_as_training_does(job: Callable[..., Job]) -> None:
         assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_start_that_is_not_used_is_told(job: Callable[..., Job]) -> None:
+    lora = train.run(job(*EXACT, "train.steps=1")).files[0]
+    events: list[dict] = []
+    find_rate.find_rate(job(*EXACT, f"adapter.init_from='{lora}'", "name='rate'"), steps=1, echo=events.append)
+    told = [str(event["text"]) for event in events if event["event"] == "warning"]
+    assert any(text.startswith("adapter.init_from is not used here") for text in told)
 
 
 def test_prodigy_needs_none(job: Callable[..., Job]) -> None:

@@ -268,7 +268,7 @@ class Source:
         files = _list_images(self.root)
         by_stem = Counter(os.path.splitext(posixpath.basename(name))[0] for name in files)
         stems = {os.path.splitext(posixpath.basename(name))[0]: name for name in files}
-        without = {os.path.splitext(name)[0]: name for name in files}
+        without = {os.path.splitext(name)[0]: name for name in sorted(files, reverse=True)}  # of a.jpg and a.png, a.jpg
         for key, fields in table.items():
             # The paths are those of the machine that the file was made on, with or without the extension.
             plain = key.replace("\\", "/")

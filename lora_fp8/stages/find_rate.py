@@ -172,6 +172,8 @@ def find_rate(
     session = Session(plan, UnwrittenRun(echo), processes, shows_progress=shows_progress)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
+    if job.adapter.init_from:
+        session.warn(Message("adapter.init_from is not used here; the learning rate is that of a new adapter"))
     with explain_errors(session):
         data = cache(session)
         session = fit_memory(session)
