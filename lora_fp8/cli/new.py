@@ -85,7 +85,7 @@ def recipes(
     images: list[Path] = typer.Option([], help="Folder of images, for the number of steps. Repeatable."),
     as_json: bool = JSON,
 ) -> None:
-    """List the recipes, for one goal or card if given, or explain one: each value with its reason."""
+    """List the recipes, or explain one: each value with its reason."""
     from ..config import dataset_recipe
     from ..config import recipes as rules
     from ..errors import UserErrors
