@@ -75,7 +75,7 @@ def test_options_that_cannot_be_used_are_refused_all_at_once(job: Callable) -> N
     lines = [line for line in caught.value.problems if line.startswith("preview.prompts.")]
     assert [line.split(":")[0] for line in lines] == [f"preview.prompts.{i}" for i in (1, 1, 1, 2, 3, 4, 5, 6)]
     for part in (
-        "width must be at least 0 and a multiple of 16, got 100",
+        "width must be 0 to 8192, and a multiple of 16, got 100",
         "steps must be",
         "seed expected a whole number",
     ):
