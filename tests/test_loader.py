@@ -174,6 +174,13 @@ def test_the_heaviest_batch_is_found_in_whichever_epoch_it_is():
     assert loader.position(heaviest)[0] == 3, "in the middle of its eight epochs"
 
 
+def test_the_fewest_repeats_give_a_batch_now_and_then():
+    loader, _ = make(2, sizes=[(64, 64)], repeats=(0.01,))
+    assert loader.batches_per_epoch == 0.01 and loader.batches_in(0) == 0
+    assert [loader.position(micro) for micro in range(2)] == [(49, 0), (149, 0)]
+    assert loader.find_heaviest(lambda placed: 1) == 0 and len(loader.micro(1, 0)) == 1
+
+
 def test_a_rank_without_samples_gets_none_and_still_knows_the_total():
     loader, _ = make(batch_size=1)
     assert loader.micro(1, 0, 0, 2) is not None and loader.micro(1, 0, 1, 2) is None

@@ -434,7 +434,7 @@ def _toml(value: Any) -> str:
 
 def _tidy(repeats: float) -> float:
     """Round to four digits behind the point, without one where none is left; at least what the setting allows."""
-    rounded = max(0.001, round(repeats, 4))
+    rounded = max(0.01, round(repeats, 4))
     return int(rounded) if float(rounded).is_integer() else rounded
 
 

@@ -457,7 +457,7 @@ class Folder(Section):
         1,
         "Number of times each image is trained per epoch. Need not be a whole number: 0.5 trains half of the folder in "
         "one epoch and the other half in the next.",
-        ge=0.001,
+        ge=0.01,
         le=10_000,
         also="kohya: num_repeats; ai-toolkit: num_repeats; diffusion-pipe: num_repeats",
     )

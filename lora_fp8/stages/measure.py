@@ -14,6 +14,7 @@ above the bound move. `report` shows the effect on the prediction.
 """
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -195,7 +196,7 @@ def find_layers_to_move(session: Session, data: Data, resume: bool) -> list[str]
 
 
 def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURES) -> list[Question]:
-    """Make questions from the first images of epoch 0, at each noise level.
+    """Make questions from the first images of the training, at each noise level.
 
     The images are loaded one by one, so that the batch size changes nothing.
     """
@@ -203,7 +204,7 @@ def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURE
     objective = family.make_objective(job.objective)
     loader = Loader(session.plan.images.buckets, session.plan.cache, family, job.dataset, seed=job.seed, batch_size=1)
     questions = []
-    for index in range(min(num_pictures, loader.batches_in(0))):
+    for index in range(min(num_pictures, math.ceil(loader.batches_per_epoch))):
         batch = loader.micro(0, index)
         assert batch is not None  # one process, which has every sample
         for level in LEVELS:
