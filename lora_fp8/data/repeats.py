@@ -16,8 +16,8 @@ from . import permutation
 from .examples import Example
 
 EPOCHS = 100
-"""Number of epochs over which batches are counted, if their pattern is not shorter. `repeats` is at least 1 / EPOCHS, so
-every image comes up in them."""
+"""Number of epochs over which batches are counted, if their pattern is not shorter. `repeats` is at least
+1 / EPOCHS, so every image comes up in them."""
 
 
 @dataclass(frozen=True)
