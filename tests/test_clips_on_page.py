@@ -94,7 +94,7 @@ def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monke
     assert (kept / "walk.mp4").read_bytes() == good.read_bytes()
     assert [line.partition(": ")[0] for line in refused] == ["torn.mp4", "list.mp4", "old.avi"]
     assert all("not a video that can be read" in line and "\n" not in line for line in refused[:2])
-    assert "none of .mp4 .mov .mkv .webm" in refused[1] and ".avi cannot be read; convert it to MP4" in refused[2]
+    assert "not one of .mp4 .mov .mkv .webm" in refused[1] and ".avi cannot be read; convert it to MP4" in refused[2]
     assert (
         "视频无法读取" in translations.translate("zh-CN", refused[1])
         and "MP4" in translations.translate("zh-CN", refused[2])
@@ -130,7 +130,7 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
     animation(tmp_path / "long.gif", [number % 256 for number in range(large)], (4, 4))
     Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
     for name, moving, why in (
-        ("list.mp4", False, "none of .mp4"),
+        ("list.mp4", False, "not one of .mp4"),
         ("long.gif", True, f"{large} frames; shown moving are 2 to {decoder.MOST_FRAMES}"),
         ("one.png", True, "1 frames"),
         ("a.mp4", True, "cannot identify"),
