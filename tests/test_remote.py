@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from waiting import Held, held, wait_until
 
 from lora_fp8 import __version__, cli, config, train
-from lora_fp8.common.locks import read_holder
+from lora_fp8.common.locks import read_holder, try_lock
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.jobs.remote import control, fetch, handle, machine, package, script, submit
 from lora_fp8.run import Run, ownership
@@ -320,23 +320,31 @@ def test_what_fails_while_sending_leaves_nothing(
 def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
     job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be running by then."""
+    """It may be running by then, and also if the command is killed."""
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
     removed: list[str] = []
+    ends: dict[str, BaseException] = {
+        "ssh": machine.Disconnected("the network is gone"),
+        "slurm": machine.Disconnected("the network is gone"),
+        "killed": KeyboardInterrupt("the network is gone"),
+        "refused": UserError("the network is gone"),
+    }
 
-    def start(*_: object) -> None:
-        raise machine.Disconnected("the network is gone")
+    def start(job: handle.Handle, *_: object) -> None:
+        raise ends[job.name]
 
     monkeypatch.setattr(submit, "look_around", lambda *_: str(tmp_path))
     monkeypatch.setattr(submit, "send", lambda *_: None)
     monkeypatch.setattr(control, "start", start)
     monkeypatch.setattr(control, "remove", lambda _, folder: removed.append(folder))
-    for kind in ("ssh", "slurm"):  # a job in Slurm's queue ends at once where its folder is gone
-        sent = package.Package(kind, "runs/x", job(f"name={kind}"))
-        to, resources = machine.Target(kind, "host"), script.RemoteJob(kind, "runs/x", kind)
-        with pytest.raises(machine.Disconnected, match="the network is gone"):
-            submit.submit(submit.Plan(to, resources, sent, "~/jobs", tmp_path / "runs" / kind))
-    assert removed == [f"{tmp_path}/slurm"] and [kept.name for kept in handle.load_all()] == ["ssh"]
+    for name, error in ends.items():
+        sent = package.Package(name, "runs/x", job(f"name={name}"))
+        kind = "ssh" if name == "ssh" else "slurm"
+        to, resources = machine.Target(kind, "host"), script.RemoteJob(name, "runs/x", kind)
+        with pytest.raises(type(error), match="the network is gone"):
+            submit.submit(submit.Plan(to, resources, sent, "~/jobs", tmp_path / "runs" / name))
+    assert removed == [f"{tmp_path}/refused"]
+    assert sorted(kept.name for kept in handle.load_all()) == ["killed", "slurm", "ssh"]
 
 
 def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable) -> None:
@@ -502,25 +510,54 @@ def test_a_job_on_a_rented_machine_does_not_resume_the_run_of_an_earlier_one(tmp
     assert (tmp_path / "words").read_text(encoding="utf-8") == "train config.toml\nresume runs/x\n"
 
 
-def test_a_job_that_is_cancelled_in_the_queue_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """squeue and scancel are those of a cluster with one job, which waits."""
-    job = handle.update(local_job(tmp_path, monkeypatch), kind="slurm", slurm="7")
-    queue = tmp_path / "queue"
-    queue.write_text("PENDING\n", encoding="utf-8")
+@pytest.fixture
+def waiting_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> handle.Handle:
+    """A job of Slurm that is not submitted yet; sbatch, squeue and scancel are those of a cluster in which it waits."""
+    job = handle.update(local_job(tmp_path, monkeypatch), kind="slurm")
     (tmp_path / "bin").mkdir()
-    for name, line in (
-        ("squeue", f"cat '{queue}' || {{ echo Invalid job id >&2; exit 1; }}"),
-        ("scancel", f"rm '{queue}'"),
-    ):
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
-        (tmp_path / "bin" / name).chmod(0o755)
+    for name, lines in {
+        "sbatch": "echo PENDING > queue; echo '7;cluster'",
+        "squeue": 'case "$*" in *--jobs=7*) cat queue && exit ;; esac; echo Invalid job id >&2; exit 1',
+        "scancel": '[ "$*" = 7 ] && rm queue',
+    }.items():
+        file = tmp_path / "bin" / name
+        file.write_text(f"#!/bin/sh\ncd '{tmp_path}'\n{lines}\n", encoding="utf-8")
+        file.chmod(0o755)
     (tmp_path / ".bash_profile").write_text(f"PATH='{tmp_path}/bin':$PATH\n", encoding="utf-8")
     monkeypatch.setenv("HOME", str(tmp_path))
+    return job
+
+
+def test_a_job_that_is_cancelled_in_the_queue_was_stopped(waiting_job: handle.Handle, tmp_path: Path) -> None:
+    job = control.start(waiting_job)
+    assert job.slurm == "7" and handle.load("x").slurm == "7"
     assert control.look(job).state == "waiting"
     control.cancel(job)
-    assert not queue.exists()
+    assert not (tmp_path / "queue").exists()
     view = control.look(job)
     assert view.state == "stopped" and view.exit_code == 75, view
+
+
+def test_a_job_whose_number_did_not_arrive_is_found(
+    waiting_job: handle.Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost once sbatch has taken the job."""
+    real = machine.Machine.run
+
+    def run(self: machine.Machine, text: str, **options: Any) -> machine.Answer:
+        real(self, text, **options)
+        raise machine.Disconnected("the network is gone")
+
+    assert control.look(waiting_job).state == "lost"
+    with monkeypatch.context() as patch, pytest.raises(machine.Disconnected):
+        patch.setattr(machine.Machine, "run", run)
+        control.start(waiting_job)
+    job = handle.load("x")
+    assert job.slurm == "" and control.look(job).state == "waiting"
+    with pytest.raises(UserError, match="has not ended"):
+        control.resume(job)
+    control.cancel(job)
+    assert not (tmp_path / "queue").exists()
 
 
 def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,10 +713,40 @@ def test_a_fetch_that_is_killed_is_no_change_of_the_users(
     (there / "verify.json").write_text("newer", encoding="utf-8")
     assert fetch.fetch(handle.load("x")).files == 1 and (here / "verify.json").read_text(encoding="utf-8") == "newer"
     assert not any(name.startswith("coming/") for name in handle.load("x").fetched)
+    assert [path.name for path in here.parent.iterdir()] == ["x"]
     (here / "verify.json").write_text("mine", encoding="utf-8")
     (there / "verify.json").write_text("newest", encoding="utf-8")
     with pytest.raises(UserError, match="verify.json changed both here and there"):
         fetch.fetch(handle.load("x"))
+
+
+@pytest.mark.parametrize("then", ["fetch", "delete"])
+def test_what_a_killed_fetch_left_is_deleted(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next fetch of the job, or when it is forgotten; what another job's fetch collects stays."""
+    job = local_job(tmp_path, monkeypatch)
+    (tmp_path / "job/exit").write_text("0", encoding="utf-8")
+    others = handle.update(job, name="y", folder=job.folder + "2").arrivals
+    for left in (job.arrivals, others):
+        (left / "export").mkdir(parents=True)
+        (left / "export/a_kohya.safetensors").write_text("half", encoding="utf-8")
+    if then == "fetch":
+        fetch.fetch(job)
+        assert (tmp_path / "here/x" / ownership.MARKER).is_file()
+    else:
+        control.delete(job, there=False)
+        assert not (tmp_path / "home/remote/x").exists()
+    assert not job.arrivals.exists() and (others / "export/a_kohya.safetensors").is_file()
+
+
+def test_a_run_is_fetched_by_one_command_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = local_job(tmp_path, monkeypatch)
+    (tmp_path / "job/exit").write_text("0", encoding="utf-8")
+    with open(tmp_path / "home/remote/x" / handle.FETCH_LOCK, "ab") as lock:
+        assert try_lock(lock)
+        with pytest.raises(UserError, match="x is being fetched already"):
+            fetch.fetch(job)
+    assert not (tmp_path / "here").exists()
+    fetch.fetch(job)
 
 
 def test_a_run_with_the_longest_name_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from .handle import Handle
 from .machine import MARKER, NOT_RUNNING, Disconnected, Machine, enter, last_line, quote_folder, require_success
 from .script import JOB
 
+NUMBER = "slurm"
+"""File in the job's folder there with what sbatch printed: the number of the job, and the cluster after a ;."""
 RETRY_SECONDS = 5.0
 """How long `follow` waits before it connects again."""
 POLL_SECONDS = 2
@@ -81,9 +83,10 @@ def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     for name in secrets:
         if name not in os.environ:
             raise UserError(Message("--env {name}: the variable is not set here", name=name))
-    begin = f"{enter(job.folder)}\nrm -f cancel exit\n"
+    begin = f"{enter(job.folder)}\nrm -f cancel exit {NUMBER}\n"
     if job.kind == "slurm":
-        answer = job.machine.run(f"{begin}sbatch --parsable {JOB}", login=True)
+        # The number goes into a file first: it is known then, even if the connection is lost before it arrives here.
+        answer = job.machine.run(f"{begin}sbatch --parsable {JOB} > {NUMBER} && cat {NUMBER}", login=True)
         number = answer.text.strip().partition(";")[0]
         if answer.code != 0 or not number.isdecimal():
             line = last_line(answer.errors)
@@ -146,9 +149,9 @@ def _alive(job: Handle) -> str:
         prepares = "; [ -e started ] || alive=yes" if job.kind == "sky" else ""
         # A shared lock: others may ask at the same time, while the script has it for itself.
         return f"alive=; [ ! -e job.lock ] || flock -s -n job.lock true || alive=yes{prepares}"
-    number = shlex.quote(job.slurm)
     return (
-        f"alive=$(squeue --noheader --jobs={number} --format=%T 2>&1) || case $alive in\n"
+        f"number=$(cut -d ';' -f 1 {NUMBER} 2> /dev/null)\n"
+        'alive=\n[ -z "$number" ] || alive=$(squeue --noheader --jobs="$number" --format=%T 2>&1) || case $alive in\n'
         "    *'Invalid job id'*) alive= ;;\n"
         '    *) echo "$alive" >&2; exit 1 ;;\n'
         "esac"
@@ -275,8 +278,7 @@ def cancel(job: Handle) -> None:
     ]
     lines += [": > cancel"]
     if job.kind == "slurm":
-        number = shlex.quote(job.slurm)
-        lines += [f'if [ "$alive" = RUNNING ]; then scancel --batch --signal=TERM {number}; else scancel {number}; fi']
+        lines += ['if [ "$alive" = RUNNING ]; then scancel --batch --signal=TERM "$number"; else scancel "$number"; fi']
     else:
         lines += [
             "pid=$(cat pid)",

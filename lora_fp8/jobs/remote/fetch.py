@@ -8,10 +8,8 @@ right. A file that was changed here since it was fetched is never replaced.
 import hashlib
 import os
 import shlex
-import shutil
 import tarfile
 import tomllib
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,24 +78,33 @@ def fetch(job: Handle, progress: Callable[[int, int], None] | None = None) -> Fe
     view = control.look(job)
     if not view.has_ended:
         raise UserError(Message("{name} has not ended: {line}", name=job.name, line=view.sentence))
+    lock_file = handles.home() / job.name / handles.FETCH_LOCK
+    try:
+        make_folder(lock_file.parent)
+        with open(lock_file, "ab") as lock:
+            if not try_lock(lock):
+                raise UserError(Message("{name} is being fetched already, by another command", name=job.name))
+            return _fetch(handles.load(job.name), progress)
+    except OSError as error:
+        raise cannot_write(error.filename or lock_file, error) from None
+
+
+def _fetch(job: Handle, progress: Callable[[int, int], None] | None) -> Fetched:
+    """Fetch while no other command does; see `fetch`."""
     there, left = _list(job)
     result = Fetched(Path(job.output), left=left)
     wanted = _choose(job, result, there)
     result.files, result.size = len(wanted), sum(entry.size for entry in wanted.values())
     result.same = len(there) - len(wanted)
-    parent = result.folder.parent
-    staging = parent / f".{uuid.uuid4().hex}.fetch"  # the run's name may be as long as a name can be
+    make_folder(result.folder.parent)
+    handles.remove_arrivals(job)
+    _require_room(result.folder.parent, result.size)
+    job.arrivals.mkdir()
     try:
-        make_folder(parent)
-        _require_room(parent, result.size)
-        staging.mkdir()
-        try:
-            _receive(job, wanted, staging, progress)
-            _place(job, result, wanted, staging)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    except OSError as error:
-        raise cannot_write(error.filename or parent, error) from None
+        _receive(job, wanted, job.arrivals, progress)
+        _place(job, result, wanted, job.arrivals)
+    finally:
+        handles.remove_arrivals(job)
     return result
 
 

@@ -1,9 +1,11 @@
 """What is remembered here of jobs on other machines: one JSON file a job, in the home folder of the queue.
 
 $LORA_FP8_HOME/remote/NAME/handle.json      where the job is, and what was brought back
+$LORA_FP8_HOME/remote/NAME/fetch.lock       locked while its run is fetched
 $LORA_FP8_HOME/remote/NAME/job/             the folder that SkyPilot sends
 """
 
+import hashlib
 import os
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +24,8 @@ from .. import find_home
 from .machine import Machine
 
 FILE, VERSION = "handle.json", 1
+FETCH_LOCK = "fetch.lock"
+"""File beside the handle that is locked while the job's run is fetched."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Handle:
         folder: the job's folder there.
         run: the run folder, relative to it.
         output: the run folder here, into which it is fetched.
-        slurm: number of the Slurm job; "" if it is none.
+        slurm: number of the Slurm job; "" if it is none, or did not arrive. The one in the job's folder there counts.
         places: path in the config there -> path here.
         fetched: file of the run folder -> SHA-256 of what was written here; "there/FILE" -> of the file there then;
             "coming/FILE" -> of what a fetch was about to write.
@@ -57,6 +61,13 @@ class Handle:
     def machine(self) -> Machine:
         """The machine that has the job's folder."""
         return Machine(self.address)
+
+    @property
+    def arrivals(self) -> Path:
+        """The folder here, beside the run folder, in which a fetch collects files. One that was killed leaves it."""
+        # Not of the run's name, which may be as long as a name can be; of the job, so that the next fetch finds it.
+        mark = hashlib.sha256(f"{self.where}\n{self.folder}\n{self.created:.6f}".encode()).hexdigest()[:32]
+        return Path(self.output).parent / f".{mark}.fetch"
 
     @property
     def where(self) -> str:
@@ -140,10 +151,18 @@ def require_new(name: str) -> None:
 def delete(handle: Handle) -> None:
     """Forget a job, and delete what was kept of it here. Its run folder here stays."""
     folder = home() / handle.name
+    remove_arrivals(handle)
     shutil.rmtree(folder / "job", ignore_errors=True)
     (folder / FILE).unlink(missing_ok=True)
+    (folder / FETCH_LOCK).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
+
+
+def remove_arrivals(handle: Handle) -> None:
+    """Delete what a fetch that was killed has left."""
+    if not handle.arrivals.is_symlink():
+        shutil.rmtree(handle.arrivals, ignore_errors=True)
 
 
 def _read(file: Path) -> Handle:

@@ -122,22 +122,22 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         places=plan.package.places_in(folder),
         created=time.time(),
     )
+    handle.save(new)  # before the job can run: this command may be killed, or the connection lost, at any time
     try:
-        new = control.start(new, plan.job.secrets)
-    except (UserError, RunFailure) as error:
-        if isinstance(error, Disconnected) and new.kind == "ssh":
-            handle.save(new)  # it may run by now: its folder is not to be deleted beneath it
-            command = f"lora-fp8 remote status {quote_path(new.name)}"
-            raise Disconnected(
-                Message(
-                    "{why}. Everything was sent; whether the job has started is told by `{command}`",
-                    why=error,
-                    command=command,
-                )
-            ) from None
+        return control.start(new, plan.job.secrets)
+    except Disconnected as error:  # its folder is not to be deleted beneath a job that may run by now
+        command = f"lora-fp8 remote status {quote_path(new.name)}"
+        raise Disconnected(
+            Message(
+                "{why}. Everything was sent; whether the job has started is told by `{command}`",
+                why=error,
+                command=command,
+            )
+        ) from None
+    except (UserError, RunFailure):
         control.remove(machine, folder)
+        handle.delete(new)
         raise
-    return new
 
 
 def look_around(machine: Machine, plan: Plan) -> str:
@@ -268,24 +268,23 @@ def _submit_to_sky(plan: Plan, progress: Progress | None) -> Handle:
             )
         )
     _stage(plan, progress)
-    cluster = script.cluster_name(plan.job.name)
-    command = ["sky", "launch", "--yes", "--detach-run", "--cluster", cluster]
-    command += [part for name in plan.job.secrets for part in ("--secret", name)]
-    code = subprocess.run([*command, str(plan.staged / TASK)], stdin=subprocess.DEVNULL, check=False).returncode
-    if code:
-        shutil.rmtree(plan.staged, ignore_errors=True)
-        raise RunFailure(Message("sky launch failed with exit code {code}; its messages are above", code=code))
     new = Handle(
         name=plan.job.name,
         kind="sky",
-        address=cluster,
+        address=script.cluster_name(plan.job.name),
         folder="~/sky_workdir",
         run=plan.job.run,
         output=str(plan.output),
         places=plan.package.places_in(),
         created=time.time(),
     )
-    handle.save(new)
+    handle.save(new)  # before a machine is rented, which costs money from then on
+    command = ["sky", "launch", "--yes", "--detach-run", "--cluster", new.address]
+    command += [part for name in plan.job.secrets for part in ("--secret", name)]
+    code = subprocess.run([*command, str(plan.staged / TASK)], stdin=subprocess.DEVNULL, check=False).returncode
+    if code:
+        handle.delete(new)
+        raise RunFailure(Message("sky launch failed with exit code {code}; its messages are above", code=code))
     return new
 
 
