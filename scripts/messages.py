@@ -4,6 +4,7 @@
     python scripts/messages.py            add new templates, without a translation; remove what is none any more
     python scripts/messages.py --check    only list both; exit code 1 if there is anything
 
+Lines of tests that have words of a removed template and of no other are listed too: they may expect the old message.
 Translations are then written into lora_fp8/common/zh_CN.po by hand, or with any gettext editor.
 """
 
@@ -60,6 +61,23 @@ def update(catalogue: Catalog, templates: set[str]) -> tuple[list[str], list[str
     return new, gone
 
 
+def list_words(text: str) -> set[str]:
+    """Return every three words of a text that follow each other."""
+    words = re.findall("[A-Za-z]+", text)
+    return {" ".join(words[start : start + 3]) for start in range(len(words) - 2)}
+
+
+def find_expectations(gone: list[str], templates: set[str]) -> list[str]:
+    """Return the places in tests that may still expect removed templates."""
+    old = set().union(*map(list_words, gone)) - set().union(*map(list_words, templates))
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if old & list_words(line)
+    ]
+
+
 def main() -> int:
     """Update each catalogue, or only compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,6 +91,7 @@ def main() -> int:
         new, gone = update(catalogue, templates)
         for sign, texts in (("+", new), ("-", gone)):
             print("".join(f"{sign} {text!r}\n" for text in texts), end="")
+        print("".join(f"  {line}\n" for line in find_expectations(gone, templates)), end="")
         changed |= bool(new or gone)
         if not options.check:
             with open(messages.FOLDER / file, "wb") as target:

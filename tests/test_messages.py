@@ -96,6 +96,16 @@ def test_the_catalogue_has_every_template_with_the_same_values() -> None:
     assert foreign == {}, "values that the English template does not have"
 
 
+def test_tests_that_expect_a_removed_message_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    lines = ("assert 'it is none of .mp4' in line", "assert 'cannot be decoded: its' in line", "of none is it")
+    (tmp_path / "tests/test_clips.py").write_text("\n".join(lines), encoding="utf-8")
+    gone, there = ["cannot be decoded: it is none of {formats}"], {"cannot be decoded: its content is no video"}
+    assert script.find_expectations(gone, there) == [f"tests/test_clips.py:1: {lines[0]}"]
+    assert script.find_expectations([], there) == []
+
+
 def test_calls_in_the_arguments_of_calls_are_extracted() -> None:
     """What `train` prints of the model is a message of messages."""
     assert {"base: {base}, {storage}", "adapters: {count} modules, {parameters} parameters"} <= script.extract()
