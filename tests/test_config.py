@@ -393,6 +393,17 @@ def test_what_is_wrong_in_a_preset_or_on_the_command_line_says_so(tmp_path: Path
     assert problems(LEAST, "train.steps=-1") == ["train.steps: must be at least 1, got -1 (from --set)"]
 
 
+def test_a_wrong_value_of_an_option_names_the_option() -> None:
+    steps, width = config.Override("preview.steps", 0, "--steps"), config.Override("preview.width", 8)
+    assert problems(LEAST, steps, width) == [
+        "preview.steps: must be at least 1 and at most 500, got 0 (from --steps)",
+        "preview.width: must be 0 to 8192, and a multiple of 16, got 8",
+    ]
+    assert problems(LEAST, steps, "preview.steps=-1") == [
+        "preview.steps: must be at least 1 and at most 500, got -1 (from --set)"
+    ]
+
+
 def test_a_preset_says_what_is_only_for_some_families(tmp_path: Path) -> None:
     """The tables of a kind are laid on the preset itself: before the next preset, the config and --set."""
     of_kinds = "[for.tags.dataset]\nkeep_tokens = 2\n[for.flow.dataset]\nflip = false\n"

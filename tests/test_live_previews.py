@@ -118,9 +118,9 @@ def test_what_cannot_be_drawn_is_a_warning_and_the_run_goes_on(job, monkeypatch)
     result = run(mine, (1, ask), (4, lambda: (path / "previews.json").write_text("{", encoding="utf-8")))
     told = [event["text"] for event in events(mine, "warning")]
     dropped = [text for text in told if text.startswith("a request for an image was dropped")]
-    assert len(dropped) == 5 and sum("names no prompt" in text for text in dropped) == 4
+    assert len(dropped) == 5 and sum("no JSON object with a list of prompts" in text for text in dropped) == 4
     assert not any("\n" in text for text in told)
-    assert "preview.steps" in dropped[3] and "at least 1" in dropped[3]
+    assert dropped[3].endswith("at most 500, got 0"), "no option gave it"
     kept = [text for text in told if text.startswith("the previews stay as they were")]
     assert len(kept) == 2 and "preview.prompts" in kept[0] and "previews.json" in kept[1]
     assert [event["prompts"] for event in events(mine, "preview")] == [["a cat", "a dog"]] * 3

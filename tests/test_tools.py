@@ -307,7 +307,8 @@ def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path
         (file, peft): "files of one layout",
         (file, wide): "not of one architecture",
         (f"{file}:nan", wide): "finite number",
-        (f"{file}:x", wide): "no such file",
+        (f"{file}:x", wide): f"{file}:x: a weight is a finite number other than 0, as in {file}:0.7",
+        (f"{file}2:x", wide): "no such file",
         (file, wide, "--family", "sd15"): "--into BASE",
     }.items():
         code, _, said = ask("merge", *arguments, "--output", out)

@@ -287,12 +287,12 @@ def _describe(wishes: Wishes, pictures: Pictures) -> list[str]:
 
 def _copy_settings(path: Path, file: Path, more: bool) -> str:
     """Return the settings with which a LoRA file was trained, as a config for another run."""
-    from ..config import commented, loads, toml_line
+    from ..config import Override, commented, loads
     from ..lora_files.export_metadata import config_of
 
     if more:
         raise UserError(Message("--from-lora: the file says family and settings; leave out --family and --preset"))
-    return commented(loads(config_of(file), [toml_line("name", path.stem)], where=str(file)))
+    return commented(loads(config_of(file), [Override("name", path.stem)], where=str(file)))
 
 
 def _with_suffix(path: Path) -> Path:

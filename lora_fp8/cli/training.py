@@ -206,7 +206,7 @@ def train(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
 
 def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Resume a run from its newest checkpoint. The result has the same bytes as without the stop."""
-    from ..config import toml_line
+    from ..config import Override
     from ..run import Run
 
     run = Run.open(folder)
@@ -221,7 +221,7 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
                     config=quote_path(run.config_file),
                 )
             )
-    place = [toml_line("name", here.name), toml_line("output_dir", str(here.parent))]
+    place = [Override("name", here.name), Override("output_dir", str(here.parent))]
     train_or_resume(run.config_file, [*place, *overrides], resume=True, as_json=as_json)
 
 

@@ -3,6 +3,7 @@
 from .example import example
 from .loading import (
     MOST_PROBLEMS,
+    Override,
     commented,
     dumps,
     layers,
@@ -18,6 +19,7 @@ from .unused import Rule, conditions, defaults, find_idle, find_unused_settings
 
 __all__ = [
     "MOST_PROBLEMS",
+    "Override",
     "Rule",
     "apply_preview_changes",
     "commented",

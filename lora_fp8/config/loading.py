@@ -95,7 +95,8 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     wrong_base = _normalise_base(data)
     job, problem_lines = _validate(data)
     problem_lines = [*wrong_base, *problem_lines]
-    problems += [_add_origin(line, location, given, presets, assignments) for location, line in problem_lines]
+    options = {text.partition("=")[0].strip(): getattr(text, "option", "--set") for text in overrides}
+    problems += [_add_origin(line, location, given, presets, options) for location, line in problem_lines]
     if problems:
         raise UserErrors(problems, where)
     assert job is not None
@@ -123,6 +124,22 @@ def _no_such_file(path: Path) -> UserError:
 def toml_line(key: str, value: Any) -> str:
     """Return `key=value` for a file or an override, with the escapes of TOML, which differ from those of JSON."""
     return f"{key}={toml_value(value)}"
+
+
+class Override(str):
+    """`key=value`, as `--set` takes it, of another origin.
+
+    Attributes:
+        option: the option of the command that gave it, such as "--prompt"; "" if no option did.
+    """
+
+    option: str
+
+    def __new__(cls, key: str, value: Any, option: str = "") -> "Override":
+        """Write the value as TOML."""
+        line = super().__new__(cls, toml_line(key, value))
+        line.option = option
+        return line
 
 
 def toml_value(value: Any) -> str:
@@ -515,7 +532,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
 
 
 def _add_origin(
-    line: str, location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], assignments: list[Any]
+    line: str, location: Location, given: dict[str, Any], presets: dict[str, dict[str, Any]], options: dict[str, str]
 ) -> str:
     """Add where a wrong setting was written, if not in the file itself."""
 
@@ -530,8 +547,9 @@ def _add_origin(
         return bool(parts)
 
     key = ".".join(map(str, location))
-    if any(f"{key}.".startswith(f"{'.'.join(keys)}.") for keys, _ in assignments):
-        return Message("{line} (from --set)", line=line)
+    origins = [option for name, option in options.items() if f"{key}.".startswith(f"{name}.")]
+    if origins:
+        return Message("{line} (from {option})", line=line, option=origins[-1]) if origins[-1] else line
     if holds(given, location):
         return line
     preset = next((name for name in reversed(presets) if holds(presets[name], location)), None)

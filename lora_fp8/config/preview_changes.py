@@ -6,7 +6,7 @@ from typing import Any
 from .. import settings
 from ..errors import Joined, Message, UserError, UserErrors
 from ..run.preview_requests import KEYS
-from .loading import dumps, loads, toml_line
+from .loading import Override, dumps, loads
 
 
 def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> settings.Preview:
@@ -32,7 +32,7 @@ def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> sett
             raise UserError(Message("preview.{name}: neither text nor a number", name=name))
     if not changes:
         return job.preview
-    overrides = [toml_line(f"preview.{name}", value) for name, value in changes.items()]
+    overrides = tuple(Override(f"preview.{name}", value) for name, value in changes.items())
     try:
         return loads(dumps(job), overrides, where="preview").preview
     except UserErrors as error:

@@ -265,7 +265,7 @@ class Queue:
         ownership.require_ours(run.path)
         # The folder may have been moved or renamed since, so its current place counts.
         place = {"name": run.path.name, "output_dir": str(run.path.parent)}
-        overrides = [*(config.toml_line(key, value) for key, value in place.items()), *overrides]
+        overrides = [*(config.Override(key, value) for key, value in place.items()), *overrides]
         config.load(run.config_file, overrides)  # only for its error messages
         text = load_text(run.config_file, encoding="utf-8")
         source = Source(str(run.config_file))
@@ -314,7 +314,7 @@ class Queue:
                 raise UserError(Message("job {id} is a command and has no settings to override", id=id))
             command, *arguments = parse_command(row)
             return self.submit_command(command, arguments, folder=Path(row.cwd), name=row.name, scheduling=scheduling)
-        overrides_of_copy = [config.toml_line("name", self.find_free_name(Path(row.folder))), *overrides]
+        overrides_of_copy = [config.Override("name", self.find_free_name(Path(row.folder))), *overrides]
         source = Source(f"job {id}")
         return self.submit(row.text, overrides=overrides_of_copy, source=source, scheduling=scheduling)
 

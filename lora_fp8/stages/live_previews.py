@@ -72,7 +72,7 @@ class LivePreviews:
             try:
                 prompts = changes.get("prompts")
                 if not (isinstance(prompts, list) and prompts):
-                    raise UserError(Message("it names no prompt"))
+                    raise UserError(Message("it is no JSON object with a list of prompts"))
                 # An editing model is shown the control images of the first previews.
                 controls = self.data.preview.controls[: len(prompts)]
                 preview = self.data.preview.model_copy(update={"controls": controls})

@@ -355,7 +355,9 @@ def make_overrides(prompt: str, control: str, **given: Any) -> tuple[str, ...]:
         control: control image of an editing model, or folder of several; "" takes that of the run's first preview.
         given: negative, seed, steps, guidance, width, height; None takes the run's.
     """
-    values = {name: value for name, value in given.items() if value is not None}
-    values |= {"prompts": [prompt]} if prompt else {}
-    values |= {"controls": [control]} if control else {}
-    return tuple(config.toml_line(f"preview.{name}", value) for name, value in values.items())
+    overrides = [
+        config.Override(f"preview.{name}", value, f"--{name}") for name, value in given.items() if value is not None
+    ]
+    overrides += [config.Override("preview.prompts", [prompt], "--prompt")] if prompt else []
+    overrides += [config.Override("preview.controls", [control], "--control")] if control else []
+    return tuple(overrides)

@@ -67,7 +67,7 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
         without_prompts = job.preview.model_copy(update={"controls": job.preview.controls[:1]})
         preview, *_ = [*split_preview(job.preview), without_prompts]
         job = job.model_copy(update={"preview": preview})
-        return config.loads(config.dumps(job), list(overrides), where="--set")
+        return config.loads(config.dumps(job), list(overrides), where="draw")
     if not model:
         if missing := [source for source in sources if not source.exists()]:
             raise UserError(Message("{path}: no such run folder or LoRA file", path=missing[0]))
@@ -81,22 +81,26 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
     needs_controls = family in families.available() and families.get(family).controls[0]
     control = "\ncontrol = '.'" if needs_controls else ""
     text = f"name = 'drawing'\n[model]\n[[dataset.folders]]\npath = '.'{control}\n"
-    base = [config.toml_line("model.family", family), config.toml_line("model.path", model)]
+    base = [
+        config.Override("model.family", family, "--family"),
+        config.Override("model.path", model, "--model"),
+    ]
     base += [line for metadata in headers[:1] for line in _read_text_settings(metadata, family)]
-    return config.loads(text, [*base, *overrides], where="--set")
+    return config.loads(text, [*base, *overrides], where="draw")
 
 
-def _read_text_settings(metadata: Mapping[str, str], family: str) -> list[str]:
+def _read_text_settings(metadata: Mapping[str, str], family: str) -> list[config.Override]:
     """Return the settings with which a file's captions were encoded, as for --set, where its metadata tell them."""
     if family not in families.available():
         return []
-    traits, lines = families.traits(family), []
+    traits = families.traits(family)
+    lines: list[config.Override] = []
     tokens, clip_skip = metadata.get("ss_max_token_length", ""), metadata.get("ss_clip_skip", "")
     if traits["long_captions"] and tokens.isdecimal():  # sd-scripts writes "None" for its default
         chunks = min(max(int(tokens) // CHUNK_TOKENS, 1), MOST_CHUNKS)
-        lines.append(config.toml_line("model.caption_tokens", chunks * CHUNK_TOKENS))
+        lines.append(config.Override("model.caption_tokens", chunks * CHUNK_TOKENS))
     if traits["clip_skip"] and clip_skip in map(str, range(1, 13)):
-        lines.append(config.toml_line("model.clip_skip", int(clip_skip)))
+        lines.append(config.Override("model.clip_skip", int(clip_skip)))
     return lines
 
 

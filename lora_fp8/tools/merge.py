@@ -49,7 +49,9 @@ def weighted(text: str) -> tuple[Path, float]:
     try:
         weight = float(number) if colon and name else 1.0
     except ValueError:
-        return Path(text), 1.0  # the colon is part of the name; reading the file reports it if it does not exist
+        if not Path(name).is_file():
+            return Path(text), 1.0  # the colon is part of the name; reading the file reports that it does not exist
+        weight = 0.0
     if abs(weight) == float("inf") or weight != weight or weight == 0:
         raise UserError(
             Message("{text}: a weight is a finite number other than 0, as in {name}:0.7", text=text, name=name)
