@@ -500,6 +500,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "dataset": {
             "resolution": 1024,
             "max_aspect": 8.0,
+            "upscale": False,
             "trigger": "p3r5on",
             "caption_dropout": 0.05,
             "shuffle_tags": False,

@@ -35,6 +35,7 @@ NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N
 NO_LOSS = remarks.ONE_LOSS
 NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
 NO_PRESERVE = Message("what the base draws without a prompt is not kept here; dataset.class_word keeps a class")
+NEVER_ENLARGED = Message("ai-toolkit never enlarges images; small ones get smaller buckets")
 AREA = {"objective.normalize_mask": True}
 
 SHORT: dict[str, Rule] = {
@@ -565,6 +566,8 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
     draft.none(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
     dataset_settings.keep_aspects(draft, "buckets")
+    if draft.settings.get("dataset.buckets") is not False:
+        draft.assume("dataset.upscale", False, "buckets", NEVER_ENLARGED)
     keys, values = collect_values("keep_tokens")
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         dataset_settings.share(
