@@ -10,7 +10,7 @@ from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
 
-from ... import base_models, dataset_folder, form, image_folders, sanitize, submission, translations
+from ... import base_models, dataset_folder, form, image_folders, run_monitor, sanitize, submission, translations
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -28,8 +28,13 @@ class Problems:
     def __init__(self, ui: Ui, draft: Draft, reader: DraftReader):
         self.ui, self.draft, self.reader = ui, draft, reader
 
-    def find(self, text: str) -> list[tuple[str, str]]:
-        """Return (setting, message in the page's language) for everything that prevents a start."""
+    def find(self, text: str, has_run: bool = True) -> list[tuple[str, str]]:
+        """Return (setting, message in the page's language) for everything that prevents a start.
+
+        Args:
+            text: TOML of the draft.
+            has_run: True for a training, which needs a run folder of its own.
+        """
         home = self.draft.home
         try:
             submission.check_presets(self.ui.place, text)
@@ -51,6 +56,9 @@ class Problems:
         problems += [
             (key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in problems}
         ]
+        has_folder = has_run and not {key for key, _ in problems} & {"name", "output_dir"}
+        if has_folder and (free := self.find_free_name(values)):
+            problems.append(("name", self.ui.say("new.name.taken", name=values["name"], free=free)))
         if "dataset.folders" not in {key for key, _ in problems}:
             counts = self.reader.count_folders(values)
             for folder, contents, *_ in counts:
@@ -62,6 +70,19 @@ class Problems:
             if without and values["dataset.missing_caption"] == "error":
                 problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return problems
+
+    def find_free_name(self, values: dict[str, Any]) -> str:
+        """Return a name that a new training can have, if it cannot have that of the draft; "" if it can."""
+        try:
+            folder = self.ui.path(self.reader.resolve_local(str(values["output_dir"]))) / str(values["name"])
+            queue = run_monitor.get_monitor(self.ui.place).queue
+        except UserError:  # the page of the queue reports a damaged queue
+            return ""
+        try:
+            queue.require_new(folder)
+        except UserError:
+            return queue.find_free_name(folder)
+        return ""
 
     def find_base(self, values: dict[str, Any]) -> list[tuple[str, str]]:
         """Return (setting, message) for everything that is wrong with the draft's base model."""
