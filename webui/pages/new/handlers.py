@@ -149,6 +149,7 @@ class Handlers:
     def reset(self, everything: bool) -> dict[Any, Any]:
         """Handle the button that empties the draft."""
         self.draft.replace(form.START)
+        self._take_free_name()
         return self.painter.repaint("", everything)
 
     def set_default(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
@@ -172,11 +173,15 @@ class Handlers:
 
         def submit(text: str) -> tuple[int, str]:
             id = submission.submit_training(self.ui.place, text)
-            if free := self.problems.find_free_name(form.read_values(text, self.draft.home)):
-                self.draft.put("name", free)  # for the next training
+            self._take_free_name()  # for the next training
             return id, self.ui.link("run", run=str(id))
 
         return self._submit(submit, self.problems.find, touched, everything, held)
+
+    def _take_free_name(self) -> None:
+        """Give the draft a name that a new training can have, if it cannot have the present one."""
+        if free := self.problems.find_free_name(form.read_values(self.draft.text(), self.draft.home)):
+            self.draft.put("name", free)
 
     def find_rate(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Queue a learning-rate test of the draft and go to the queue."""

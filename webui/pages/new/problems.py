@@ -64,6 +64,10 @@ class Problems:
             for folder, contents, *_ in counts:
                 if not contents.files:
                     problems.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+                elif unreadable := dataset_folder.find_unreadable(folder):
+                    files = self._list_files(unreadable)
+                    line = self.ui.say("new.pictures.unreadable", folder=folder.name, files=files)
+                    problems.append(("dataset.folders", line))
             if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
                 problems += self._find_clip_problems(values, counts)
             without = sum(contents.without_caption for _, contents, *_ in counts)
@@ -133,10 +137,14 @@ class Problems:
                     if dataset_folder.is_video(name)
                 }
                 for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
-                    lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
-                    if lines:
+                    if files:
                         what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
-                        yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
+                        yield key, f"{folder.name}: {what}: {self._list_files(files)}"
+
+    def _list_files(self, files: dict[str, str]) -> str:
+        """List the first few files, each with its reason."""
+        lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
+        return f"{', '.join(lines)}{' …' if len(files) > 4 else ''}"
 
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""
