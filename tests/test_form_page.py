@@ -118,6 +118,59 @@ def test_a_problem_at_its_setting_does_not_repeat_its_key(tmp_path: Path) -> Non
     assert key == "preset" and line.startswith("/etc/hosts.toml：不在允许使用的文件夹内")
 
 
+def test_a_name_that_a_run_has_is_a_problem_with_a_free_one(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    text = 'name = "cat"\n' + form.START
+    assert "name" not in dict(page.problems.find(text))
+    (tmp_path / "home/runs/cat").mkdir(parents=True)
+    assert "name" not in dict(page.problems.find(text))
+    (tmp_path / "home/runs/cat/mine.txt").touch()
+    assert dict(page.problems.find(text))["name"] == "“cat” exists already. Choose another name; cat-2 is free."
+    assert "name" not in dict(page.problems.find(text, has_run=False))  # as for a test of the learning rate
+    (tmp_path / "home/runs/my-lora").mkdir()
+    (tmp_path / "home/runs/my-lora/mine.txt").touch()
+    with gr.Blocks():
+        page.lay_out()
+    page.handlers.reset(False)
+    assert form.read_values(page.draft.text(), page.draft.home)["name"] == "my-lora-2"
+
+
+def test_an_image_that_cannot_be_read_is_a_problem_until_it_is_changed_or_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (folder / "b.png").write_bytes(png()[:40])
+    examination = object.__new__(dataset_folder.Examination)
+    examination.begun, examination.began_at = 1.0, time.time() + 1
+    files = [{"file": "b.png", "detail": "truncated"}]
+    examination.report = {"findings": [{"kind": "unreadable", "files": files}]}
+    monkeypatch.setattr(dataset_folder, "_examinations", {(folder, None): examination})
+    text = form.START + f"[[dataset.folders]]\npath = '{folder}'\n"
+    problem = dict(page.problems.find(text))["dataset.folders"]
+    assert problem.startswith("cats: unreadable images: b.png (truncated). Exclude them")
+    edits = folder / image_edits.FILE
+    edits.write_text(image_edits.write({"b.png": image_edits.ImageEdit(exclude=True)}), encoding="utf-8")
+    assert "dataset.folders" not in dict(page.problems.find(text))
+    edits.unlink()
+    assert "dataset.folders" in dict(page.problems.find(text))
+    os.utime(folder / "b.png", (time.time() + 5, time.time() + 5))
+    assert "dataset.folders" not in dict(page.problems.find(text))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there it is a path of this computer")
+def test_a_windows_path_of_an_imported_config_is_not_taken_as_relative(tmp_path: Path) -> None:
+    with gr.Blocks():
+        page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
+    text = form.START.replace('path = ""', 'path = "D:/models/sd_xl.safetensors"')
+    problem = dict(page.problems.find(text))["model.path"]
+    assert problem.startswith("D:/models/sd_xl.safetensors: not a path of this computer")
+
+
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
     with gr.Blocks():
         page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))

@@ -24,7 +24,7 @@ from lora_fp8.data import buckets, captions
 from webui import app, image_folders
 from webui.context import Place
 from webui.draft import Draft
-from webui.images import uploading
+from webui.images import routes, uploading
 
 HOSTILE = '<img src=x onerror=alert(1)>\u202e "quoted"'
 
@@ -278,7 +278,9 @@ def test_edits_of_strange_images_and_strange_lists_are_refused(site: Site) -> No
 FOLDERS = ("/etc", "/tmp/../etc", "relative", "", "{0}/home", "{0}/outside", "{0}/data/link", "\0")
 
 
-@pytest.mark.parametrize("action", ["list", "names", "save", "edit", "undo", "caption", "stop", "state", "task"])
+@pytest.mark.parametrize(
+    "action", ["list", "names", "save", "edit", "undo", "caption", "stop", "state", "task", "folder"]
+)
 def test_folders_outside_of_the_roots_are_refused(site: Site, action: str) -> None:
     outside, link = site.folder / "outside", site.folder / "data/link"
     outside.mkdir(exist_ok=True)
@@ -291,6 +293,15 @@ def test_folders_outside_of_the_roots_are_refused(site: Site, action: str) -> No
         told = site.ask(action, folder=folder.format(site.folder), status=status, **given)
         assert status == 200 or told["error"]
     assert len(jobs.Queue(site.place.home).view()) == count and not list(outside.iterdir())
+
+
+def test_a_typed_folder_may_be_in_quotes_and_must_exist(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in (str(site.set), f' "{site.set}" ', f"'{site.set}'"):
+        assert site.ask("folder", folder=text) == {"folder": str(site.set)}
+    refusal = site.ask("folder", folder=f"{site.set}/catz", status=400)["error"]
+    assert refusal == f"{site.set}/catz: there is no such folder"
+    monkeypatch.setattr(routes, "translate_windows_path", lambda text: str(site.set) if text == "D:\\cats" else text)
+    assert site.ask("folder", folder='"D:\\cats"') == {"folder": str(site.set)}  # as Windows copies it, in WSL
 
 
 def test_requests_of_other_pages_and_strange_ones_are_refused(site: Site) -> None:

@@ -103,6 +103,7 @@ def test_prompts_may_come_to_a_run_without_any_and_be_taken_back(job):
     mine = job(*SMALL, "preview.every=2")
     run(mine, (1, change(mine, prompts=["a cat"])), (3, change(mine)))
     assert [(event["step"], event["prompts"]) for event in events(mine, "preview")] == [(2, ["a cat"])]
+    assert ("previews", 0, 1) in [(event["stage"], event["done"], event["total"]) for event in events(mine, "progress")]
     assert not (folder_of(mine) / "previews.json").exists()
 
 

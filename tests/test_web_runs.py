@@ -308,6 +308,23 @@ def test_a_run_that_ended_before_its_first_step_does_not_promise_curves(ui: Ui, 
     assert ui.say("run.saved", steps="500") in run_page.render_files(ui, view)
 
 
+def test_files_say_where_they_are_and_a_pair_why_it_is_not_shown(ui: Ui, tmp_path: Path) -> None:
+    previews = [
+        {"event": "preview", "step": at, "images": [f"samples/{at}.png"], "prompts": [prompt]}
+        for at, prompt in ((0, "a cat"), (5, "a dog"))
+    ]
+    folder = make_run(tmp_path / "work" / "runs" / "pets", previews)
+    view = JobView(9, "pets", "train", "done", Sentence("done", {}), folder=folder)
+    assert ui.say("run.folder") not in run_page.render_files(ui, view)
+    (folder / "export").mkdir()
+    (folder / "export" / "pets_kohya.safetensors").touch()
+    assert f"{ui.say('run.folder')} <code>{folder / 'export'}</code>" in run_page.render_files(ui, view)
+    log = run_monitor.read_run_log(ui, view)
+    assert run_page.list_prompts(log) == ["a dog", "a cat"]
+    assert ui.say("run.no_such_prompt", step=ui.say("run.base")) in run_page.render_slider(ui, view, log, (0, 5), 0)
+    assert ui.say("run.choose_two") in run_page.render_slider(ui, view, log, (0, 7), 1)
+
+
 @pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_reason_of_the_queue_has_a_sentence(language: str) -> None:
     places = {key: set(re.findall(r"\{(\w+)\}", text)) for key, text in SENTENCES.items()}

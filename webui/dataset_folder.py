@@ -203,6 +203,7 @@ class Examination:
         problem: its error; "" if there is none.
         done, total: progress.
         files: names of the folder's files, and their edits, when it was started, if they are known.
+        begun, began_at: when it was started, by the monotonic clock and by that of file times.
     """
 
     def __init__(self, place: Place, folder: Path, purpose: Purpose):
@@ -210,7 +211,7 @@ class Examination:
         self.problem = ""
         self.done = self.total = 0
         self.files: tuple[Any, ...] | None = None
-        self.begun = time.monotonic()
+        self.begun, self.began_at = time.monotonic(), time.time()
         self._command = [sys.executable, "-m", "lora_fp8", "dataset", "look", str(folder), "--json"]
         self._command += ["--family", purpose.family, "--resolution", str(purpose.resolution)]
         self._command += [f"--mask={purpose.mask}"]
@@ -284,6 +285,35 @@ def examine(place: Place, folder: Path, purpose: Purpose, again: bool = False) -
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
         return examination
+
+
+def find_unreadable(folder: Path) -> dict[str, str]:
+    """Return the images that the newest finished examination could not read, with the reason of each.
+
+    Files that were changed, deleted or excluded since are left out. Nothing is examined for this.
+    """
+    with _lock:
+        finished = [done for (where, _), done in _examinations.items() if where == folder and done.report is not None]
+    if not finished:
+        return {}
+    newest = max(finished, key=lambda done: done.begun)
+    unreadable = newest.list_files("unreadable")
+    try:
+        excluded = {name for name, edit in image_edits.read(folder).items() if edit.exclude} if unreadable else set()
+    except UserError:  # reported where the images are
+        excluded = set()
+    return {
+        name: why
+        for name, why in unreadable.items()
+        if name not in excluded and not is_video(name) and not _has_changed(folder / name, newest.began_at)
+    }
+
+
+def _has_changed(file: Path, since: float) -> bool:
+    try:
+        return file.stat().st_mtime > since
+    except OSError:
+        return True
 
 
 # -------------------------------------------------------------------------------------------------- captioning as a job

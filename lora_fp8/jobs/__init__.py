@@ -210,17 +210,10 @@ class Queue:
                 Message("max_attempts: must be at least {limit}, got {given}", limit="1", given=scheduling.max_attempts)
             )
         run = Run(Path(job.output_dir) / job.name)
-        for row in self.store.rows("phase <> 'ended'"):
-            if row.folder == str(run.path):
-                raise UserError(
-                    Message(
-                        "{path}: job {id} writes there already; choose another name (--set name=...)",
-                        path=run.path,
-                        id=row.id,
-                    )
-                )
-        if not again:
-            ownership.require_new(run.path)
+        if again:
+            self._require_no_writer(run.path)
+        else:
+            self.require_new(run.path)
         return self._insert(
             name=job.name,
             kind="train",
@@ -529,6 +522,25 @@ class Queue:
             )
             row = self.store.row(id)
         return row
+
+    def require_new(self, folder: Path) -> None:
+        """Refuse a folder in which a new training cannot start.
+
+        Raises:
+            UserError: it has a run or other files, or belongs to another job that has not ended.
+        """
+        self._require_no_writer(folder)
+        ownership.require_new(folder)
+
+    def _require_no_writer(self, folder: Path) -> None:
+        for row in self.store.rows("phase <> 'ended' AND folder = ?", str(folder)):
+            raise UserError(
+                Message(
+                    "{path}: job {id} writes there already; choose another name (--set name=...)",
+                    path=folder,
+                    id=row.id,
+                )
+            )
 
     def find_free_name(self, folder: Path) -> str:
         """Return a new name for a run folder: "zibo" -> "zibo-2", or the next number that no folder and no job has."""

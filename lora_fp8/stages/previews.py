@@ -121,6 +121,7 @@ def _draw_into(
     denoiser.eval()  # no dropout
     drawn: list[list[Image.Image]] = []
     progress = StageProgress(session.run, "previews")
+    progress.begin(len(numbers))
     try:
         with processes.passing(), without_attached(denoiser):
             pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if turns else None

@@ -78,6 +78,11 @@ class StageProgress:
         self._run, self._stage, self._seconds = run, stage, seconds
         self._last = time.monotonic()
 
+    def begin(self, total: int) -> None:
+        """Log that none of `total` is done, where the first may take minutes."""
+        if total:
+            self._run.log_event("progress", stage=self._stage, done=0, total=total)
+
     def update(self, done: int, total: int, **more: object) -> None:
         """Log that `done` of `total` are done, and what else is known."""
         now = time.monotonic()

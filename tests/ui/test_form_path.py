@@ -354,6 +354,20 @@ def test_a_problem_is_red_only_where_somebody_has_been_or_after_start(site: Site
     )
 
 
+def test_a_problem_leads_to_its_setting(site: Site, visit: Callable[..., Page]) -> None:
+    Draft(site.home).write(form.START + "[adapter]\nrank = 0\n")
+    page = visit("new")
+    opened(page)
+    page.click("#new-start")  # leads to the first, which is in the view of all settings only
+    expect(field(page, "set-adapter-rank")).to_be_focused()
+    view(page, 0)
+    problems = page.locator("#new-summary .problems")
+    problems.get_by_role("button", name="Base model").click()
+    expect(page.locator("#new-base-search")).to_be_focused()
+    problems.get_by_role("button", name="Image folders").click()
+    expect(page.locator("#new-drop button").first).to_be_focused()
+
+
 def test_the_search_knows_other_trainers_names_and_says_when_nothing_fits(
     site: Site, visit: Callable[..., Page]
 ) -> None:

@@ -119,7 +119,8 @@ def test_every_page_fits_a_phone_and_is_accessible(
         picture_of(page, f"phone_{name}_{language}")
         page.set_viewport_size({"width": 1280, "height": 900})  # where all tabs are on the screen
         if name == "new":  # with a message, which covers none of the switches
-            page.click("#new-add")
+            page.click("#new-files button")
+            page.click("#new-preset-save")
             message = page.get_by_test_id("toast-body")
             expect(message).to_be_visible()
             assert message.bounding_box()["y"] > 200

@@ -18,8 +18,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from lora_fp8.errors import UserError
+from lora_fp8.families.sources.reference import translate_windows_path
 
-from .. import dataset_folder, image_folders, translations
+from .. import dataset_folder, image_folders, sanitize, translations
 from ..context import Place, Ui
 from ..error_boundary import describe_error
 from . import captioning, captions, edits, tasks, uploading
@@ -121,6 +122,16 @@ def undo_edit(ui: Ui, given: Given) -> Answer:
     return {"task": vars(captions.start_undo(ui, ui.path(given.text("folder")), given.text("what")))}
 
 
+def find_folder(ui: Ui, given: Given) -> Answer:
+    """Resolve the path of a folder that was typed or pasted: in quotes as Windows copies it, or with a drive in WSL."""
+    text = given.text("folder").strip()
+    if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
+        text = text[1:-1]
+    path = ui.path(translate_windows_path(text))
+    sanitize.require_folder(path, text)
+    return {"folder": str(path)}
+
+
 def list_folders(ui: Ui, given: Given) -> Answer:
     """List folders of images that lie near the allowed folders."""
     return {"folders": [str(path) for path in image_folders.find_folders(ui.place.roots)]}
@@ -168,6 +179,7 @@ ACTIONS: dict[str, Callable[[Ui, Given], Answer]] = {
     "edit": edit_images,
     "task": describe_task,
     "undo": undo_edit,
+    "folder": find_folder,
     "folders": list_folders,
     "models": list_models,
     "caption": start_captioning,

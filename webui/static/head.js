@@ -145,6 +145,24 @@ document.addEventListener("focusout", ({ target }) => target.closest?.(".setting
 document.addEventListener("click", ({ target }) => {
   if (target.closest?.("#new-start")) document.body.classList.add("tried-to-start");
 }, true);
+// A problem in the summary leads to its setting, in the view that is open or else among all settings; Start leads to the
+// first. Base model and images are chosen in sections of their own.
+const SECTIONS = { "-model-path": "#new-base-search", "-dataset-folders": "#new-drop button" };
+const findField = (id) => [SECTIONS[id], `#new${id}`, `#set${id}`]
+  .map((place) => place && document.querySelector(place)).find((field) => field?.checkVisibility());
+const showSetting = (id, tries = 20) => {
+  const field = findField(id);
+  if (!field && tries === 20) document.querySelectorAll("#new-views button[role=tab]")[1]?.click();
+  if (field && !field.closest("[inert]")) {
+    field.scrollIntoView({ block: "center" });
+    (field.matches("input, button") ? field : field.querySelector("input, textarea"))?.focus({ preventScroll: true });
+  } else if (tries) setTimeout(() => showSetting(id, tries - 1), 250);
+};
+document.addEventListener("click", ({ target }) => {
+  const problem = target.closest?.(".to-setting");
+  if (problem) showSetting(problem.dataset.setting);
+});
+window.showFirstProblem = () => setTimeout(() => document.querySelector("#new-summary .to-setting")?.click(), 100);
 window.touchedSettings = () => [...touched.keys()];
 window.leftSettings = () => {
   const late = [...touched].filter(([, at]) => Date.now() - at < SLOWEST).map(([id]) => id);

@@ -787,9 +787,17 @@ class Uploads {
   offerFolders() {
     const { say } = this.workbench;
     const list = make("datalist", { id: nextId("folders") });
-    const add = () => {
-      this.workbench.filled(path.value.trim());
-      path.value = "";
+    // A refused path stays in the field, to be corrected.
+    const add = async () => {
+      try {
+        const { folder } = await this.workbench.ask("folder", { folder: path.value });
+        path.value = "";
+        this.workbench.note("");
+        this.workbench.filled(folder);
+      } catch (error) {
+        this.workbench.note(error.message, true);
+        path.focus();
+      }
     };
     const path = make("input", {
       type: "text", id: nextId("folder"), list: list.id, spellcheck: "false", autocomplete: "off",
@@ -797,7 +805,7 @@ class Uploads {
         const { folders } = await this.workbench.ask("folders", {});
         list.replaceChildren(...folders.map((folder) => make("option", { value: folder })));
       },
-      keydown: (event) => event.key === "Enter" && !event.isComposing && path.value.trim() && add(),
+      keydown: (event) => event.key === "Enter" && !event.isComposing && add(),
     });
     return make("div", { class: "wb-set", id: "new-folder" },
       make("label", { for: path.id, text: say("existing") }), path, list,
@@ -1281,7 +1289,8 @@ class Workbench {
     const ran = this.auto.running;
     this.auto.show(answer.job);
     const { examining } = answer;
-    this.examining.textContent = answer.problem || (examining ? this.say("examining", examining) : "");
+    const progress = examining && this.say(examining.total ? "examining" : "examining.start", examining);
+    this.examining.textContent = answer.problem || progress || "";
     // What is shown is read again at once; the whole list, which takes longer, now and then.
     const changed = answer.stamp !== this.stamp;
     this.stale ||= changed;

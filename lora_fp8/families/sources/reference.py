@@ -83,7 +83,7 @@ def parse(text: str) -> Reference:
         return _parse_address(given)
     if HUB_ID.fullmatch(given) and not given.lower().endswith(FILE_ENDINGS):
         return Reference("hub", given, repo=given)
-    return Reference("path", _local_path(given))
+    return Reference("path", translate_windows_path(given))
 
 
 def clean(text: str) -> str:
@@ -220,7 +220,7 @@ def _parse_civitai(parts: list[str], query: dict[str, list[str]], given: str) ->
     )
 
 
-def _local_path(given: str) -> str:
+def translate_windows_path(given: str) -> str:
     """Return a path as it is, but a Windows path inside WSL as the path under which WSL shows that drive."""
     if (match := re.match(r"([A-Za-z]):[\\/](.*)", given, re.DOTALL)) and os.name != "nt":
         mounted = Path("/mnt") / match[1].lower()

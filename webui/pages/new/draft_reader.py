@@ -1,12 +1,14 @@
 """What a draft refers to on this machine: the base model's files, folders of images, and the clips in them."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families
 from lora_fp8.errors import UserError
 from lora_fp8.families import sources
+from lora_fp8.families.sources.reference import translate_windows_path
 
 from ... import base_models, dataset_folder, image_folders
 from ...context import Ui
@@ -38,8 +40,12 @@ class DraftReader:
         return self.descriptions.get(path, revision, family if family in self.families else "")
 
     def resolve_local(self, path: str) -> Path:
-        """Resolve a path of the draft. Relative paths start at the page's home, as in the job."""
-        return self.ui.place.home / os.path.expanduser(path)
+        """Resolve a path of the draft. Relative paths start at the page's home, as in the job.
+
+        A Windows path, for example of an imported config, is not relative: in WSL it is translated, elsewhere it stays.
+        """
+        path = translate_windows_path(path)
+        return Path(path) if re.match(r"[A-Za-z]:[\\/]", path) else self.ui.place.home / os.path.expanduser(path)
 
     def count_folders(self, values: dict[str, Any]) -> list[tuple[Path, image_folders.Count, float, str]]:
         """Return (folder, its contents, its repeats, where its masks are) for every folder of the draft."""

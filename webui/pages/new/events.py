@@ -27,6 +27,7 @@ QUEUED = QUIET | {"queue": True}
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
+FIRST_PROBLEM = "() => window.showFirstProblem()"
 """Wraps handlers that repaint a whole view, so that input typed meanwhile is not lost."""
 CHOOSING = "(...inputs) => { window.choosing(); return inputs; }"
 CHOSEN = "() => window.chosen()"
@@ -184,7 +185,7 @@ class Events:
                 outputs=[layout.address, *self.side],
                 js=self.script % "window.touchedSettings()",
                 **SLOW,
-            )
+            ).then(None, js=FIRST_PROBLEM)
         layout.address.change(None, [layout.address], None, js=GO)
         gr.Timer(SECONDS).tick(
             self.handlers.tick,

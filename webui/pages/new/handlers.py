@@ -130,6 +130,7 @@ class Handlers:
         def take() -> None:
             text, painted[self.layout.imported] = importer.import_files(self.ui, map(Path, files or []))
             self.draft.replace(text)
+            gr.Info(self.ui.say("new.import.replaced"))
 
         return self._warn_on_error(take) | painted | self.painter.repaint("", everything)
 
@@ -148,6 +149,7 @@ class Handlers:
     def reset(self, everything: bool) -> dict[Any, Any]:
         """Handle the button that empties the draft."""
         self.draft.replace(form.START)
+        self._take_free_name()
         return self.painter.repaint("", everything)
 
     def set_default(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
@@ -171,23 +173,39 @@ class Handlers:
 
         def submit(text: str) -> tuple[int, str]:
             id = submission.submit_training(self.ui.place, text)
+            self._take_free_name()  # for the next training
             return id, self.ui.link("run", run=str(id))
 
-        return self._submit(submit, touched, everything, held)
+        return self._submit(submit, self.problems.find, touched, everything, held)
+
+    def _take_free_name(self) -> None:
+        """Give the draft a name that a new training can have, if it cannot have the present one."""
+        if free := self.problems.find_free_name(form.read_values(self.draft.text(), self.draft.home)):
+            self.draft.put("name", free)
 
     def find_rate(self, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Queue a learning-rate test of the draft and go to the queue."""
         return self._submit(
-            lambda text: (submission.submit_rate_test(self.ui.place, text), self.ui.link("")), touched, everything, held
+            lambda text: (submission.submit_rate_test(self.ui.place, text), self.ui.link("")),
+            lambda text: self.problems.find(text, has_run=False),
+            touched,
+            everything,
+            held,
         )
 
     def _submit(
-        self, submit: Callable[[str], tuple[int, str]], touched: str, everything: bool, held: dict[str, Any]
+        self,
+        submit: Callable[[str], tuple[int, str]],
+        find_problems: Callable[[str], list[tuple[str, str]]],
+        touched: str,
+        everything: bool,
+        held: dict[str, Any],
     ) -> dict[Any, Any]:
         """Queue a job of the draft, unless it has problems, and go to an address.
 
         Args:
             submit: queues the job of a TOML text. Returns its id, and the address to go to.
+            find_problems: finds what prevents that job.
             touched, everything, held: as the window sends them.
         """
         address: dict[Any, Any] = {}
@@ -195,7 +213,7 @@ class Handlers:
         def submit_draft() -> None:
             self._apply_touched(touched, held)
             text = self.draft.text()
-            if not self.problems.find(text):
+            if not find_problems(text):
                 id, address[self.layout.address] = submit(text)
                 gr.Info(self.ui.say("new.start.queued", id=id))
 

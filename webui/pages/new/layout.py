@@ -187,7 +187,7 @@ class Layout:
             self.load = gr.Button(say("new.files.load_button"), size="sm")
             gr.Markdown(say("new.files.import_info"), elem_classes="note")
             self.foreign = gr.File(
-                label=say("new.files.import"), file_count="multiple", height=130, elem_id="new-import"
+                label=say("new.files.import"), file_count="multiple", height=170, elem_id="new-import"
             )
             self.imported = gr.HTML()
             self.preset_name = gr.Textbox(

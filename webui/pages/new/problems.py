@@ -10,7 +10,7 @@ from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
 
-from ... import base_models, dataset_folder, form, image_folders, sanitize, submission, translations
+from ... import base_models, dataset_folder, form, image_folders, run_monitor, sanitize, submission, translations
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -28,8 +28,13 @@ class Problems:
     def __init__(self, ui: Ui, draft: Draft, reader: DraftReader):
         self.ui, self.draft, self.reader = ui, draft, reader
 
-    def find(self, text: str) -> list[tuple[str, str]]:
-        """Return (setting, message in the page's language) for everything that prevents a start."""
+    def find(self, text: str, has_run: bool = True) -> list[tuple[str, str]]:
+        """Return (setting, message in the page's language) for everything that prevents a start.
+
+        Args:
+            text: TOML of the draft.
+            has_run: True for a training, which needs a run folder of its own.
+        """
         home = self.draft.home
         try:
             submission.check_presets(self.ui.place, text)
@@ -51,17 +56,37 @@ class Problems:
         problems += [
             (key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in problems}
         ]
+        has_folder = has_run and not {key for key, _ in problems} & {"name", "output_dir"}
+        if has_folder and (free := self.find_free_name(values)):
+            problems.append(("name", self.ui.say("new.name.taken", name=values["name"], free=free)))
         if "dataset.folders" not in {key for key, _ in problems}:
             counts = self.reader.count_folders(values)
             for folder, contents, *_ in counts:
                 if not contents.files:
                     problems.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
+                elif unreadable := dataset_folder.find_unreadable(folder):
+                    files = self._list_files(unreadable)
+                    line = self.ui.say("new.pictures.unreadable", folder=folder.name, files=files)
+                    problems.append(("dataset.folders", line))
             if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
                 problems += self._find_clip_problems(values, counts)
             without = sum(contents.without_caption for _, contents, *_ in counts)
             if without and values["dataset.missing_caption"] == "error":
                 problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
         return problems
+
+    def find_free_name(self, values: dict[str, Any]) -> str:
+        """Return a name that a new training can have, if it cannot have that of the draft; "" if it can."""
+        try:
+            folder = self.ui.path(self.reader.resolve_local(str(values["output_dir"]))) / str(values["name"])
+            queue = run_monitor.get_monitor(self.ui.place).queue
+        except UserError:  # the page of the queue reports a damaged queue
+            return ""
+        try:
+            queue.require_new(folder)
+        except UserError:
+            return queue.find_free_name(folder)
+        return ""
 
     def find_base(self, values: dict[str, Any]) -> list[tuple[str, str]]:
         """Return (setting, message) for everything that is wrong with the draft's base model."""
@@ -112,10 +137,14 @@ class Problems:
                     if dataset_folder.is_video(name)
                 }
                 for key, files in (("dataset.frames", short), ("dataset.folders", damaged)):
-                    lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
-                    if lines:
+                    if files:
                         what = say(f"dataset.kind.{'clip_short' if files is short else 'unreadable'}")
-                        yield key, f"{folder.name}: {what}: {', '.join(lines)}{' …' if len(files) > 4 else ''}"
+                        yield key, f"{folder.name}: {what}: {self._list_files(files)}"
+
+    def _list_files(self, files: dict[str, str]) -> str:
+        """List the first few files, each with its reason."""
+        lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
+        return f"{', '.join(lines)}{' …' if len(files) > 4 else ''}"
 
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""

@@ -10,6 +10,7 @@ from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
 from .problems import Problems
+from .questions import make_id
 
 
 class Summary:
@@ -37,8 +38,7 @@ class Summary:
         findings = self.problems.find(text) if findings is None else findings
         parts = []
         if findings:
-            lines = [self.problems.label(key, line) if key else line for key, line in findings]
-            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            items = "".join(f"<li>{self._render_problem(key, line)}</li>" for key, line in findings)
             parts.append(f"<p><strong>{escape(say('new.summary.open'))}</strong></p><ul class='problems'>{items}</ul>")
         try:
             values = form.read_values(text, self.draft.home)
@@ -72,6 +72,12 @@ class Summary:
             paragraphs = "".join(f"<p>{escape(line)}</p>" for line in details)
             parts.append(f"<details><summary>{escape(say('new.summary.how'))}</summary>{paragraphs}</details>")
         return "".join(parts)
+
+    def _render_problem(self, key: str, line: str) -> str:
+        """Render a problem as a button that leads to its setting; a problem of no setting as text."""
+        text = sanitize.escape(self.problems.label(key, line) if key else line)
+        id = make_id("", key)
+        return f"<button type='button' class='to-setting' data-setting='{id}'>{text}</button>" if key else text
 
     def _count_steps(
         self,

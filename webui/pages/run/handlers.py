@@ -140,6 +140,8 @@ class Handlers:
         try:
             view, _ = find_run(self.ui, request)
             folder = run_monitor.get_run_folder(self.ui, view)
+            if next(folder.glob("checkpoints/step-*"), None) is None:
+                return runs.show_notice(self.ui.say("run.no_checkpoint"), wrong=True)
             which = ["--best"] if step == BEST else ["--step", str(int(step or 0))]
             arguments = [str(folder), *which, "--format", layout]
             paths = engine.run_command("export", [*arguments, *(["--set", f"export.dtype={dtype}"] if dtype else [])])

@@ -230,8 +230,10 @@ def render_slider(
         event = None if step is None else log.facts.previews.get(int(step))
         paths, clips = (list_pictures(ui, view, event, what) if event else [] for what in ("images", "clips"))
         number = find_prompt(event, list_prompts(log), int(prompt or 0)) if event else None
-        if step is None or number is None or number >= len(paths):
+        if step is None or event is None:
             return f'<p class="empty">{ui.say("run.choose_two")}</p>'
+        if number is None or number >= len(paths):
+            return f'<p class="empty">{escape(ui.say("run.no_such_prompt", step=format_step(ui, step)))}</p>'
         name, clip = format_step(ui, step), clips[number] if number < len(clips) else None
         file = clip if moving and clip is not None else paths[number]
         sides.append((name, ui.picture(file, 1024, moving and clip is not None)))
@@ -257,7 +259,9 @@ def render_files(ui: Ui, view: JobView) -> str:
     for path in files:
         report = reports.get(path.name) if path.parent == folder / "export" else None
         parts.append(render_file(ui, path, path.relative_to(folder / "export"), report))
-    if not parts:
+    if parts:
+        parts.append(f'<p class="dim">{ui.say("run.folder")} <code>{escape(folder / "export")}</code></p>')
+    else:
         parts = [f'<p class="empty">{ui.say("run.no_files")}</p>']
     numbers = (path.name.removeprefix("step-") for path in sorted(folder.glob("checkpoints/step-*")))
     saved = [str(int(number)) for number in numbers if number.isdecimal()]
