@@ -497,6 +497,23 @@ def test_models_are_offered_with_their_architecture(tmp_path: Path) -> None:
     assert base_models.find_component_folders([models], [root], "sdxl") == [], "a single file lacks the same"
 
 
+@pytest.mark.parametrize("everything", [False, True])
+def test_steps_that_an_import_could_not_count_have_to_be_filled_in(tmp_path: Path, everything: bool) -> None:
+    """kohya's epochs are of images that the file names on another computer."""
+    file = tmp_path / "k.toml"
+    lines = ('pretrained_model_name_or_path = "D:/sdxl.safetensors"', 'network_module = "networks.lora"')
+    file.write_text("\n".join((*lines, "max_train_epochs = 10", 'train_data_dir = "D:/cats"')), encoding="utf-8")
+    with gr.Blocks():
+        page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+        page.lay_out()
+    page.handlers.import_settings([str(file)], everything)
+    assert "尚待填写（TODO）" in dict(page.problems.find(page.draft.text()))["train.steps"]
+    assert "尚待填写（TODO）" in page.summary.render()
+    page.draft.put("train.steps", 30)
+    page.painter.repaint("", everything)
+    assert "train.steps" not in dict(page.problems.find(page.draft.text()))
+
+
 def test_a_saved_preset_gives_the_same_settings_under_another_job(tmp_path: Path) -> None:
     text = 'name = "x"\npreset = ["character"]\n[model]\nfamily = "sdxl"\npath = "a/b"\n[adapter]\nrank = 5\n'
     path = base_models.save_preset(tmp_path, "mine", text)

@@ -377,7 +377,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "upscale": False,
             "folders": [{"path": "./train/aki"}],
         },
-        "train": {"steps": 1500, "batch_size": 1},
+        "train": {"steps": "TODO", "batch_size": 1},
         "optimizer": {"name": "adamw8bit", "lr": 1e-4, "lr_scale": "none", "weight_decay": 0.02},
         "schedule": {"name": "cosine", "warmup": 0},
         "objective": {"timesteps": "logit_normal", "shift": 1.0, "guidance": 1.0},
@@ -575,7 +575,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "quantize": {"storage": "bf16"},
         "adapter": {"type": "lora", "rank": 16, "alpha": 1.0, "text_encoder": True},
         "dataset": {"resolution": 512, "buckets": True, "max_aspect": 4.0, "folders": [{"path": "TODO"}]},
-        "train": {"steps": 1500, "batch_size": 4, "accumulate": 1},
+        "train": {"steps": "TODO", "batch_size": 4, "accumulate": 1},
         "optimizer": {
             "name": "adamw",
             "lr": 2e-4,
@@ -992,8 +992,17 @@ def test_the_tables_name_settings_that_exist(tool: import_draft.Tool) -> None:
 # --------------------------------------------------------------------------------------------- the same training
 
 
+STEPS = ["train.steps=1500"]
+"""For a file that counts epochs of images that are not here: the number of steps is left to be filled in."""
+
+
+def find_problems(made: importing.Import) -> list[str]:
+    """Why our file would not load, apart from steps that cannot be counted."""
+    return [line for line in importing.problems(made) if line != "train.steps: still to be filled in (TODO)"]
+
+
 def job_of(made: importing.Import) -> Job:
-    return config.loads(importing.to_toml(made))
+    return config.loads(importing.to_toml(made), STEPS if made.settings["train"].get("steps") == "TODO" else [])
 
 
 RATES = {
@@ -1027,11 +1036,11 @@ def test_our_file_loads(bring: Callable[..., importing.Import], name: str) -> No
     if made.settings["model"]["family"] not in families.available():
         assert importing.problems(made) and any("model.family" in text for text in made.todo)
         return
-    assert not importing.problems(made)
+    assert find_problems(made) == []
     dumped = job_of(made).model_dump()
     for section, values in made.settings.items():
         for key, value in values.items() if isinstance(values, dict) else ():
-            if key != "folders":
+            if key != "folders" and value != "TODO":
                 assert dumped[section][key] == value
 
 
@@ -1174,7 +1183,7 @@ def test_rex_and_a_decay_as_a_share(tmp_path: Path) -> None:
     data = {"model_type": "STABLE_DIFFUSION_15", "training_method": "LORA", "base_model_name": "a"}
     data |= {"learning_rate_scheduler": "REX", "learning_rate_warmup_steps": 0, "learning_rate_min_factor": 0.1}
     path.write_text(json.dumps(data), encoding="utf-8")
-    found = config.loads(importing.to_toml(importing.import_file(path, "onetrainer"))).schedule
+    found = job_of(importing.import_file(path, "onetrainer")).schedule
     for step in range(11):
         left, d = 1 - step / 10, 0.9
         expected = 0.1 + 0.9 * left / ((1 - d) + d * left)
@@ -1284,7 +1293,7 @@ def test_kohyas_fp8(tmp_path: Path, given: str, expected: dict[str, str], where:
 def test_an_optimizer_that_finds_its_rate_leaves_a_todo(tmp_path: Path) -> None:
     made = kohya(tmp_path, "optimizer_type = 'DAdaptAdam'\nlearning_rate = 1.0\nmixed_precision = 'bf16'")
     assert "lr = 0.0001  # TODO: a rate for AdamW8bit; 1.0 was DAdaptAdam's" in importing.to_toml(made)
-    assert not importing.problems(made)
+    assert not find_problems(made)
 
 
 def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
@@ -1332,7 +1341,7 @@ def test_prodigy_and_lion_of_every_trainer(here: Path, tmp_path: Path) -> None:
     )
     found = settings(made)["optimizer"]
     assert (found["name"], found["d_coef"], found["use_bias_correction"]) == ("prodigy", 3.0, True)
-    assert found["safeguard_warmup"] is False and not importing.problems(made)
+    assert found["safeguard_warmup"] is False and not find_problems(made)
     for growth, expected in (("inf", "unlimited"), ("1.02", 1.02)):
         made = kohya(tmp_path, f"optimizer_type = 'Prodigy'\noptimizer_args = ['d0=1e-5', 'growth_rate={growth}']")
         found = settings(made)["optimizer"]
@@ -1433,7 +1442,7 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     told = ",".join(map(str, dims))
     halves = ",".join(str(dim / 2) for dim in dims)
     made = bring(f'network_args = ["block_dims={told}", "block_alphas={halves}"]')
-    assert "network_args" in keys(made.mapped) and not importing.problems(made)
+    assert "network_args" in keys(made.mapped) and not find_problems(made)
     section = Adapter(**settings(made)["adapter"])
     names = Family.adapter_names(unet)
     ranks, _ = adapters.ranks(section, names)
@@ -1491,7 +1500,7 @@ def test_chosen_blocks_of_flux(tmp_path: Path, args: list[str], double: set[int]
         model = diffusers.FluxTransformer2DModel(num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6))
     names = families.get("flux").adapter_names(model)
     made = kohya(tmp_path, f"network_dim = 8\nnetwork_args = {json.dumps(args)}")
-    assert not importing.problems(made)
+    assert not find_problems(made)
     if double is None:
         assert "network_args" in keys(made.no_counterpart) and "ranks" not in settings(made)["adapter"]
         return
@@ -1513,7 +1522,7 @@ def test_chosen_blocks_of_flux(tmp_path: Path, args: list[str], double: set[int]
 )
 def test_kohyas_lora_plus(tmp_path: Path, args: str, ratio: float | None, exact: bool) -> None:
     made = kohya(tmp_path, f"network_args = ['{args}']")
-    assert settings(made)["optimizer"].get("loraplus_lr_ratio") == ratio and not importing.problems(made)
+    assert settings(made)["optimizer"].get("loraplus_lr_ratio") == ratio and not find_problems(made)
     lists = {"mapped": made.mapped, "differs": made.differs, "none": made.no_counterpart}
     told = next(name for name, found in lists.items() if "network_args" in keys(found))
     assert told == ("mapped" if exact else "none" if ratio is None else "differs")
@@ -1546,7 +1555,7 @@ def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[
     full = {name: f"transformer.{name}" for name in names}
     theirs = [name for name in names if not only or any(word in full[name] for word in only)]
     theirs = [name for name in theirs if not any(word in full[name] for word in without)]
-    assert 0 < len(theirs) < len(names) and list(ranks) == theirs and not importing.problems(made)
+    assert 0 < len(theirs) < len(names) and list(ranks) == theirs and not find_problems(made)
     if not without and not any(word.startswith("transformer.") for word in only):
         page = read(here / "onetrainer_chroma.json") | {"layer_filter": ", ".join(only)}
         (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
@@ -1759,7 +1768,7 @@ def test_losses_and_captions_that_vary(here: Path, tmp_path: Path) -> None:
     made = importing.import_file(tmp_path / "page.json")
     found = settings(made)
     assert (found["objective"]["loss"], found["objective"]["huber_delta"]) == ("huber", 0.5)
-    assert found["dataset"]["tag_dropout"] == 0.3 and not importing.problems(made)
+    assert found["dataset"]["tag_dropout"] == 0.3 and not find_problems(made)
 
 
 def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
@@ -2076,7 +2085,7 @@ def test_the_command(
     answer = json.loads(out)
     assert (
         code == 0
-        and answer["loads"]
+        and not answer["loads"]
         and [text.split(":")[0] for text in answer["todo"]] == ["dataset.folders", "train.steps"]
     )
     assert answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml"
@@ -2100,7 +2109,7 @@ def test_families_are_those_of_this_version(
     monkeypatch.setattr(families, "available", lambda: ["qwen"])
     monkeypatch.setattr(families, "get", lambda name: renamed)
     made = bring("musubi_qwen.toml")
-    assert settings(made)["model"]["family"] == "qwen" and not importing.problems(made)
+    assert settings(made)["model"]["family"] == "qwen" and not find_problems(made)
 
 
 @pytest.mark.parametrize(

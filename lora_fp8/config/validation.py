@@ -135,6 +135,8 @@ def describe_value(item: ErrorDetails, location: Location) -> Message:
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
         return _suggest(location)
+    if item.get("input") == "TODO":  # by an import
+        return Message("still to be filled in (TODO)")
     if kind == "list_type" and location == ("dataset", "folders"):
         return Message("write [[dataset.folders]] with two brackets on each side, once for each folder")
     if kind == "missing":

@@ -14,7 +14,6 @@ from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
 from ..errors import Message
-from ..settings import Train
 from . import remarks
 from .common_values import bounds
 from .import_draft import Draft, Folder
@@ -212,7 +211,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
                 epochs=epochs,
             ),
         )
-        draft.set("train.steps", Train().steps)
+        draft.set("train.steps", "TODO")  # a number would be trained with unseen, and might be far from theirs
         return
     note = Message(
         "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",

@@ -359,7 +359,7 @@ class Draft:
     def _shorten_warmup(self) -> None:
         """Keep the warm-up shorter than the training, which ours has to be."""
         warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
-        if isinstance(warmup, int) and steps is not None and 0 < steps <= warmup:
+        if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps <= warmup:
             self.settings["schedule.warmup"] = steps - 1
             self.need(
                 "schedule.warmup",

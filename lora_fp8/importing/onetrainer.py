@@ -761,7 +761,7 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
     count = draft.get(own, number) if draft.has(own) else 30
     unit = str(draft.get(keys[1]) or "EPOCH")
     end = {"EPOCH": draft.get("epochs", number), "STEP": draft.settings.get("train.steps")}.get(unit)
-    if unit == "NEVER" or end is not None and count >= end:
+    if unit == "NEVER" or isinstance(end, int | float) and count >= end:
         draft.none(keys, Message("trained to the end, there and here"), off=True)
         return
     draft.differs(keys, {}, Message("text encoders are trained to the end here"))
