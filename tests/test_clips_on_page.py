@@ -247,3 +247,5 @@ def test_previews_of_clips_move_and_can_be_saved(ui: Ui, drawn: Path) -> None:
     assert "moving" not in run.render_grid(ui, view, log, moving=False)
     still = run.render_slider(ui, view, log, (0, 10), 0, moving=False)
     assert "moving" not in still and still.count(".png") == 2 and still.count("/download?path=") == 2
+    single = run.render_slider(ui, view, log, (10, 10), 0)
+    assert single.count("<img") == 1 and single.count("/download?path=") == 1 and 'type="range"' not in single

@@ -23,6 +23,7 @@ from waiting import wait_until
 from lora_fp8 import config, families, importing, jobs, settings
 from lora_fp8.data import image_edits
 from lora_fp8.data.caption_style import warn_of_sentences
+from lora_fp8.data.repeats import Share, count_batches
 from lora_fp8.errors import UserError
 from webui import (
     base_models,
@@ -623,6 +624,10 @@ def test_the_arithmetic_is_the_engines() -> None:
     for wrong in ({"train.steps": 0}, {"train.batch_size": "x"}, {"train.accumulate": True}):
         assert estimate_panel.count_epochs(24, found | wrong) is None
     assert estimate_panel.count_epochs(0, found) is None
+    # An epoch of 3 images is one batch, however large a batch may be.
+    large = found | {"train.batch_size": 64}
+    assert estimate_panel.count_epochs(3, large) == estimate_panel.Epochs(3, 6, 0.5, 120.0)
+    assert [count_batches([[Share(1, 0, 1)] * 3], size, 0) for size in (2, 3, 64)] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(

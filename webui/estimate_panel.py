@@ -5,6 +5,7 @@ for the answer.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,7 +38,7 @@ class Epochs:
 
     Attributes:
         samples: images (or pieces of clips) of an epoch, each counted with its folder's repeats.
-        per_step: images of a step.
+        per_step: images of a step. A batch has at most those of an epoch.
         steps: steps of an epoch. A batch holds one shape only, so a few more may be needed.
         epochs: passes over all images.
     """
@@ -53,7 +54,7 @@ def count_epochs(samples: float, values: dict[str, Any]) -> Epochs | None:
     numbers = [values["train.batch_size"], values["train.accumulate"], values["train.steps"]]
     if not samples or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
         return None
-    per_step = numbers[0] * numbers[1]
+    per_step = min(numbers[0], math.ceil(samples)) * numbers[1]
     return Epochs(samples, per_step, samples / per_step, numbers[2] * per_step / samples)
 
 

@@ -205,7 +205,7 @@ def render_buttons(ui: Ui, view: JobView, without: Sequence[str] = (), links: st
         names = [name for name in names if name != "resume" or view.state == "cancelled"]
     made = links
     for number, name in enumerate(names):
-        kind = "danger" if name in DANGEROUS else "main" if number == 0 and name in ("stop", "resume") else ""
+        kind = "danger" if name in DANGEROUS else "main" if number == 0 and name == "resume" else ""
         word = "again" if name == "resume" and not view.resumable else name  # it has not started
         word = "repeat" if name == "rerun" and view.kind != "train" else word
         word = "halt" if name == "stop" and view.kind != "train" else word

@@ -118,6 +118,9 @@ class Summary:
         if reckoned is None:
             parts += [] if samples else [f"<p>{escape(say('new.summary.none'))}</p>"]
             return []
+        if values["train.batch_size"] > samples:
+            line = say("new.summary.batch", batch=values["train.batch_size"], samples=run_cards.digits(samples))
+            parts.append(f"<p class='wrong'>{escape(line)}</p>")
         steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=run_cards.digits(reckoned.epochs))
         facts.append((say("new.fact.steps"), steps))
         line = say(

@@ -100,6 +100,8 @@ class Events:
         layout = self.layout
         working = live_panel.private_event(show_progress="minimal", concurrency_limit=2)
         layout.export.click(
+            self.handlers.announce_export, outputs=[layout.exported], **live_panel.private_event(queue=False)
+        ).then(
             self.handlers.write_export,
             inputs_kwargs={"step": layout.step, "layout": layout.format, "dtype": layout.dtype},
             outputs=[layout.exported],

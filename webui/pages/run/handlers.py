@@ -135,6 +135,10 @@ class Handlers:
             return [gr.skip(), gr.skip()]
         return [int(click["step"]), int(click["prompt"])]
 
+    def announce_export(self) -> Any:
+        """Say that files are being written, which takes some seconds."""
+        return gr.update(value=f'<p class="dim">{escape(self.ui.say("run.exporting"))}</p>', visible=True)
+
     def write_export(self, request: gr.Request, step: int | None, layout: str, dtype: str) -> Any:
         """Handle the button that writes the LoRA files again, in another layout or from a checkpoint."""
         try:

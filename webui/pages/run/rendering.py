@@ -226,7 +226,7 @@ def render_slider(
 ) -> str:
     """Render previews of a prompt at two steps on top of each other with a slider, and links to save their clips."""
     sides, saved = [], []
-    for step in steps:
+    for step in dict.fromkeys(steps):  # a single image where there is nothing to compare yet
         event = None if step is None else log.facts.previews.get(int(step))
         paths, clips = (list_pictures(ui, view, event, what) if event else [] for what in ("images", "clips"))
         number = find_prompt(event, list_prompts(log), int(prompt or 0)) if event else None
@@ -242,6 +242,9 @@ def render_slider(
             saved.append(f"{link}{ui.say('run.download')}: {escape(name)}</a>")
     images = "".join(f'<img src="{escape(address)}" alt="{escape(name)}">' for name, address in sides)
     buttons = f'<div class="buttons">{"".join(saved)}</div>' if saved else ""
+    if len(sides) == 1:
+        name = f'<div class="names"><span>{escape(sides[0][0])}</span></div>'
+        return f'<div class="ab one">{images}{name}</div>{buttons}'
     return (
         f'<div class="ab">{images}<div class="cut"></div>'
         f'<input type="range" min="0" max="100" value="50" step="0.5" aria-label="{escape(ui.say("run.slide"))}">'
