@@ -87,6 +87,8 @@ class PresetCards:
         fit = self._find_fit(name, values)
         purpose = self._describe(kind, name, fit)
         changes = self._describe_values(effect) if is_chosen else self._describe_change(effect)
+        if kind == "card" and not values["model.path"]:
+            changes = ""  # what fits depends on the base model
         kept = self._list_labels(effect.kept)
         lines = [("purpose", purpose), ("effect", changes)]
         lines.append(("kept", self.ui.say("new.preset.kept", names=kept) if kept else ""))
