@@ -145,7 +145,7 @@ def test_what_trains_something_else_is_refused_in_words(
 )
 def test_a_training_of_the_whole_model_leaves_a_todo(tmp_path: Path, name: str, content: str | dict[str, Any]) -> None:
     found = made(tmp_path / name, content)
-    assert "adapter.rank: theirs trained the whole model: choose the size of a LoRA" in found.todo
+    assert "adapter.rank: the other trainer trained the whole model: choose the size of a LoRA" in found.todo
     assert isinstance(settings(found)["adapter"]["rank"], int)
 
 
@@ -307,7 +307,7 @@ def test_what_diffusion_pipe_calls_its_models(tmp_path: Path, model: str, contro
     assert (ours["model"]["family"], ours["quantize"]["storage"]) == (family, "fp8")
     assert ours["model"]["path"].startswith("m/") and not found.unknown
     kept = ours["dataset"]["folders"][0].get("control")
-    lost = any("theirs shows control images" in line for line in found.todo)
+    lost = any("the other trainer shows control images" in line for line in found.todo)
     assert (bool(kept), lost) == (control and family != "flux2_klein", control and family == "flux2_klein")
 
 
@@ -331,7 +331,7 @@ def test_swapped_blocks_are_a_share(tmp_path: Path, module: str, swap: int, shar
 def test_offloading_of_an_unquantized_base_is_a_todo(tmp_path: Path) -> None:
     found = made(tmp_path / "a.toml", 'dit = "x"\nnetwork_module = "networks.lora_qwen_image"\nblocks_to_swap = 45')
     assert "offload" not in settings(found)["memory"] and not importing.problems(found)
-    assert any(line.startswith("memory.offload: theirs keeps about 0.75") for line in found.todo)
+    assert any(line.startswith("memory.offload: the other trainer keeps about 0.75") for line in found.todo)
 
 
 ONETRAINER = {
@@ -402,7 +402,7 @@ def test_the_end_of_onetrainers_text_encoder_is_a_todo(tmp_path: Path, part: dic
     page = ONETRAINER | {"text_encoder": {"train": True} | part, "text_encoder_2": {"train": False}}
     found = made(tmp_path / "a.json", page)
     assert settings(found)["adapter"]["text_encoder"] is True
-    assert any(line.startswith("optimizer.text_encoder_lr: theirs stops") for line in found.todo) is stops
+    assert any(line.startswith("optimizer.text_encoder_lr: OneTrainer stops") for line in found.todo) is stops
 
 
 # ------------------------------------------------------------------------------------------------------------ previews
@@ -487,7 +487,7 @@ def test_jobs_of_ai_toolkit_that_train_no_lora(tmp_path: Path, job: str, more: d
         made(tmp_path / "a.yaml", toolkit("flux", {}, job, **more))
     whole = toolkit("flux", {})
     del whole["config"]["process"][0]["network"]
-    assert any("theirs trained the whole model" in line for line in made(tmp_path / "b.yaml", whole).todo)
+    assert any("the other trainer trained the whole model" in line for line in made(tmp_path / "b.yaml", whole).todo)
 
 
 # --------------------------------------------------------------------------------------------------- paths and report

@@ -413,7 +413,7 @@ def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
     if not any(given_key.startswith(f"{PROCESS}network.") for given_key in draft.given):
         model_settings.set_whole_model(
-            draft, Message("the file has no network: theirs trains the whole model then; here a LoRA is trained")
+            draft, Message("the file has no network: ai-toolkit trains the whole model then; here a LoRA is trained")
         )
     kind = common_values.plain(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
@@ -475,7 +475,7 @@ def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_preservation(draft: Draft) -> None:
-    """Set dataset.class_word, which theirs calls differential output preservation."""
+    """Set dataset.class_word, which ai-toolkit calls differential output preservation."""
     on, word, weight = (f"{TRAIN}diff_output_preservation{end}" for end in ("", "_class", "_multiplier"))
     if common_values.on(draft.get(on)) and draft.get(word, text) and draft.get(f"{PROCESS}trigger_word", text):
         draft.mapped([on, word], {"dataset.class_word": draft.get(word, text)})
@@ -594,7 +594,9 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
             draft.report_default(key.removeprefix(PROCESS), side, f"dataset.folders.{own[0]}.resolution = {side}")
     if top:
         draft.set(
-            "dataset.resolution", top, Message("the largest of theirs, which previews have unless they say another")
+            "dataset.resolution",
+            top,
+            Message("the largest of the datasets, which previews have unless they say another"),
         )
     note = remarks.LARGEST if len({largest or top, *sides}) > 1 else ""
     draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)

@@ -41,7 +41,9 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
         draft.need(
             "dataset.folders",
             Message(
-                "theirs shows control images ({path}), which {family} is not shown here", path=path, family=draft.family
+                "the other trainer shows control images ({path}), which {family} is not shown here",
+                path=path,
+                family=draft.family,
             ),
         )
     elif not isinstance(path, str):
@@ -103,7 +105,7 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     if len(pictures) < len(every):
         draft.notes.append(
             Message(
-                "{path}: {count} pictures in subfolders, which ours takes and theirs does not",
+                "{path}: {count} pictures in subfolders, which are taken here and were not there",
                 path=folder.path,
                 count=len(every) - len(pictures),
             )
@@ -148,8 +150,8 @@ def balance_regularization(draft: Draft) -> None:
     if there > wanted:
         draft.notes.append(
             Message(
-                "there are {count} regularization pictures, of which theirs shows the first {shown} an epoch; here "
-                "{shown} of them an epoch, in turn",
+                "there are {count} regularization pictures, of which the other trainer shows the first {shown} "
+                "an epoch; here {shown} of them an epoch, in turn",
                 count=there,
                 shown=wanted,
             )
@@ -211,7 +213,7 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
                 epochs=epochs,
             ),
         )
-        draft.set("train.steps", "TODO")  # a number would be trained with unseen, and might be far from theirs
+        draft.set("train.steps", "TODO")  # a number might be far off, and trained unseen
         return
     note = Message(
         "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
@@ -257,7 +259,9 @@ def set_every(
         account = draft.differs if note else draft.mapped
         account(steps_key, every(steps), note)
         if epochs > 0:
-            draft.none(epochs_key, Message("theirs does both; here one interval, that of {key}", key=steps_key))
+            draft.none(
+                epochs_key, Message("the other trainer does both; here one interval, that of {key}", key=steps_key)
+            )
         elif epochs_key:
             draft.none(epochs_key, remarks.OFF, off=True)
         return
@@ -272,7 +276,7 @@ def set_every(
             Message("{setting} counts steps, and an epoch's are not known without the pictures", setting=setting),
         )
         draft.todo.append(
-            Message("{key}: theirs is every {epochs} epochs; the default was left", key=setting, epochs=epochs)
+            Message("{key}: the file says every {epochs} epochs; the default was left", key=setting, epochs=epochs)
         )
     elif epochs_key:
         draft.none(epochs_key, remarks.OFF, off=True)
@@ -339,7 +343,7 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
     if len(set(sides)) > 1:
         notes.append(
             Message(
-                "one resolution here, the largest; theirs were {sizes}",
+                "one resolution here, the largest; there were {sizes}",
                 sizes=", ".join((str(given) for given, _ in sides)),
             )
         )

@@ -121,7 +121,7 @@ RULES: dict[str, Rule] = {
     "model.first_frame_conditioning_p": none(remarks.NO_FIRST_FRAME),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
-    "adapter.alpha": none(Message("theirs refuses it: alpha is the rank")),
+    "adapter.alpha": none(Message("diffusion-pipe refuses it: alpha is the rank")),
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to(
         "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, Message("bf16 and fp32"))
@@ -256,7 +256,7 @@ def combine(draft: Draft) -> None:
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
         common_values.set_name(draft, "", name)
-        draft.comments["name"] = [Message("the last part of output_dir; theirs names runs by the time")]
+        draft.comments["name"] = [Message("the last part of output_dir; diffusion-pipe names runs by the time")]
 
 
 def _set_path(draft: Draft) -> None:
@@ -290,7 +290,7 @@ def _set_adapter(draft: Draft) -> None:
                 rank = adapter_settings.WHOLE_RANK
                 draft.mapped("adapter.rank", {"adapter.rank": rank}, Message("whole matrices"))
         if rank:
-            draft.set("adapter.alpha", float(rank), Message("theirs forces alpha = rank"))
+            draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
     elif kind:
         draft.none("adapter.type", Message("there is no {kind} here; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
@@ -302,7 +302,8 @@ def _set_adapter(draft: Draft) -> None:
             draft.need("adapter.rank", Message("choose one for a LoRA"))
     elif draft.has("model.type"):
         model_settings.set_whole_model(
-            draft, Message("the file has no [adapter]: theirs trains the whole model then; here a LoRA is trained")
+            draft,
+            Message("the file has no [adapter]: diffusion-pipe trains the whole model then; here a LoRA is trained"),
         )
 
 
@@ -425,7 +426,11 @@ def _set_length_and_rate(draft: Draft) -> None:
     general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
-    why = Message("theirs trains SDXL's text encoders too, unless their rates are 0") if not draft.has(keys[0]) else ""
+    why = (
+        Message("diffusion-pipe trains SDXL's text encoders too, unless their rates are 0")
+        if not draft.has(keys[0])
+        else ""
+    )
     left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
     optimizer_settings.set_text_encoders(draft, keys, keys, rates, why, left_out)
     draft.none(["optimizer.lr", "model.unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate), off=True)

@@ -364,7 +364,9 @@ class Draft:
             self.need(
                 "schedule.warmup",
                 Message(
-                    "theirs is {warmup} steps, the training {steps}: choose a shorter one", warmup=warmup, steps=steps
+                    "it is {warmup} steps in the file, the training {steps}: choose a shorter one",
+                    warmup=warmup,
+                    steps=steps,
                 ),
             )
 

@@ -13,8 +13,8 @@ NO_RATIO = Message("both matrices of an adapter have the same rate here")
 NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
 NO_LYCORIS = Message("belongs to LyCORIS")
 NO_MODULE = Message(
-    "the file names no network_module: theirs trains the whole model then, unless the command names one; here a LoRA "
-    "is trained"
+    "the file names no network_module: sd-scripts trains the whole model then, unless the command names one; "
+    "here a LoRA is trained"
 )
 NO_VALIDATION = remarks.VALIDATION
 

@@ -288,7 +288,10 @@ def set_precision(draft: Draft) -> None:
     model_settings.set_dtype(draft, "mixed_precision")
     if not draft.get("mixed_precision"):
         draft.notes.append(
-            Message("the file has no mixed_precision: theirs computes in float32 then, here in bf16 (model.dtype)")
+            Message(
+                "the file has no mixed_precision: the other trainer computes in float32 then, here in bf16 "
+                "(model.dtype)"
+            )
         )
     scaled = common_values.on(draft.get("fp8_scaled"))
     cast = [key for key in ("fp8_base", "fp8_base_unet") if common_values.on(draft.get(key))]
@@ -425,7 +428,7 @@ def _set_text_encoders(draft: Draft) -> None:
     left_out = [name for name, rate in rates.items() if not rate]
     rates = {} if off else {name: rate for name, rate in rates.items() if rate}
     why = Message(
-        "theirs trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
+        "sd-scripts trains the text encoders too, unless their outputs are cached or network_train_unet_only is set"
     )
     optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
@@ -518,7 +521,7 @@ def _set_flow_objective(draft: Draft) -> None:
     elif prediction:
         draft.notes.append(
             Message(
-                "theirs is model_prediction_type = {type} by default; here it is what they call raw",
+                "model_prediction_type is {type} by default there; here it is what they call raw",
                 type=repr(prediction),
             )
         )

@@ -34,7 +34,8 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
     if storage in ("bf16", "none"):
         draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
         what = Message(
-            "theirs keeps about {share} of the base in main memory; with quantize.storage = 'fp8' set this share",
+            "the other trainer keeps about {share} of the base in main memory; with quantize.storage = 'fp8' set "
+            "this share",
             share=f"{share:g}",
         )
         draft.need("memory.offload", what)
@@ -58,7 +59,8 @@ def set_swap(draft: Draft, key: str) -> None:
     if number_of > 0 and not double:
         draft.none(key, Message("how many blocks this architecture has is not known here; memory.offload is a share"))
         draft.need(
-            "memory.offload", Message("theirs keeps {number} blocks in main memory; choose a share", number=number_of)
+            "memory.offload",
+            Message("the other trainer keeps {number} blocks in main memory; choose a share", number=number_of),
         )
         return
     swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)

@@ -111,7 +111,7 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
         draft.notes.append(why)
     if not draft.has("network_dim"):
         draft.settings.setdefault("adapter.rank", Adapter().rank)
-    draft.need("adapter.rank", Message("theirs trained the whole model: choose the size of a LoRA"))
+    draft.need("adapter.rank", Message("the other trainer trained the whole model: choose the size of a LoRA"))
 
 
 def refuse(draft: Draft, what: str) -> NoReturn:

@@ -25,7 +25,8 @@ def set_huber(draft: Draft) -> None:
     flow = bool(draft.family) and not predicts_noise(draft.family)
     if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
         draft.none(
-            ["loss_type", *more], Message("theirs trains flow-matching models with the squared error all the same")
+            ["loss_type", *more],
+            Message("the other trainer trains flow-matching models with the squared error all the same"),
         )
     elif kind in ("huber", "smoothl1"):
         schedule = str(draft.get("huber_schedule") or "snr")

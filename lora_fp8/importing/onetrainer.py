@@ -140,7 +140,9 @@ RULES: dict[str, Rule] = {
     "offset_noise_weight": JOINT,
     "generalized_offset_noise": none(objective_settings.NO_NOISE),
     "perturbation_noise_weight": none(
-        Message("theirs is in the target too, so it only makes the noise stronger; objective.input_noise is not")
+        Message(
+            "in OneTrainer it is in the target too, so it only makes the noise stronger; objective.input_noise is not"
+        )
     ),
     "rescale_noise_scheduler_to_zero_terminal_snr": JOINT,
     "force_v_prediction": JOINT,
@@ -748,7 +750,7 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
             rates[part] = rate * scale
         else:
             left_out.append(part)
-    why = "" if keys else Message("theirs trains the text encoders too, unless the file says otherwise")
+    why = "" if keys else Message("OneTrainer trains the text encoders too, unless the file says otherwise")
     optimizer_settings.set_text_encoders(draft, keys, rate_keys, rates, why, left_out)
     for part in rates if draft.settings.get("adapter.text_encoder") else ():
         _set_end_of_text_encoder(draft, part)
@@ -766,7 +768,7 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
         return
     draft.differs(keys, {}, Message("text encoders are trained to the end here"))
     what = Message(
-        "theirs stops training {part} after {count} {unit}s; here it trains to the end: lower its rate",
+        "OneTrainer stops training {part} after {count} {unit}s; here it trains to the end: lower its rate",
         part=part,
         count=f"{count:g}",
         unit=unit.lower(),
@@ -1018,7 +1020,7 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
     if pictures:
         preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
-        draft.set("preview.at_start", False, Message("theirs draws after training has begun"))
+        draft.set("preview.at_start", False, Message("OneTrainer draws after training has begun"))
     draft.mapped(
         "sample_definition_file_name", {}, Message("read as well") if tables else Message("not here: no previews")
     )

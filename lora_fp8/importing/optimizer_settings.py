@@ -132,7 +132,8 @@ def set_text_encoders(
         return
     if left_out:
         why = Message(
-            "theirs leaves {names} as it is; here all of the CLIPs are trained or none", names=" and ".join(left_out)
+            "the other trainer leaves {names} as it is; here all of the CLIPs are trained or none",
+            names=" and ".join(left_out),
         )
         draft.differs(keys, {"adapter.text_encoder": True}, why)
     else:
@@ -204,7 +205,9 @@ def set_optimizer(
         if unlike:
             draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
-    draft.set("optimizer.lr_scale", "none" if scale == 1 else float(scale), Message("the rate is theirs, unscaled"))
+    draft.set(
+        "optimizer.lr_scale", "none" if scale == 1 else float(scale), Message("the rate of the other trainer, unscaled")
+    )
     if scale != 1:
         note = Message("{rate} x {factor}: the rate as they scale it", rate=rate, factor=f"{scale:g}")
         draft.comments["optimizer.lr_scale"] = [note]
@@ -221,9 +224,11 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     if kind == "prodigy" and draft.tool.name == "simpletuner":
         draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
     elif kind == "adafactor" and draft.tool.name in OF_KOHYA and not _has_fixed_rate(draft):
-        why = Message("theirs sets the rate by itself (relative_step, scale_parameter); here optimizer.lr counts")
+        why = Message(
+            "the other trainer sets the rate by itself (relative_step, scale_parameter); here optimizer.lr counts"
+        )
         draft.differs(key, {"optimizer.name": "adafactor"}, why)
-        draft.need("optimizer.lr", Message("check the rate: theirs set it by itself"))
+        draft.need("optimizer.lr", Message("check the rate: the other trainer set it by itself"))
     elif kind in own and kind not in ALIKE:
         draft.mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
@@ -252,7 +257,7 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
         draft.mapped(
             rate_keys,
             {"optimizer.lr": 1.0},
-            Message("theirs takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
+            Message("the other trainer takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
         )
     elif not LEAST_FACTOR <= rate <= MOST_LR:
         note = Message(

@@ -119,7 +119,7 @@ def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]
     """
     if name == "seed" and any(value is not None and value < 0 for value in values):
         values = [None if value is None or value < 0 else value for value in values]
-        notes.append(Message("a negative seed means a random one there; previews here keep theirs"))
+        notes.append(Message("a negative seed means a random one there; previews here keep their seed"))
     if name in ("width", "height"):
         rounded = [None if value is None else round(value / 16) * 16 for value in values]
         if rounded != values:
@@ -153,7 +153,7 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
         notes.append(Message("previews are shown no control images here"))
         return {}
     if not all(given):
-        notes.append(Message("one control image for each prompt here, and some of theirs have none"))
+        notes.append(Message("one control image for each prompt here, and some prompts of the file have none"))
         draft.need("preview.controls", Message("a control image for each prompt, or none at all"))
         return {}
     written = [_one_control(draft, [text(image) for image in images]) for images in given]

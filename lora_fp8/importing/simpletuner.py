@@ -110,11 +110,13 @@ RULES: dict[str, Rule] = {
         idle(remarks.BELONGS_TO(key="use_ema")),
     ),
     "snr_gamma": JOINT,
-    "use_soft_min_snr": none(Message("theirs has its own formula; see objective.weighting = 'soft_min_snr'")),
+    "use_soft_min_snr": none(Message("SimpleTuner has a formula of its own; see objective.weighting = 'soft_min_snr'")),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(objective_settings.NO_NOISE),
     "noise_offset_probability": idle(remarks.BELONGS_TO(key="noise_offset")),
-    "offset_noise": none(Message("theirs is for a share of the samples, objective.noise_offset for all of them")),
+    "offset_noise": none(
+        Message("SimpleTuner's is for a share of the samples, objective.noise_offset for all of them")
+    ),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": JOINT,
     "input_perturbation_steps": JOINT,
@@ -579,7 +581,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
     if draft.has(f"{table}repeats"):
         note = Message(
-            "{at}.repeats = {repeats}: theirs counts the showings after the first, ours all of them",
+            "{at}.repeats = {repeats}: SimpleTuner counts the showings after the first; here all of them count",
             at=at,
             repeats=repeats,
         )
@@ -848,7 +850,7 @@ def _set_timesteps(draft: Draft) -> None:
 def _set_noise(draft: Draft) -> None:
     """Set input noise and zero-terminal SNR."""
     share, last = draft.get("input_perturbation", number), draft.get("input_perturbation_steps", number)
-    note = Message("theirs falls to 0 within input_perturbation_steps; here it stays")
+    note = Message("SimpleTuner's falls to 0 within input_perturbation_steps; here it stays")
     ours = {"objective.input_noise": share} if share else {}
     keys = ["input_perturbation", "input_perturbation_steps"]
     objective_settings.set_of_diffusion(draft, keys, ours, note if last else "", exact=not last)
