@@ -304,6 +304,27 @@ def test_a_typed_folder_may_be_in_quotes_and_must_exist(site: Site, monkeypatch:
     assert site.ask("folder", folder='"D:\\cats"') == {"folder": str(site.set)}  # as Windows copies it, in WSL
 
 
+def test_a_folder_that_was_refused_can_be_allowed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the Settings page, and with its limits: not for folders of the system, nor where others reach the page."""
+    photos = site.folder / "photos"
+    photos.mkdir()
+    (photos / "a.png").write_bytes((site.set / "a.png").read_bytes())
+    site.ask("folder", folder=str(photos), status=400)
+    assert site.ask("ask_to_allow", folder=f'"{photos}"') == {"allowable": True}
+    assert site.ask("list", folder=str(photos), status=400)["error"], "asking allows nothing"
+    for refused in (*FOLDERS[:4], "{0}/home", "{0}/nothing", "\0", str(site.set)):
+        text = refused.format(site.folder)
+        assert site.ask("ask_to_allow", folder=text) == {"allowable": False}
+        if text != str(site.set):
+            assert site.ask("allow", folder=text, status=400)["error"]
+    monkeypatch.setattr(site.place, "fixed", True)
+    assert site.ask("ask_to_allow", folder=str(photos)) == {"allowable": False}
+    assert site.ask("allow", folder=str(photos), status=400)["error"]
+    monkeypatch.setattr(site.place, "fixed", False)
+    assert site.ask("allow", folder=str(photos)) == {"folder": str(photos)}
+    assert site.ask("list", folder=str(photos))["total"] == 1 and site.ask("folder", folder=str(photos))
+
+
 def test_requests_of_other_pages_and_strange_ones_are_refused(site: Site) -> None:
     other = site.client.post("/images/en/list", json={}, headers={"origin": "http://evil.example"})
     assert other.status_code == 403

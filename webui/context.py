@@ -100,6 +100,14 @@ class Place:
         """
         return self._add_to_list("roots", self.added, self._check_new_root(text))
 
+    def may_add_root(self, text: str) -> bool:
+        """Return True for a folder that the page may not use yet, and that `add_root` accepts."""
+        try:
+            path = self._check_new_root(text)
+        except UserError:
+            return False
+        return not any(path.is_relative_to(root) for root in self.roots)
+
     def remove_root(self, text: str) -> None:
         """Remove an allowed folder from the settings. Nothing in it is touched."""
         self._remove_from_list("roots", self.added, text)

@@ -179,9 +179,15 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     for path in PICTURES[:4]:
         shutil.copy(path, own)
     view(page, 0)
+    elsewhere = site.root.parent / "elsewhere"
+    elsewhere.mkdir()
+    page.locator("#new-folder input").fill(f'"{elsewhere}"')
+    page.locator("#new-folder input").press("Enter")
+    expect(page.locator("#new-allow")).to_have_text("允许并添加该文件夹")
     page.locator("#new-folder input").fill(str(own))
     page.locator("#new-folder input").press("Enter")
     expect(page.locator("#new-dataset-folders")).to_contain_text("own pictures")
+    expect(page.locator("#new-allow")).to_have_count(0)
     expect(page.locator("#new-summary")).to_contain_text("2 张图片")
 
     # A single file tells what it is, and its missing parts can be named; another architecture is contradicted.

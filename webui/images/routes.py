@@ -123,13 +123,29 @@ def undo_edit(ui: Ui, given: Given) -> Answer:
 
 
 def find_folder(ui: Ui, given: Given) -> Answer:
-    """Resolve the path of a folder that was typed or pasted: in quotes as Windows copies it, or with a drive in WSL."""
+    """Resolve the path of a folder that was typed or pasted."""
+    text = _read_path(given)
+    path = ui.path(text)
+    sanitize.require_folder(path, text)
+    return {"folder": str(path)}
+
+
+def ask_to_allow(ui: Ui, given: Given) -> Answer:
+    """Say whether a folder that was refused can be allowed."""
+    return {"allowable": ui.place.may_add_root(_read_path(given))}
+
+
+def allow_folder(ui: Ui, given: Given) -> Answer:
+    """Allow a folder, as the Settings page does."""
+    return {"folder": str(ui.place.add_root(_read_path(given)))}
+
+
+def _read_path(given: Given) -> str:
+    """Return a typed path without the quotes with which Windows copies it, or from a drive of Windows in WSL."""
     text = given.text("folder").strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
-    path = ui.path(translate_windows_path(text))
-    sanitize.require_folder(path, text)
-    return {"folder": str(path)}
+    return translate_windows_path(text)
 
 
 def list_folders(ui: Ui, given: Given) -> Answer:
@@ -180,6 +196,8 @@ ACTIONS: dict[str, Callable[[Ui, Given], Answer]] = {
     "task": describe_task,
     "undo": undo_edit,
     "folder": find_folder,
+    "ask_to_allow": ask_to_allow,
+    "allow": allow_folder,
     "folders": list_folders,
     "models": list_models,
     "caption": start_captioning,

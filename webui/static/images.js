@@ -787,18 +787,23 @@ class Uploads {
   offerFolders() {
     const { say } = this.workbench;
     const list = make("datalist", { id: nextId("folders") });
-    // A refused path stays in the field, to be corrected.
-    const add = async () => {
+    // A refused path stays in the field, to be corrected or allowed.
+    const take = async (action) => {
+      const given = { folder: path.value };
       try {
-        const { folder } = await this.workbench.ask("folder", { folder: path.value });
+        const { folder } = await this.workbench.ask(action, given);
         path.value = "";
         this.workbench.note("");
         this.workbench.filled(folder);
       } catch (error) {
         this.workbench.note(error.message, true);
         path.focus();
+        const { allowable } = await this.workbench.ask("ask_to_allow", given).catch(() => ({}));
+        const allow = button(say("existing.allow"), () => take("allow"), { id: "new-allow" });
+        if (allowable) this.workbench.message.append(allow);
       }
     };
+    const add = () => take("folder");
     const path = make("input", {
       type: "text", id: nextId("folder"), list: list.id, spellcheck: "false", autocomplete: "off",
       focus: async () => {
