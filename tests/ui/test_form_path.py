@@ -143,8 +143,9 @@ def test_a_base_is_recognised_and_settings_come_from_files(site: Site, visit: Ca
     prompts, other = site.root / "my prompts.txt", site.root / "notes.txt"
     prompts.write_text("a red barn --s 9\n")
     other.write_text("nothing\n")
+    page.locator("#new-foreign").get_by_role("button").first.click()
     page.set_input_files("#new-import input[type=file]", [prompts, theirs, other])
-    told = page.locator("#new-files")
+    told = page.locator("#new-foreign")
     expect(told).to_contain_text("network_dim")
     expect(told).to_contain_text("一并读取：my prompts.txt")
     expect(told).to_contain_text("notes.txt：theirs.toml 没有引用它")

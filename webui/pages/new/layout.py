@@ -180,16 +180,17 @@ class Layout:
 
     def _lay_out_files(self) -> None:
         say = self.ui.say
+        with gr.Accordion(say("new.files.import"), open=False, elem_id="new-foreign"):
+            gr.Markdown(say("new.files.import_info"), elem_classes="note")
+            self.foreign = gr.File(
+                label=say("new.import.file"), file_count="multiple", height=170, elem_id="new-import"
+            )
+            self.imported = gr.HTML()
         with gr.Accordion(say("new.files"), open=False, elem_id="new-files"):
             self.source = gr.Dropdown(
                 [], value=None, allow_custom_value=True, label=say("new.files.load"), info=say("new.files.load_info")
             )
             self.load = gr.Button(say("new.files.load_button"), size="sm")
-            gr.Markdown(say("new.files.import_info"), elem_classes="note")
-            self.foreign = gr.File(
-                label=say("new.files.import"), file_count="multiple", height=170, elem_id="new-import"
-            )
-            self.imported = gr.HTML()
             self.preset_name = gr.Textbox(
                 label=say("new.files.preset_name"), info=say("new.files.preset_info"), elem_id="new-preset-name"
             )

@@ -93,7 +93,7 @@ table.estimate th { width: auto !important; }
 #new-side table.facts code { font-size: 11px; }
 #new-side table.facts.wide :is(th, td) { overflow-wrap: break-word; padding-right: 8px !important; }
 #new-side table.facts.wide td:nth-child(3) { overflow-wrap: anywhere; }
-#new-files table.facts td:first-child { width: 42%; }
+#new-foreign table.facts td:first-child { width: 42%; }
 #new-sections { display: flex; flex-wrap: wrap; gap: 6px; padding: 4px 0; }
 #new-sections button {
   margin: 0; padding: 3px 10px; border-radius: 999px; font-size: 13px; cursor: pointer; color: var(--body-text-color);
