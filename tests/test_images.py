@@ -645,7 +645,7 @@ def test_folders_that_give_nothing_are_problems(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     names = ["nowhere", "empty", "other", "file"]
     missing, empty, other, file = images.scan(section(*(tmp_path / name for name in names))).problems
-    assert "does not exist" in missing and "has no images, no image files" in empty
+    assert "does not exist" in missing and "has no images; accepted are .png" in empty
     assert "only film.mp4" in other and "is a file" in file
     assert "~no-such-user/x does not exist" in only(images.scan(section("~no-such-user/x")).problems)
     assert "no folder is given" in only(images.scan(section()).problems)

@@ -284,12 +284,15 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
             )
         )
     elif not images and not unreadable:
-        what = Message("only {names}", names=list_names(sorted(others))) if others else Message("no image files")
-        accepted = " ".join(listing.accepted)
+        given = {"path": root, "suffixes": " ".join(listing.accepted)}
         report.problems.append(
             Message(
-                "folder {path} has no images, {what}; accepted are {suffixes}", path=root, what=what, suffixes=accepted
+                "folder {path} has no images, only {names}; accepted are {suffixes}",
+                names=list_names(sorted(others)),
+                **given,
             )
+            if others
+            else Message("folder {path} has no images; accepted are {suffixes}", **given)
         )
     if any(caption is None for _, caption in listing.images) and (named := set(others) & set(METADATA)):
         others = [name for name in others if name not in named]
