@@ -78,7 +78,7 @@ class BaseState:
                 name = self.ui.say("base.card.demo", title=titles[family])
             else:
                 facts = [titles[family]] if titles[family] != name else []
-            size = families.get(family).native_resolution
+            size = None if path == "demo" else families.get(family).native_resolution
             facts += [self.ui.say("base.state.pixels", pixels=size)] if size else []
         rest = "".join(f"<span>{sanitize.escape(fact)}</span>" for fact in facts)
         return f'<p class="chosen"><strong>{sanitize.escape(name)}</strong>{rest}</p>'
