@@ -41,6 +41,7 @@ READING = {
     *("new.paint_side", "new.repaint", "new.tick"),
     *("run._bind_buttons.<lambda>", "run.choose_preview"),
     *(
+        "run.announce_export",
         "run.end_run",
         "run.paint",
         "run.pair_up",
