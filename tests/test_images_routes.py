@@ -321,6 +321,7 @@ def test_a_folder_that_was_refused_can_be_allowed(site: Site, monkeypatch: pytes
     assert site.ask("ask_to_allow", folder=str(photos)) == {"allowable": False}
     assert site.ask("allow", folder=str(photos), status=400)["error"]
     monkeypatch.setattr(site.place, "fixed", False)
+    assert site.ask("allow", folder=str(site.set))["folder"] == str(site.set) and not site.place.added
     assert site.ask("allow", folder=str(photos)) == {"folder": str(photos)}
     assert site.ask("list", folder=str(photos))["total"] == 1 and site.ask("folder", folder=str(photos))
 

@@ -136,8 +136,11 @@ def ask_to_allow(ui: Ui, given: Given) -> Answer:
 
 
 def allow_folder(ui: Ui, given: Given) -> Answer:
-    """Allow a folder, as the Settings page does."""
-    return {"folder": str(ui.place.add_root(_read_path(given)))}
+    """Allow a folder, as the Settings page does, and resolve its path."""
+    text = _read_path(given)
+    if ui.place.may_add_root(text):
+        ui.place.add_root(text)
+    return find_folder(ui, given)
 
 
 def _read_path(given: Given) -> str:
