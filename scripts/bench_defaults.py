@@ -4,11 +4,11 @@
     python scripts/bench_defaults.py --family flux --seeds 0 --group "Average of the weights"
     python scripts/bench_defaults.py --table               the table of what is there
 
-Each training is the demo's job with 500 steps and the defaults of the settings below; the learning rate is one that is
-near the best for that many steps. Three figures of its exported file follow, loaded as users load it, on the published
-base (bench_quality.py says how): the held-out loss, and the shares of 32 prompts of the concept and of 64 plain prompts
-that are obeyed. A base's trainings are lines of benchmarks/defaults/FAMILY.jsonl, so that a stopped benchmark goes on,
-and the two families can run at the same time.
+Each training is the demo's job with 500 steps and the defaults of the settings below; the learning rate is near the
+best for that many steps of the transformer, and about half of the best of the UNet. Three figures of its exported file
+follow, loaded as users load it, on the published base (bench_quality.py says how): the held-out loss, and the shares of
+32 prompts of the concept and of 64 plain prompts that are obeyed. A base's trainings are lines of
+benchmarks/defaults/FAMILY.jsonl, so that a stopped benchmark goes on, and the two families can run at the same time.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SEEDS = (0, 1, 2)
 STEPS = 500
 TITLES = {"sd15": "UNet (layout of SD 1.5)", "flux": "transformer (layout of FLUX.1)"}
 LR = {"sd15": 2e-3, "flux": 4e-3}
-"""Near the best of benchmarks/learning_rate.md for as many steps."""
+"""Near the best of benchmarks/learning_rate.md for as many steps; for the UNet, twice as much turned out better."""
 BASE = {
     "train.steps": STEPS,
     "optimizer.lr_scale": "none",
@@ -169,7 +169,8 @@ def render_table() -> str:
         "Made by `python scripts/bench_defaults.py`, whose head says what is measured: the demo's jobs on the two",
         f"bundled miniatures, {STEPS} steps, one setting changed at a time. Mean over the seeds, and their range;",
         "`change` is relative to the default with the same seed, and a lower loss is better. Miniatures tell whether a",
-        "setting does what it is said to; they do not tell the best value for a large model.",
+        "setting does what it is said to; they do not tell the best value for a large model. Rows with fewer than",
+        "three seeds, and groups that are missing, are still to be measured: the script goes on where it stopped.",
     ]
     versions: set[tuple[str, ...]] = set()
     for family, title in TITLES.items():
