@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ from lora_fp8.errors import Joined, Message, Template, UserError, first_few
 from lora_fp8.jobs import COMMANDS, ENDED, SENTENCES, JobView, Queue, Sentence, run_events
 from lora_fp8.run import Run, run_log
 from lora_fp8.verify.report import Report
-from webui import drawings, form, run_cards, run_monitor, setting_values, translations
+from webui import drawings, engine, form, run_cards, run_monitor, setting_values, translations
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.pages import compare
 from webui.pages import runs as runs_page
+from webui.pages.run import handlers as run_handlers
 from webui.pages.run import rendering as run_page
 
 NASTY = "<img src=x onerror=alert(1)>\"'`${alert(2)}{{7*7}}\u202e"
@@ -62,6 +64,19 @@ def test_a_status_that_is_no_object_hides_no_run(text: str, ui: Ui, tmp_path: Pa
     (folder / "status.json").write_bytes(text.encode("latin-1"))
     (view,) = run_monitor.get_monitor(ui.place).views()
     assert view.name == "a" and view.state == "lost"
+
+
+def test_an_export_without_a_checkpoint_runs_nothing(ui: Ui, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "work" / "runs" / "a", [{"t": 1, "event": "stopped"}])
+    run_monitor.get_monitor(ui.place).views()
+    commands: list[tuple[object, ...]] = []
+    monkeypatch.setattr(engine, "run_command", lambda *given: commands.append(given) or [])
+    request, handlers = SimpleNamespace(query_params={"run": str(folder)}), run_handlers.Handlers(ui)
+    assert "There is no checkpoint to export yet" in handlers.write_export(request, 0, "kohya", "")["value"]
+    assert commands == []
+    (folder / "checkpoints/step-000003").mkdir(parents=True)
+    handlers.write_export(request, 3, "kohya", "")
+    assert commands == [("export", [str(folder), "--step", "3", "--format", "kohya"])]
 
 
 def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: Path, no_privilege: None) -> None:
@@ -608,6 +623,7 @@ def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path)
 TRAINER = """
 import signal, subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from lora_fp8.run import Run, run_log
 run = Run.create(Path(sys.argv[1]), "x = 1")
 run.events_file.touch()
