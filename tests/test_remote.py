@@ -346,6 +346,17 @@ def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
     assert removed == [f"{tmp_path}/refused"]
     assert sorted(kept.name for kept in handle.load_all()) == ["killed", "slurm", "ssh"]
 
+    # Nor does a job stay there that cannot be remembered here.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "file"))
+    sent = package.Package("full", "runs/x", job("name=full"))
+    plan = submit.Plan(
+        machine.Target("ssh", "host"), script.RemoteJob("full", "runs/x", "ssh"), sent, "~/jobs", tmp_path
+    )
+    with pytest.raises(UserError, match="handle.json: cannot be written"):
+        submit.submit(plan)
+    assert removed[1:] == [f"{tmp_path}/full"]
+
 
 def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree_hash: Callable) -> None:
     """Captions, edits and what links lead to go along; hidden files do not. Nothing of the user's changes."""

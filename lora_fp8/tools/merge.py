@@ -51,8 +51,8 @@ def weighted(text: str) -> tuple[Path, float]:
     except ValueError:
         if not Path(name).is_file():
             return Path(text), 1.0  # the colon is part of the name; reading the file reports that it does not exist
-        weight = 0.0
-    if abs(weight) == float("inf") or weight != weight or weight == 0:
+        weight = math.nan
+    if not math.isfinite(weight) or weight == 0:
         raise UserError(
             Message("{text}: a weight is a finite number other than 0, as in {name}:0.7", text=text, name=name)
         )

@@ -122,7 +122,11 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         places=plan.package.places_in(folder),
         created=time.time(),
     )
-    handle.save(new)  # before the job can run: this command may be killed, or the connection lost, at any time
+    try:
+        handle.save(new)  # before the job can run: this command may be killed, or the connection lost, at any time
+    except UserError:
+        control.remove(machine, folder)
+        raise
     try:
         return control.start(new, plan.job.secrets)
     except Disconnected as error:  # its folder is not to be deleted beneath a job that may run by now

@@ -27,8 +27,9 @@ QUEUED = QUIET | {"queue": True}
 SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
-FIRST_PROBLEM = "() => window.showFirstProblem()"
 """Wraps handlers that repaint a whole view, so that input typed meanwhile is not lost."""
+FIRST_PROBLEM = "() => window.showFirstProblem()"
+"""Leads to the first problem of a draft that cannot start."""
 CHOOSING = "(...inputs) => { window.choosing(); return inputs; }"
 CHOSEN = "() => window.chosen()"
 """Wraps handlers that may change other settings than their own."""
