@@ -96,9 +96,10 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                     session.warn(warning)
                 return _run_stages(session, resume)
         except (UserError, RunFailure, Stopped) as error:
-            if processes.is_main or not (processes.all_know or isinstance(error, Elsewhere)):
+            # Each machine has a launcher, and one whose processes all return 0 would wait minutes for the others'.
+            if processes.is_first_here or not (processes.all_know or isinstance(error, Elsewhere)):
                 raise
-            return Result(Bystander(folder), [], [])  # the main process reports it, and its exit code is the job's
+            return Result(Bystander(folder), [], [])  # the first process reports it, and its exit code is the job's
         finally:
             processes.leave()
 

@@ -100,13 +100,13 @@ def start(args: list[str], *, cwd: Path, env: dict[str, str]) -> Process:
     return Process(args, int(answer.recv(64)), answer, stdout, stderr)
 
 
-def start_group(args: list[str], number: int, *, cwd: Path, env: dict[str, str]) -> list[Process]:
-    """Start `number` processes of one job, told of each other as a launcher tells them."""
+def start_group(args: list[str], number: int, *, cwd: Path, env: dict[str, str], machines: int = 1) -> list[Process]:
+    """Start `number` processes of one job, told of each other as a launcher on each of the machines tells them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     group = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank % (number // machines))} for rank in range(number)]
     return [start(args, cwd=cwd, env={**env, **group, **rank}) for rank in ranks]
 
 

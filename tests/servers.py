@@ -162,12 +162,12 @@ class SlurmCluster:
         try:
             munge = [f"--{what}={folder}/munge/{what.split('-')[0]}" for what in ("log-file", "pid-file", "seed-file")]
             self._start("munged", "--force", "--foreground", f"--key-file={key}", f"--socket={sock}", *munge)
-            wait_until(lambda: self._run("munge", "-S", str(sock), "-n").returncode == 0, self.describe)
+            wait_until(lambda: self._run("munge", "-S", str(sock), "-n").returncode == 0, self.describe, poll=0.2)
             self._start("slurmctld", "-D", "-f", str(self.config))
             for node in self.nodes:
                 self._start("slurmd", "-D", "-f", str(self.config), "-N", node)
             idle = f"{len(self.nodes)} idle"
-            wait_until(lambda: self.slurm("sinfo", "--noheader", "--format=%D %T") == idle, self.describe)
+            wait_until(lambda: self.slurm("sinfo", "--noheader", "--format=%D %T") == idle, self.describe, poll=0.2)
         except BaseException:
             self.end()
             raise

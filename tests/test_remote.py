@@ -50,7 +50,7 @@ def send(job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr(control, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(control, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(control, "POLL_SECONDS", 0.5)  # each starts programs
 
     def submit(to: str, *options: str, name: str = NAME) -> dict[str, Any]:
         file = tmp_path / f"{name}.toml"
@@ -78,6 +78,16 @@ def results(hashes: dict[str, str]) -> dict[str, str]:
 
 def look(name: str = NAME) -> control.View:
     return control.look(handle.load(name))
+
+
+def wait_for(state: str, name: str = NAME) -> None:
+    """Wait until a job is "waiting" or has "ended". Each question starts programs, so there are few of them."""
+
+    def is_so() -> bool:
+        view = look(name)
+        return view.has_ended if state == "ended" else view.state == state
+
+    wait_until(is_so, lambda: look(name), poll=0.5)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -144,7 +154,7 @@ def test_a_training_over_ssh(
         assert events[-1]["event"] == "stopped"
 
         call("remote", "resume", NAME)
-        wait_until(lambda: look().has_ended, look)
+        wait_for("ended")
         assert look().state == "done", (look(), (there / "log.txt").read_text(encoding="utf-8"))
         assert json.loads(call("remote", "fetch", NAME, "--json"))["left"] == []
         here = tmp_path / "runs" / NAME
@@ -177,7 +187,8 @@ def test_a_training_in_slurm(
                 assert not any(f"JobState={state}" in job for state in ("FAILED", "CANCELLED")), job
                 return f"Restarts={restarts}" in job and "JobState=RUNNING" in job
 
-            wait_until(is_running, lambda: cluster.slurm("scontrol", "show", "job", number) + cluster.describe())
+            what = lambda: cluster.slurm("scontrol", "show", "job", number) + cluster.describe()  # noqa: E731
+            wait_until(is_running, what, poll=0.5)
 
         sent = send("slurm", "--gpus-per-node", "0", "--time", "1-0", "--sbatch", 'comment=it\'s "mine" \\ $HOME')
         there, number = Path(sent["folder"]), sent["slurm"]
@@ -186,12 +197,12 @@ def test_a_training_in_slurm(
         with held_in_training(there / "runs" / NAME) as trainer:
             cluster.slurm("scancel", "--batch", "--signal=TERM", number)
             wait_until(lambda: trainer.is_sent(signal.SIGTERM))
-        wait_until(lambda: look().state == "waiting", look)
+        wait_for("waiting")
         restart(1)
         with held_in_training(there / "runs" / NAME, starts=2) as trainer:
             cluster.slurm("scontrol", "requeue", number)
             wait_until(lambda: trainer.is_sent(signal.SIGTERM))
-        wait_until(lambda: look().state == "waiting", look)
+        wait_for("waiting")
         restart(2)
         view = control.follow(handle.load(NAME), lambda event: None, lambda why: None)
         log = (there / "log.txt").read_text(encoding="utf-8")
@@ -209,14 +220,14 @@ def test_a_training_in_slurm(
         with held_in_training(Path(other["folder"]) / "runs/two nodes"):
             call("remote", "cancel", "two nodes")
             wait_until((Path(other["folder"]) / "runs/two nodes/control/stop").exists)
-        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
+        wait_for("ended", "two nodes")
         log = (Path(other["folder"]) / "log.txt").read_text(encoding="utf-8")
         assert look("two nodes").state == "stopped", (look("two nodes"), log)
         assert "Restarts=0" in cluster.slurm("scontrol", "show", "job", other["slurm"])
         started = events_of(Path(other["folder"]) / "runs/two nodes")[0]
         assert started["event"] == "start" and started["processes"] == 2
         call("remote", "resume", "two nodes")
-        wait_until(lambda: look("two nodes").has_ended, lambda: look("two nodes"))
+        wait_for("ended", "two nodes")
         assert look("two nodes").state == "done"
 
 

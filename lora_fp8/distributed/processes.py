@@ -45,6 +45,7 @@ class Processes:
 
     Attributes:
         rank, world: number of this process, counted from 0, and number of processes.
+        is_first_here: True in one process of each machine.
         device: the GPU that accelerate assigned, or the CPU.
         all_know: True when every process knows the error that ends the job.
         lockstep: True if the processes share the base (see `sharding`), so that each pass of the denoiser gathers from
@@ -62,6 +63,7 @@ class Processes:
         options = {"backend": "gloo"} if on_gpu and distributed and not torch.distributed.is_nccl_available() else {}
         state = PartialState(cpu=not on_gpu, timeout=PATIENCE, **options)
         self.rank, self.world = state.process_index, state.num_processes
+        self.is_first_here = state.is_local_main_process
         self.device = torch.device("cpu") if state.device.type == "cpu" else state.device
         self.all_know = False
         self.lockstep = self.is_cut_off = False
