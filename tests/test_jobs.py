@@ -731,7 +731,10 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         assert {name: job.assigned for name, job in found.items() if job.assigned} == {"two": "1,2", "any": "0"}
         text = found["nowhere"].sentence.text
         assert text.startswith("waits for GPUs 7") and "0; 1,2" in text
-        assert found["waits"].sentence.key == "queued" and found["waits"].place == 2
+        running = f"{found['any'].id} (any)", f"{found['two'].id} (two)"
+        assert sorted(found["waits"].sentence.args["jobs"].split(", ")) == sorted(running)
+        assert found["waits"].sentence.key == "after_any" and found["waits"].place == 2
+        assert found["waits2"].sentence == Sentence("behind", {"id": found["waits"].id, "name": "waits"})
         for name, gpus in (("two", "1,2"), ("any", "0")):
             (pid,) = procs.find_members(queue.store.row(found[name].id).token)
             environment = dict(
@@ -773,7 +776,12 @@ def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
         assigned = {job.id: job.assigned for job in queue.view()}
         # One of each: the next drawing waits for the first, and the command in turn goes before the trainings.
         assert assigned == {in_turn: "0", drawings[0]: "beside", drawings[1]: "", training: "", waiting: ""}
-        assert queue.job(drawings[1]).sentence.key == "queued"
+        sentences = {id: queue.job(id).sentence for id in (drawings[1], training, waiting)}
+        assert {id: (sentence.key, sentence.args["id"]) for id, sentence in sentences.items()} == {
+            drawings[1]: ("after", drawings[0]),
+            training: ("after", in_turn),
+            waiting: ("behind", training),
+        }
         (pid,) = procs.find_members(queue.store.row(drawings[0]).token)
         environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
         assert {f"CUDA_VISIBLE_DEVICES={worker.system.NO_GPUS}", "OMP_NUM_THREADS=4"} <= set(environment)

@@ -338,6 +338,10 @@ def test_files_say_where_they_are_and_a_pair_why_it_is_not_shown(ui: Ui, tmp_pat
     assert run_page.list_prompts(log) == ["a dog", "a cat"]
     assert ui.say("run.no_such_prompt", step=ui.say("run.base")) in run_page.render_slider(ui, view, log, (0, 5), 0)
     assert ui.say("run.choose_two") in run_page.render_slider(ui, view, log, (0, 7), 1)
+    prompts = ["a dog", "a bird", "a cat"]
+    log.facts.previews[5]["prompts"] = ["a dog", "a cat"]
+    assert run_page.choose_prompt(log, prompts, (0, 5)) == 2  # the only one that both have
+    assert run_page.choose_prompt(log, prompts, (None, 5)) == 0
 
 
 @pytest.mark.parametrize("language", translations.LANGUAGES)
@@ -483,6 +487,9 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     assert "/download" not in runs_page.render_job(ui, failed)
     assert run_cards.render_log_tail(failed, ["2 problems", "  one", "  two"]) == ""
     assert "Traceback" in run_cards.render_log_tail(failed, ["  one", "Traceback"])
+    crashed = replace(failed, sentence=Sentence("failure", {"message": "the disk is full"}))
+    tail = run_cards.render_log_tail(crashed, ["warning: slow", "the disk is full"])
+    assert "warning: slow" in tail and "disk is full" not in tail
     for command, shown in (("lr-find", True), ("verify", True), ("caption", False)):  # whose answer is the log
         command_done = JobView(
             **about | {"kind": "command", "command": (command, "x")}, state="done", sentence=Sentence("command_done")

@@ -134,6 +134,8 @@ def build(place: Place, *, login: Login | None = None, names: Iterable[str] = ()
             max_file_size=MOST_UPLOAD_SIZE,
             theme=_make_theme(),
             css_paths=STATIC / "style.css",
+            # Read out by screen readers when an action has ended; Gradio itself has no text for it.
+            i18n=gr.I18n(**{language: {"common.complete": translations.say(language, "site.complete")}}),
         )
         mounted = _find_mounted(app)
         gradio_sessions.limit_sessions(mounted, pages)

@@ -43,7 +43,8 @@ class Setting:
         choices: accepted words, for kinds with a choice.
         whole: integers stay integers; for other numbers a final ".0" may be left out.
         default: the value without a line; None if a value is required.
-        bounds: accepted range as text; "" if there is none or the choices say it.
+        bounds: accepted range in signs, such as ">= 1"; "" if there is none.
+        accepts: the same in words.
         when: see `settings.setting`.
         also: its names in other trainers, by trainer.
     """
@@ -55,6 +56,7 @@ class Setting:
     default: Any
     description: str
     bounds: str
+    accepts: Message
     when: dict[str, tuple[Any, ...]]
     also: dict[str, str]
     columns: tuple["Setting", ...] = ()
@@ -122,8 +124,8 @@ def _list_settings(model: type[Section], prefix: str) -> Iterable[Setting]:
         columns = tuple(_list_settings(inner, f"{key}.")) if inner is not None else ()
         numbers = validation.each_value(field) or field
         whole = int in {kind for kind, _ in validation.number_ranges(numbers)}
-        bounds = validation.accepted_numbers(numbers)
-        yield Setting(key, kind, choices, whole, default, field.description or "", bounds, when, also, columns)
+        bounds, accepts = validation.accepted_numbers(numbers), validation.describe_bounds(numbers)
+        yield Setting(key, kind, choices, whole, default, field.description or "", bounds, accepts, when, also, columns)
 
 
 def _find_kind(annotation: Any) -> tuple[str, tuple[str, ...]]:

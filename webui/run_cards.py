@@ -65,15 +65,19 @@ def render_sentence(ui: Ui, view: JobView) -> str:
 
 
 def render_log_tail(view: JobView, tail: Sequence[str]) -> str:
-    """Render the end of a log that has an error or an answer; "" if it only repeats the reason."""
+    """Render the end of a log that has an error or an answer, without the reason that is shown above it."""
     # The answer of these commands is in the log only.
     result = view.command[:1] in (("verify",), ("lr-find",)) and view.state == "done"
     if not (result or view.state in ("failed", "lost")) or not tail:
         return ""
     reason = {line.strip() for line in str(view.sentence.args.get("message", "")).split("\n")}
-    if all(line.strip() in reason for line in tail):
+    lines = list(tail)
+    while lines and lines[-1].strip() in reason:
+        lines.pop()
+    # What was given is wrong: nothing that was printed before says more.
+    if not lines or (len(lines) < len(tail) and view.sentence.key == "input"):
         return ""
-    return f'<pre class="tail" tabindex="0">{escape(chr(10).join(tail))}</pre>'
+    return f'<pre class="tail" tabindex="0">{escape(chr(10).join(lines))}</pre>'
 
 
 def translate_stage(ui: Ui, name: str) -> str:

@@ -64,9 +64,9 @@ def accepted_numbers(field: Any) -> str:
     return " | ".join(in_signs(limits) for _, limits in ranges if limits)
 
 
-def _in_words(field: Any) -> Message:
-    """Return the bounds of a setting's numbers in words."""
-    ranges = _different_ranges(field)
+def describe_bounds(field: Any) -> Message:
+    """Return the bounds of a setting's numbers in words, such as "at least 1"; "" if there are none."""
+    ranges = [(kind, limits) for kind, limits in _different_ranges(field) if limits]
     several = len({kind for kind, _ in ranges}) > 1
     in_words = []
     for kind, limits in ranges:
@@ -143,7 +143,7 @@ def describe_value(item: ErrorDetails, location: Location) -> Message:
         what = _describe_required(location)
         return Message("required. {what}", what=what) if what else Message("required.")
     if kind in OUT_OF_BOUNDS and field is not None:
-        return Message("must be {bounds}, got {given}", bounds=_in_words(field), given=given)
+        return Message("must be {bounds}, got {given}", bounds=describe_bounds(field), given=given)
     if choices and kind not in ("list_type", "dict_type"):
         expected: str = " | ".join(choices)
         if field is not None and number_ranges(field):

@@ -125,11 +125,11 @@ class Queue:
             shell: include runs that were started without the queue.
         """
         rows, worker = self.store.rows(), find_worker(self.home)
-        waiting = [row.id for row in rows if row.phase == "queued"]
+        unfinished = [row for row in rows if row.phase != "ended"]
         groups = defaultdict(lambda: 2, {"launched": 0, "queued": 1})
         with self._follow:
             busy = {row.folder for row in rows if row.phase == "launched"}
-            views = [self._view(row, waiting, worker, row.folder in busy) for row in rows]
+            views = [self._view(row, unfinished, worker, row.folder in busy) for row in rows]
             order: dict[int | str, tuple[int, float]]
             order = {row.id: (groups[row.phase], -row.ended if row.phase == "ended" else 0) for row in rows}
             views.sort(key=lambda job: order[job.id])  # a stable sort, so the queue keeps its order
@@ -151,9 +151,9 @@ class Queue:
                     return job_state.view_shell_run(Path(os.path.abspath(folder)), self._follower)
             else:
                 row = self.store.row(id)
-            waiting = [other.id for other in self.store.rows("phase = 'queued'")]
+            unfinished = self.store.rows("phase <> 'ended'")
             taken = bool(self.store.rows("phase = 'launched' AND folder = ?", row.folder))
-            return self._view(row, waiting, find_worker(self.home), taken)
+            return self._view(row, unfinished, find_worker(self.home), taken)
 
     def config(self, id: int) -> str:
         """Return the TOML text that a job was submitted with, with absolute paths; "" for commands."""
@@ -441,10 +441,10 @@ class Queue:
         self.store.write_record(id)
         return id
 
-    def _view(self, row: Row, waiting: list[int], worker: Info | None, taken: bool = False) -> JobView:
-        place = waiting.index(row.id) + 1 if row.id in waiting else 0
+    def _view(self, row: Row, unfinished: list[Row], worker: Info | None, taken: bool = False) -> JobView:
+        before = job_state.list_before(row, unfinished)
         try:
-            return job_state.view(row, self.store.folder(row.id), self._follower, place, worker, taken)
+            return job_state.view(row, self.store.folder(row.id), self._follower, before, worker, taken)
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # the other jobs are still shown
             return job_state.view_damaged(row, error)
 

@@ -11,6 +11,7 @@ show it in another language.
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,27 @@ from .run_events import Follower, Progress, find_saved_step, read_count, read_ob
 from .store import BESIDE, Row, parse_command
 
 
+def list_before(row: Row, unfinished: list[Row]) -> list[Row]:
+    """List the jobs that a queued one may wait for: those that were started, and those queued before it.
+
+    Args:
+        row: the job.
+        unfinished: all jobs that have not ended, in the order of the queue.
+    """
+    if row.phase != "queued":
+        return []
+    ids = [other.id for other in unfinished]
+    ahead = set(ids[: ids.index(row.id)]) if row.id in ids else set()
+    return [other for other in unfinished if other.phase == "launched" or other.id in ahead]
+
+
 def view(
-    row: Row, records_folder: Path, follower: Follower, place: int = 0, worker: Any = None, taken: bool = False
+    row: Row,
+    records_folder: Path,
+    follower: Follower,
+    before: Sequence[Row] = (),
+    worker: Any = None,
+    taken: bool = False,
 ) -> JobView:
     """Return the current state of a job.
 
@@ -31,13 +51,14 @@ def view(
         row: the job's row.
         records_folder: folder with the job's records (Store.folder).
         follower: reads the event log.
-        place: its position in the queue.
+        before: the jobs that it may wait for; see `list_before`.
         worker: the current worker (worker.Info), or None.
         taken: a job is writing into its folder; if this one has ended, it is another job.
     """
-    recorded = _view_row(row, records_folder, place)
+    recorded = _view_row(row, records_folder)
     if row.phase == "queued":
-        return replace(recorded, sentence=_describe_wait(row, worker))
+        place = 1 + sum(other.phase == "queued" for other in before)
+        return replace(recorded, place=place, sentence=_describe_wait(row, before, worker))
     if row.phase == "ended":
         return _view_ended(row, recorded, follower, taken)
     if is_alive(row):
@@ -45,7 +66,7 @@ def view(
     return _view_unrecorded(row, recorded, records_folder / f"attempt-{row.attempts}", follower, worker)
 
 
-def _view_row(row: Row, records_folder: Path, place: int) -> JobView:
+def _view_row(row: Row, records_folder: Path) -> JobView:
     """Return the view of a job as its row has it, before its processes and its run folder are looked at."""
     folder = Path(row.folder) if row.folder else None
     step = find_saved_step(folder) if folder else None
@@ -58,7 +79,6 @@ def _view_row(row: Row, records_folder: Path, place: int) -> JobView:
         folder=folder,
         log=(folder or records_folder) / "log.txt",
         command=_read_command(row),
-        place=place,
         priority=row.priority,
         gpus=row.gpus,
         assigned=row.assigned,
@@ -219,12 +239,23 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
     return run_view
 
 
-def _describe_wait(row: Row, worker: Any) -> Sentence:
+def _describe_wait(row: Row, before: Sequence[Row], worker: Any) -> Sentence:
     if worker is None:
         return Sentence("no_worker")
     if row.gpus and row.gpus not in (BESIDE, *worker.groups):
         return Sentence("no_group", {"gpus": row.gpus, "groups": "; ".join(filter(None, worker.groups)) or "the CPU"})
-    return Sentence.parse(row.sentence) if row.sentence else Sentence("queued")
+    if row.sentence:  # of an attempt that crashed
+        return Sentence.parse(row.sentence)
+    groups = {row.gpus} if row.gpus else set(worker.groups)
+    for other in reversed(before):
+        if other.phase == "queued" and (other.gpus in groups or (not other.gpus and row.gpus != BESIDE)):
+            return Sentence("behind", {"id": other.id, "name": other.name})
+    running = [other for other in before if other.phase == "launched" and other.assigned in groups]
+    if len(running) < len(groups):
+        return Sentence("queued")  # it is about to start
+    if len(running) == 1:
+        return Sentence("after", {"id": running[0].id, "name": running[0].name})
+    return Sentence("after_any", {"jobs": ", ".join(f"{other.id} ({other.name})" for other in running)})
 
 
 def _describe_progress(progress: Progress, folder: Path | None) -> Sentence:

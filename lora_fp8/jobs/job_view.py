@@ -10,6 +10,9 @@ from ..errors import Message, Template
 
 SENTENCES = {
     "queued": Template("waits for its turn"),
+    "behind": Template("waits behind job {id}, {name}"),
+    "after": Template("waits until job {id}, {name}, has ended"),
+    "after_any": Template("waits until one of these jobs has ended: {jobs}"),
     "no_worker": Template("waits; no worker is running (`lora-fp8 worker`)"),
     "no_group": Template("waits for GPUs {gpus}, which the worker does not have; it has: {groups}"),
     "requeued": Template("{cause}; attempt {attempt} of {attempts} follows"),

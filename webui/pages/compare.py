@@ -60,8 +60,10 @@ def build(ui: Ui) -> None:
 
     def paint(which: list[str], amount: float, log: bool, prompt: str | None, seen: dict[str, Any]) -> list[Any]:
         chosen = find_runs(ui, which or [])
-        prompts = list(dict.fromkeys(text for _, events in chosen for text in rendering.list_prompts(events)))
-        prompt = prompt if prompt in prompts else next(iter(prompts), None)
+        of_runs = [rendering.list_prompts(events) for _, events in chosen]
+        prompts = list(dict.fromkeys(text for texts in of_runs for text in texts))
+        if prompt not in prompts:  # one that as many runs as possible have drawn
+            prompt = max(prompts, key=lambda text: sum(text in texts for texts in of_runs), default=None)
         menu = gr.skip() if seen.get("prompts") == prompts else gr.update(choices=prompts, value=prompt)
         painted = [
             render_curves(ui, chosen, amount, log),

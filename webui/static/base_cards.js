@@ -27,7 +27,9 @@ const show = () => {
   if (rules.textContent !== style) rules.textContent = style;
   use.hidden = !seeks || !(isReference(text) || found.length === 0);
   if (!use.hidden) fill(use, use.dataset.use, text.length > 60 ? `${text.slice(0, 59)}…` : text);
-  fill(count, seeks ? count.dataset.count : "", found.length);
+  const nothing = seeks && !found.length && !isReference(text);
+  count.className = nothing ? "note" : "unseen";
+  fill(count, nothing ? count.dataset.none : seeks ? count.dataset.count : "", found.length);
   for (const chip of chips) chip.setAttribute("aria-pressed", String(!seeks && chip.dataset.group === group));
 };
 const take = (path) => {

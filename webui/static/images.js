@@ -805,7 +805,8 @@ class Uploads {
     };
     const add = () => take("folder");
     const path = make("input", {
-      type: "text", id: nextId("folder"), list: list.id, spellcheck: "false", autocomplete: "off",
+      type: "text", id: nextId("folder"), list: list.id, placeholder: say("existing.example"), spellcheck: "false",
+      autocomplete: "off",
       focus: async () => {
         const { folders } = await this.workbench.ask("folders", {});
         list.replaceChildren(...folders.map((folder) => make("option", { value: folder })));

@@ -48,8 +48,9 @@ class Cards:
             f"{escape(say(f'base.group.{group}'))}</button>"
             for number, group in enumerate(base_catalogue.GROUPS)
         )
-        use, count = (
-            escape(say(f"base.search.{name}", **{value: "{}"})) for name, value in (("use", "text"), ("count", "count"))
+        use, count, none = (
+            escape(say(f"base.search.{name}", **values))
+            for name, values in (("use", {"text": "{}"}), ("count", {"count": "{}"}), ("none", {}))
         )
         return (
             f'<div class="base-groups" role="group" aria-label="{escape(say("base.group"))}">{chips}</div>'
@@ -57,7 +58,7 @@ class Cards:
             f'aria-label="{escape(say("base.search"))}" placeholder="{escape(say("base.search.example"))}" '
             f'data-short="{escape(say("base.search.short"))}">'
             f'<button type="button" class="choice-button main" hidden data-use="{use}"></button></div>'
-            f'<p class="unseen" role="status" data-count="{count}"></p>'
+            f'<p class="unseen" role="status" data-count="{count}" data-none="{none}"></p>'
         )
 
     def render_cards(self, path: str = "", family: str = "", mine: Iterable[base_catalogue.Card] = ()) -> str:

@@ -203,10 +203,10 @@ class Layout:
         setting = form.settings()[key]
         language = self.ui.language
         info = translations.get_help(language, key, setting.description)
-        bounds = f" ({setting.bounds})" if setting.bounds else ""
+        bounds = self.ui.say("new.accepts", bounds=self.ui.translate(setting.accepts)) if setting.accepts else ""
         common: dict[str, Any] = {
             "label": translations.get_label(language, key),
-            "info": f"{info}{bounds} `{key}`" if view == "all" else info,
+            "info": f"{info} {bounds} `{key}`" if view == "all" else info,
             "elem_id": make_id("set" if view == "all" else "new", key),
             "elem_classes": ["setting"],
             "interactive": True,

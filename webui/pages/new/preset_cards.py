@@ -85,10 +85,10 @@ class PresetCards:
         is_chosen = name in self.choice.read_named(values)
         effect = self.choice.find_effect(text, kind, name)
         fit = self._find_fit(name, values)
-        purpose = self._describe(kind, name, fit)
+        purpose = self._describe(kind, name, values, fit)
         changes = self._describe_values(effect) if is_chosen else self._describe_change(effect)
-        if kind == "card" and not values["model.path"]:
-            changes = ""  # what fits depends on the base model
+        if kind == "card" and (not values["model.path"] or (values["model.path"] == "demo" and not effect.values)):
+            changes = ""  # what fits depends on the base model; a demo model fits anywhere
         kept = self._list_labels(effect.kept)
         lines = [("purpose", purpose), ("effect", changes)]
         lines.append(("kept", self.ui.say("new.preset.kept", names=kept) if kept else ""))
@@ -103,12 +103,12 @@ class PresetCards:
         frames = recipes.longest_clip(values["dataset.frames"])
         return recipes.fit_card(family, gb, frames, recipes.is_dropout(values["adapter.dropout"]))
 
-    def _describe(self, kind: str, name: str, fit: Fit | None) -> str:
+    def _describe(self, kind: str, name: str, values: dict[str, Any], fit: Fit | None) -> str:
         """Return what a preset is for, in a sentence."""
         say = self.ui.say
         if kind == "card":
             if fit is None:
-                return say("new.card.purpose")
+                return say("new.card.demo" if values["model.path"] == "demo" else "new.card.purpose")
             if fit.problem:
                 return self.ui.translate(fit.problem)
             if fit.peak is None or fit.note:

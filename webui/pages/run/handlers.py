@@ -73,7 +73,9 @@ class Handlers:
         ends = (drawn_at[0], drawn_at[-1]) if drawn_at else (None, None)
         old = steps[0] if steps else []
         base_model: dict[str, Any] = {} if old else {"value": ends[0]}
-        first_prompt: dict[str, Any] = {} if old or not prompts else {"value": 0}
+        first_prompt: dict[str, Any] = {}
+        if prompts and not old:
+            first_prompt = {"value": rendering.choose_prompt(events, prompts, ends)}
         newest_file: dict[str, Any] = {} if steps and steps[1] else {"value": 0}
         files = [(self.ui.say("run.newest"), 0)]
         files += [] if best is None else [(self.ui.say("run.best_step", step=best), BEST)]

@@ -68,10 +68,20 @@ class Layout:
         self.files = live_panel.panel(elem_id="files")
         with gr.Row():
             formats = [(get_choice_label(self.ui.language, "export.formats", name), name) for name in FORMATS]
-            self.step = gr.Dropdown(label=say("run.export_step"), choices=[], elem_id="export-step")
-            self.format = gr.Dropdown(label=say("run.export_format"), choices=formats, value=FORMATS[0])
+            self.step = gr.Dropdown(
+                label=say("run.export_step"), info=say("run.export_step.info"), choices=[], elem_id="export-step"
+            )
+            self.format = gr.Dropdown(
+                label=say("run.export_format"),
+                info=say("run.export_format.info"),
+                choices=formats,
+                value=FORMATS[0],
+            )
             self.dtype = gr.Dropdown(
-                label=say("run.export_dtype"), choices=[(name or say("run.as_set"), name) for name in DTYPES], value=""
+                label=say("run.export_dtype"),
+                info=say("run.export_dtype.info"),
+                choices=[(name or say("run.as_set"), name) for name in DTYPES],
+                value="",
             )
         self.export = gr.Button(say("run.export"), elem_id="export")
         self.exported = live_panel.panel(elem_id="exported", visible=False)

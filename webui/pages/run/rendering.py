@@ -204,6 +204,13 @@ def find_prompt(event: dict[str, Any], prompts: list[str], number: int) -> int |
     return number if texts[number : number + 1] == [prompts[number]] else texts.index(prompts[number])
 
 
+def choose_prompt(log: RunLog, prompts: list[str], steps: tuple[int | None, int | None]) -> int:
+    """Return the number of the first prompt that was drawn at both steps; 0 if there is none."""
+    drawn = [log.facts.previews.get(step, {}) for step in steps if step is not None]
+    numbers = range(len(prompts))
+    return next((n for n in numbers if all(find_prompt(event, prompts, n) is not None for event in drawn)), 0)
+
+
 def enumerate_prompts(prompts: list[str]) -> list[tuple[str, int]]:
     """List the prompts as choices of a menu."""
     return [(f"{number + 1}. {text}", number) for number, text in enumerate(prompts)]
