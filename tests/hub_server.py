@@ -12,6 +12,7 @@ token to the first only). Three sites share the hub's port, since their paths di
 
 Hugging Face. Read from huggingface_hub 2.4.0, which is the client of the tests:
     GET  /api/models/ID[/revision/REV]   ?blobs=true adds sizes and LFS hashes, ?expand= selects properties
+    GET  /api/datasets/ID, and /datasets/ID/resolve/REV/FILE: the same of a dataset, added as "datasets/OWNER/NAME"
     GET  /api/models/ID/tree/REV[/PATH]  pages of `tree_page` entries with a Link header; ?recursive=
     POST /api/models/ID/paths-info/REV   GET /api/models/ID/auth-check   GET /api/whoami-v2
     HEAD, GET /ID/resolve/REV/FILE       weights: 302 to the CDN; small files: 307 to /api/resolve-cache on the hub
@@ -63,6 +64,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 import pytest
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".gguf", ".model", ".msgpack", ".h5", ".onnx")
+LFS_SUFFIXES += (".parquet", ".tar")
 CHUNK = 1 << 14
 TOKEN = "hf_accepted"
 """The token of a person who was granted access to every gated and private repository."""
@@ -375,11 +377,11 @@ class _Handler(BaseHTTPRequestHandler):
             ("hub", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self._lfs_batch),
             ("hub", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", self._commit),
             ("cdn", r"/upload/([^/]+/[^/]+)/([0-9a-f]{64})", self._receive),
-            ("hub", r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self._info),
+            ("hub", r"/api/(?:models/|(?=datasets/))((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", self._info),
             ("hub", r"/api/models/([^/]+/[^/]+)/auth-check()", self._auth_check),
             ("hub", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)/?(.*)", self._tree),
             ("hub", r"/api/models/([^/]+/[^/]+)/paths-info/([^/]+)", self._paths_info),
-            ("hub", r"/api/resolve-cache/models/([^/]+/[^/]+)/([^/]+)/(.+)", self._small_file),
+            ("hub", r"/api/resolve-cache/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/([^/]+)/(.+)", self._small_file),
             ("hub", r"/api/v1/models/([^/]+/[^/]+)()", self._modelscope_info),
             ("hub", r"/api/v1/models/([^/]+/[^/]+)/repo/files()", self._modelscope_files),
             ("hub", r"/api/v1/models/([^/]+/[^/]+)/repo()()", self._modelscope_file),
@@ -387,8 +389,8 @@ class _Handler(BaseHTTPRequestHandler):
             ("hub", r"/api/v1/model-versions/(\d+)", self._civitai_version),
             ("hub", r"/api/v1/models/(\d+)", self._civitai_model),
             ("hub", r"/api/download/models/(\d+)", self._civitai_download),
-            ("hub", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
-            ("cdn", r"/([^/]+/[^/]+)/([0-9a-f]{64})", self._cdn),
+            ("hub", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
+            ("cdn", r"/((?:datasets/)?[^/]+/[^/]+)/([0-9a-f]{64})", self._cdn),
         )
         for site, pattern, route in routes:
             if site == self.site and (match := re.fullmatch(pattern, path)):
@@ -717,7 +719,8 @@ class _Handler(BaseHTTPRequestHandler):
             if file.is_lfs:
                 headers |= {"Location": f"{self.hub.cdn}/{repo}/{file.sha256}?Expires=1&Signature=abc"}
                 return self._answer(302, b"Found. Redirecting to the CDN", headers | {"Accept-Ranges": "bytes"})
-            headers["Location"] = f"/api/resolve-cache/models/{repo}/{sha}/{quote(path)}?etag=%22{file.etag}%22"
+            kept = repo if repo.startswith("datasets/") else f"models/{repo}"
+            headers["Location"] = f"/api/resolve-cache/{kept}/{sha}/{quote(path)}?etag=%22{file.etag}%22"
             return self._answer(307, b"Temporary Redirect", headers)
 
     def _small_file(self, repo: str, revision: str, path: str) -> None:

@@ -313,7 +313,7 @@ def test_a_full_disk(offered: Repository, monkeypatch: pytest.MonkeyPatch) -> No
     described = sources.describe("org/tiny", family="sd15")
     assert described.free_bytes == 1 << 20 < described.missing_bytes
     problem = only_problem(described)
-    assert "the disk has no room for the model" in problem and "1.0 MiB are free" in problem, problem
+    assert "the disk has no room for the download" in problem and "1.0 MiB are free" in problem, problem
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 import re
 import sys
 import time
@@ -15,6 +16,7 @@ import typer
 if TYPE_CHECKING:
     from ..data.captions import Repair
     from ..data.image_edits import Box
+    from ..families.sources.description import BaseDescription
 
 from ..common.shell import quote_path
 from ..errors import Joined, Message, Plural, first_few
@@ -217,8 +219,10 @@ def images(
 
 @dataset_app.command("import")
 def import_dataset(
-    source: Path = typer.Argument(
-        ..., metavar="SOURCE", help="Folder or file: metadata.jsonl or .csv, parquet, tar shards, JSON of captions."
+    source: str = typer.Argument(
+        ...,
+        metavar="SOURCE",
+        help="Folder or file (metadata.jsonl or .csv, parquet, tar, JSON of captions), or OWNER/NAME on Hugging Face.",
     ),
     folder: Path | None = typer.Argument(
         None, metavar="[FOLDER]", help="New or empty folder to write into. Default: captions go beside SOURCE's images."
@@ -226,14 +230,19 @@ def import_dataset(
     caption: str = typer.Option("", metavar="COLUMN", help="Column with the captions. Default: the usual names."),
     limit: int = typer.Option(0, min=0, help="Number of images to take. 0: all."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Also replace captions that are there, without FOLDER."),
+    files: str = typer.Option("", metavar="PATTERN", help="On Hugging Face: only these files, such as 'data/train-*'."),
+    revision: str = typer.Option("", help="On Hugging Face: branch, tag or commit."),
     as_json: bool = JSON,
 ) -> None:
     """Take over a dataset of another form, such as one from Hugging Face. It becomes images with .txt captions."""
     from ..common.progress import CountProgress
     from ..data import dataset_import, foreign_datasets
     from ..errors import UserError
+    from ..tools import hub_dataset
 
-    known = foreign_datasets.find_source(source, caption)
+    fetched = _fetch_dataset(source, revision, files, folder, is_shown=not as_json)
+    place = Path(source) if fetched is None or fetched.folder is None else fetched.folder
+    known = foreign_datasets.find_source(place, caption, plain=fetched is not None)
     if folder is None:
         if limit:
             raise UserError(Message("--limit: is for a new FOLDER"))
@@ -243,6 +252,8 @@ def import_dataset(
             raise UserError(Message("--overwrite: is for captions beside the images; into FOLDER nothing is replaced"))
         count = CountProgress(Message("images"))
         report = dataset_import.import_images(known, folder, limit=limit, progress=count.show)
+    if fetched and not limit:
+        hub_dataset.forget(fetched)
     if as_json:
         print_json(vars(report))
         return
@@ -278,6 +289,43 @@ def import_dataset(
         if problems:
             lines.append(text(count=len(problems), lines=Joined("; ", problems[:5])))
     print_lines(*lines, Message("next: {command}", command=f"lora-fp8 dataset {quote_path(place)}"))
+
+
+def _fetch_dataset(
+    source: str, revision: str, files: str, folder: Path | None, *, is_shown: bool
+) -> "BaseDescription | None":
+    """Download a dataset from Hugging Face; None for what is on this machine."""
+    from ..data import dataset_import
+    from ..errors import UserError
+    from ..families.sources import download as downloading
+    from ..families.sources.reference import parse_dataset
+    from ..run import StopSignal
+    from ..stages.progress import DownloadProgress
+    from ..tools import hub_dataset
+
+    reference = None if os.path.lexists(os.path.expanduser(source)) else parse_dataset(source)
+    if reference is None:
+        if revision or files:
+            raise UserError(Message("--files, --revision: are for a dataset on Hugging Face"))
+        return None
+    if folder is None:
+        raise UserError(
+            Message(
+                "{name}: no such file or folder here. If a dataset on Hugging Face is meant, also name a FOLDER to "
+                "write into",
+                name=reference.name,
+            )
+        )
+    known = hub_dataset.describe(reference, revision, files)
+    if known.missing:
+        dataset_import.require_empty(folder)  # an import begins when all is here
+        if is_shown:
+            print_lines(*known.lines)
+    stop = StopSignal()
+    stop.at_once = downloading.STOPPED
+    with stop.watching(), DownloadProgress(reference.name, is_shown=is_shown) as bar:
+        hub_dataset.fetch(known, bar.update)
+    return known
 
 
 @dataset_app.command()

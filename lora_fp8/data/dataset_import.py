@@ -163,6 +163,19 @@ def _files_of(source: Source, problems: list[str]) -> Iterator[tuple[Record, dic
         yield record, files
 
 
+def require_empty(folder: Path) -> None:
+    """Raise UserError if a folder has files, or is none; one that does not exist is as good as an empty one."""
+    root = folder.expanduser()
+    try:
+        names = {path.name for path in root.iterdir()} - OF_SYSTEMS
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise cannot_write(root, error) from None
+    if names:
+        raise UserError(Message("{path}: has files already; name a new or empty folder to import into", path=folder))
+
+
 def _require_own(source: Source, root: Path) -> list[Path]:
     """Return what an import of this source that was killed left half written in a folder.
 

@@ -7,6 +7,7 @@
 | tar | shards of webdataset: `key.jpg` with `key.txt` or `key.json` in one tar file |
 | kohya | one JSON object, path of an image -> {"caption": ..., "tags": ...} (sd-scripts' `in_json`) |
 | json | `name.json` beside `name.jpg` |
+| plain | `name.txt` beside `name.jpg`: our own form, for images that are written into another folder |
 
 Nothing in such a dataset is trusted: not the names, and not the sizes.
 """
@@ -28,6 +29,7 @@ from ..common.json_files import parse_json, read_json
 from ..common.reading import MOST_TEXT, open_regular, read_bytes
 from ..common.text import is_utf8
 from ..errors import Message, UserError, cannot_read, first_few
+from . import caption_text
 from .caption_operations import require_caption
 from .decoding import EXTENSIONS, MOST_IMAGE
 from .image_files import METADATA, TARS, walk
@@ -96,6 +98,7 @@ class Source:
             UserError: a package that reads this form is not installed.
         """
         read = {"metadata": self._metadata, "parquet": self._parquet, "tar": self._tar, "kohya": self._kohya}
+        read |= {"plain": self._plain}
         taken: dict[Path, str] = {}
         for path in self.files:
             try:
@@ -289,13 +292,25 @@ class Source:
             return
         yield Record(path.relative_to(self.root).as_posix(), path, self._caption(fields, file, "JSON"))
 
+    def _plain(self, path: Path) -> Iterator[Record]:
+        caption, texts = "", [path.with_suffix(suffix) for suffix in caption_text.CAPTIONS]
+        if file := next((text for text in texts if text.is_file()), None):
+            try:
+                caption = "\n".join(caption_text.read_lines(file))
+                require_caption(caption)
+            except ValueError as error:
+                caption = ""
+                self._note_caption(file, "TXT", error)
+        yield Record(path.relative_to(self.root).as_posix(), path, caption)
 
-def find_source(given: Path, column: str = "") -> Source:
+
+def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
     """Find out which form a file or folder has.
 
     Args:
         given: the file or folder.
         column: the column with the captions; "" chooses.
+        plain: take images with .txt files beside them, or none, where there is no other form.
 
     Raises:
         UserError: it does not exist, or has none of the forms.
@@ -309,11 +324,13 @@ def find_source(given: Path, column: str = "") -> Source:
             raise _is_none(path)
         return Source(form, [path], path.parent, column)
     files_by_form: dict[str, list[Path]] = {"metadata": [], "parquet": [], "tar": [], "json": [], "kohya": []}
+    images: list[Path] = []
     try:
         for folder, names in walk(path):
             there = set(names)
             for name in names:
                 stem, suffix = os.path.splitext(name)
+                images += [folder / name] if plain and suffix.lower() in EXTENSIONS else []
                 if suffix.lower() in EXTENSIONS and f"{stem}.json" in there:
                     files_by_form["json"].append(folder / name)
                 elif name in METADATA or (form := _form_of(folder / name)) in ("parquet", "tar"):
@@ -325,6 +342,8 @@ def find_source(given: Path, column: str = "") -> Source:
     for form, files in files_by_form.items():
         if files:
             return Source(form, files, path, column)
+    if images:
+        return Source("plain", images, path, column)
     raise _is_none(path)
 
 

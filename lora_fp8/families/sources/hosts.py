@@ -285,10 +285,10 @@ class HuggingFace(Host):
         """Ask for the files of the repository; one request."""
         from huggingface_hub import HfApi
 
+        api = HfApi(endpoint=self.endpoint)
+        ask = api.dataset_info if self.reference.kind == "dataset" else api.model_info
         try:
-            info = HfApi(endpoint=self.endpoint).model_info(
-                self.reference.repo, revision=self.revision or None, files_metadata=True, timeout=TIMEOUT
-            )
+            info = ask(self.reference.repo, revision=self.revision or None, files_metadata=True, timeout=TIMEOUT)
         except Exception as error:
             raise self.explain(error) from error
         card = info.card_data
@@ -387,6 +387,32 @@ class HuggingFace(Host):
             etag_timeout=TIMEOUT,
             tqdm_class=Silent,
         )
+
+
+class HuggingFaceDataset(HuggingFace):
+    """A dataset on Hugging Face or a mirror of it. Its files are read once, and kept as plain files until then."""
+
+    @property
+    def page(self) -> str:
+        """The dataset's page."""
+        return f"https://huggingface.co/datasets/{self.reference.repo}"
+
+    def folder(self, commit: str) -> Path:
+        """Return a folder in the program's own cache."""
+        owner, name = self.reference.repo.split("/")
+        return cache_folder() / "datasets" / f"{owner}--{name}" / commit
+
+    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+        """Return the address of a file, with the token if there is one."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
+        options: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "endpoint": self.endpoint}
+        return hf_hub_url(self.reference.repo, path, **options), build_hf_headers()
+
+    def find(self, commit: str, file: RemoteFile) -> Path | None:
+        """Return a file of the folder."""
+        return Host.find(self, commit, file)
 
 
 class ModelScope(Host):
@@ -519,7 +545,7 @@ class Civitai(Host):
 
 def of(reference: Reference, revision: str = "") -> Host:
     """Return the host of a remote reference; `revision` is `model.revision`, which an address may state too."""
-    kinds = {"hub": HuggingFace, "modelscope": ModelScope, "civitai": Civitai}
+    kinds = {"hub": HuggingFace, "modelscope": ModelScope, "civitai": Civitai, "dataset": HuggingFaceDataset}
     return kinds[reference.kind](reference, reference.revision or revision)
 
 

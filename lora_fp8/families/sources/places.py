@@ -133,8 +133,9 @@ def find_disk_problem(description: BaseDescription) -> str:
     if missing <= free:
         return ""
     return Message(
-        "{folder}: the disk has no room for the model: {size} are still to be downloaded, and {free} are free. "
-        "Free some space, or set HF_HOME to a folder on another disk",
+        "{folder}: the disk has no room for the download: {size} are still to be downloaded, and {free} are free. "
+        "Free some space, or set {variable} to a folder on another disk",
+        variable="HF_HOME" if description.reference.kind == "hub" else "XDG_CACHE_HOME",
         folder=description.folder,
         size=disk_space.amount(missing),
         free=disk_space.amount(free),

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from ...errors import Message, UserError
 from . import known_bases
 
-Kind = Literal["demo", "path", "hub", "modelscope", "civitai"]
+Kind = Literal["demo", "path", "hub", "modelscope", "civitai", "dataset"]
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 """Matches the id of a repository, on Hugging Face and on ModelScope."""
@@ -38,7 +38,8 @@ class Reference:
     """A base model as `model.path` names it.
 
     Attributes:
-        kind: "demo"; "path" for a folder or file of this machine; "hub" (Hugging Face), "modelscope" or "civitai".
+        kind: "demo"; "path" for a folder or file of this machine; "hub" (Hugging Face), "modelscope" or "civitai";
+            "dataset" for images and captions on Hugging Face, which no base model is.
         name: the normal form, which `model.path` keeps.
         repo: "owner/name" of a repository.
         revision: branch, tag or commit that an address names; "" if it names none.
@@ -60,7 +61,7 @@ class Reference:
     @property
     def is_remote(self) -> bool:
         """True if the base is downloaded, unless a local path has the same name."""
-        return self.kind in ("hub", "modelscope", "civitai")
+        return self.kind in ("hub", "modelscope", "civitai", "dataset")
 
     @property
     def is_single_file(self) -> bool:
@@ -86,6 +87,31 @@ def parse(text: str) -> Reference:
     return Reference("path", translate_windows_path(given))
 
 
+def parse_dataset(text: str) -> Reference | None:
+    """Parse the name of a dataset on Hugging Face; None for anything else, such as a path.
+
+    parse_dataset("https://huggingface.co/datasets/owner/name")    Reference("dataset", "owner/name", ...)
+    parse_dataset("owner/name@v1")                                 the same, with a revision
+    """
+    given = clean(text)
+    match = re.fullmatch(r"(?:hf|huggingface):(?://)?datasets/(.+)", given)
+    parts = match[1].split("/") if match else []
+    if not match and _host(given):
+        address = urlsplit(given if "://" in given else f"https://{given}")
+        parts = [unquote(part) for part in address.path.split("/") if part]
+        if parts[:1] != ["datasets"]:
+            return None
+        parts = parts[1:]
+    elif not match:
+        parts = given.split("/")
+    name, _, revision = "/".join(parts[:2]).partition("@")
+    if not HUB_ID.fullmatch(name) or (len(parts) > 2 and not (match or _host(given))):
+        return None
+    _, named, _ = _split_rest(parts[2:])
+    revision = revision or ("" if named == "main" else named)
+    return Reference("dataset", name, repo=name, revision=revision, settings=("SOURCE", "--revision"))
+
+
 def clean(text: str) -> str:
     """Return what a person gave without quotation marks and white space around it, as copying adds them."""
     given = text.strip()
@@ -99,6 +125,8 @@ def clean(text: str) -> str:
 
 def suggest(reference: Reference) -> str | None:
     """Return the id of the known base that a misspelt reference probably means; None if none is similar."""
+    if reference.kind == "dataset":
+        return None
     return known_bases.find_similar(reference.repo or reference.name)
 
 
