@@ -170,6 +170,7 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
 
 def test_only_listed_commands_can_be_queued(queue: Queue) -> None:
     names = {command.name or command.callback.__name__.replace("_", "-") for command in cli.app.registered_commands}
+    names |= {str(group.name) for group in cli.app.registered_groups}
     assert set(jobs.COMMANDS) <= names and not set(jobs.COMMANDS) & {"submit", "worker", "train", "ui"}
     assert len(set(jobs.COMMANDS)) == len(jobs.COMMANDS)
     for name in ("rm", "submit", "worker", "--help", "verify; rm"):

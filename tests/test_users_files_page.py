@@ -96,6 +96,7 @@ WRITING: dict[str, Cases] = {
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.start_push": [{"query": name, "push-repo": "owner/name"} for name in ("{work}/project", "{work}/received")],
     "run.press": [],
+    "runs.press_remote": [],
     "run.write_export": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "runs.delete": [{"typed-name": name, "Also delete its folder: LoRA files, checkpoints, previews": True}
                     for name in ("project-job", "received-job", P, R)],

@@ -36,6 +36,7 @@ Dataset
 Runs
     run_monitor.py       jobs, run folders and GPUs, read once a second for everyone; what the buttons do
     run_cards.py         a run's state, figures and buttons as HTML
+    remote_jobs.py       trainings on other machines: how each is doing, and its buttons
     hub_uploads.py       uploads to the Hugging Face Hub, as jobs of the queue
 pages/                   one file per page; `build(ui)` lays it out
 """

@@ -169,12 +169,17 @@ def run_action(ui: Ui, do: str, text: str) -> str:
         elif do in ("sooner", "later"):
             queue.set_priority(_get_job_number(view), view.priority + (1 if do == "sooner" else -1))
         else:
-            raise UserError(Message("{name}: there is no such button", name=do))
+            raise unknown_button(do)
     finally:
         watching.views.invalidate()
     if do in ("resume", "rerun"):
         jobs.ensure_worker(queue.home)
     return ui.say(f"runs.told.{do}", name=view.name)
+
+
+def unknown_button(do: str) -> UserError:
+    """Return the error about a button that the page does not have."""
+    return UserError(Message("{name}: there is no such button", name=do))
 
 
 def _edit(ui: Ui, view: JobView) -> None:

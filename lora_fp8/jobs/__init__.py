@@ -60,8 +60,9 @@ __all__ = [
 
 COMMANDS = (
     *("caption", "precision", "lr-find", "export", "verify", "resize", "merge", "extract", "average", "draw", "push"),
+    "remote",
 )
-"""Subcommands of `lora-fp8` that may be queued: they compute something and then exit."""
+"""Subcommands of `lora-fp8` that may be queued: they do something and then exit."""
 
 
 @dataclass(frozen=True)

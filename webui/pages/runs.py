@@ -11,7 +11,7 @@ from gradio.blocks import Block
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
 
-from .. import dataset_folder, hub_uploads, live_panel, notifications, run_cards, run_monitor, tour
+from .. import dataset_folder, hub_uploads, live_panel, notifications, remote_jobs, run_cards, run_monitor, tour
 from ..context import Ui
 from ..sanitize import escape
 
@@ -59,6 +59,7 @@ class _Layout:
                 self.not_now = gr.Button(ui.say("runs.keep"))
                 self.end = gr.Button(ui.say("runs.do.force"), variant="stop", elem_id="end-now")
         self.cards = live_panel.panel(elem_id="cards")
+        self.remote = live_panel.panel(elem_id="remote")
         self.page = gr.State(0)
         self.seen = gr.State({})
 
@@ -71,8 +72,18 @@ class _Handlers:
 
     def paint(self, which: str, page: int, seen: dict[str, int]) -> list[Any]:
         """Handle a tick: repaint what has changed since the window was painted."""
-        sent, seen = live_panel.skip_unchanged([render_machine(self.ui), render_board(self.ui, which, page)], seen)
+        painted = [render_machine(self.ui), render_board(self.ui, which, page), remote_jobs.render(self.ui)]
+        sent, seen = live_panel.skip_unchanged(painted, seen)
         return [*sent, seen]
+
+    def press_remote(self, event: gr.EventData) -> list[Any]:
+        """Handle a button of a job on another machine."""
+        click = live_panel.read_click(event)
+        try:
+            line = show_notice(remote_jobs.press(self.ui, click.get("do", ""), click.get("id", "")))
+        except UserError as error:
+            line = show_notice(self.ui.translate(str(error)), wrong=True)
+        return [line, remote_jobs.render(self.ui), {}]
 
     def press(self, event: gr.EventData, which: str, page: int) -> list[Any]:
         """Handle a button of a card; deleting a job, or ending it now, asks first."""
@@ -136,8 +147,11 @@ class _Events:
         layout, handlers = self.layout, self.handlers
         window = {"which": layout.which, "page": layout.page}
         live_panel.repaint_on_ticks(
-            handlers.paint, window | {"seen": layout.seen}, [layout.machine, layout.cards, layout.seen]
+            handlers.paint,
+            window | {"seen": layout.seen},
+            [layout.machine, layout.cards, layout.remote, layout.seen],
         )
+        live_panel.on_press(layout.remote, handlers.press_remote, outputs=[layout.note, layout.remote, layout.seen])
         about_deletion = [layout.confirm, layout.question, layout.typed, layout.with_run]
         about_end = [layout.sure, layout.which_end]
         live_panel.on_press(
