@@ -1,6 +1,8 @@
 """Estimate what each family's released model takes in training, and write it to lora_fp8/config/memory.json.
 
-    python scripts/measure_memory.py [FAMILY ...]      default: every family; takes an hour on two cores
+    python scripts/measure_memory.py [FAMILY | BASE ...]      default: every family and size; an hour on two cores
+
+A family's entry is of its usual base; entries named by the id of a base are of released models of another size.
 
 The recipes (lora_fp8/config/recipes.py) choose memory settings from this file, because `lora-fp8 estimate` takes up to
 a minute for a large model. Run it again for a family whose numbers tests/test_recipes.py calls outdated.
@@ -21,7 +23,7 @@ from PIL import Image
 from lora_fp8 import config, families
 from lora_fp8.common.writing import atomic_write
 from lora_fp8.families import _released
-from lora_fp8.families.sources import BaseDescription, parse
+from lora_fp8.families.sources import BaseDescription, known_bases, parse
 from lora_fp8.plan import dry_run, training_memory
 from lora_fp8.plan.placement import place_images
 from lora_fp8.plan.plan import Plan, plan_layers
@@ -30,6 +32,13 @@ from lora_fp8.plan.scan import scan
 from lora_fp8.precision.dtypes import DTYPES
 from lora_fp8.settings import Job
 
+OTHER_SIZES = (
+    "stabilityai/stable-diffusion-3-medium-diffusers",
+    "stabilityai/stable-diffusion-3.5-large",
+    "black-forest-labs/FLUX.2-klein-base-9B",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+)
+"""Released models whose denoiser is larger or smaller than that of their family's usual base."""
 FILE = Path(config.__file__).with_name("memory.json")
 
 MIB = 2**20
@@ -46,8 +55,8 @@ TIGHT = 6 * 2**30
 """Free bytes of the smallest card of a recipe."""
 
 
-def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
-    """Return a job on two square images, with control images where the family takes any."""
+def make_job(name: str, folder: Path, values: dict[str, Any], base: str = "") -> Job:
+    """Return a job on two square images, with control images where the family takes any; `base` is its base's id."""
     pictures, controls = folder / "pictures", folder / "controls"
     side = values["dataset.resolution"]
     for place in (pictures, controls):
@@ -55,7 +64,7 @@ def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
         for number in range(2):
             Image.new("RGB", (side, side)).save(place / f"{number}.png")
             (pictures / f"{number}.txt").write_text("a picture", encoding="utf-8")
-    given: dict[str, Any] = {"model": {"family": name, "path": families.get(name).example_base}}
+    given: dict[str, Any] = {"model": {"family": name, "path": base or families.get(name).example_base}}
     given["output_dir"] = str(folder)
     given["dataset"] = {"folders": [{"path": str(pictures)}], "cache_dir": str(folder / "cache")}
     given |= {"adapter": {"rank": RANK, "alpha": float(RANK)}, "preview": {"prompts": ["a"]}}
@@ -68,9 +77,9 @@ def make_job(name: str, folder: Path, values: dict[str, Any]) -> Job:
     return resolve_auto(config.loads(tomlkit.dumps(given)), families.get(name))
 
 
-def make_plan(name: str, folder: Path, values: dict[str, Any]) -> Plan:
-    """Return the Plan of a job with these values on the released model."""
-    job = make_job(name, folder, values)
+def make_plan(name: str, folder: Path, values: dict[str, Any], of: str = "") -> Plan:
+    """Return the Plan of a job with these values on the released model; `of` is its id if it is not the usual one."""
+    job = make_job(name, folder, values, of)
     base = BaseDescription(parse(job.model.path), unanswered="not asked")
     family = _released.make(families.get(name), job.model, base, device="cpu", dtype=DTYPES[job.model.dtype])
     placed = place_images(job, scan(job))
@@ -86,9 +95,9 @@ def list_sides(name: str) -> list[int]:
 class Released:
     """A family's released model on the meta device, with adapters, as training builds it."""
 
-    def __init__(self, name: str, folder: Path):
-        self.name, self.folder, self.sides = name, folder, list_sides(name)
-        self.plan = make_plan(name, folder, {"dataset.resolution": self.sides[0], **PLAIN})
+    def __init__(self, name: str, folder: Path, base: str = ""):
+        self.name, self.folder, self.sides, self.base = name, folder, list_sides(name), base
+        self.plan = make_plan(name, folder, {"dataset.resolution": self.sides[0], **PLAIN}, base)
         self.denoiser = training_memory.build_denoiser(self.plan.job, self.plan.family)
         self.training = training_memory.measure_training(self.plan, None)
 
@@ -104,7 +113,7 @@ class Released:
         """Return the bytes of a training step beside the weights; None if only trying tells."""
         plan = self.plan
         if side != self.sides[0]:
-            plan = make_plan(self.name, self.folder, {"dataset.resolution": side, **PLAIN})
+            plan = make_plan(self.name, self.folder, {"dataset.resolution": side, **PLAIN}, self.base)
         bucket = training_memory.find_heaviest_bucket(plan)[0]
         latents = training_memory.measure_vae(plan.family, bucket, "encode", [])[1]
         assert latents is not None
@@ -164,9 +173,9 @@ def mib(size: int) -> int:
     return math.ceil(size / MIB)
 
 
-def measure(name: str, folder: Path) -> dict[str, Any]:
-    """Return what the recipes need to know of a family, in MiB: see `recipes.Sizes`."""
-    model = Released(name, folder)
+def measure(name: str, folder: Path, base: str = "") -> dict[str, Any]:
+    """Return what the recipes need to know of a family, or of another base of it, in MiB: see `recipes.Sizes`."""
+    model = Released(name, folder, base)
     sides, family = model.sides, model.plan.family
     trained = model.count_trained()
     decode, tiles = (
@@ -175,7 +184,7 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
     )
     steps, clips = model.measure_steps(trained), model.measure_clips(trained)
     return {
-        "base": families.get(name).example_base,
+        "base": base or families.get(name).example_base,
         "sides": sides,
         "weights": model.count_weights(),
         "trained": mib(trained),
@@ -185,16 +194,18 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
         "decode": {str(side): mib(size) for side, size in decode.items() if size is not None},
         "decode_tiled": {str(side): mib(size) for side, size in tiles.items() if size is not None},
         "text": {
-            storage: mib(_released.count_text_bytes(families.get(name), storage)) for storage in ("none", "fp8", "nf4")
+            storage: mib(_released.count_text_bytes(families.get(name), storage, family.known))
+            for storage in ("none", "fp8", "nf4")
         },
     } | ({"clips": clips} if clips else {})
 
 
 def main() -> None:
     """Measure the families named on the command line, or all, and write the file after each."""
-    for name in sys.argv[1:] or families.available():
+    for name in sys.argv[1:] or [*families.available(), *OTHER_SIZES]:
+        known_base = known_bases.get(name)
         with tempfile.TemporaryDirectory() as folder:
-            found = measure(name, Path(folder))
+            found = measure(known_base.family, Path(folder), name) if known_base else measure(name, Path(folder))
         known = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
         known = dict(sorted((known | {name: found}).items()))
         atomic_write(FILE, (json.dumps(known, indent=1) + "\n").encode())

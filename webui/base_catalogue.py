@@ -25,8 +25,6 @@ SUGGESTED = (
 SERIES = {"stable": "Stable Diffusion", "flux": "FLUX"}
 """Begin the titles of a series' families; editing and video are told by the families' facts, the rest are "others"."""
 DEMOS = Path(demo.__file__).resolve().parent / "base"
-SAME_SIZE = 0.05
-"""Models of a family whose weights differ by less than this share take the same memory."""
 
 
 @dataclass(frozen=True)
@@ -91,30 +89,9 @@ def find_vram(card: Card) -> tuple[int, int]:
     """Find the GB of GPU memory that a released model takes at least, without and with offloading to RAM.
 
     Returns:
-        Both; 0 where it is not known. The estimates are of one model of each family, so that a model of another size
-        has none.
+        Both; 0 where it is not known.
     """
-    sizes = recipes.read_sizes().get(card.family)
-    if card.known is None or sizes is None:
-        return 0, 0
-    estimated = known_bases.get(sizes.base.removeprefix("models/")) or _find_by_name(card.family, sizes.base)
-    if estimated is None or not _has_same_size(card.known, estimated):
-        return 0, 0
-    return recipes.find_least_cards(card.family)
-
-
-def _find_by_name(family: str, name: str) -> known_bases.KnownBase | None:
-    """Return the known base of a family whose id ends like `name`, which may be a path."""
-    last = name.rpartition("/")[2].lower()
-    return next((base for base in known_bases.of_family(family) if base.id.lower().endswith(last)), None)
-
-
-def _has_same_size(base: known_bases.KnownBase, other: known_bases.KnownBase) -> bool:
-    """Return True if two denoisers have about as many parameters; one may be stored in full precision."""
-    denoiser = families.get(base.family).denoiser_name
-    sizes = [model.gigabytes[denoiser] for model in (base, other)]
-    ratio = max(sizes) / min(sizes)
-    return min(abs(ratio - 1), abs(ratio - 2)) < SAME_SIZE
+    return recipes.find_least_cards(card.family, card.path) if card.known else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,9 @@ def _fill_recipes(
         draws = bool(_find_value(layers, assignments, "preview.prompts"))
         frames = recipes.longest_clip(_find_value(layers, assignments, "dataset.frames"))
         dropout = recipes.is_dropout(_find_value(layers, assignments, "adapter.dropout"))
-        for value in recipes.preset(name, family, draws=draws, frames=frames, dropout=dropout) or []:
+        base = str(_find_value(layers, assignments, "model.path") or "")
+        values = recipes.preset(name, family, draws=draws, frames=frames, dropout=dropout, base=base)
+        for value in values or []:
             section, _, key = value.key.partition(".")
             preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
 

@@ -26,6 +26,7 @@ from .. import families
 from ..common.numbers import digits
 from ..data.clips import MOST_FRAMES
 from ..errors import Message
+from ..families.sources import known_bases
 from .relations import kinds_of
 
 GOALS = ("character", "style", "concept", "object", "edit")
@@ -35,6 +36,8 @@ SLACK = 2**30
 """Bytes that cards report less than their name says."""
 IMAGES_PER_STEP = 2
 """On every card, so that the same steps train the same: together, or one after the other."""
+SAME_SIZE = 0.05
+"""Models of a family whose weights differ by less than this share take the same memory."""
 SHARE, RESERVE = 0.95, 1536
 """Of a card's memory this share can be allocated; of that, so many MiB are the CUDA context and torch's reserve."""
 
@@ -260,7 +263,7 @@ def names() -> list[str]:
     return [*GOALS, *map(card_name, CARDS)]
 
 
-def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int = 1) -> Recipe:
+def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int = 1, base: str = "") -> Recipe:
     """Make a recipe.
 
     Args:
@@ -269,13 +272,16 @@ def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int =
         card: GB of GPU memory, one of `CARDS`.
         draws: True if the job draws previews.
         frames: length of the longest clip; 1 for images.
+        base: `model.path`; released models of another size than usual have estimates of their own.
     """
-    fit = fit_card(family, card, frames, has_dropout(goal))
+    fit = fit_card(family, card, frames, has_dropout(goal), base)
     values = [*goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
     return Recipe(goal, family, card, values, fit)
 
 
-def preset(name: str, family: str, *, draws: bool, frames: int = 1, dropout: bool = False) -> list[Value] | None:
+def preset(
+    name: str, family: str, *, draws: bool, frames: int = 1, dropout: bool = False, base: str = ""
+) -> list[Value] | None:
     """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names.
 
     Args:
@@ -284,11 +290,12 @@ def preset(name: str, family: str, *, draws: bool, frames: int = 1, dropout: boo
         draws: True if the job draws previews.
         frames: length of the longest clip; 1 for images.
         dropout: True if the adapters have dropout.
+        base: `model.path`; "" for the family's usual base.
     """
     if name in GOALS:
         return goal_values(name, family)
     if gb := card_of(name):
-        return [value for value in fit_card(family, gb, frames, dropout).values if draws or not value.drawn]
+        return [value for value in fit_card(family, gb, frames, dropout, base).values if draws or not value.drawn]
     return None
 
 
@@ -393,9 +400,53 @@ class Choice:
 
 @cache
 def read_sizes() -> dict[str, Sizes]:
-    """Read memory.json, by family."""
+    """Read memory.json: by family the estimates of its usual base, and by id those of bases of another size."""
     data = json.loads(Path(__file__).with_name("memory.json").read_text(encoding="utf-8"))
     return {name: Sizes(**sizes) for name, sizes in data.items()}
+
+
+def list_estimated() -> list[str]:
+    """List the families that were estimated."""
+    return [name for name in read_sizes() if "/" not in name]
+
+
+@cache
+def find_sizes(family: str, base: str = "") -> Sizes | None:
+    """Return the estimates for a base: of its own size if that is known, else of its family's usual base, if any.
+
+    Args:
+        family: the architecture.
+        base: `model.path`.
+    """
+    return find_own_sizes(family, base) or read_sizes().get(family)
+
+
+@cache
+def find_own_sizes(family: str, base: str) -> Sizes | None:
+    """Return the estimates for a released base of this size; None if there are none, or its size is not known."""
+    known = known_bases.get(base.removeprefix("modelscope:"))
+    if known is None or known.family != family:
+        return None
+    for name, sizes in read_sizes().items():
+        if name == family or ((other := known_bases.get(name)) is not None and other.family == family):
+            estimated = known_bases.get(sizes.base) or _find_by_name(family, sizes.base)
+            if estimated is not None and _has_same_size(known, estimated):
+                return sizes
+    return None
+
+
+def _find_by_name(family: str, name: str) -> known_bases.KnownBase | None:
+    """Return the known base of a family whose id ends like `name`, which may be a path."""
+    last = name.rpartition("/")[2].lower()
+    return next((base for base in known_bases.of_family(family) if base.id.lower().endswith(last)), None)
+
+
+def _has_same_size(base: known_bases.KnownBase, other: known_bases.KnownBase) -> bool:
+    """Return True if two denoisers have about as many parameters; one may be stored in full precision."""
+    denoiser = families.get(base.family).denoiser_name
+    sizes = [model.gigabytes[denoiser] for model in (base, other)]
+    ratio = max(sizes) / min(sizes)
+    return min(abs(ratio - 1), abs(ratio - 2)) < SAME_SIZE
 
 
 def usable_mib(gb: int) -> int:
@@ -404,13 +455,17 @@ def usable_mib(gb: int) -> int:
 
 
 @cache
-def find_least_cards(family: str) -> tuple[int, int]:
+def find_least_cards(family: str, base: str = "") -> tuple[int, int]:
     """Find the smallest cards that train a family at its own resolution, without and with offloading to RAM.
 
+    Args:
+        family: its name.
+        base: the id of a released base; "" for the family's usual one.
+
     Returns:
-        GB of both, of `CARDS`; 0 where none is large enough, and for a family that was not estimated.
+        GB of both, of `CARDS`; 0 where none is large enough, and for a family or a size that was not estimated.
     """
-    sizes = read_sizes().get(family)
+    sizes = find_own_sizes(family, base) if base else read_sizes().get(family)
     if sizes is None:
         return 0, 0
     least = []
@@ -426,7 +481,7 @@ def _least_text(sizes: Sizes) -> str:
 
 
 @cache
-def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fit:
+def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False, base: str = "") -> Fit:
     """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
 
     Gradient checkpointing costs 1.4 times the time, offloading costs more, and a lower resolution costs detail, so
@@ -437,9 +492,10 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fi
         gb: one of `CARDS`.
         frames: length of the longest clip; 1 for images.
         dropout: True if the adapters have dropout.
+        base: `model.path`, which may be a released model of another size; "" for the family's usual base.
     """
     usable = usable_mib(gb)
-    known = read_sizes().get(family)
+    known = find_sizes(family, base)
     if known is None:
         return Fit(_unknown_values(), None, usable)
     sizes = known.of_clips(frames)
@@ -448,7 +504,7 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False) -> Fi
     text = next((storage for storage, size in sizes.text.items() if size <= usable), None)
     fitting = (choice for choice in choices if _peak(sizes, choice, text or "nf4") <= usable)
     choice = next(fitting, None) if text else None
-    problem = "" if choice else _refuse(sizes, family, gb, (frames, dropout), text)
+    problem = "" if choice else _refuse(sizes, family, gb, (frames, dropout, base), text)
     choice = choice or choices[-1]
     peak = _peak(sizes, choice, text or "nf4")
     held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
@@ -500,9 +556,11 @@ def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
     return max(held + choice.step, encode, preview)
 
 
-def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool], text: str | None) -> Message:
+def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool, str], text: str | None) -> Message:
     """Return why a family does not fit a card; `more` are the last arguments of `fit_card`."""
     title, frames = families.get(family).title, more[0]
+    if sizes.base != read_sizes()[family].base and (other := known_bases.get(sizes.base)):
+        title = other.title
     larger = next((other for other in CARDS if other > gb and not fit_card(family, other, *more).problem), None)
     if text is None:
         why = Message("its largest text encoder takes {size} GiB even in nf4", size=gib(sizes.text["nf4"]))

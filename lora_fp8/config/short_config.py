@@ -199,12 +199,13 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
     if not wishes.card:
         return
     frames = recipes.longest_clip(values["dataset.frames"].value) if "dataset.frames" in values else 1
-    fit = recipes.fit_card(wishes.family, wishes.card, frames, recipes.has_dropout(wishes.goal))
+    fit = recipes.fit_card(wishes.family, wishes.card, frames, recipes.has_dropout(wishes.goal), wishes.base)
     if fit.problem:
         yield fit.problem
     elif fit.peak:
         numbers = {"title": title, "gb": wishes.card, "peak": recipes.gib(fit.peak)}
-        numbers["base"] = families.get(wishes.family).example_base
+        sizes = recipes.find_sizes(wishes.family, wishes.base)
+        numbers["base"] = sizes.base if sizes else families.get(wishes.family).example_base
         if frames > 1:
             yield Message(
                 "{title} on {gb} GB, with clips of {frames} frames: {peak} GiB at most, by the estimate for {base}",

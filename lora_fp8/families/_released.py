@@ -117,11 +117,7 @@ class Released(ModelFamily):
 
     def text_bytes(self) -> dict[str, int]:
         """Return the bytes of the largest text encoder, by its published number of parameters."""
-        size = count_text_bytes(type(self), self.text_storage)
-        usual = next(iter(known_bases.of_family(self.name)), None)
-        if self.known and usual and self.known.sizes:  # another size may have another encoder
-            size = round(size * _largest_text(self.known) / _largest_text(usual))
-        return {"largest": size}
+        return {"largest": count_text_bytes(type(self), self.text_storage, self.known)}
 
     def empty_trained_text(self) -> dict[str, nn.Module]:
         """Return the released text encoders of `trained_text` on the meta device."""
@@ -173,13 +169,17 @@ def _list_configs(Family: type[ModelFamily], known: KnownBase | None) -> dict[st
     }
 
 
-def count_text_bytes(Family: type[ModelFamily], storage: str) -> int:
-    """Return the bytes of a family's largest text encoder in this storage."""
+def count_text_bytes(Family: type[ModelFamily], storage: str, known: KnownBase | None = None) -> int:
+    """Return the bytes of a family's largest text encoder in this storage; `known` may have another one than usual."""
     from ..precision import Format
 
     everything, embeddings = (num * 10**6 for num in Family.text_millions)
-    if storage == "none":
-        return 2 * everything
-    side = 4096
-    form = Format(storage, settings.SCALES[storage][0])
-    return 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
+    size = 2 * everything
+    if storage != "none":
+        side = 4096
+        form = Format(storage, settings.SCALES[storage][0])
+        size = 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
+    usual = next(iter(known_bases.of_family(Family.name)), None)
+    if known and usual and known.sizes:
+        size = round(size * _largest_text(known) / _largest_text(usual))
+    return size

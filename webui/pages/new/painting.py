@@ -96,6 +96,7 @@ class Painter:
             draws=bool(values["preview.prompts"]),
             frames=recipes.longest_clip(values["dataset.frames"]),
             dropout=recipes.is_dropout(values["adapter.dropout"]),
+            base=str(values["model.path"] or ""),
         )
         why = next((value.why for value in settings or [] if value.key == key), "")
         return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""

@@ -101,7 +101,8 @@ class PresetCards:
         if not gb or family not in recipes.read_sizes() or values["model.path"] in (None, "", "demo"):
             return None
         frames = recipes.longest_clip(values["dataset.frames"])
-        return recipes.fit_card(family, gb, frames, recipes.is_dropout(values["adapter.dropout"]))
+        dropout = recipes.is_dropout(values["adapter.dropout"])
+        return recipes.fit_card(family, gb, frames, dropout, str(values["model.path"]))
 
     def _describe(self, kind: str, name: str, values: dict[str, Any], fit: Fit | None) -> str:
         """Return what a preset is for, in a sentence."""
@@ -133,7 +134,7 @@ class PresetCards:
         if kind == "goal" and values["model.path"] and family in self.reader.families:
             badges.append(("", self.reader.families[family]))
             frames = recipes.longest_clip(values["dataset.frames"])
-            if values["model.path"] != "demo" and (least := _find_least_card(family, frames, name)):
+            if values["model.path"] != "demo" and (least := _find_least_card(family, frames, name, values)):
                 badges.append(("", say("base.card.vram", gb=least)))
         return badges
 
@@ -173,9 +174,9 @@ def _data(kind: str, name: str, to: str = "on") -> dict[str, str]:
     return {"do": "choose", "id": kind, "name": name, "to": to}
 
 
-def _find_least_card(family: str, frames: int, goal: str) -> int:
-    """Return the GB of the smallest GPU that trains a family for a goal; 0 if none does or it was not estimated."""
+def _find_least_card(family: str, frames: int, goal: str, values: dict[str, Any]) -> int:
+    """Return the GB of the smallest GPU that trains a base for a goal; 0 if none does or it was not estimated."""
     if family not in recipes.read_sizes():
         return 0
-    dropout = recipes.has_dropout(goal)
-    return next((gb for gb in recipes.CARDS if not recipes.fit_card(family, gb, frames, dropout).problem), 0)
+    more = frames, recipes.has_dropout(goal), str(values["model.path"])
+    return next((gb for gb in recipes.CARDS if not recipes.fit_card(family, gb, *more).problem), 0)

@@ -121,7 +121,7 @@ class Recipe:
                 recipes.longest_clip(values["dataset.frames"]),
                 recipes.is_dropout(values["adapter.dropout"]),
             )
-            fit = recipes.fit_card(family, card, frames, dropout)
+            fit = recipes.fit_card(family, card, frames, dropout, str(values["model.path"] or ""))
             chosen |= {value.key: value for value in fit.values if values["preview.prompts"] or not value.drawn}
             notes = [line for line in (fit.problem, fit.note) if line]
             parts += [f"<p>{escape(self.ui.translate(line))}</p>" for line in notes]
