@@ -353,7 +353,9 @@ def test_report_with_fp8_matmuls_and_without_the_whole(job) -> None:
     assert found.multiplied.keys() == found.prediction.keys() and len(found.prediction) == 5
     assert all(found.multiplied[label] > found.prediction[label] for label in found.prediction)
     assert any(one.multiplied_error for one in found.layers)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     alone = measure.report(job(), num_pictures=1, whole=False)
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "a training does without it"
     assert alone.prediction == {} and alone.layers
     with pytest.raises(UserError, match="no layer is quantized"):
         measure.report(job("quantize.storage=none"))

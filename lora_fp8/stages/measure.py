@@ -34,6 +34,7 @@ from ..precision import report as layerwise
 from ..run import Run
 from ..settings import Job
 from ..training import checkpoint
+from ..training.torch_options import set_torch_options
 from .cache import Data, cache
 from .load import add_moved_layers, load_base
 from .session import Session, UnwrittenRun
@@ -145,6 +146,7 @@ def report(
         RunFailure: a prediction is not finite, or the memory is too small.
     """
     processes = Processes()
+    set_torch_options(job.train.threads, deterministic=job.train.deterministic)  # the arithmetic is that of training
     plan = planning.make(job, processes.device, progress=show_images() if processes.is_main else None)
     if not plan.layers.quantized:
         raise UserError(
