@@ -17,6 +17,7 @@ from playwright.sync_api import Page, Route, expect
 
 from lora_fp8 import jobs
 from lora_fp8.jobs import procs
+from lora_fp8.jobs.remote import handle
 from lora_fp8.run import drawings
 from tests.ui.conftest import Site
 from tests.ui.test_form_path import opened
@@ -90,9 +91,12 @@ def accessible_in_both_themes(page: Page, language: str, part: str | None = None
 
 @pytest.mark.parametrize("language", translations.LANGUAGES)
 def test_every_page_fits_a_phone_and_is_accessible(
-    site: Site, visit: Callable[..., Page], picture_of: Callable, language: str
+    site: Site, visit: Callable[..., Page], picture_of: Callable, language: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each page with something on it: in Chinese in each of its tabs and in both themes, in English as it opens."""
+    monkeypatch.setenv("LORA_FP8_HOME", str(site.home))
+    far = handle.Handle("far", "ssh", "", str(site.root / "gone"), "runs/far", str(site.root / "runs/far"))
+    handle.save(far)  # on another machine, where its folder is gone
     one = Trainer(site.root / "runs" / f"a {language} run")
     picture_of_it = one.folder / "samples/step-000000-0.png"
     picture_of_it.parent.mkdir()
@@ -112,6 +116,8 @@ def test_every_page_fits_a_phone_and_is_accessible(
         path = f"{'' if name == PAGES[0] else name}{queries.get(name, '')}"
         page.goto(f"{site.address}/{language}/{path}")
         expect(page.locator(ready[name]).first).to_be_visible()
+        if name == "runs":
+            expect(page.locator("#remote .wrong")).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, name
         assert page.evaluate("document.documentElement.lang") == language
         marked = page.locator(".site-header [aria-current=page]").all_inner_texts()
@@ -142,6 +148,7 @@ def test_every_page_fits_a_phone_and_is_accessible(
             panel = one_tab.get_attribute("aria-controls")  # what is outside of it was looked at above
             accessible_in_both_themes(page, language, f"#{panel}" if panel else None)
     one.die()
+    handle.delete(far)
     page.goto("about:blank")  # whose window none of the page's scripts has
     page.set_content(guard._render_login_form(language, "/", translations.say(language, "login.wrong")))
     for scheme in ("light", "dark"):
