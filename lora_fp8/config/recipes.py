@@ -405,12 +405,6 @@ def read_sizes() -> dict[str, Sizes]:
     return {name: Sizes(**sizes) for name, sizes in data.items()}
 
 
-def list_estimated() -> list[str]:
-    """List the families that were estimated."""
-    return [name for name in read_sizes() if "/" not in name]
-
-
-@cache
 def find_sizes(family: str, base: str = "") -> Sizes | None:
     """Return the estimates for a base: of its own size if that is known, else of its family's usual base, if any.
 
@@ -421,7 +415,6 @@ def find_sizes(family: str, base: str = "") -> Sizes | None:
     return find_own_sizes(family, base) or read_sizes().get(family)
 
 
-@cache
 def find_own_sizes(family: str, base: str) -> Sizes | None:
     """Return the estimates for a released base of this size; None if there are none, or its size is not known."""
     known = known_bases.get(base.removeprefix("modelscope:"))
@@ -454,7 +447,6 @@ def usable_mib(gb: int) -> int:
     return int(gb * 1024 * SHARE) - RESERVE
 
 
-@cache
 def find_least_cards(family: str, base: str = "") -> tuple[int, int]:
     """Find the smallest cards that train a family at its own resolution, without and with offloading to RAM.
 
@@ -480,7 +472,6 @@ def _least_text(sizes: Sizes) -> str:
     return min(sizes.text, key=lambda storage: sizes.text[storage])
 
 
-@cache
 def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False, base: str = "") -> Fit:
     """Choose the memory settings of a family on a card: the fastest that fit, without changing what is learned.
 
@@ -494,6 +485,12 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False, base:
         dropout: True if the adapters have dropout.
         base: `model.path`, which may be a released model of another size; "" for the family's usual base.
     """
+    own = find_own_sizes(family, base)
+    return _fit_card(family, gb, frames, dropout, own.base if own else "")
+
+
+@cache
+def _fit_card(family: str, gb: int, frames: int, dropout: bool, base: str) -> Fit:
     usable = usable_mib(gb)
     known = find_sizes(family, base)
     if known is None:
