@@ -97,6 +97,13 @@ if (document.body) start();
 else document.addEventListener("DOMContentLoaded", start);
 askSystem("(prefers-color-scheme: dark)").addEventListener("change", () => setTimeout(paint));
 
+// A file that is dropped beside the field for it would be opened in place of the page.
+for (const kind of ["dragover", "drop"])
+  document.addEventListener(kind, (event) => {
+    if (event.defaultPrevented || !event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    event.dataTransfer.dropEffect = "none";
+  });
 document.addEventListener("click", (event) => {
   const button = event.target.closest?.("[data-theme]");
   if (button) {
