@@ -17,7 +17,7 @@ from lora_fp8.jobs.remote.control import View
 from lora_fp8.jobs.remote.handle import Handle
 
 from . import run_cards, run_monitor
-from .context import Place, Ui
+from .context import Ui
 from .sanitize import escape
 
 FRESH_SECONDS = 20.0
@@ -109,8 +109,8 @@ class RemoteJobs:
 
 
 @cache
-def get_jobs(place: Place) -> RemoteJobs:
-    """Return the jobs of this place. There is one object for as long as the page runs."""
+def get_jobs() -> RemoteJobs:
+    """Return the jobs. There is one object for as long as the page runs."""
     return RemoteJobs()
 
 
@@ -135,13 +135,13 @@ def press(ui: Ui, do: str, name: str) -> str:
         run_monitor.get_monitor(ui.place).views.invalidate()
         jobs.ensure_worker(queue.home)
     else:
-        get_jobs(ui.place).act(job, do)
+        get_jobs().act(job, do)
     return ui.say(f"remote.told.{do}", name=name)
 
 
 def render(ui: Ui) -> str:
     """Render the jobs on other machines as cards under a heading; "" if there are none."""
-    listed = get_jobs(ui.place).find_all()
+    listed = get_jobs().find_all()
     if not listed:
         return ""
     cards = "".join(_render_card(ui, job, known) for job, known in listed)
