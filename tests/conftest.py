@@ -13,9 +13,9 @@ import random
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hub_server import HubServer
@@ -173,6 +173,20 @@ def _seeded() -> None:
         torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
+
+
+@pytest.fixture(scope="session")
+def some(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """some(values, turn, of=3): all values; with --short each third one, begun with another one in each turn.
+
+    For tests that ask everything about everything: `make test` asks each value, and about each thing, not each pair.
+    """
+    is_short = request.config.getoption("short")
+
+    def some(values: Sequence[Any], turn: int, of: int) -> list[Any]:
+        return [value for number, value in enumerate(values) if not is_short or (number + turn) % of == 0]
+
+    return some
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,11 @@
 """Which tests `make test` leaves to `make test-all`: further cases of a question that it asks already.
 
-short.toml names, by file and function, the cases that stay; what it does not list stays whole. A case is the id of its
-parameters, as pytest prints it in brackets, or a pattern with * for any text.
+short.toml names, by file and function, the cases that stay, or says that each n-th stays; what it does not list stays
+whole. A case is the id of its parameters, as pytest prints it in brackets, or a pattern with * for any text.
 """
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES: dict[str, dict[str, list[str]]] = tomllib.loads((HERE / "short.toml").read_text(encoding="utf-8"))
+CASES: dict[str, dict[str, list[str] | int]] = tomllib.loads((HERE / "short.toml").read_text(encoding="utf-8"))
 
 
 def split(items: Iterable[pytest.Function]) -> tuple[list[pytest.Function], list[pytest.Function]]:
@@ -23,19 +24,26 @@ def split(items: Iterable[pytest.Function]) -> tuple[list[pytest.Function], list
     """
     kept, left = [], []
     files, matched = set(), set()
+    numbers: Counter[tuple[str, str]] = Counter()
     for item in items:
         file = item.path.relative_to(HERE).as_posix()
         files.add(file)
-        patterns = CASES.get(file, {}).get(item.originalname)
+        cases = CASES.get(file, {}).get(item.originalname)
         case = item.callspec.id if hasattr(item, "callspec") else ""
-        fitting = {pattern for pattern in patterns or () if fnmatchcase(case, pattern.replace("[", "[[]"))}
-        matched |= {(file, item.originalname, pattern) for pattern in fitting}
-        (kept if patterns is None or fitting else left).append(item)
+        if isinstance(cases, int):
+            stays = numbers[file, item.originalname] % cases == 0
+            numbers[file, item.originalname] += 1
+            matched |= {(file, item.originalname, "")}
+        else:
+            fitting = {pattern for pattern in cases or () if fnmatchcase(case, pattern.replace("[", "[[]"))}
+            stays = cases is None or bool(fitting)
+            matched |= {(file, item.originalname, pattern) for pattern in fitting}
+        (kept if stays else left).append(item)
     wanted = {
         (file, test, pattern)
         for file, tests in CASES.items()
-        for test, patterns in tests.items()
-        for pattern in patterns
+        for test, cases in tests.items()
+        for pattern in ([""] if isinstance(cases, int) else cases)
         if file in files
     }
     if stale := sorted(wanted - matched):

@@ -268,8 +268,8 @@ def defaults(make_job, tmp_path_factory):
     """FP8, bf16 and 8-bit AdamW with two processes, previews and verification: (job, folder)."""
     folder = tmp_path_factory.mktemp("defaults")
     job = make_job(folder, *SHARED, *SHOWN)
-    done = launch(job, folder, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_forked(job, folder, 2)
+    assert not done.returncode, done.stderr[-3000:]
     return job, folder
 
 

@@ -172,47 +172,53 @@ def test_a_training_over_ssh(
         assert not there.exists() and not handle.load_all() and here.exists()
 
 
+PREEMPTIONS = {
+    "told ahead": ("scancel", "--batch", "--signal=TERM"),
+    "taken away": ("scontrol", "requeue"),
+}
+"""How Slurm tells a job that its node is needed: as the script asks to be told ahead, and as the node is taken away."""
+
+
+@pytest.mark.parametrize("ways", [["taken away"], ["told ahead", "taken away"]], ids=", then ".join)
 def test_a_training_in_slurm(
-    send: Callable, job: Callable, tree_hash: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ways: list[str],
+    send: Callable,
+    job: Callable,
+    tree_hash: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Preempted twice, as the script is told ahead and as Slurm takes the node away: queues itself, ends the same."""
+    """Preempted, also twice: it queues itself, goes on, and ends with the bytes of one that was not."""
     with servers.slurm_cluster(tmp_path / "slurm", monkeypatch) as cluster:
-
-        def restart(restarts: int) -> None:
-            """Wait until Slurm has started the job again."""
-            number = handle.load(NAME).slurm
-
-            def is_running() -> bool:
-                job = cluster.slurm("scontrol", "show", "job", number)
-                assert not any(f"JobState={state}" in job for state in ("FAILED", "CANCELLED")), job
-                return f"Restarts={restarts}" in job and "JobState=RUNNING" in job
-
-            what = lambda: cluster.slurm("scontrol", "show", "job", number) + cluster.describe()  # noqa: E731
-            wait_until(is_running, what, poll=0.5)
-
         sent = send("slurm", "--gpus-per-node", "0", "--time", "1-0", "--sbatch", 'comment=it\'s "mine" \\ $HOME')
         there, number = Path(sent["folder"]), sent["slurm"]
         assert 'Comment=it\'s "mine" \\ $HOME' in cluster.slurm("scontrol", "show", "job", number)
         assert f"JobName={NAME}" in cluster.slurm("scontrol", "show", "job", number)
-        with held_in_training(there / "runs" / NAME) as trainer:
-            cluster.slurm("scancel", "--batch", "--signal=TERM", number)
-            wait_until(lambda: trainer.is_sent(signal.SIGTERM))
-        wait_for("waiting")
-        restart(1)
-        with held_in_training(there / "runs" / NAME, starts=2) as trainer:
-            cluster.slurm("scontrol", "requeue", number)
-            wait_until(lambda: trainer.is_sent(signal.SIGTERM))
-        wait_for("waiting")
-        restart(2)
+
+        def has_restarted() -> bool:
+            job = cluster.slurm("scontrol", "show", "job", number)
+            assert not any(f"JobState={state}" in job for state in ("FAILED", "CANCELLED")), job
+            return f"Restarts={times}" in job and "JobState=RUNNING" in job
+
+        what = lambda: cluster.slurm("scontrol", "show", "job", number) + cluster.describe()  # noqa: E731
+        for times, way in enumerate(ways, 1):
+            with held_in_training(there / "runs" / NAME, starts=times) as trainer:
+                cluster.slurm(*PREEMPTIONS[way], number)
+                wait_until(lambda: trainer.is_sent(signal.SIGTERM))
+            wait_for("waiting")
+            wait_until(has_restarted, what, poll=0.5)
         view = control.follow(handle.load(NAME), lambda event: None, lambda why: None)
         log = (there / "log.txt").read_text(encoding="utf-8")
         assert view.state == "done", (view, log)
         kinds = [event["event"] for event in events_of(there / "runs" / NAME)]
-        assert kinds.count("start") == 3 and kinds.count("stopped") == 2, log
+        assert kinds.count("start") == len(ways) + 1 and kinds.count("stopped") == len(ways), log
         call("remote", "fetch", NAME)
         assert results(tree_hash(tmp_path / "runs" / NAME)) == undisturbed(job, tree_hash, tmp_path)
 
-        # A process on each of two nodes, started by torchrun. Cancelled: saved, and not in the queue again.
+
+def test_a_training_on_two_nodes_of_slurm(send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on each, started by torchrun. Cancelled: saved, and not in the queue again; resumed by hand."""
+    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch) as cluster:
         two = ("--nodes", "2", "--gpus-per-node", "1", "--set")
         with pytest.raises(UserError, match="shared out among 2 processes"):
             send("slurm", *two, "train.batch_size=1", name="two nodes")

@@ -114,7 +114,17 @@ CASES: dict[str, list[list[str]]] = {
     "recipes": [[], ["sd15"]],
     "estimate": [["project/config.toml"], ["project/config.toml", "--set", "name=received"]],
     "timesteps": [["project/config.toml"]],
-    "lr-find": [["project/config.toml", "--steps", "60", "--set", "dataset.cache_dir=project"]],
+    "lr-find": [
+        [
+            "project/config.toml",
+            "--steps",
+            "60",
+            "--set",
+            "dataset.cache_dir=project",
+            "--set",
+            "adapter.targets=['to_q']",
+        ]
+    ],
     "report": [[P], [R], *([folder, "--output", to] for folder in (P, R) for to in ("project/config.toml", LORA, P))],
     "precision": [["project/config.toml", "--pictures", "1", "--layers-only", "--set", "dataset.cache_dir=project"]],
     "train": [["project/config.toml"], ["project/config.toml", "--set", "name=received"]],
