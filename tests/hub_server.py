@@ -332,6 +332,7 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path, tok
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the second part of each answer waits 40 ms for an acknowledgement
     hub: HubServer
     site: str
 

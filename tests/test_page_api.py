@@ -4,7 +4,6 @@ through the client of the mcp library over a real process."""
 import asyncio
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from lora_fp8 import jobs
 from webui import app
 from webui.context import Place
 from webui.login import Login
+from webui.server import listen
 
 PASSWORD = "a long password"
 NAMES = {"/submit", "/list", "/status", "/events", "/stop", "/export"}
@@ -74,7 +74,7 @@ def address(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         place.home.mkdir()
         site = app.build(place, login=Login("me", PASSWORD, place.home / "sessions.json"))
         server = uvicorn.Server(uvicorn.Config(site, log_level="error", timeout_graceful_shutdown=1))
-        with socket.create_server(("127.0.0.1", 0)) as listening:
+        with listen("127.0.0.1", 0) as listening:
             thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
             thread.start()
             while not server.started:

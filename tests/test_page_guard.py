@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from base64 import b64encode
@@ -28,6 +27,7 @@ from webui import app, decoder
 from webui.context import Place
 from webui.guard import CLOSED, Guard
 from webui.login import COOKIE, Login, parse_basic_auth
+from webui.server import listen
 
 PASSWORD = "correct horse 电池"
 
@@ -50,7 +50,7 @@ class Served:
     """An ASGI app on a free port."""
 
     def __init__(self, asgi) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.server = uvicorn.Server(uvicorn.Config(asgi, log_level="error", timeout_graceful_shutdown=1))
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)

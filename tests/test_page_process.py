@@ -1,5 +1,6 @@
 """`lora-fp8 ui` as a process: what it takes, what it refuses, what it leaves running."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 from waiting import LONG_SECONDS, end_worker, wait_until
 
 from lora_fp8 import jobs
+from webui.server import listen
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_RESIDENT = 300e6  # bytes of the page's own process; 206e6 where this was written
@@ -111,6 +113,24 @@ def test_others_need_a_password(tmp_path: Path) -> None:
     assert "--user NAME is not given" in refused(tmp_path, "--port", "0", LORA_FP8_PASSWORD="a long password")
     short = refused(tmp_path, "--user", "me", "--port", "0", LORA_FP8_PASSWORD="short")
     assert "10 characters" in short
+
+
+def test_an_answer_is_sent_at_once() -> None:
+    """Else its second part waits until the first was acknowledged: 40 ms for each answer of the page."""
+
+    async def accept() -> int:
+        accepted: asyncio.Queue[int] = asyncio.Queue()
+
+        def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(note, sock=listener):
+            await asyncio.open_connection(*listener.getsockname())
+            return await accepted.get()
+
+    assert asyncio.run(accept()) == 1
 
 
 def test_a_root_that_is_none_and_a_host_that_is_none(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import http.server
 import json
 import logging
-import socket
 import threading
 import time
 from collections import Counter
@@ -33,6 +32,7 @@ from webui import app, error_boundary
 from webui.context import Place
 from webui.guard import Guard
 from webui.login import FREE_FAILURES, Login
+from webui.server import listen
 from webui.uploads import HEADER
 
 SECRET = b"the-private-word-of-somebody"
@@ -70,7 +70,7 @@ class Site:
             route.path.strip("/"): route.app.get_blocks() for route in site.routes if hasattr(route, "routes")
         }
         self.server = uvicorn.Server(uvicorn.Config(site, log_level="error", timeout_graceful_shutdown=1))
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = listen("127.0.0.1", 0)
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
         self.thread.start()
@@ -247,11 +247,7 @@ def test_the_english_pages_have_every_function_of_the_chinese_ones(site: Site) -
 
 
 def test_no_function_reads_a_file_that_its_window_did_not_upload(
-    site: Site,
-    asked: list[str],
-    some: Callable[..., list[Any]],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    site: Site, asked: list[str], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """All functions, all values, all attacks: a function that Gradio runs is noted, and files never get that far."""
     language, reached = "en", []
@@ -267,7 +263,7 @@ def test_no_function_reads_a_file_that_its_window_did_not_upload(
             places = [i for i, part in enumerate(fn.inputs) if not part.stateful]
             files = [i for i in places if takes_files(fn.inputs[i])]
             for place in places:
-                for name, value in some([*tried.items()], number + place, of=4):
+                for name, value in tried.items():
                     if name in PLAIN and place not in files:
                         continue
                     data = [None] * len(fn.inputs)
@@ -277,9 +273,7 @@ def test_no_function_reads_a_file_that_its_window_did_not_upload(
                     assert not refused.value.print_exception
             # And through the server: everything where files are taken, elsewhere a few of them in turn.
             routes = ("queue", "run", "api") if files else ("run",)
-            names = (
-                list(tried) if files else [list(tried)[(3 * number + i) % len(tried)] for i in some(range(3), 0, of=3)]
-            )
+            names = list(tried) if files else [list(tried)[(3 * number + i) % len(tried)] for i in range(3)]
             for name in names if places else ():
                 if name in PLAIN and not files:
                     continue

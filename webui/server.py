@@ -70,7 +70,7 @@ def run(
     for root in roots:
         sanitize.require_folder(root, f"--root {root}")
     place = Place(home, [*roots, Path("runs"), DEMO], fixed=host not in LOOPBACK)
-    listening = _listen(host, port)
+    listening = listen(host, port)
     with listening:
         address = _format_address(host, listening.getsockname()[1])
         _set_up(home)
@@ -114,7 +114,7 @@ def _find_environment_string(name: str) -> int:
     return getenv(name.encode())
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Open the socket, so that a taken port is reported before anything is loaded."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -122,7 +122,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             Message("--host {host}: {why}; give a name or address of this machine", host=host, why=error.strerror)
         ) from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol said: only then asyncio sends the second part of an answer at once, and not after the first was
+    # acknowledged, for which the other side takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # On Windows, SO_REUSEADDR would let two pages share a port.
     option = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
     listener.setsockopt(socket.SOL_SOCKET, option, 1)
