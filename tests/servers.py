@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,7 +129,6 @@ class SlurmCluster:
     nodes = ("near", "far")
 
     def __init__(self, folder: Path):
-        folder.mkdir()
         self.folder, name, user = folder, socket.gethostname(), pwd.getpwuid(os.getuid()).pw_name
         key, sock = folder / "munge" / "key", folder / "munge" / "socket"
         for part in ("munge", "state", "spool-near", "spool-far"):
@@ -208,7 +208,14 @@ def ssh_server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SshSer
 
 
 @contextlib.contextmanager
-def slurm_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+def slurm_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """Start a cluster of two nodes, on which commands of Slurm act meanwhile."""
+    # Not in a test's folder: the path of a socket may have 107 bytes, and Slurm adds 30.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        yield from _run_cluster(Path(folder), monkeypatch)
+
+
+def _run_cluster(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
     cluster = SlurmCluster(folder)
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)

@@ -76,7 +76,7 @@ def load(folder: Path, how: str) -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_large_base_never_exists_whole(tmp_path, capsys):
+def test_a_large_base_never_exists_whole(tmp_path, capsys, request):
     folder, num_bytes, largest = large_base(tmp_path / "base", GIGABYTES)
     assert num_bytes > 0.9e9 * GIGABYTES
     found = load(folder, "stream")
@@ -88,5 +88,5 @@ def test_a_large_base_never_exists_whole(tmp_path, capsys):
             f"{found['held'] / 1e6:.0f} held"
         )
     assert found["peak"] <= allowed
-    # The measure itself: a stream that keeps what it gave is seen.
-    assert load(folder, "whole")["peak"] > allowed
+    if not request.config.getoption("short"):  # the measure itself: a stream that keeps what it gave is seen
+        assert load(folder, "whole")["peak"] > allowed

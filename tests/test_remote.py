@@ -189,7 +189,7 @@ def test_a_training_in_slurm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Preempted, also twice: it queues itself, goes on, and ends with the bytes of one that was not."""
-    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch) as cluster:
+    with servers.slurm_cluster(monkeypatch) as cluster:
         sent = send("slurm", "--gpus-per-node", "0", "--time", "1-0", "--sbatch", 'comment=it\'s "mine" \\ $HOME')
         there, number = Path(sent["folder"]), sent["slurm"]
         assert 'Comment=it\'s "mine" \\ $HOME' in cluster.slurm("scontrol", "show", "job", number)
@@ -218,7 +218,7 @@ def test_a_training_in_slurm(
 
 def test_a_training_on_two_nodes_of_slurm(send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process on each, started by torchrun. Cancelled: saved, and not in the queue again; resumed by hand."""
-    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch) as cluster:
+    with servers.slurm_cluster(monkeypatch) as cluster:
         two = ("--nodes", "2", "--gpus-per-node", "1", "--set")
         with pytest.raises(UserError, match="shared out among 2 processes"):
             send("slurm", *two, "train.batch_size=1", name="two nodes")
@@ -320,7 +320,7 @@ def test_what_fails_while_sending_leaves_nothing(
     send: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk, and bytes that change on the way; on this machine, as Slurm's login node is."""
-    with servers.slurm_cluster(tmp_path / "slurm", monkeypatch):
+    with servers.slurm_cluster(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(submit, "ROOM", 1 << 60)
             with pytest.raises(UserError, match="the disk there is too full: .* are to be sent"):

@@ -271,7 +271,7 @@ def test_a_project_survives_every_function_of_the_page(
     for fn in sorted(functions(pages), key=lambda fn: name_of(fn) == "runs.delete"):
         name = name_of(fn)
         # The same function at another event: once.
-        is_new, rounds = name not in called, 1 if name in called else len(some(range(4), 0, of=2))
+        is_new, rounds = name not in called, 1 if name in called else len(some(range(4), 0, of=3))
         called.add(name)
         cases = [{}] * rounds + WRITING.get(name, [])
         for number, given in enumerate(cases):
