@@ -26,7 +26,7 @@ else
 test: check
 	@scripts/install_browser.sh
 	@scripts/install_servers.sh
-	@echo "== tests (two at a time; 20 to 30 minutes)"
+	@echo "== tests (two at a time; about a quarter of an hour)"
 	$(BIN)/python -m pytest --short -n 2 --dist loadfile --no-loadscope-reorder
 endif
 

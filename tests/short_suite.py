@@ -23,11 +23,12 @@ def split(items: Iterable[pytest.Function]) -> tuple[list[pytest.Function], list
         pytest.UsageError: short.toml names a test or a case that does not exist in a file of the items.
     """
     kept, left = [], []
-    files, matched = set(), set()
+    collected: dict[str, set[str]] = {}
+    matched = set()
     numbers: Counter[tuple[str, str]] = Counter()
     for item in items:
         file = item.path.relative_to(HERE).as_posix()
-        files.add(file)
+        collected.setdefault(file, set()).add(item.originalname)
         cases = CASES.get(file, {}).get(item.originalname)
         case = item.callspec.id if hasattr(item, "callspec") else ""
         if isinstance(cases, int):
@@ -44,9 +45,15 @@ def split(items: Iterable[pytest.Function]) -> tuple[list[pytest.Function], list
         for file, tests in CASES.items()
         for test, cases in tests.items()
         for pattern in ([""] if isinstance(cases, int) else cases)
-        if file in files
+        if test in collected.get(file, ())
     }
-    if stale := sorted(wanted - matched):
+    unknown = {
+        (file, test, "")
+        for file in collected
+        for test in CASES.get(file, {})
+        if f"def {test}(" not in (HERE / file).read_text(encoding="utf-8")
+    }
+    if stale := sorted((wanted - matched) | unknown):
         lines = "\n".join(f"{file}::{test}[{pattern}]" for file, test, pattern in stale)
         raise pytest.UsageError(f"tests/short.toml names cases that do not exist:\n{lines}")
     return kept, left

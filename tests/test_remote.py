@@ -588,6 +588,26 @@ def test_a_job_whose_number_did_not_arrive_is_found(
     assert not (tmp_path / "queue").exists()
 
 
+def test_each_event_is_reported_once_though_the_connection_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, real, lost = local_job(tmp_path, monkeypatch), machine.Machine.run, []
+
+    def run(self: machine.Machine, text: str, **options: Any) -> machine.Answer:
+        answer = real(self, text, **options)
+        if "take" in options and not lost:
+            with (tmp_path / "job/runs/x/events.jsonl").open("a", encoding="utf-8") as log:
+                log.write('{"event": "step", "step": 1}\n')
+            raise machine.Disconnected("the network is gone")
+        return answer
+
+    monkeypatch.setattr(machine.Machine, "run", run)
+    monkeypatch.setattr(control, "RETRY_SECONDS", 0)
+    events: list[dict[str, Any]] = []
+    control.follow(job, events.append, lost.append)
+    assert [event["event"] for event in events] == ["start", "step"] and lost == ["the network is gone"]
+
+
 def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking holds the lock for a moment: a job that starts then waits, and another who asks sees no job."""
     job = local_job(tmp_path, monkeypatch, "PATH=$PWD/bin:$PATH")
@@ -604,19 +624,46 @@ def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch:
     assert control.look(job).state == "done"
 
 
+def write_slurm_job(folder: Path, **commands: str) -> dict[str, str]:
+    """Write job.sh and stand-ins for Slurm's commands. Returns the environment that it runs in."""
+    for name, lines in commands.items():
+        (folder / "bin" / name).parent.mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n", encoding="utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "job.sh").write_text(script.render(script.RemoteJob("x", "runs/x", "slurm")), encoding="utf-8")
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "restarts", "is_queued"),
+    [
+        ("kill -TERM $PPID; sleep 0.2", 0, True),  # its node is needed
+        ("kill -TERM $PPID; sleep 0.2; mkdir -p runs/x/control; touch runs/x/control/stop", 0, True),
+        ("mkdir -p runs/x/control; touch runs/x/control/stop", 0, False),  # a person asked the run to stop
+        ("touch cancel; kill -TERM $PPID; sleep 0.2", 0, False),
+        ("kill -TERM $PPID; sleep 0.2", script.RESTARTS, False),
+    ],
+    ids=["preempted", "preempted and asked to stop", "stopped", "cancelled", "preempted too often"],
+)
+def test_a_job_that_did_not_end_by_itself_is_queued_again(
+    tmp_path: Path, meanwhile: str, restarts: int, is_queued: bool
+) -> None:
+    env = write_slurm_job(tmp_path, srun=f"{meanwhile}\nexit 75", scontrol='echo "$@" >> requeued', scancel="exit 0")
+    env["SLURM_RESTART_COUNT"] = str(restarts)
+    assert subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=env, check=False).returncode == 75
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text(encoding="utf-8") if requeued.exists() else "") == ("requeue 7\n" if is_queued else "")
+
+
 def test_what_signals_a_trainer_ends_with_its_job(tmp_path: Path) -> None:
     """While Slurm requeues a job, scancel is refused and tries again: it must not reach the job's next start."""
-    for name, lines in {
-        "scancel": 'echo "$@" >> asked\nwhile :; do sleep 1; done',
-        "srun": "touch training\nuntil [ -e over ]; do sleep 0.1; done\nexit 75",
-        "scontrol": 'echo "$@" >> requeued',
-    }.items():
-        (tmp_path / "bin" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n", encoding="utf-8")
-        (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(script.render(script.RemoteJob("x", "runs/x", "slurm")), encoding="utf-8")
     mark = str(tmp_path)
-    env = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "MARK": mark}
+    env = {"MARK": mark} | write_slurm_job(
+        tmp_path,
+        scancel='echo "$@" >> asked\nwhile :; do sleep 1; done',
+        srun="touch training\nuntil [ -e over ]; do sleep 0.1; done\nexit 75",
+        scontrol='echo "$@" >> requeued',
+    )
     job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env)
     wait_until((tmp_path / "training").exists)
     for count in (1, 2):  # of the user and of Slurm
