@@ -608,6 +608,40 @@ def test_each_event_is_reported_once_though_the_connection_is_lost(
     assert [event["event"] for event in events] == ["start", "step"] and lost == ["the network is gone"]
 
 
+def test_a_job_that_is_started_again_gets_the_variables_that_it_got(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the values of today. Their names are remembered, the values are in no file."""
+    job, real, sent = local_job(tmp_path, monkeypatch, "lora-fp8() { true; }"), machine.Machine.run, []
+    file = tmp_path / "job" / script.JOB
+    file.write_text(file.read_text(encoding="utf-8").replace("exec lora-fp8", "lora-fp8"), encoding="utf-8")
+
+    def run(self: machine.Machine, text: str, **options: Any) -> machine.Answer:
+        if "give" in options:
+            options["give"](given := io.BytesIO())
+            sent.append(given.getvalue())
+        return real(self, text, **options)
+
+    def resume(*names: str) -> bytes:
+        (tmp_path / "job" / "exit").unlink(missing_ok=True)  # as if it had not ended by itself
+        control.resume(handle.load("x"), names)
+        wait_until((tmp_path / "job" / "exit").exists)
+        return sent.pop()
+
+    monkeypatch.setattr(machine.Machine, "run", run)
+    handle.update(job, secrets=("WORD",))
+    with pytest.raises(UserError, match=r"WORD is passed on to the job from here \(--env\), where it is not set"):
+        resume()
+    monkeypatch.setenv("WORD", "old-value")
+    monkeypatch.setenv("OTHER", "other-value")
+    assert resume() == b"WORD=old-value\0"
+    monkeypatch.setenv("WORD", "new-value")
+    assert resume() == b"WORD=new-value\0"
+    assert resume("OTHER") == b"OTHER=other-value\0" == resume()
+    kept = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert kept and not any(b"-value" in path.read_bytes() for path in kept)
+
+
 def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking holds the lock for a moment: a job that starts then waits, and another who asks sees no job."""
     job = local_job(tmp_path, monkeypatch, "PATH=$PWD/bin:$PATH")

@@ -269,7 +269,10 @@ def cancel(name: str = NAME) -> None:
 
 @remote_app.command()
 def resume(name: str = NAME, env: list[str] = ENV) -> None:
-    """Start a job on another machine again. It continues from its newest checkpoint."""
+    """Start a job on another machine again. It continues from its newest checkpoint.
+
+    It gets the environment variables that it got before, with the values that they have here now. `--env` names others.
+    """
     from ..jobs.remote import control, handle
 
     job = control.resume(handle.load(name), env)

@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 from ...common.messages import restore
@@ -70,19 +70,24 @@ class View:
         return {name: value for name, value in self.__dict__.items() if name != "sentence"} | {"text": self.sentence}
 
 
-def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
+def start(job: Handle) -> Handle:
     """Start a job whose folder is there; it trains or resumes. Return its handle, which is saved.
+
+    The values of the environment variables that it gets go through the connection, into no file.
 
     Args:
         job: the job, which is not running.
-        secrets: names of environment variables here that it gets. They go through the connection, into no file.
 
     Raises:
         UserError: Slurm refuses it, a variable is not set, or see `Machine.run`.
     """
-    for name in secrets:
+    for name in job.secrets:
         if name not in os.environ:
-            raise UserError(Message("--env {name}: the variable is not set here", name=name))
+            raise UserError(
+                Message(
+                    "{name} is passed on to the job from here (--env), where it is not set; set it first", name=name
+                )
+            )
     begin = f"{enter(job.folder)}\nrm -f cancel exit {NUMBER}\n"
     if job.kind == "slurm":
         # The number goes into a file first: it is known then, even if the connection is lost before it arrives here.
@@ -104,7 +109,7 @@ def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     )
 
     def give(stream: IO[bytes]) -> None:
-        stream.write(b"".join(f"{name}={os.environ[name]}\0".encode() for name in secrets))
+        stream.write(b"".join(f"{name}={os.environ[name]}\0".encode() for name in job.secrets))
 
     require_success(job.machine, job.machine.run(begin + "\n".join(lines), give=give))
     handles.save(job)
@@ -114,15 +119,19 @@ def start(job: Handle, secrets: Sequence[str] = ()) -> Handle:
 def resume(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     """Start a job again that was stopped, failed or was lost.
 
+    Args:
+        job: the job.
+        secrets: names of the environment variables that it gets from now on; none: those that it got before.
+
     Raises:
-        UserError: it runs, or is done.
+        UserError: it runs, or is done, or a variable is not set.
     """
     view = look(job)
     if not view.has_ended:
         raise UserError(Message("{name} has not ended: {line}", name=job.name, line=view.sentence))
     if view.state == "done":
         raise UserError(Message("{name} is {line}", name=job.name, line=view.sentence))
-    return start(job, secrets)
+    return start(replace(job, secrets=tuple(secrets) or job.secrets))
 
 
 def look(job: Handle) -> View:

@@ -44,6 +44,7 @@ class Handle:
         fetched: file of the run folder -> SHA-256 of what was written here; "there/FILE" -> of the file there then;
             "coming/FILE" -> of what a fetch was about to write.
         created: unix seconds.
+        secrets: names of environment variables here that are passed on to the job; their values are nowhere.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Handle:
     places: dict[str, str] = field(default_factory=dict)
     fetched: dict[str, str] = field(default_factory=dict)
     created: float = 0
+    secrets: tuple[str, ...] = ()
 
     @property
     def machine(self) -> Machine:

@@ -121,6 +121,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         output=str(plan.output),
         places=plan.package.places_in(folder),
         created=time.time(),
+        secrets=plan.job.secrets,
     )
     try:
         handle.save(new)  # before the job can run: this command may be killed, or the connection lost, at any time
@@ -128,7 +129,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         control.remove(machine, folder)
         raise
     try:
-        return control.start(new, plan.job.secrets)
+        return control.start(new)
     except Disconnected as error:  # its folder is not to be deleted beneath a job that may run by now
         command = f"lora-fp8 remote status {quote_path(new.name)}"
         raise Disconnected(
@@ -281,6 +282,7 @@ def _submit_to_sky(plan: Plan, progress: Progress | None) -> Handle:
         output=str(plan.output),
         places=plan.package.places_in(),
         created=time.time(),
+        secrets=plan.job.secrets,
     )
     handle.save(new)  # before a machine is rented, which costs money from then on
     command = ["sky", "launch", "--yes", "--detach-run", "--cluster", new.address]
