@@ -64,7 +64,12 @@ def of_family(family: str) -> list[KnownBase]:
 
 def get(repo: str) -> KnownBase | None:
     """Return the known base with this id, whatever the case of its letters; None if there is none."""
-    return next((base for base in read() if base.id.lower() == repo.lower()), None)
+    return _by_id().get(repo.lower())
+
+
+@cache
+def _by_id() -> dict[str, KnownBase]:
+    return {base.id.lower(): base for base in read()}
 
 
 def find_similar(text: str) -> str | None:
