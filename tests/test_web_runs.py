@@ -520,17 +520,20 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
 
 def test_a_card_has_the_newest_preview_of_its_own_folder(ui: Ui, tmp_path: Path) -> None:
     def card() -> str:
-        (view,) = run_monitor.get_monitor(ui.place).queue.view()
+        views = run_monitor.get_monitor(ui.place).views
+        views.invalidate()  # as when it gets old: previews are looked for when the jobs are read again
+        (view,) = views()
         return runs_page.render_job(ui, view)
 
     run = make_run(tmp_path / "work" / "runs" / "cat", [{"event": "start"}])
-    run_monitor.get_monitor(ui.place).views()  # tells the queue where the runs are
     assert "<img" not in card()
     samples = run / "samples"
     samples.mkdir()
     for name in ("step-000000-0.png", "step-000020-0.png", "step-000100-0.png", "step-000100-1.png", "zoo.png"):
         (samples / name).touch()
     assert re.findall(r"step-\d+-\d", card()) == ["step-000100-0"]
+    (samples / "step-000120-0.png").touch()
+    assert re.findall(r"step-\d+-\d", card()) == ["step-000120-0"]
 
 
 def test_the_step_of_the_lowest_held_out_loss_is_told(ui: Ui, tmp_path: Path) -> None:

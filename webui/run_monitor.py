@@ -56,6 +56,8 @@ class RunMonitor:
         self._place = place
         self.views = Cached(self._read_views, 0.8)
         self.machine = Cached(self._read_machine, 1.2)
+        self.previews: dict[Path, Path | None] = {}
+        """The newest preview by run folder, as far as it was looked for since the jobs were read."""
         psutil.cpu_percent()  # the first call has nothing to compare with
 
     @cached_property
@@ -64,6 +66,7 @@ class RunMonitor:
         return Queue(self._place.home)
 
     def _read_views(self) -> list[JobView]:
+        self.previews = {}
         self.queue.roots = tuple(dict.fromkeys(path for root in self._place.roots for path in (root, root / "runs")))
         return self.queue.view()
 
@@ -128,11 +131,15 @@ def find_newest_preview(ui: Ui, view: JobView) -> Path | None:
     """Return the newest preview of a run's first prompt; None if there is none, or the page may not read the folder."""
     if view.kind != "train" or view.folder is None:
         return None
-    try:
-        drawn = sorted(get_run_folder(ui, view).glob("samples/step-[0-9]*-0.png"))
-    except (UserError, OSError):
-        return None
-    return drawn[-1] if drawn else None
+    # Looked for once for all who have the page open: to follow the paths of 50 runs takes longer than all else.
+    known = get_monitor(ui.place).previews
+    if view.folder not in known:
+        try:
+            drawn = sorted(get_run_folder(ui, view).glob("samples/step-[0-9]*-0.png"))
+        except (UserError, OSError):
+            drawn = []
+        known[view.folder] = drawn[-1] if drawn else None
+    return known[view.folder]
 
 
 def read_run_log(ui: Ui, view: JobView) -> RunLog:
