@@ -26,7 +26,7 @@ else
 test: check
 	@scripts/install_browser.sh
 	@scripts/install_servers.sh
-	@echo "== tests (two at a time; about a quarter of an hour)"
+	@echo "== tests (two at a time; about 17 minutes)"
 	$(BIN)/python -m pytest --short -n 2 --dist loadfile --no-loadscope-reorder
 endif
 

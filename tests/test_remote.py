@@ -286,6 +286,7 @@ def test_mistakes_are_told_in_one_sentence(
             ("ssh:machine", ("--time", "1:00"), "--time has no effect with --to ssh"),
             ("ssh:machine", ("--priority", "1"), "--priority has no effect with --to"),
             ("ssh:machine", ("--folder", "$HOME/x"), "variables are not expanded"),
+            ("ssh:nobody@127.0.0.1", ("--env", "NOT_SET"), "NOT_SET is passed on"),  # before any machine is asked
             ("slurm", ("--sbatch", "output=x"), "the script sets output itself"),
             ("sky", ("--gpus-per-node", "1"), "--to sky needs --accelerator"),
         ):
@@ -441,6 +442,11 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     options = ("--accelerator", "L40S", "--install", "pip install x", "--env", "HF_TOKEN", "--setup", "true")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(UserError, match="HF_TOKEN is passed on"):
+        call("submit", str(file), "--to", "sky", *options)
+    assert not (tmp_path / "words").exists(), "a machine costs money"
+    monkeypatch.setenv("HF_TOKEN", "hf_value")
     call("submit", str(file), "--to", "sky", *options)
     words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
     assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", script.cluster_name(NAME)]

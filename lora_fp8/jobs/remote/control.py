@@ -70,6 +70,17 @@ class View:
         return {name: value for name, value in self.__dict__.items() if name != "sentence"} | {"text": self.sentence}
 
 
+def require_variables(names: Sequence[str]) -> None:
+    """Check that environment variables which a job gets are set here. Raises UserError."""
+    for name in names:
+        if name not in os.environ:
+            raise UserError(
+                Message(
+                    "{name} is passed on to the job from here (--env), where it is not set; set it first", name=name
+                )
+            )
+
+
 def start(job: Handle) -> Handle:
     """Start a job whose folder is there; it trains or resumes. Return its handle, which is saved.
 
@@ -81,13 +92,7 @@ def start(job: Handle) -> Handle:
     Raises:
         UserError: Slurm refuses it, a variable is not set, or see `Machine.run`.
     """
-    for name in job.secrets:
-        if name not in os.environ:
-            raise UserError(
-                Message(
-                    "{name} is passed on to the job from here (--env), where it is not set; set it first", name=name
-                )
-            )
+    require_variables(job.secrets)
     begin = f"{enter(job.folder)}\nrm -f cancel exit {NUMBER}\n"
     if job.kind == "slurm":
         # The number goes into a file first: it is known then, even if the connection is lost before it arrives here.

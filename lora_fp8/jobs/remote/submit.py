@@ -106,6 +106,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
                 "--folder {given}: variables are not expanded; write ~/ for the home folder there", given=plan.folder
             )
         )
+    control.require_variables(plan.job.secrets)
     handle.require_new(plan.job.name)
     if plan.target.kind == "sky":
         return _submit_to_sky(plan, progress)
