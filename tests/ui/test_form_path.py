@@ -314,6 +314,28 @@ def test_what_is_typed_waits_for_the_last_of_several_answers(visit: Callable[...
     expect(field(page, "new-train-steps")).to_have_value("210")
 
 
+FOLLOWED = """() => {
+  const entries = Object.entries;
+  window.followed = [];
+  Object.entries = (given) => {
+    const found = entries(given);
+    if (found.length && found.every(([, status]) => status && "component_id" in status && "fn_index" in status))
+      window.followed.push(found.length);
+    return found;
+  };
+}"""
+"""Counts the components whose progress Gradio keeps, each time that it looks them up in the page."""
+
+
+def test_a_tick_does_not_make_gradio_look_up_every_field(visit: Callable[..., Page]) -> None:
+    """With 200 of 300 components that took 50 ms of each tick, in which no key was heard."""
+    page = visit("new")
+    opened(page)
+    page.evaluate(FOLLOWED)
+    page.wait_for_function("window.followed.length > 8")  # two timers, a few times each
+    assert max(page.evaluate("window.followed")) < 20
+
+
 def test_start_and_the_state_are_in_view_at_every_scroll_position(site: Site, visit: Callable[..., Page]) -> None:
     """On a laptop, a large screen and a phone, with everything folded out that can be long."""
     Draft(site.home).write(form.START)

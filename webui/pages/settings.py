@@ -21,7 +21,7 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KE
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "gradio")
 GIB = 2**30
 EXAMPLES = {"root": "~/pictures", "models": "~/models"}
-QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": False}
+QUIET = live_panel.private_event(queue=False)
 
 
 def build(ui: Ui) -> None:

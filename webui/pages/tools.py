@@ -69,19 +69,12 @@ def build(ui: Ui) -> None:
     def submit_job(**values: Any) -> str:
         return _render_answer(ui, lambda: _queue(ui, **values))
 
-    quiet: dict[str, Any] = {"api_visibility": "private"}
-    tool.change(choose, tool, [about, file, later, result, *rows], show_progress="hidden", queue=False, **quiet)
-    start.click(run_now, inputs_kwargs=given, outputs=result, concurrency_limit=2, trigger_mode="once", **quiet)
-    later.click(submit_job, inputs_kwargs=given, outputs=result, concurrency_limit=None, trigger_mode="once", **quiet)
-    gr.on(
-        [file.focus],
-        lambda: gr.update(choices=find_loras(ui)),
-        None,
-        file,
-        show_progress="hidden",
-        queue=False,
-        **quiet,
-    )
+    hidden = live_panel.private_event(queue=False)
+    tool.change(choose, tool, [about, file, later, result, *rows], **hidden)
+    gr.on([file.focus], lambda: gr.update(choices=find_loras(ui)), None, file, **hidden)
+    answered: dict[str, Any] = {"outputs": result, "trigger_mode": "once", "api_visibility": "private"}
+    start.click(run_now, inputs_kwargs=given, concurrency_limit=2, **answered)
+    later.click(submit_job, inputs_kwargs=given, concurrency_limit=None, **answered)
 
 
 def find_loras(ui: Ui) -> list[str]:

@@ -15,16 +15,11 @@ from .preset_section import PresetHandlers
 from .questions import PROPOSED, PROPOSING
 
 SECONDS = 2.0
-QUIET: dict[str, Any] = {
-    "show_progress": "hidden",
-    "queue": False,
-    "concurrency_limit": None,
-    "api_visibility": "private",
-    "trigger_mode": "always_last",
-}
+QUIET = live_panel.private_event(queue=False, trigger_mode="always_last")
 QUEUED = QUIET | {"queue": True}
 """For handlers that may show a message: gr.Info and gr.Warning reach the browser only through the queue."""
-SLOW = QUIET | {"queue": True, "show_progress": "minimal", "trigger_mode": "once"}
+SLOW = live_panel.private_event(show_progress="minimal", trigger_mode="once")
+"""For handlers that take long; each says where its progress is shown."""
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
 """Wraps handlers that repaint a whole view, so that input typed meanwhile is not lost."""
@@ -65,15 +60,16 @@ class Events:
         self.proposed = [layout.parts["simple"][key] for key in PROPOSED]
         self.everywhere = [part for parts in self.views.values() for part in parts]
         held = {part.elem_id: part for part in self.everywhere if part.elem_id in layout.keys}
-        self.typed = {"touched": layout.touched, **self.window, **held}
+        self.typed = {**self.window, "touched": layout.touched, **held}
         # Gradio fails without a table's value.
         tables = [id for id, part in held.items() if isinstance(part, gr.Dataframe)]
         # Other fields are sent only if they were touched: a field may hold a value that is not among its choices, which
         # Gradio would refuse with a message of its own.
-        self.script = f"""(_, everything, ...values) => {{
+        self.script = f"""(...given) => {{
             const ids = {json.dumps(list(held))}, touched = %s;
-            const sent = [...touched, ...{json.dumps(tables)}];
-            return [touched.join(" "), everything, ...values.map((v, i) => sent.includes(ids[i]) ? v : null)];
+            const sent = [...touched, ...{json.dumps(tables)}], before = given.slice(0, -ids.length - 1);
+            const values = ids.map((id, i) => sent.includes(id) ? given[before.length + 1 + i] : null);
+            return [...before, touched.join(" "), ...values];
         }}"""
 
     def bind(self) -> None:
@@ -111,14 +107,17 @@ class Events:
 
     def _bind_views(self) -> None:
         layout, handlers = self.layout, self.handlers
+        # Gradio selects a tab also while it draws the page. Only a change of the view asks the server: what it sends,
+        # every field, Gradio goes through at each later event, which makes typing slow.
         for view, tab in layout.tabs.items():
-            tab.select(
-                functools.partial(handlers.switch_view, view),
-                inputs_kwargs=self.typed,
-                outputs=[*self.side, *self.views[view]],
-                js=self.script % "window.leftSettings()",
-                **QUIET,
-            ).then(None, js=OPENED)
+            tab.select(None, None, layout.view, js=f"() => {json.dumps(view)}")
+        layout.view.change(
+            handlers.switch_view,
+            inputs_kwargs={"view": layout.view, **self.typed},
+            outputs=[*self.side, *self.everywhere],
+            js=self.script % "window.leftSettings()",
+            **QUIET | {"trigger_mode": "multiple"},
+        ).then(None, js=OPENED)
         live_panel.get_load_event()(
             functools.partial(handlers.painter.repaint, "", offers=True),
             inputs_kwargs=self.window,
@@ -163,6 +162,7 @@ class Events:
             inputs_kwargs={"files": layout.foreign, **self.window},
             outputs=[layout.foreign, layout.imported, *self.side, *self.everywhere],
             js=OPENING,
+            show_progress_on=[layout.imported],
             **SLOW,
         ).then(None, js=OPENED)
         layout.save.click(
@@ -185,6 +185,7 @@ class Events:
                 inputs_kwargs=self.typed,
                 outputs=[layout.address, *self.side],
                 js=self.script % "window.touchedSettings()",
+                show_progress_on=[layout.summary],
                 **SLOW,
             ).then(None, js=FIRST_PROBLEM)
         layout.address.change(None, [layout.address], None, js=GO)

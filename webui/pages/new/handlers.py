@@ -221,7 +221,8 @@ class Handlers:
 
     def switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Handle a change of the view."""
-        return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self.painter.repaint(view, everything)
+        shown = view if view in self.layout.tabs else ""  # the name comes from the browser
+        return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self.painter.repaint(shown, everything)
 
     def _apply_touched(self, touched: str, held: dict[str, Any]) -> None:
         """Write fields into the draft that were changed and have not been sent yet.

@@ -43,6 +43,7 @@ class Layout:
         self.seen = gr.Textbox(visible="hidden", elem_id="new-seen")
         self.address = gr.Textbox(visible="hidden", elem_id="new-address")
         self.touched = gr.Textbox(visible="hidden", elem_id="new-touched")
+        self.view = gr.Textbox("simple", visible="hidden", elem_id="new-view")
         with gr.Row():
             with gr.Column(scale=5, min_width=320):
                 with gr.Tabs(elem_id="new-views"):
