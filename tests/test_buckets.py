@@ -60,7 +60,7 @@ def test_no_bucket_is_forgotten(resolution, step, max_aspect):
 
 
 def test_known_set():
-    assert buckets.bucket_sizes(512, 64, 2.0) == [
+    assert list(buckets.bucket_sizes(512, 64, 2.0)) == [
         (320, 640), (384, 640), (448, 576), (512, 512), (576, 448), (640, 384), (640, 320),
     ]  # fmt: skip
 

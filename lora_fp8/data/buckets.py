@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import isqrt
 from typing import Any
 
@@ -168,7 +169,8 @@ class Placed:
         return (*self.placement.bucket_wh, num_frames) if num_frames > 1 else self.placement.bucket_wh
 
 
-def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
+@lru_cache
+def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     """Return all buckets, (width, height), from the tallest to the widest.
 
     Raises:
@@ -197,7 +199,7 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> list[Size]:
     if narrow:
         width, height = max(narrow, key=lambda size: (size[0] * size[1], size))
         sizes |= {(width, height), (height, width)}
-    return sorted(sizes, key=lambda size: (Fraction(*size), size))
+    return tuple(sorted(sizes, key=lambda size: (Fraction(*size), size)))
 
 
 def _distance(shape: Size, other: Size) -> Fraction:
@@ -206,7 +208,8 @@ def _distance(shape: Size, other: Size) -> Fraction:
     return max(ratio, 1 / ratio)
 
 
-def nearest_bucket(size: Size, sizes: Sequence[Size]) -> Size:
+@lru_cache(maxsize=4096)  # a large dataset has few sizes, and is placed more than once
+def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> Size:
     """Return the bucket whose aspect ratio is nearest to that of an image of this size."""
     return min(sizes, key=lambda bucket: (_distance(size, bucket), -bucket[0] * bucket[1], -bucket[0]))
 
@@ -261,7 +264,7 @@ def place(
 
 
 def _place(
-    size: Size, sizes: Sequence[Size], resolution: int, step: int, max_aspect: float, upscale: bool
+    size: Size, sizes: tuple[Size, ...], resolution: int, step: int, max_aspect: float, upscale: bool
 ) -> Placement:
     bucket = nearest_bucket(size, sizes)
     if not upscale and (size[0] < bucket[0] or size[1] < bucket[1]):
