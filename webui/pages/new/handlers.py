@@ -221,8 +221,9 @@ class Handlers:
 
     def switch_view(self, view: str, touched: str, everything: bool, **held: Any) -> dict[Any, Any]:
         """Handle a change of the view."""
-        shown = view if view in self.layout.tabs else ""  # the name comes from the browser
-        return self._warn_on_error(lambda: self._apply_touched(touched, held)) | self.painter.repaint(shown, everything)
+        done = self._warn_on_error(lambda: self._apply_touched(touched, held))
+        every_view = view not in self.layout.tabs  # the name comes from the browser, and may be anything
+        return done | self.painter.repaint("" if every_view else view, everything)
 
     def _apply_touched(self, touched: str, held: dict[str, Any]) -> None:
         """Write fields into the draft that were changed and have not been sent yet.
