@@ -124,6 +124,40 @@ def test_aspect_error_is_bounded_by_the_gap_between_buckets():
             assert abs(aspect - math.log(bucket[0] / bucket[1])) <= gap / 2 + 1e-9
 
 
+def masked(size: tuple[int, int], white: tuple[float, ...] | None) -> SimpleNamespace:
+    mask = SimpleNamespace(white=white) if white else None
+    return SimpleNamespace(path="a.png", width=size[0], height=size[1], folder_index=0, mask=mask)
+
+
+def test_a_crop_follows_the_mask_no_further_than_it_must():
+    """Against all places that the crop could have: it shows as much as any, and is the nearest to the middle."""
+    draw = random.Random(1)
+    section = settings.Dataset(folders=[settings.Folder(path=".")], buckets=False, follow_mask=True)
+    for size in random_sizes(80, 60, 400):
+        white = tuple(
+            side
+            for pair in zip(*(sorted((draw.random(), draw.random())) for _ in range(2)), strict=True)
+            for side in pair
+        )
+        (placed,) = buckets.assign([masked(size, white)], section, resolution=64, step=8)
+        usual = buckets.place(size, 64, 8, buckets=False)
+        assert (placed.placement.resized_wh, placed.placement.bucket_wh) == (usual.resized_wh, usual.bucket_wh)
+        for axis in (0, 1):
+            side, resized = usual.bucket_wh[axis], usual.resized_wh[axis]
+            begin, end = math.floor(white[axis] * resized), math.ceil(white[axis + 2] * resized)
+            shown = {edge: min(end, edge + side) - max(begin, edge) for edge in range(resized - side + 1)}
+            best = [edge for edge in shown if shown[edge] == max(shown.values())]
+            middle = usual.crop_xy[axis]
+            assert placed.placement.crop_xy[axis] == min(best, key=lambda edge: abs(edge - middle)), (size, white)  # noqa: B023
+
+
+def test_crops_stay_in_the_middle_where_no_mask_leads_them():
+    for follow, white in ((False, (0.8, 0.8, 1.0, 1.0)), (True, None), (True, (0.0, 0.0, 0.0, 0.0))):
+        section = settings.Dataset(folders=[settings.Folder(path=".")], buckets=False, follow_mask=follow)
+        (placed,) = buckets.assign([masked((200, 90), white)], section, resolution=64, step=8)
+        assert placed.placement == buckets.place((200, 90), 64, 8, buckets=False)
+
+
 def test_without_upscale_the_largest_fitting_bucket_by_brute_force():
     resolution, step, max_aspect = 128, 16, 2.0
     for size in random_sizes(200, 16, 300):

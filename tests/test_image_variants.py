@@ -47,6 +47,25 @@ def test_no_variant_leaves_the_image():
             assert 0 <= top < bottom <= variant.placement.resized_wh[1]
 
 
+def test_random_crops_stay_around_the_mask():
+    """Each version shows the white part, or where that is larger than the crop nothing but it; places still vary."""
+    mask = SimpleNamespace(white=(0.7, 0.1, 0.95, 0.3))
+    example = SimpleNamespace(image_sha256="abc", uid="0/abc.png", frames=(), mask=mask)
+    section = Dataset(random_crop=True, zoom=1.0, image_variants=32, follow_mask=True)
+    versions = list_variants(Placed(example, buckets.place((300, 200), 64, 8, buckets=False)), section)[1:]
+    for version in versions:
+        left, top, right, bottom = version.placement.box
+        width, height = version.placement.resized_wh
+        for begin, end, ends in (
+            (left, right, (0.7 * width, 0.95 * width)),
+            (top, bottom, (0.1 * height, 0.3 * height)),
+        ):
+            assert begin <= ends[0] and ends[1] <= end or ends[0] - 1 <= begin and end <= ends[1] + 1
+    assert len({version.placement.crop_xy for version in versions}) > 20
+    free = list_variants(Placed(example, versions[0].usual), section.model_copy(update={"follow_mask": False}))[1:]
+    assert any(version.placement.crop_xy[0] == 0 or not version.placement.shows(mask.white) for version in free)
+
+
 @pytest.mark.parametrize("angle", [0.0, 12.0, -33.0, 45.0])
 @pytest.mark.parametrize("where", [(0.0, 0.0), None, (0.9, 0.2)])
 def test_a_variant_shows_the_part_that_its_placement_names(angle: float, where: tuple[float, float] | None):

@@ -300,6 +300,7 @@ OWN_TEST = {
     "dataset.clip": "test_clips",
     "preview.frames": "test_clips",
     "dataset.missing_caption": "test_missing_caption",
+    "dataset.follow_mask": "test_crops_follow_the_mask",
     "dataset.max_pixels": "test_max_pixels",
     "train.threads": "test_threads",
     "train.deterministic": "test_deterministic_kernels",
@@ -961,6 +962,17 @@ def test_a_setting_that_has_no_effect_is_a_warning(
     warned = [event["text"] for event in done.events() if event["event"] == "warning"]
     key = overrides[0].split("=")[0]
     assert len([text for text in warned if key in text and "no effect" in text]) == 1, warned
+
+
+def test_crops_follow_the_mask(observe: Callable[..., Any], tmp_path: Path) -> None:
+    image = Image.new("RGBA", (96, 48), (200, 30, 30, 255))
+    image.paste((0, 0, 0, 0), (0, 0, 72, 48))
+    image.save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_text("a cup", encoding="utf-8")
+    masked = f"dataset.folders=[{{path='{tmp_path}', mask='alpha'}}]", "dataset.buckets=false"
+    before, after = observe(*masked), observe(*masked, "dataset.follow_mask=true")
+    assert before["encoded"] != after["encoded"] and before["losses"] != after["losses"]
+    assert all(before[same] == after[same] for same in ("rates", "buckets", "samples"))
 
 
 def test_the_blocks_that_are_counted_exist() -> None:

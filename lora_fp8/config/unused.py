@@ -44,7 +44,9 @@ def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None
     """
     family = values["model.family"]
     traits = families.traits(family) if family in families.available() else {}
-    known = dict(values) | {f"family.{name}": value for name, value in traits.items()} | dict(facts or {})
+    mask_uses = "objective.unmasked_weight", "objective.prior_outside_masks", "dataset.follow_mask"
+    known = dict(values) | {f"family.{name}": value for name, value in traits.items()}
+    known |= {"masks.matter": [values.get(key) for key in mask_uses] != [1.0, 0.0, False]} | dict(facts or {})
     if isinstance(name := known.get("optimizer.name"), str) and is_class(name):
         known["optimizer.name"] = CLASS
     folders = values[FOLDERS] if isinstance(values[FOLDERS], list) else []

@@ -10,7 +10,8 @@ A batch holds images of one size, so images of similar shape share a size, calle
 * An image goes into the bucket with the nearest aspect ratio, in log space, so that 2:1 is as far from 1:1 as 1:2 is.
   Ties go to the larger area, then to the wider bucket. The comparison is exact (fractions, no logarithms), so that
   every machine decides alike.
-* The image is resized (Lanczos), keeping its shape, until it just covers the bucket, and centre-cropped.
+* The image is resized (Lanczos), keeping its shape, until it just covers the bucket, and centre-cropped. With
+  `follow_mask`, the crop moves as little as needed to show the white part of the mask, or as much of it as fits.
 * With `upscale = false`, an image that would have to be enlarged goes instead into the bucket of the largest area that
   fits inside it, under the same limits (nearest aspect ratio among equals).
 * Clips are assigned like images, by the size of their frames; clips of one length share a bucket.
@@ -22,15 +23,16 @@ names end in `_hw`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from math import isqrt
+from math import ceil, floor, isqrt
 from typing import Any
 
 from PIL import Image, ImageEnhance
 
 from ..errors import Message, UserError, about
+from .image_edits import Box
 
 Size = tuple[int, int]
 Bucket = tuple[int, ...]
@@ -84,7 +86,7 @@ class Placement:
         """Size that is trained, (height, width) (SDXL's `target_size`)."""
         return self.bucket_wh[1], self.bucket_wh[0]
 
-    def shows(self, box: tuple[float, float, float, float]) -> bool:
+    def shows(self, box: Box) -> bool:
         """Return True if the crop contains any part of this box.
 
         Args:
@@ -250,6 +252,38 @@ def crop_box(size: Size, bucket: Size) -> tuple[Size, Size]:
     return resized, ((resized[0] - bucket_width) // 2, (resized[1] - bucket_height) // 2)
 
 
+def find_subject(example: Any, follow_mask: bool) -> Box | None:
+    """Return the box around the white part of an example's mask, as shares of the image's sides, if crops follow it."""
+    mask = example.mask if follow_mask else None
+    return mask.white if mask is not None and mask.white and any(mask.white) else None
+
+
+def keep_inside(edges: tuple[int, int], resized: int, side: int, subject: tuple[float, float]) -> tuple[int, int]:
+    """Narrow the range of a crop's edge along one axis to where the crop shows the subject.
+
+    Args:
+        edges: the least and the most left (or top) edge that the crop may have.
+        resized, side: pixels of the resized image and of the crop along the axis.
+        subject: where the subject begins and ends, as shares of the image. If it is longer than the crop, the crop
+            shows nothing but the subject.
+    """
+    begin, end = floor(subject[0] * resized), ceil(subject[1] * resized)
+    least, most = (min(max(edge, edges[0]), edges[1]) for edge in sorted((end - side, begin)))
+    return least, most
+
+
+def _follow(placement: Placement, subject: Box | None) -> Placement:
+    """Move a crop as little as needed to show the subject."""
+    if subject is None:
+        return placement
+    corners = []
+    for axis, usual in enumerate(placement.crop_xy):
+        resized, side = placement.resized_wh[axis], placement.bucket_wh[axis]
+        least, most = keep_inside((0, resized - side), resized, side, (subject[axis], subject[axis + 2]))
+        corners.append(min(max(usual, least), most))
+    return replace(placement, crop_xy=(corners[0], corners[1]))
+
+
 def _rounded(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
@@ -293,7 +327,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
 
     Args:
         examples: `images.Example`s.
-        section: `settings.Dataset`; buckets, max_aspect, upscale and the folders' resolutions are read.
+        section: `settings.Dataset`; buckets, max_aspect, upscale, follow_mask and the folders' resolutions are read.
         resolution, step: resolved numbers, since the section may leave them to the family.
 
     Raises:
@@ -309,7 +343,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
             placement = _place((example.width, example.height), sizes[side], side, step, max_aspect, section.upscale)
         except UserError as error:
             raise UserError(about(example.path, error)) from None
-        placed.append(Placed(example, placement))
+        placed.append(Placed(example, _follow(placement, find_subject(example, section.follow_mask))))
     return placed
 
 

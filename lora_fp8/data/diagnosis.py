@@ -28,7 +28,7 @@ KINDS = {
     "mask_outside": (
         "warning",
         Template("its mask is white only where the crop cuts it off"),
-        Message("crop the picture and its mask yourself, or raise dataset.max_aspect"),
+        Message("set dataset.follow_mask = true, crop the picture and its mask yourself, or raise dataset.max_aspect"),
     ),
     "unreadable": ("problem", Template("cannot be used: {detail}"), Message("save the picture again, or take it out")),
     "caption_encoding": (

@@ -13,7 +13,7 @@ from random import Random
 
 from .. import settings
 from . import keyed_seed
-from .buckets import Change, Placed, Placement, Size
+from .buckets import Box, Change, Placed, Placement, Size, find_subject, keep_inside
 
 MARGIN = 2
 """Pixels between the corners of a turned crop and the image's edge, for the interpolation."""
@@ -24,7 +24,7 @@ def list_variants(placed: Placed, section: settings.Dataset) -> list[Placed]:
 
     Args:
         placed: the image in its bucket.
-        section: `[dataset]`: image_variants, random_crop, zoom, rotate, color_jitter and upscale are read.
+        section: `[dataset]`: image_variants, random_crop, zoom, rotate, color_jitter, upscale and follow_mask are read.
     """
     if not section.varies_images:
         return [placed]
@@ -49,10 +49,13 @@ def draw_variant(placed: Placed, section: settings.Dataset, number: int) -> Plac
     enlarged = 1 + zoom * section.zoom
     if not section.upscale:
         enlarged = max(1.0, min(enlarged, usual.original_wh[0] / usual.resized_wh[0]))
-    return Placed(placed.example, move_crop(usual, enlarged, change.angle, where), change, usual)
+    subject = find_subject(placed.example, section.follow_mask)
+    return Placed(placed.example, move_crop(usual, enlarged, change.angle, where, subject), change, usual)
 
 
-def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[float, float] | None) -> Placement:
+def move_crop(
+    usual: Placement, enlarged: float, angle: float, where: tuple[float, float] | None, subject: Box | None = None
+) -> Placement:
     """Return the placement of a crop in an image that is enlarged, and turned about the middle of the crop.
 
     Args:
@@ -60,6 +63,7 @@ def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[floa
         enlarged: factor of the size to which the image is resized, at least 1; more where the angle needs it.
         angle: in degrees.
         where: position of the crop in the room that it has, (across, down), each from 0 to 1; None: in the middle.
+        subject: part of the image that the crop shows, as far as it has room for it; None: none.
     """
     needed = _measure_turned(usual.bucket_wh, angle)
     if angle:
@@ -71,7 +75,11 @@ def move_crop(usual: Placement, enlarged: float, angle: float, where: tuple[floa
         size, side = usual.bucket_wh[axis], resized_wh[axis]
         least = math.ceil((needed[axis] - size) / 2)
         most = max(least, math.floor(side - (needed[axis] + size) / 2))
-        corners.append((least + most) // 2 if where is None else least + round(where[axis] * (most - least)))
+        first, last = least, most
+        if subject:
+            first, last = keep_inside((least, most), side, size, (subject[axis], subject[axis + 2]))
+        middle = min(max((least + most) // 2, first), last)
+        corners.append(middle if where is None else first + round(where[axis] * (last - first)))
     return Placement(usual.original_wh, usual.bucket_wh, resized_wh, (corners[0], corners[1]))
 
 

@@ -93,11 +93,13 @@ FACTS = {
     "layers.fp8": Message("no layer can be multiplied in FP8"),
     "layers.modulation": Message("this model has no modulation layers"),
     "layers.convolutions": Message("this model has no convolutions"),
+    "masks.matter": Message("objective.unmasked_weight = 1 counts the area outside the masks in full"),
     "run.several_processes": Message("the job runs in one process"),
 }
 """What a `when` may need beside settings and the family's traits, each with the reason where it does not hold.
 
-A fact is true or false once the base's headers, its layers or the processes are known, and counts as true before."""
+A fact is true or false once the base's headers, its layers or the processes are known, and counts as true before.
+`masks.matter` follows from several settings."""
 QUANTIZED: dict[str, tuple[Any, ...]] = {"quantize.storage": ("fp8", "int8", "nf4")}
 FP8_MATMUL: dict[str, tuple[Any, ...]] = {
     "quantize.storage": ("fp8",),
@@ -501,7 +503,7 @@ class Folder(Section):
         "",
         "Masks, white where the image is trained: a folder with a mask of the same name for each image, 'alpha' for "
         "the images' own transparency, or a name pattern for files beside them, such as '*-masklabel'.",
-        when={"objective.unmasked_weight": Except((1.0,))},
+        when={"masks.matter": (True,)},
         also="kohya: conditioning_data_dir; ai-toolkit: mask_path",
         place="folder",
     )
@@ -546,6 +548,12 @@ class Dataset(Section):
         False,
         "Mirror half of the samples left to right. Not for text, logos or asymmetric characters.",
         also="kohya: flip_aug; ai-toolkit: flip_x",
+    )
+    follow_mask: bool = setting(
+        False,
+        "Move the crop of an image that has a mask as little as needed to keep the white part of the mask inside. If "
+        "off, crops are in the middle, or where random_crop draws them.",
+        when=MASKED,
     )
     random_crop: bool = setting(
         False,
