@@ -41,7 +41,7 @@ from .stages.measure import find_layers_to_move
 from .stages.milestones import Milestones, find_missed
 from .stages.preflight import preflight
 from .stages.progress import Progress
-from .stages.resume import State, begin_or_resume, require_same_step
+from .stages.resume import State, begin_or_resume, require_resumable, require_same_step
 from .stages.session import Bystander, Session, explain_errors
 from .stages.step import compute_gradient_, require_finite
 from .training import optim
@@ -107,6 +107,8 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
 def _run_stages(session: Session, resume: bool) -> Result:
     run, processes = session.run, session.processes
     with session.together():
+        if resume:
+            require_resumable(session)
         download(session)
     with session.together():
         data = cache(session)

@@ -471,7 +471,8 @@ def test_train_stop_resume_export_verify(
     assert seen.keys() == {"kohya"} and seen["kohya"].keys() == written.keys() and tree_hash(folder) == before
     assert "comfy'" in ask("export", folder, "--format", "comfy").err
     again = tmp_path / "again 😀.toml"
-    assert ask("new", again, "--from-lora", files[0], "--preset", "style").code == 2
+    refused = ask("new", again, "--from-lora", files[0], "--preset", "style", "--trigger", "zibo", "--controls", folder)
+    assert refused.code == 2 and "Leave out --controls, --trigger, --preset" in refused.err and not again.exists()
     assert ask("new", again, "--from-lora", files[0]).code == 0
     assert config.load(again).train == config.load(folder / "config.toml").train
     assert config.load(again).name == "again 😀"

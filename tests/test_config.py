@@ -137,6 +137,8 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
     [
         ("[adapter]\nsteps = 5", "adapter.steps: unknown setting, did you mean train.steps?"),
         ("[train]\nlearning_rate = 1e-4", "train.learning_rate: unknown setting; here it is optimizer.lr (kohya"),
+        ("[train]\nseed = 1", "train.seed: unknown setting here; `seed` belongs before the first [section]"),
+        ("[adapter]\nname = 'a'", "adapter.name: unknown setting here; `name` belongs before the first [section]"),
         ("[adapter]\nstep = 5", "adapter.step: unknown setting, did you mean train.steps?"),
         ("rank = 4", "rank: unknown setting, did you mean adapter.rank?"),
         ("train = 5", "train: expected a table, got 5"),
@@ -538,6 +540,7 @@ def test_files_as_editors_and_mistakes_leave_them(tmp_path: Path) -> None:
     assert "not UTF-8 text (byte 7)" in refused(b'name = "caf\xe9"'.replace(b"caf", b""[:0]).replace(b'= "', b'="'))
     assert "not valid TOML" in refused(b"name = 'a'\n[train\n") and "line 2" in refused(None)
     assert "not valid TOML" in refused(b"seed = 1\nseed = 2")
+    assert "Cannot declare train twice" in refused(b"[train]\n[train]")
     assert "not valid TOML" in refused(b"seed = " + b"9" * (DIGITS + 1))
     assert "not valid TOML" in refused(b"seed = 0x" + b"f" * DIGITS)
     assert "not valid TOML" in refused(b"name = " + b"[" * 5000)

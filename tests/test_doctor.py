@@ -331,6 +331,12 @@ def ask(monkeypatch, capfd, *arguments: str | Path) -> tuple[int, str, str]:
 
 def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, capfd, tree_hash) -> None:
     picture(9).save(folder / "odd.png")
+    code, _, err = ask(monkeypatch, capfd, "dataset", "edit", folder)
+    assert code == 2 and err == "no edit was given. `lora-fp8 dataset edit --help` lists the edits\n"
+    (folder / "good0.txt").write_text("zibo, " + 50 * "long " + "tag", encoding="utf-8")
+    code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
+    assert "...: 1" in out and 20 * "long " not in out
+    (folder / "good0.txt").write_text("zibo, number 0", encoding="utf-8")
     code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
     assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
     helped = ("--trigger", "zibo 😀", "--set", "dataset.missing_caption=trigger")

@@ -306,7 +306,7 @@ def test_wide_gamut_pictures_become_the_srgb_that_they_look_like(tmp_path, name,
     assert np.abs(expected - COLOURS).max() > 8, "without the profile it would be seen"
     path.with_suffix(".txt").write_text("x", encoding="utf-8")
     report = images.scan(section(tmp_path, resolution=16))
-    assert report.counts["converted"] == 1 and "1 images converted" in "\n".join(images.describe(report))
+    assert report.counts["converted"] == 1 and "1 image converted" in "\n".join(images.describe(report))
     assert not [line for line in report.warnings if "profile" in line]
 
 

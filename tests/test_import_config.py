@@ -1530,6 +1530,32 @@ def test_kohyas_lora_plus(tmp_path: Path, args: str, ratio: float | None, exact:
     assert "network_args" in keys(prodigy.no_counterpart) and not importing.problems(prodigy)
 
 
+@pytest.mark.parametrize(("kind", "own"), [("LyCORIS/LoCon", "dora"), ("Standard", "lora")])
+def test_dora_of_kohyas_page(here: Path, tmp_path: Path, kind: str, own: str) -> None:
+    """The page stores dora_wd for every type of LoRA; it is used, and reported as used, with LyCORIS only."""
+    data = read(here / "kohya_ss_sdxl.json") | {"LoRA_type": kind, "dora_wd": True}
+    (tmp_path / "page.json").write_text(json.dumps(data), encoding="utf-8")
+    made = importing.import_file(tmp_path / "page.json")
+    assert settings(made)["adapter"]["type"] == own
+    assert ("dora_wd" in keys(made.mapped)) == (own == "dora")
+    assert "dora_wd" not in keys([entry for entry in made.no_counterpart if not entry.off])
+
+
+def test_network_arguments_beside_converted_ones_are_reported(tmp_path: Path) -> None:
+    """Arguments without a counterpart are listed also where a setting was made from another argument."""
+    made = kohya(tmp_path, "network_args = ['loraplus_lr_ratio=4', 'conv_dim=8', 'unheard_of=1', 'rank_dropout=0.1']")
+    assert settings(made)["optimizer"]["loraplus_lr_ratio"] == 4 and "network_args" in keys(made.mapped)
+    (left,) = (entry for entry in made.no_counterpart if entry.key == "network_args")
+    assert json.loads(left.value) == ["conv_dim=8", "unheard_of=1"] and left.note and not left.off
+    unknown = tmp_path / "unknown.toml"
+    unknown.write_text(
+        "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'networks.lora'\n"
+        "network_args = ['loraplus_lr_ratio=4', 'block_dims=2,2']\n",
+        encoding="utf-8",
+    )
+    assert any("block_dims=2,2" in line for line in importing.import_file(unknown).todo)
+
+
 @pytest.mark.parametrize(
     ("only", "without"),
     [

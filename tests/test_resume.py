@@ -338,8 +338,11 @@ def test_what_a_checkpoint_cannot_go_on_with_is_refused(make_job, tmp_path, sett
     shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
     before = tree_hash(tmp_path / "runs" / "lora" / "checkpoints")
     config_file = folder_of(stopped) / "config.toml"
+    job = make_job(tmp_path, *settings, change)
+    stages = events(job, "stage")
     with pytest.raises(UserErrors) as refusal:
-        run(make_job(tmp_path, *settings, change), resume=True)
+        run(job, resume=True)
+    assert events(job, "stage") == stages  # nothing was downloaded, encoded or loaded first
     (problem,) = refusal.value.problems
     key = change.partition("=")[0]
     assert problem.startswith(f"{key}: was ") and "step-000003" in str(refusal.value)

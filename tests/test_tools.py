@@ -302,10 +302,13 @@ def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path
     peft, wide, out = (tmp_path / f"{name}.safetensors" for name in ("peft", "wide", "out"))
     save_file(lora_for({"unet.a": (24, 40)}), peft)
     save_file(as_kohya(lora_for({"lora_unet_a": (48, 40)}), 1.0), wide)
+    other = tmp_path / "other.safetensors"  # in one layout with the first, without a layer in common
+    save_file(as_kohya(lora_for({"lora_unet_double": (48, 40)}), 1.0), other, {"ss_base_model_version": "flux1"})
     for arguments, words in {
         (file,): "two LoRA files or more",
         (file, peft): "files of one layout",
         (file, wide): "not of one architecture",
+        (file, other): "lora.safetensors is for Stable Diffusion 1.5, other.safetensors for FLUX.1: only LoRAs of one",
         (f"{file}:nan", wide): "finite number",
         (f"{file}:x", wide): f"{file}:x: a weight is a finite number other than 0, as in {file}:0.7",
         (f"{file}2:x", wide): "no such file",

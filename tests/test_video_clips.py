@@ -101,7 +101,7 @@ def test_the_frames_that_are_read_are_those_that_were_asked_for(tmp_path, suffix
         == list(example.frames)
         == [0, 2, 4, 6, 8, 10, 12, *((14, 16) if suffix in CODECS else (15, 17))]
     )
-    assert f"1 clips: 1 of 9 frames, 9 of {10} frames" in "\n".join(images.describe(report))
+    assert f"1 clip: 1 of 9 frames, 9 of {10} frames" in "\n".join(images.describe(report))
 
 
 @pytest.mark.parametrize(

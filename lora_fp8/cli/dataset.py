@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..families.sources.description import BaseDescription
 
 from ..common.shell import quote_path
-from ..errors import Joined, Message, Plural, first_few
+from ..errors import Joined, Message, Plural, UserError, first_few
 from .help import Group, Program
 from .options import FOLDER, JSON, SET, load_config, print_json, print_lines
 
@@ -139,6 +139,8 @@ def edit(
         trigger=trigger, separator=separator,
     )  # fmt: skip
     operations = options.operations()
+    if not operations:
+        raise UserError(Message("no edit was given. `lora-fp8 dataset edit --help` lists the edits"))
     chosen = captions.select(folder, glob=only, having=having, lacking=lacking, separator=separator, mask=mask)
     preview = captions.preview(folder, operations, chosen)
     entry = captions.apply(folder, preview) if preview.changes and not dry_run else None

@@ -58,7 +58,15 @@ def new(
     path = _with_suffix(path)
     _refuse_existing(path, force)
     if from_lora:
-        text = _copy_settings(path, from_lora, any((preset, family, base, images, goal, card)))
+        others: dict[str, object] = {
+            "--family": family,
+            "--base": base,
+            "--images": images,
+            "--controls": controls,
+            "--trigger": trigger,
+        }
+        others |= {"--goal": goal, "--card": card, "--preset": preset}
+        text = _copy_settings(path, from_lora, [option for option, value in others.items() if value])
     else:
         wishes = _make_wishes(path.stem, family, base, goal, card, preset)
         wishes, pictures = _look_at(wishes, images, controls, trigger)
@@ -285,13 +293,25 @@ def _describe(wishes: Wishes, pictures: Pictures) -> list[str]:
     return list(short_config.describe(wishes, pictures))
 
 
-def _copy_settings(path: Path, file: Path, more: bool) -> str:
-    """Return the settings with which a LoRA file was trained, as a config for another run."""
+def _copy_settings(path: Path, file: Path, others: list[str]) -> str:
+    """Return the settings with which a LoRA file was trained, as a config for another run.
+
+    Args:
+        path: the config to write.
+        file: the LoRA file.
+        others: options that were given and would have no effect.
+    """
     from ..config import Override, commented, loads
     from ..lora_files.export_metadata import config_of
 
-    if more:
-        raise UserError(Message("--from-lora: the file says family and settings; leave out --family and --preset"))
+    if others:
+        names = ", ".join(others)
+        raise UserError(
+            Message(
+                "--from-lora copies all settings of the file. Leave out {options}, and edit the config that is written",
+                options=names,
+            )
+        )
     return commented(loads(config_of(file), [Override("name", path.stem)], where=str(file)))
 
 

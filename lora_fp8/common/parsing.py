@@ -1,5 +1,6 @@
 """What the parsers of JSON, TOML and YAML say of a text that is wrong, as messages that can be translated."""
 
+import ast
 import json
 import re
 
@@ -83,5 +84,14 @@ def find_message(text: str) -> str:
         return _KNOWN[text]
     for pattern, template in _WITH_NAME.items():
         if match := re.fullmatch(pattern, text, re.DOTALL):
-            return template(name=match[1])
+            return template(name=_dotted_key(match[1]))
     return text
+
+
+def _dotted_key(name: str) -> str:
+    """Return a key that tomllib shows as a tuple, such as "('a', 'b')", as it is written: a.b; other text as it is."""
+    try:
+        parts = ast.literal_eval(name)
+    except (ValueError, SyntaxError):
+        return name
+    return ".".join(map(str, parts)) if isinstance(parts, tuple) else name

@@ -268,6 +268,8 @@ def _suggest(location: Location) -> Message:
     names = list(model.model_fields) if model is not None else []
     prefix = _dotted(location[:-1])
     homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
+    if location[:-1] and name in Job.model_fields and model_at((name,)) is None:  # under a [section] by mistake
+        return Message("unknown setting here; `{name}` belongs before the first [section]", name=name)
     if homes:
         return Message("{line}, did you mean {meant}?", line=unknown, meant=f"{homes[0]}.{name}")
     if ours := names_elsewhere().get(name.lower()):

@@ -459,6 +459,6 @@ def check(operations: Sequence[Operation]) -> None:
                     )
                 )
     if not operations:
-        problems.append(Message("nothing to do is given"))
+        problems.append(Message("no edit was given"))
     if problems:
         raise UserErrors(problems, Message("caption edit"))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import Message, Template
+from .caption_variants import shorten
 from .examples import ScanReport
 
 CAPTION_IT = Message("write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'")
@@ -299,7 +300,8 @@ class Diagnosis:
         if self.pictures:
             lines += self._describe_sizes()
         if self.tags:
-            lines.append(Message("tags {counts}", counts=_join_counts(dict(self.tags.most_common(20)))))
+            frequent = {shorten(tag): count for tag, count in self.tags.most_common(20)}
+            lines.append(Message("tags {counts}", counts=_join_counts(frequent)))
         for finding in self.findings:
             lines += finding.lines()
         return lines

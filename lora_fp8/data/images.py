@@ -31,7 +31,7 @@ from pathlib import Path
 
 from .. import settings
 from ..common.numbers import digits
-from ..errors import Joined, Message, Plural, Template, about, first_few, reason
+from ..errors import Joined, Message, Plural, about, first_few, reason
 from . import clips
 from .buckets import same_shape
 from .caption_style import warn_of_sentences
@@ -339,13 +339,24 @@ def describe(report: ScanReport) -> list[str]:
 
 
 COUNTED = {
-    "converted": Template("{count} images converted from their colour profile to sRGB"),
-    "controls": Template("{count} control pictures"),
-    "masked": Template("{count} images with a mask"),
-    "excluded": Template("{count} images excluded from training"),
-    "edited": Template("{count} images turned or cropped"),
-    "clips": Template("{count} clips: {lines}, {used} of {frames} frames at dataset.fps"),
-    "triggered": Template("{count} captions had the trigger word put in front"),
-    "no_caption": Template("{count} images without a caption have the trigger word as theirs"),
+    "converted": Plural(
+        "{count} image converted from its colour profile to sRGB",
+        "{count} images converted from their colour profile to sRGB",
+    ),
+    "controls": Plural("{count} control image", "{count} control images"),
+    "masked": Plural("{count} image with a mask", "{count} images with a mask"),
+    "excluded": Plural("{count} image excluded from training", "{count} images excluded from training"),
+    "edited": Plural("{count} image turned or cropped", "{count} images turned or cropped"),
+    "clips": Plural(
+        "{count} clip: {lines}, {used} of {frames} frames at dataset.fps",
+        "{count} clips: {lines}, {used} of {frames} frames at dataset.fps",
+    ),
+    "triggered": Plural(
+        "{count} caption had the trigger word put in front", "{count} captions had the trigger word put in front"
+    ),
+    "no_caption": Plural(
+        "{count} image without a caption has the trigger word as its own",
+        "{count} images without a caption have the trigger word as theirs",
+    ),
 }
 """Counts of a scan that are reported where they are not 0."""

@@ -261,6 +261,10 @@ class Draft:
         """Report that these keys have no counterpart; with `off`, as they are set, they need none."""
         self._account("none", keys, {}, note, off)
 
+    def none_of(self, key: str, parts: Iterable[str], note: str) -> None:
+        """Report that these parts of a key's value have no counterpart, where settings were made from other parts."""
+        self.lists["none"].append(_entry(self.labels[key], list(parts), note=note))
+
     def wait(self, keys: str | Iterable[str]) -> None:
         """Report that these keys depend on the architecture, which is unknown; `finish` adds a TODO that names them."""
         before = len(self.lists["none"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import PureWindowsPath
 from typing import Any
 
@@ -161,12 +162,15 @@ def set_network(draft: Draft) -> None:
     if not lycoris and "lorafa" in (common_values.plain(other), algorithm):
         algorithm = "lora"
         draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains the second matrix only"))
-    decomposed = str(given.get("dora_wd", "")).lower() == "true" or common_values.on(draft.get("dora_wd"))
+    # kohya_ss's page stores dora_wd for every type of LoRA, and uses it with LyCORIS only.
+    paged = common_values.on(draft.get("dora_wd")) and (lycoris or draft.tool.name != "kohya_ss")
+    decomposed = str(given.get("dora_wd", "")).lower() == "true" or paged
     if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)
     if algorithm == "lora" and decomposed:
         algorithm = "dora"
-    own_type = adapter_settings.set_type(draft, ["network_module", "LoRA_type", "lycoris_algo"], algorithm)
+    naming = ["network_module", "LoRA_type", "lycoris_algo", *(["dora_wd"] if paged and algorithm == "dora" else [])]
+    own_type = adapter_settings.set_type(draft, naming, algorithm)
     draft.set("adapter.type", own_type)
     if algorithm == "lokr":
         _set_lokr(draft, given)
@@ -183,12 +187,19 @@ def set_network(draft: Draft) -> None:
     _report_page_keys(draft, plain=not lycoris and kind in ("", "standard", "flux1", "sd3"))
 
 
-def _network_arguments(draft: Draft) -> dict[str, str]:
-    """Return the network's arguments, of the file and of the page, by name."""
-    arguments = draft.get("network_args") or []
-    arguments = arguments.split() if isinstance(arguments, str) else listed(arguments)
-    custom = draft.get("network_args_custom", listed) or []
-    return dict(str(argument).partition("=")[::2] for argument in [*arguments, *custom])
+ARGUMENTS = ("network_args", "network_args_custom")
+"""Keys that hold the network's arguments: the trainers', and that of lora-scripts' page."""
+
+
+def _network_arguments(draft: Draft, keys: Iterable[str] = ARGUMENTS) -> dict[str, str]:
+    """Return the network's arguments in these keys by name."""
+    arguments = [argument for key in keys for argument in draft.get(key, _words) or []]
+    return dict(str(argument).partition("=")[::2] for argument in arguments)
+
+
+def _words(value: Any) -> list[Any]:
+    """Return a list, or the words of a line."""
+    return value.split() if isinstance(value, str) else listed(value)
 
 
 BY_FAMILY = {"block_dims", "block_alphas", *kohya_blocks.RATES, *kohya_blocks.CHOICES}
@@ -197,13 +208,18 @@ BY_FAMILY = {"block_dims", "block_alphas", *kohya_blocks.RATES, *kohya_blocks.CH
 
 def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
     """Report the network's arguments; `left` are those that no setting was made from."""
-    for key in ("network_args", "network_args_custom"):
-        if left and not draft.family and any(name in BY_FAMILY for name in left):
+    for key in ARGUMENTS:
+        own = [name for name in _network_arguments(draft, [key]) if name in left]
+        parts = [f"{name}={left[name]}" for name in own]
+        reasons = remarks.join([_no_argument(name) for name in own])
+        waits = not draft.family and any(name in BY_FAMILY for name in own)
+        if own and key in draft.done:  # settings were made from its other arguments
+            draft.none_of(key, parts, remarks.NEEDS_FAMILY if waits else reasons)
+            draft.waiting += parts if waits else []
+        elif waits:
             draft.wait(key)
-        elif left:
-            parts = ", ".join(f"{name}={value}" for name, value in left.items())
-            reasons = remarks.join([_no_argument(name) for name in left])
-            draft.none(key, Message("{key}: {line}", key=parts, line=reasons))
+        elif own:
+            draft.none(key, Message("{key}: {line}", key=", ".join(parts), line=reasons))
         else:
             draft.mapped(key, {}, Message("says only what [adapter] says"))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import adapters
+from .. import adapters, families
 from ..adapters import kinds
 from ..errors import Message, UserError, first_few
 from ..families.base import ModelFamily
@@ -122,11 +122,27 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
     path = Path(os.path.expanduser(given))
     if not path.is_file():
         raise UserError(Message("{setting}: no such file (looked in {folder})", setting=where, folder=Path.cwd()))
+    version = ""
     try:
-        tensors, scaling = layouts.from_layout(export.read_adapter(path)[0], family, family.denoiser_config())
+        held, metadata = export.read_adapter(path)
+        version = metadata.get("ss_base_model_version", "")
+        tensors, scaling = layouts.from_layout(held, family, family.denoiser_config())
         return tensors, scaling, kinds.grouped(tensors)
     except UserError as error:
-        raise UserError(Message("{key}: {line}", key=where, line=error)) from None
+        named = (families.get(name) for name in families.available())
+        other = next(
+            (known for known in named if known.kohya_base_version == version and known.name != family.name), None
+        )
+        if other is None:
+            raise UserError(Message("{key}: {line}", key=where, line=error)) from None
+        raise UserError(
+            Message(
+                "{key}: this LoRA is for {theirs}, and the base model is {ours}",
+                key=where,
+                theirs=other.title,
+                ours=family.title,
+            )
+        ) from None
 
 
 def _is_unread(layer: str, parts: Mapping[str, Tensor], shapes: Mapping[str, Any], family: ModelFamily) -> bool:

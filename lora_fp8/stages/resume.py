@@ -99,6 +99,37 @@ def _begin(session: Session, loaded: Loaded) -> State:
     return State()
 
 
+def require_resumable(session: Session) -> None:
+    """Refuse, before anything is downloaded or loaded, settings that the newest checkpoint cannot be resumed with.
+
+    Raises:
+        UserError: the checkpoint has another adapter or quantization, or a later step than train.steps.
+        RunFailure: there are checkpoints, but none is complete.
+    """
+    job = session.job
+    newest, _ = checkpoint.latest(session.run.checkpoints)
+    if newest is None:
+        return
+    refusals = checkpoint.compare(newest.state, checkpoint.remember(job, session.plan.base_identity, ""))[0]
+    if refusals:
+        raise UserErrors(
+            refusals,
+            Message(
+                "{path} cannot be resumed with these settings; set them back, or train under another name",
+                path=newest.path,
+            ),
+        )
+    if newest.step > job.train.steps:
+        raise UserError(
+            Message(
+                "{path} is at step {step}, but train.steps is {steps}; raise train.steps to go on",
+                path=newest.path,
+                step=newest.step,
+                steps=job.train.steps,
+            )
+        )
+
+
 def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) -> State:
     """Begin at step 0, or load the newest complete checkpoint and continue from it.
 
@@ -108,7 +139,7 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
         resume: True loads the checkpoint.
 
     Raises:
-        UserError: the checkpoint has another base model, dataset or adapter, or a later step than train.steps.
+        RunFailure: there are checkpoints, but none is complete.
     """
     job, run = session.job, session.run
     if not resume:
@@ -120,9 +151,7 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
         session.warn(Message("there is no checkpoint yet; training begins at step 0"))
         return _begin(session, loaded)
     current = checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
-    refusals, changes = checkpoint.compare(newest.state, current)
-    if refusals:
-        raise UserErrors(refusals, Message("{path} cannot be resumed with another", path=newest.path))
+    _, changes = checkpoint.compare(newest.state, current)
     if job.adapter.init_from != _read_init_from(run):
         changes.append(
             Message(
@@ -135,15 +164,6 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
         )
     for text in changes:
         session.warn(text)
-    if newest.step > job.train.steps:
-        raise UserError(
-            Message(
-                "{path} is at step {step}, but train.steps is {steps}; raise train.steps to go on",
-                path=newest.path,
-                step=newest.step,
-                steps=job.train.steps,
-            )
-        )
     tensors = dict(newest.optimizer)
     starts = {name: tensors.pop(name) for name in list(tensors) if name.startswith("start.")}
     adapters.load_frozen_starts_(loaded.adapted, {name.removeprefix("start."): t for name, t in starts.items()})

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import families, settings
+from .. import families, settings, verify
 from ..adapters import kinds
 from ..common import system
 from ..common.numbers import sides
@@ -119,11 +119,12 @@ def merge(
 
 
 def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
-    """Check that files use the same names for layers and for the two matrices.
+    """Check that files use the same names for layers and for the two matrices, and that their headers agree.
 
     Raises:
-        UserError: there are two layouts, or no names in common.
+        UserError: there are two architectures, two layouts, or no names in common.
     """
+    _refuse_two_architectures(paths, loras)
     for path, lora in zip(paths[1:], loras[1:], strict=True):
         # A LoRA of the text encoder alone and one of the denoiser share no layer but may have the same layout.
         alike = {_kind(module) for module in loras[0].pairs} & {_kind(module) for module in lora.pairs}
@@ -137,6 +138,26 @@ def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
                     ours=f"{ours}{loras[0].halves[0]}",
                     two=path.name,
                     theirs=f"{theirs}{lora.halves[0]}",
+                )
+            )
+
+
+def _refuse_two_architectures(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
+    """Refuse files whose headers name architectures with other layers. Their sum would be a file for neither."""
+    named = [(path.name, verify.read_family_name(lora.metadata)) for path, lora in zip(paths, loras, strict=True)]
+    known = [(name, families.get(family)) for name, family in named if family]
+    for name, family in known[1:]:
+        first_name, first = known[0]
+        # A UNet has its architecture's own blocks and widths; other classes are shared by models and their variants.
+        same = family.denoiser_class == first.denoiser_class and (first.denoiser_name != "unet" or family is first)
+        if not same:
+            raise UserError(
+                Message(
+                    "{one} is for {ours}, {two} for {theirs}: only LoRAs of one architecture can be merged",
+                    one=first_name,
+                    ours=first.title,
+                    two=name,
+                    theirs=family.title,
                 )
             )
 

@@ -164,7 +164,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
             named_family = metadata.get("ss_base_model_version")
             accepted = " | ".join(families.available())
             if not named_family:
-                template = Template("{path}: the header does not say it; name the architecture with --family ({names})")
+                template = Template("{path}: the header does not say its architecture; name it with --family ({names})")
                 raise UserError(template(path=file, names=accepted))
             raise UserError(
                 Message(
