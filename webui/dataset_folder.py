@@ -24,7 +24,7 @@ from typing import Any
 from lora_fp8 import families, jobs
 from lora_fp8.common.messages import read_message, restore
 from lora_fp8.data import caption_operations, captions, clips, image_edits, image_files
-from lora_fp8.errors import Joined, Message, UserError, UserErrors
+from lora_fp8.errors import Joined, Message, UserError, UserErrors, combine
 
 from . import engine, image_folders
 from .context import Place
@@ -386,7 +386,7 @@ def _list_tagger_options(wanted: Captioning) -> list[str]:
                 problems.append(Message("{option}: {text} is no number from 0 to 1", option=option, text=repr(text)))
             arguments.append(f"--{name.replace('_', '-')}={text}")
     if problems:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
     arguments += [f"--exclude={tag.strip()}" for tag in wanted.exclude.split(",") if tag.strip()]
     arguments += ["--rating"] if wanted.rating else []
     return arguments + (["--keep-underscores"] if wanted.keep_underscores else [])

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from ..errors import Message
+from ..errors import Message, combine
 from .events import print_json_line
 from .options import JSON, print_lines
 
@@ -29,7 +29,6 @@ def download(
     as_json: bool = JSON,
 ) -> None:
     """Download a base model, or continue an interrupted download. Other programs find it in the same cache."""
-    from ..errors import UserError, UserErrors
     from ..families.sources import describe
     from ..families.sources import download as downloading
     from ..run import StopSignal
@@ -37,7 +36,7 @@ def download(
 
     base = describe(model, revision, family)
     if base.problems:
-        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        raise combine(base.problems)
     name = base.reference.name
     if base.folder is None or not base.reference.is_remote:
         print_lines(Message("{name} is on this machine; there is nothing to download", name=name))

@@ -23,7 +23,7 @@ from ..data.cache import Cache
 from ..data.caption_variants import dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, combine
 from ..families._prompt_weights import LARGE_WEIGHT, find_largest_weight, has_weights, splits_bracket
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
@@ -139,7 +139,7 @@ class Problems(list[str]):
             return action()
         except UserError as error:
             self.errors.append(error)
-            self.extend(line for line in getattr(error, "problems", [str(error)]) if line not in self)
+            self.extend(line for line in error.problems if line not in self)
             return None
 
 
@@ -171,9 +171,9 @@ def make(
     if problems == report.problems:
         raise UserErrors(problems, "dataset")
     alone = problems.errors[0] if len(problems.errors) == 1 else None
-    if alone is not None and len(problems) == len(getattr(alone, "problems", [alone])):
+    if alone is not None and alone.problems == problems:
         raise alone  # it names the place of its problems
-    raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    raise combine(problems)
 
 
 def find_batch_problems(batch_size: int, world: int) -> list[str]:

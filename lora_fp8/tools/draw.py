@@ -23,7 +23,7 @@ from torch import nn
 from .. import config, precision
 from ..adapters.attach import attached
 from ..data.cache import Cache
-from ..errors import Message, RunFailure, UserError, UserErrors
+from ..errors import Message, RunFailure, UserError, combine
 from ..families.base import ModelFamily
 from ..families.sources import describe
 from ..lora_files import layer_names
@@ -104,7 +104,7 @@ def draw(request: Request, folder: Path, report: Report = lambda record: None) -
     job = job.model_copy(update={"preview": split_preview(job.preview)[0]})
     base = describe(job.model.path, job.model.revision, job.model.family)
     if base.problems:
-        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        raise combine(base.problems)
     family = make_family(job, device, base)
     job = resolve_auto(job, type(family))
     family.check_parts()
