@@ -1,4 +1,4 @@
-"""The second stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
+"""The load stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

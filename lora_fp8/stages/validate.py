@@ -47,7 +47,8 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
         with processes.passing():
             for (picture, level), is_own in turns:
                 loss = _measure_loss(session, data, loaded, picture, levels[level][0])
-                own_losses += [loss] * is_own
+                if is_own:
+                    own_losses.append(loss)
                 progress.update(len(own_losses), len(own_tasks))
     finally:
         for model in models:
