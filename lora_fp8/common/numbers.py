@@ -1,6 +1,6 @@
 """Recognises numbers in data that may be anything, and formats numbers and shapes for messages."""
 
-import math
+import sys
 from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any, TypeGuard
@@ -22,5 +22,5 @@ def sides(shape: Iterable[int]) -> str:
 
 
 def is_finite_number(value: Any) -> TypeGuard[int | float]:
-    """Return True for an int or float that is not infinite, NaN or a bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return True for an int or float that is not infinite, NaN, a bool, or too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
