@@ -1,6 +1,5 @@
 """The command that downloads base models; commands.py adds it."""
 
-import time
 from typing import Any
 
 import typer
@@ -8,9 +7,6 @@ import typer
 from ..errors import Message, combine
 from .events import print_json_line
 from .options import JSON, print_lines
-
-SECONDS = 1.0
-"""Seconds between two lines of --json."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -45,19 +41,15 @@ def download(
         print_json_line({"event": "base", **_summarize(base)})
     else:
         print_lines(*base.lines)
-    last = 0.0
 
     def report(progress: downloading.Progress) -> None:
-        nonlocal last
-        bar.update(progress)
-        if as_json and (time.monotonic() - last >= SECONDS or progress.done == progress.total):
-            last = time.monotonic()
+        if as_json:
             print_json_line({"event": "download", **progress.to_json()})
 
     stop = StopSignal()
     stop.at_once = downloading.STOPPED
-    with stop.watching(), DownloadProgress(name, is_shown=not as_json) as bar:
-        base = downloading.download(base, report)
+    with stop.watching(), DownloadProgress(name, is_shown=not as_json, report=report) as bar:
+        base = downloading.download(base, bar.update)
     if as_json:
         print_json_line({"event": "done", **_summarize(base)})
     else:
