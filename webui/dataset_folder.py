@@ -206,7 +206,7 @@ class Examination:
         begun, began_at: when it was started, by the monotonic clock and by that of file times.
     """
 
-    def __init__(self, place: Place, folder: Path, purpose: Purpose):
+    def __init__(self, folder: Path, purpose: Purpose):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
@@ -274,13 +274,13 @@ def list_clip_settings(family: str, frames: Any, fps: Any, clip: Any) -> tuple[s
 _examinations: dict[tuple[Any, ...], Examination] = {}
 
 
-def examine(place: Place, folder: Path, purpose: Purpose, again: bool = False) -> Examination:
+def examine(folder: Path, purpose: Purpose, again: bool = False) -> Examination:
     """Return the examination of a folder for a purpose. Starts one if there is none, or if `again`."""
     key = (folder, purpose)
     with _lock:
         examination = _examinations.pop(key, None)
         if examination is None or (again and not examination.running):
-            examination = Examination(place, folder, purpose)
+            examination = Examination(folder, purpose)
         _examinations[key] = examination
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
