@@ -66,7 +66,7 @@ def prepare_inputs(
     """
     if loaded.text is not None:
         device = noised.noisy_BCHW.device
-        cond = loaded.text.cond(captions, {name: tensor.to(device) for name, tensor in cond.items()})
+        cond = loaded.text.encode(captions, {name: tensor.to(device) for name, tensor in cond.items()})
     return family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance)
 
 

@@ -43,7 +43,7 @@ def add_noise(
     t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
     noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, objective.perturbed(noise, batch.t_generators), t_B).to(family.dtype)
-    cond = batch.cond if text is None else text.cond(batch.captions, batch.cond)
+    cond = batch.cond if text is None else text.encode(batch.captions, batch.cond)
     inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
     return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, batch.mask_BHW)
 

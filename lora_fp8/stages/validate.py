@@ -82,7 +82,7 @@ def _measure_loss(session: Session, data: Data, loaded: Loaded, picture: int, t_
     device, objective = next(loaded.denoiser.parameters()).device, loaded.objective
     batch, t_B = batch.to(device), t_B.to(device)
     noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B)
-    cond = loaded.text.cond(batch.captions, batch.cond) if loaded.text else batch.cond
+    cond = loaded.text.encode(batch.captions, batch.cond) if loaded.text else batch.cond
     family, guidance = session.family, session.job.objective.guidance
     answer = family.predict(loaded.denoiser, noisy.to(family.dtype), t_B, cond, guidance)
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)

@@ -36,7 +36,7 @@ from ..stages import previews
 from ..stages.cache import PreviewPrompts, list_texts, read_preview_prompts
 from ..stages.load import add_moved_layers, load_base
 from ..training import memory
-from ..training.text_encoders import Adapted, answers
+from ..training.text_encoders import Adapted, encode_each
 from .draw_sources import Lora, load_job, load_loras
 
 MOST_STRENGTH = 4.0
@@ -221,7 +221,7 @@ class _Drawing:
         prompts = {}
         for cell in self.cells:
             with self._attach(cell, layers, text=True):
-                prompts[cell] = plain.encode(functools.partial(answers, family, pipeline))
+                prompts[cell] = plain.encode(functools.partial(encode_each, family, pipeline))
         return prompts
 
     def _draw_cell(self, cell: Cell, denoiser: nn.Module, pipeline: Any, prompts: PreviewPrompts) -> Image.Image:
