@@ -139,7 +139,7 @@ class Estimate:
             ),
         ]
         if self.waiting_bytes:
-            lines.append(Message("           {size} of the base wait in main memory", size=gib(self.waiting_bytes)))
+            lines.append(Message("           {size} of the base are offloaded to RAM", size=gib(self.waiting_bytes)))
         lines.append(
             Message(
                 "encoding   {size} before that: the VAE {vae} and {encode} for a picture, then the text encoders one "
