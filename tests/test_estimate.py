@@ -213,6 +213,16 @@ verify = false
     assert found["peak_bytes"] / 2**30 == pytest.approx(step["vram_gb"], rel=0.2)
 
 
+def test_an_unknown_peak_of_previews_is_not_0(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    job = job_of("sd15", tiny("sd15"), pictures, tmp_path, "dataset.resolution=64", "preview.prompts=['a cat']")
+    found = estimate.estimate(planning.make(job))
+    assert (found.peaks["preview"] or 0) > found.held_bytes
+    found.vae_decode_bytes = None
+    assert found.peaks["preview"] is None and "0.00 GiB" not in next(x for x in found.lines() if "previews" in x)
+    found.vae_decode_bytes = 0  # there are none
+    assert found.peaks["preview"] == 0
+
+
 def test_offloaded_weights_are_not_on_the_device(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
     found = []
     for share in (0, 0.5, 1):

@@ -169,7 +169,7 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
     file.write_bytes(
         b'{"event":"step","step":1,"loss":NaN}\n[1]\nnot json\n{"event":"step","step":"2","loss":1}\n'
         b'{"event":"step","step":3,"loss":"x"}\n{"event":"preview","step":[1]}\n\xff\xfe\n'
-        b'{"event":"step","step":4,"loss":0.5}\n'
+        b'{"event":"step","step":3,"loss":1' + b"0" * 400 + b'}\n{"event":"step","step":4,"loss":0.5}\n'
     )
     read = run_log.RunLog(file).read()
     assert read.measures["loss"].points() == [(4, 0.5)] and not read.facts.previews
