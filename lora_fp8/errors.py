@@ -178,6 +178,11 @@ def about(path: Path | str, line: str | Exception) -> Message:
 class UserError(Exception):
     """Something the user gave is wrong: one clear line, exit code 2, no traceback."""
 
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, one line each."""
+        return [str(self)]
+
 
 def cannot_read(path: Path | str, error: Exception) -> UserError:
     """Return the error for a file of the user's that could not be read."""
@@ -233,14 +238,24 @@ class UserErrors(UserError):
     """
 
     def __init__(self, problems: Sequence[str], where: str = ""):
-        self.problems, self.where = list(problems), where
+        self._problems, self.where = list(problems), where
         super().__init__(Joined("\n", [self._heading(), *(Message("  {line}", line=problem) for problem in problems)]))
 
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, one line each."""
+        return self._problems
+
     def _heading(self) -> Message:
-        count = len(self.problems)
+        count = len(self._problems)
         if self.where:
             return Plural("{where}: {count} problem", "{where}: {count} problems")(where=self.where, count=count)
         return Plural("{count} problem", "{count} problems")(count=count)
+
+
+def combine(problems: Sequence[str], where: str = "") -> UserError:
+    """Return the error for these problems. A single one needs no heading with their number and `where`."""
+    return UserErrors(problems, where) if len(problems) > 1 else UserError(problems[0])
 
 
 class RunFailure(Exception):

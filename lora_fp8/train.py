@@ -115,7 +115,7 @@ def _run_stages(session: Session, resume: bool) -> Result:
         session.stop_if_asked()
     with session.together():
         session = fit_memory(session)
-        moved = find_layers_to_move(session, data, resume)
+        moved = find_layers_to_move(session, resume)
         loaded = load(session, moved)
         state = begin_or_resume(session, data, loaded, resume)
         require_same_step(state, run, processes)

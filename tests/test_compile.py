@@ -214,7 +214,7 @@ def test_a_job_trains_compiled_as_it_does_eager(job, aot_eager, monkeypatch, off
         assert (counters["stats"]["unique_graphs"] > 0) == (name != "off")
     assert len(losses["blocks"]) == 2 and len({*losses["blocks"]}) == 2
     if offload:
-        assert losses["offloaded"] == losses["blocks"] and "wait in main memory" in " ".join(lines)
+        assert losses["offloaded"] == losses["blocks"] and "offloaded to RAM" in " ".join(lines)
     else:
         assert losses["blocks"] == pytest.approx(losses["off"], rel=1e-4)
     assert not counters["graph_break"]

@@ -213,9 +213,17 @@ verify = false
     assert found["peak_bytes"] / 2**30 == pytest.approx(step["vram_gb"], rel=0.2)
 
 
-def test_what_waits_in_main_memory_is_not_on_the_device(
-    tiny: Callable[[str], Path], pictures: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_peak_of_previews_is_not_0(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+    job = job_of("sd15", tiny("sd15"), pictures, tmp_path, "dataset.resolution=64", "preview.prompts=['a cat']")
+    found = estimate.estimate(planning.make(job))
+    assert (found.peaks["preview"] or 0) > found.held_bytes
+    found.vae_decode_bytes = None
+    assert found.peaks["preview"] is None and "0.00 GiB" not in next(x for x in found.lines() if "previews" in x)
+    found.vae_decode_bytes = 0  # there are none
+    assert found.peaks["preview"] == 0
+
+
+def test_offloaded_weights_are_not_on_the_device(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
     found = []
     for share in (0, 0.5, 1):
         job = job_of("flux", tiny("flux"), pictures, tmp_path, "dataset.resolution=64", f"memory.offload={share}")
@@ -226,7 +234,7 @@ def test_what_waits_in_main_memory_is_not_on_the_device(
     assert (kept.waiting_bytes, none.waiting_bytes) == (0, sum(sizes))
     assert half.waiting_bytes == pytest.approx(sum(sizes) / 2, abs=max(sizes))
     assert none.base_bytes == kept.base_bytes - sum(sizes) + precision.stream.BUFFERS * max(sizes)
-    assert "wait in main memory" in " ".join(none.lines()) and none.step_bytes == kept.step_bytes
+    assert "offloaded to RAM" in " ".join(none.lines()) and none.step_bytes == kept.step_bytes
 
     # Compiled blocks fetch all of theirs together, into one of two places.
     compiled = estimate.estimate(

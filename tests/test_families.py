@@ -348,7 +348,7 @@ def test_which_denoisers_a_cuda_graph_can_hold(family, denoiser, monkeypatch):
 
     def run(given):
         inputs, noisy = given
-        return family.answer(denoiser, inputs, noisy)
+        return family.predict_prepared(denoiser, inputs, noisy)
 
     with torch.no_grad():
         for number in (1, 2, 3):

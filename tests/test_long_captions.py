@@ -219,7 +219,7 @@ def test_gradients_flow_through_all_chunks(name: str, skip: int, tiny: Any) -> N
     for key, parameter in named.items():
         if "lora_B" in key:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    live = text.cond(captions, cached)
+    live = text.encode(captions, cached)
     weights = {key: torch.randn(tensor.shape, generator=generator) for key, tensor in live.items()}
     sum((tensor * weights[key]).sum() for key, tensor in live.items()).backward()
     gradients = {key: parameter.grad.clone() for key, parameter in named.items()}

@@ -219,6 +219,13 @@ def test_modulation_without_modulation_layers():
     assert config.find_unused_settings(config.loads(LEAST), plan.facts) == []
 
 
+def test_a_kept_layer_is_not_modulation_because_of_its_name():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"modulation": nn.Linear(1024, 1024), "to_q": nn.Linear(1024, 1024)})
+        plan = decide(model, keep=["modulation"])
+    assert [layer.name for layer in plan.kept] == ["modulation"] and not plan.facts["layers.modulation"]
+
+
 def test_every_wrong_name_and_scale_is_said_at_once():
     with torch.device("meta"), pytest.raises(UserErrors) as error:
         decide(Small(), (), ("mod",), scale="128x128", keep=["to_qq"], override={"narow": "int8"}, fp8_exclude=["odd."])

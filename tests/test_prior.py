@@ -125,7 +125,7 @@ def test_gradients_are_those_of_two_models(
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
 
     def predict(model: nn.Module, cond: dict[str, Tensor]) -> Tensor:
-        return made.answer(model, made.prepare(model, noisy, t_B, cond, section.guidance), noisy)
+        return made.predict_prepared(model, made.prepare(model, noisy, t_B, cond, section.guidance), noisy)
 
     def error(prediction: Tensor, wanted: Tensor, area: Tensor | float = 1.0) -> Tensor:
         return ((prediction.float() - wanted.float()).square() * area).flatten(1).mean(1)

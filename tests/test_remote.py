@@ -487,6 +487,17 @@ def local_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: str = "") 
     return made
 
 
+@pytest.mark.parametrize("size", ["many", "", "9" * 5000])
+def test_a_list_of_files_that_cannot_be_read_is_said(
+    size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = f"{size} ./config.toml\0\n{'0' * 64}  ./config.toml\0".encode()
+    monkeypatch.setattr(machine.Machine, "run", lambda self, script: machine.Answer(0, listed, ""))
+    job = handle.Handle("x", "ssh", "", str(tmp_path), "runs/x", str(tmp_path / "here"))
+    with pytest.raises(RunFailure, match="list of the run's files there cannot be read"):
+        fetch._list(job)
+
+
 def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state comes from the lock: a power cut leaves "lost", a stop before the trainer listens is a stop."""
     setup = 'echo "$$" >> starts; lora-fp8() { echo "$@" >> words; exec sleep 1000; }'

@@ -316,9 +316,9 @@ def test_report_of_a_job(job, spoiled, family: str) -> None:
     assert f'"^{PLANTED[family]}" = "int8' in "\n".join(found.lines())
 
     # The predictions once more, by diffusers' own model: the plain one, and one with the weights as they are held.
-    session, data = cached(mine)
+    session = cached(mine)
     loaded = session.family
-    asked = measure.make_questions(session, data, 2)
+    asked = measure.make_questions(session, 2)
     plain = loaded.empty_denoiser().to_empty(device="cpu").to(DTYPE).eval()
     plain.load_state_dict(dict(loaded.denoiser_tensors()))
     rounded = copy.deepcopy(plain)
@@ -424,10 +424,11 @@ def test_auto_on_resume_moves_the_same_and_measures_nothing(job, spoiled, tree_h
         train.run(job(*AUTO, base, "quantize.sensitivity_bound=0.3", "train.steps=8"), resume=True, progress=False)
 
 
-def cached(mine: Job) -> tuple[Session, cache.Data]:
-    """A session of the job without a folder, and its cached data."""
+def cached(mine: Job) -> Session:
+    """A session of the job without a folder, whose images and captions are in the cache."""
     session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
-    return session, cache.cache(session)
+    cache.cache(session)
+    return session
 
 
 class Other:
@@ -443,18 +444,18 @@ class Other:
 
 
 def test_other_processes_take_the_main_ones_decision(job, spoiled, monkeypatch) -> None:
-    session, data = cached(job(*AUTO, spoiled("sd15")))
-    lines = measure.find_layers_to_move(replace(session, processes=Other(True)), data, resume=False)
+    session = cached(job(*AUTO, spoiled("sd15")))
+    lines = measure.find_layers_to_move(replace(session, processes=Other(True)), resume=False)
     assert len(lines) == 1
     monkeypatch.setattr(report, "capture_inputs", None)  # the others measure nothing
-    assert measure.find_layers_to_move(replace(session, processes=Other(False, lines)), data, resume=False) == lines
+    assert measure.find_layers_to_move(replace(session, processes=Other(False, lines)), resume=False) == lines
 
 
 def test_what_the_user_set_stays_and_is_told(job, spoiled) -> None:
-    session, data = cached(job(*AUTO, spoiled("sd15"), "quantize.override={'ff.net.2' = 'fp8 none'}"))
+    session = cached(job(*AUTO, spoiled("sd15"), "quantize.override={'ff.net.2' = 'fp8 none'}"))
     told: list[dict[str, Any]] = []
     session = replace(session, run=UnwrittenRun(told.append), processes=Other(True))
-    assert measure.find_layers_to_move(session, data, resume=False) == []
+    assert measure.find_layers_to_move(session, resume=False) == []
     (warned,) = [event["text"] for event in told if event["event"] == "warning"]
     assert PLANTED["sd15"] in warned and "as quantize.override says" in warned
 

@@ -1,4 +1,4 @@
-"""Frozen bytes that wait in main memory: which do, that none is read or overwritten too early, in what order they come.
+"""Frozen bytes that are offloaded to RAM: which are, that none is read or overwritten too early, and their order.
 
 There is no GPU where these tests usually run. A simulated one carries a copy out only when somebody waits for it, as
 late as a real one may.

@@ -215,17 +215,17 @@ def test_with_fresh_adapters_live_conditioning_is_the_cached_one(tiny, name):
     family.free_encoders()
     text = text_encoders.TextEncoders(family, Adapter(dtype="fp32"), seed=0)
     text.train()
-    live = text.cond(PROMPTS, cached)
+    live = text.encode(PROMPTS, cached)
     assert live.keys() == cached.keys()
     for key, tensor in live.items():
         assert tensor.shape == cached[key].shape and tensor.dtype == cached[key].dtype
         torch.testing.assert_close(tensor, cached[key], rtol=0, atol=1e-5)
     assert any(tensor.requires_grad for tensor in live.values())
-    single = text.cond(PROMPTS[:1], alone)
+    single = text.encode(PROMPTS[:1], alone)
     assert all(torch.equal(tensor, alone[key]) for key, tensor in single.items())
     # what the encoders do not say is the cache's, to the bit, and what they say is not
     marked = {key: torch.full_like(tensor, 7.0) for key, tensor in cached.items()}
-    mixed = text.cond(PROMPTS, marked)
+    mixed = text.encode(PROMPTS, marked)
     if name in ("flux", "flux_kontext"):
         assert torch.equal(mixed["prompt_embeds"], marked["prompt_embeds"])
         assert torch.equal(mixed["pooled_prompt_embeds"], live["pooled_prompt_embeds"])
@@ -291,7 +291,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     noisy = torch.randn(2, *shape, generator=generator)
     target = torch.randn(noisy.shape, generator=generator)
     t_B = torch.tensor([100, 700]) if name in ("sd15", "sd2", "sdxl") else torch.tensor([0.1, 0.7])
-    family.predict(denoiser, noisy, t_B, text.cond(PROMPTS, cached)).sub(target).square().mean().backward()
+    family.predict(denoiser, noisy, t_B, text.encode(PROMPTS, cached)).sub(target).square().mean().backward()
 
     leaves = {key: parameter.detach().clone().requires_grad_() for key, parameter in named.items()}
     cond = reference_conditioning(name, tiny(name), leaves, 2.0 / 4)
@@ -319,7 +319,7 @@ def test_checkpointing_recomputes_each_layer(tiny, checkpointing, times):
         for path, module in encoder.named_modules():
             if path.endswith(".mlp"):
                 module.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
-    text.cond(PROMPTS, {})["prompt_embeds"].sum().backward()
+    text.encode(PROMPTS, {})["prompt_embeds"].sum().backward()
     read = [path for path in calls if ".0." in path]
     assert len(read) == 2 * times
 
@@ -551,7 +551,7 @@ def test_prompts_that_are_too_long_are_told_of_once(tiny, caplog):
     diffusers.utils.logging.set_verbosity_warning()
     diffusers.utils.logging.enable_propagation()
     try:
-        text.cond(["a cat " * 200], {})
+        text.encode(["a cat " * 200], {})
         assert not caplog.records
         text.pipeline.encode_prompt(["a cat " * 200], "cpu", 1, False)
         assert caplog.records

@@ -169,7 +169,7 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
     file.write_bytes(
         b'{"event":"step","step":1,"loss":NaN}\n[1]\nnot json\n{"event":"step","step":"2","loss":1}\n'
         b'{"event":"step","step":3,"loss":"x"}\n{"event":"preview","step":[1]}\n\xff\xfe\n'
-        b'{"event":"step","step":4,"loss":0.5}\n'
+        b'{"event":"step","step":3,"loss":1' + b"0" * 400 + b'}\n{"event":"step","step":4,"loss":0.5}\n'
     )
     read = run_log.RunLog(file).read()
     assert read.measures["loss"].points() == [(4, 0.5)] and not read.facts.previews
@@ -540,10 +540,10 @@ def test_the_step_of_the_lowest_held_out_loss_is_told(ui: Ui, tmp_path: Path) ->
     losses = {10: 0.5, 20: 0.25, 30: 0.75}
     events = [{"event": "validation", "step": at, "loss": loss, "bands": {"low": 0}} for at, loss in losses.items()]
     log = run_log.RunLog(make_run(tmp_path / "root" / "cat", events[:1]) / "events.jsonl").read()
-    assert run_page.find_best(log) is None, "one measurement is no comparison"
+    assert log.find_best() is None, "one measurement is no comparison"
     write(log._file, events)
     log.read()
-    assert run_page.find_best(log) == (20, 0.25)
+    assert log.find_best() == (20, 0.25)
     assert ui.say("run.best", step=20, loss="0.2500") in html.unescape(run_page.render_loss(ui, log, 0.9, False))
 
 
@@ -585,7 +585,7 @@ def test_what_is_said_of_the_held_out_loss_is_shown_and_its_best_step_marked(tmp
     assert not log.read().facts.patience and log.facts.verdict
     run.log_event("step", step=20, loss=1.0)  # gone on from a checkpoint before the verdict
     run.close()
-    assert not log.read().facts.verdict and run_page.find_best(log) == (10, 0.25)
+    assert not log.read().facts.verdict and log.find_best() == (10, 0.25)
 
 
 def test_messages_of_a_run_are_in_the_language_of_the_page(tmp_path: Path) -> None:

@@ -855,7 +855,7 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
     (courier,) = as_if_on_a_gpu
     assert courier.early > 5 * courier.late > 0
     (told,) = [event for event in moved.run.events() if event["event"] == "model"]
-    assert "wait in main memory" in " ".join(told["memory"])
+    assert "offloaded to RAM" in " ".join(told["memory"])
 
 
 def test_the_score_model_is_looked_for(job: Callable[..., Job], tmp_path: Path) -> None:

@@ -51,26 +51,26 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
         return {"id": entry.submit_training(place, config, jobs.Scheduling(priority, gpus))}
 
     def list_jobs() -> list[dict]:
-        """All jobs of the queue: those that run, those that wait, in their order, then what has ended."""
+        """List the jobs of the queue: running jobs, waiting jobs in their order, then ended jobs."""
         return [view.to_json() for view in queue.view(shell=False)]
 
     def status(id: str) -> dict:
-        """One job by its number, or a run by the path of its folder, as it is now."""
+        """Return the state of a job, given its number, or of a run, given the path of its folder."""
         return find_job(id).to_json()
 
     def events(id: str, offset: int = 0) -> dict:
-        """Return a run's events behind this byte of its log: {"events", "offset"}; ask again with that offset."""
+        """Return a run's events after this byte of its log: {"events", "offset"}. Continue with the new offset."""
         view, _ = find_run(id)
         new_events, behind = queue.events(view.id, max(0, offset))
         return {"events": new_events, "offset": behind}
 
     def stop(id: str) -> dict:
-        """Save and stop, what runs; take out of the queue, what waits. Returns the job's status."""
+        """Save and stop a running job, or cancel a waiting one. Returns the job's status."""
         queue.stop(find_job(id).id)
         return find_job(id).to_json()
 
     def export(id: str, formats: list[str] = []) -> dict:  # noqa: B006 - Gradio shows the default
-        """Return a run's LoRA files, and where each is; with formats, a job that writes them again is queued: "job"."""
+        """List a run's LoRA files, and where each is. With formats, also queue a job that exports them again: "job"."""
         _, folder = find_run(id)
         job = None
         if formats:

@@ -24,7 +24,7 @@ from typing import Any
 from lora_fp8 import families, jobs
 from lora_fp8.common.messages import read_message, restore
 from lora_fp8.data import caption_operations, captions, clips, image_edits, image_files
-from lora_fp8.errors import Joined, Message, UserError, UserErrors
+from lora_fp8.errors import Joined, Message, UserError, UserErrors, combine
 
 from . import engine, image_folders
 from .context import Place
@@ -206,7 +206,7 @@ class Examination:
         begun, began_at: when it was started, by the monotonic clock and by that of file times.
     """
 
-    def __init__(self, place: Place, folder: Path, purpose: Purpose):
+    def __init__(self, folder: Path, purpose: Purpose):
         self.report: dict[str, Any] | None = None
         self.problem = ""
         self.done = self.total = 0
@@ -274,13 +274,13 @@ def list_clip_settings(family: str, frames: Any, fps: Any, clip: Any) -> tuple[s
 _examinations: dict[tuple[Any, ...], Examination] = {}
 
 
-def examine(place: Place, folder: Path, purpose: Purpose, again: bool = False) -> Examination:
+def examine(folder: Path, purpose: Purpose, again: bool = False) -> Examination:
     """Return the examination of a folder for a purpose. Starts one if there is none, or if `again`."""
     key = (folder, purpose)
     with _lock:
         examination = _examinations.pop(key, None)
         if examination is None or (again and not examination.running):
-            examination = Examination(place, folder, purpose)
+            examination = Examination(folder, purpose)
         _examinations[key] = examination
         while len(_examinations) > KEPT_EXAMINATIONS:
             _examinations.pop(next(iter(_examinations)))
@@ -386,7 +386,7 @@ def _list_tagger_options(wanted: Captioning) -> list[str]:
                 problems.append(Message("{option}: {text} is no number from 0 to 1", option=option, text=repr(text)))
             arguments.append(f"--{name.replace('_', '-')}={text}")
     if problems:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
     arguments += [f"--exclude={tag.strip()}" for tag in wanted.exclude.split(",") if tag.strip()]
     arguments += ["--rating"] if wanted.rating else []
     return arguments + (["--keep-underscores"] if wanted.keep_underscores else [])

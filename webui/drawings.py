@@ -182,7 +182,7 @@ def start(ui: Ui, given: dict[str, Any]) -> str:
         UserError: a value is missing, or is not accepted.
     """
     arguments, subject = build_arguments(ui, given)
-    beside = _check_choice(given["where"], WHERE) == "beside"
+    beside = sanitize.require_choice(given["where"], WHERE) == "beside"
     queue = run_monitor.get_monitor(ui.place).queue
     folder = _reserve_folder(ui.place)
     scheduling = jobs.Scheduling(0 if beside else BEFORE_TRAININGS, jobs.BESIDE if beside else "", 1)
@@ -211,7 +211,7 @@ def build_arguments(ui: Ui, given: dict[str, Any]) -> tuple[list[str], str]:
         value = given["sampling_steps" if name == "steps" else name]
         if str(value or "").strip():
             line.append(f"--{name}={check_number(value, kind, name)}")
-    strengths = [_check_choice(strength, STRENGTHS) for strength in given["strengths"] or ()]
+    strengths = [sanitize.require_choice(strength, STRENGTHS) for strength in given["strengths"] or ()]
     line += [f"--strength={strength}" for strength in strengths]
     line.append("--base" if given["with_base"] or not (strengths and source) else "--no-base")
     if source is None or source.is_file():
@@ -263,9 +263,3 @@ def check_number(value: Any, kind: type, name: str) -> int | float:
     except (TypeError, ValueError, OverflowError):
         raise UserError(Message("{name}: {text} is no number", name=name, text=sanitize.shorten(value))) from None
     return number
-
-
-def _check_choice(value: Any, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise UserError(Message("{text}: accepted: {names}", text=sanitize.shorten(value), names=", ".join(accepted)))
-    return str(value)

@@ -470,7 +470,7 @@ def find_problems(text: str, folder: Path = Path()) -> list[Problem]:
     try:
         config.loads(text, folder=folder)
     except UserError as error:
-        lines = getattr(error, "problems", [str(error)])
+        lines = error.problems
         return [Problem(_find_key(line), line) for line in lines]
     return []
 

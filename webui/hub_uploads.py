@@ -49,9 +49,7 @@ def start(ui: Ui, folder: Path, repo: str, texts: Mapping[str, str], *, public: 
 
 def find_newest(ui: Ui, folder: Path) -> JobView | None:
     """Return the newest upload of a run."""
-    views = run_monitor.get_monitor(ui.place).views()
-    uploads = [view for view in views if view.command[:2] == (COMMAND, str(folder)) and isinstance(view.id, int)]
-    return max(uploads, key=lambda view: int(view.id), default=None)
+    return run_monitor.find_newest_command(ui.place, COMMAND, str(folder))
 
 
 def read_progress(view: JobView, tail: list[str]) -> tuple[JobView, list[str], str]:

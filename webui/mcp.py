@@ -51,7 +51,7 @@ def make_server(place: Place) -> MCPServer:
         return f"# Files and folders must lie below: {', '.join(map(str, place.roots))}\n{text}"
 
     def check(text: str) -> str:
-        """Whether a config (TOML text) would be accepted; else all that is wrong with it. Does not look at pictures."""
+        """Check a config (TOML text). Returns that it is accepted, or everything that is wrong. Reads no images."""
         job = submission.check_config(place, text)
         return f"accepted: {job.train.steps} steps of {job.model.family} into {Path(job.output_dir) / job.name}"
 

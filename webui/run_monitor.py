@@ -118,6 +118,13 @@ def require_run_folder(view: JobView) -> Path:
     return view.folder
 
 
+def find_newest_command(place: Place, *words: str) -> JobView | None:
+    """Return the newest job of the queue whose command begins with these words."""
+    jobs = [view for view in get_monitor(place).views() if isinstance(view.id, int)]
+    matching = [view for view in jobs if view.command[: len(words)] == words]
+    return max(matching, key=lambda view: int(view.id), default=None)
+
+
 def get_run_folder(ui: Ui, view: JobView) -> Path:
     """Return the run folder of a job, which the page may read.
 

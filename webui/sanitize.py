@@ -7,6 +7,7 @@ written and that becomes HTML goes through `escape`, which is in `lora_fp8.commo
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from lora_fp8.common import system
 from lora_fp8.common.markup import escape as escape
@@ -68,6 +69,14 @@ def resolve_path(text: str) -> Path:
         return Path(whole).resolve()
     except (OSError, RuntimeError):  # a loop of links
         raise UserError(Message("{text}: cannot be followed to a file or folder", text=shorten(text))) from None
+
+
+def require_choice(value: Any, accepted: tuple[str, ...]) -> str:
+    """Return a value that must be one of the accepted texts; "" among them is not listed. Raises UserError."""
+    if value not in accepted:
+        names = ", ".join(filter(None, accepted))
+        raise UserError(Message("{text}: accepted: {names}", text=shorten(value), names=names))
+    return str(value)
 
 
 def require_folder(path: Path, text: object) -> None:

@@ -160,11 +160,13 @@ def shape_of(parts: Parts) -> tuple[int, int]:
     if "hada_w1_a" in parts:
         return parts["hada_w1_a"].shape[0], parts["hada_w1_b"].shape[1]
     # From the shapes alone: a file's tensors may have different dtypes, which torch does not multiply.
-    (rows_1, *columns_1), (rows_2, *columns_2) = (
-        parts[name].shape if name in parts else (parts[f"{name}_a"].shape[0], *parts[f"{name}_b"].shape[1:])
-        for name in ("lokr_w1", "lokr_w2")
-    )
-    return rows_1 * rows_2, math.prod(columns_1) * math.prod(columns_2)
+    num_rows = num_columns = 1
+    for name in ("lokr_w1", "lokr_w2"):
+        first = parts[name] if name in parts else parts[f"{name}_a"]
+        last = parts[name] if name in parts else parts[f"{name}_b"]
+        num_rows *= first.shape[0]
+        num_columns *= math.prod(last.shape[1:])
+    return num_rows, num_columns
 
 
 def scaling_at(section: Adapter, rank: float) -> float:

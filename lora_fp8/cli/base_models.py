@@ -1,16 +1,12 @@
 """The command that downloads base models; commands.py adds it."""
 
-import time
 from typing import Any
 
 import typer
 
-from ..errors import Message
+from ..errors import Message, combine
 from .events import print_json_line
 from .options import JSON, print_lines
-
-SECONDS = 1.0
-"""Seconds between two lines of --json."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,7 +25,6 @@ def download(
     as_json: bool = JSON,
 ) -> None:
     """Download a base model, or continue an interrupted download. Other programs find it in the same cache."""
-    from ..errors import UserError, UserErrors
     from ..families.sources import describe
     from ..families.sources import download as downloading
     from ..run import StopSignal
@@ -37,7 +32,7 @@ def download(
 
     base = describe(model, revision, family)
     if base.problems:
-        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        raise combine(base.problems)
     name = base.reference.name
     if base.folder is None or not base.reference.is_remote:
         print_lines(Message("{name} is on this machine; there is nothing to download", name=name))
@@ -46,19 +41,15 @@ def download(
         print_json_line({"event": "base", **_summarize(base)})
     else:
         print_lines(*base.lines)
-    last = 0.0
 
     def report(progress: downloading.Progress) -> None:
-        nonlocal last
-        bar.update(progress)
-        if as_json and (time.monotonic() - last >= SECONDS or progress.done == progress.total):
-            last = time.monotonic()
+        if as_json:
             print_json_line({"event": "download", **progress.to_json()})
 
     stop = StopSignal()
     stop.at_once = downloading.STOPPED
-    with stop.watching(), DownloadProgress(name, is_shown=not as_json) as bar:
-        base = downloading.download(base, report)
+    with stop.watching(), DownloadProgress(name, is_shown=not as_json, report=report) as bar:
+        base = downloading.download(base, bar.update)
     if as_json:
         print_json_line({"event": "done", **_summarize(base)})
     else:

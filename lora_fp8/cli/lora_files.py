@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -372,17 +371,12 @@ def _show_upload(repo: str, as_json: bool) -> Iterator[Callable[[Any], None]]:
     """Yield what shows the progress of an upload: a bar, or events as JSON lines."""
     from ..stages.progress import DownloadProgress
 
-    last = 0.0
-
     def report(progress: Any) -> None:
-        nonlocal last
-        bar.update(progress)
-        if as_json and (time.monotonic() - last >= 1 or progress.done == progress.total):
-            last = time.monotonic()
+        if as_json:
             print_json_line({"event": "upload", **progress.to_json()})
 
-    with DownloadProgress(repo, is_shown=not as_json) as bar:
-        yield report
+    with DownloadProgress(repo, is_shown=not as_json, report=report) as bar:
+        yield bar.update
 
 
 def _print_result(as_json: bool, event: str, address: str, notes: list[str]) -> None:

@@ -36,7 +36,7 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
     except errors.UserError as error:
         if not as_json:
             raise
-        result = Check(getattr(error, "problems", [str(error)]))
+        result = Check(error.problems)
     if as_json:
         print_json(result.to_json())
         sys.exit(2 if result.problems else 0)

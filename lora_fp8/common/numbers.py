@@ -1,7 +1,9 @@
-"""Formats numbers and shapes for messages."""
+"""Recognises numbers in data that may be anything, and formats numbers and shapes for messages."""
 
+import sys
 from collections.abc import Iterable
 from decimal import Decimal
+from typing import Any, TypeGuard
 
 
 def digits(number: float) -> str:
@@ -9,6 +11,16 @@ def digits(number: float) -> str:
     return str(round(number)) if abs(number) >= 100 else format(Decimal(f"{number:.3g}"), "f")
 
 
+def format_count(number: float) -> str:
+    """Format a count for people: "79,104" or "12.3 M"."""
+    return f"{number:,.0f}" if number < 1e6 else f"{digits(number / 1e6)} M"
+
+
 def sides(shape: Iterable[int]) -> str:
     """Format a tensor's shape: "320 x 64"."""
     return " x ".join(map(str, shape)) or "1"
+
+
+def is_finite_number(value: Any) -> TypeGuard[int | float]:
+    """Return True for an int or float that is not infinite, NaN, a bool, or too large for a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -23,8 +23,9 @@ from ..settings import (
 from .validation import describe_value
 
 LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
-
-
+NO_BASE = Message("is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
+NO_FOLDER = Message("no picture folder given; add a [[dataset.folders]] table with a path")
+"""Problems of a config that is only begun. The page recognises both, and says what to do there instead."""
 KINDS = ("tags", "sentences", "instructions", "diffusion", "flow")
 """Kinds of families for which a preset can have a [for.KIND] table: by captions, and by what they predict."""
 
@@ -94,12 +95,9 @@ def _check_family(job: Job) -> Problems:
 def _check_sources(job: Job) -> Problems:
     """Yield a problem for a missing base model, and for missing folders."""
     if not job.model.path:
-        yield (
-            "model.path",
-            Message("is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'"),
-        )
+        yield "model.path", NO_BASE
     if not job.dataset.folders:
-        yield "dataset.folders", Message("no picture folder given; add a [[dataset.folders]] table with a path")
+        yield "dataset.folders", NO_FOLDER
 
 
 def _check_folders(job: Job) -> Problems:

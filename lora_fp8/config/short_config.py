@@ -142,7 +142,7 @@ def _preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Valu
     prompts = dataset_recipe.propose_prompts(wishes.goal, wishes.family, pictures, wishes.trigger)
     controls: list[str] = []
     if wishes.edits:
-        prompts, controls = _pair_controls(wishes, prompts)
+        prompts, controls = _pair_controls(wishes)
     values = [Value("preview.prompts", prompts, PROMPTS)]
     if controls:
         values.append(Value("preview.controls", controls, Message("The control image of each prompt.")))
@@ -152,7 +152,7 @@ def _preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Valu
     return values
 
 
-def _pair_controls(wishes: Wishes, prompts: list[str]) -> tuple[list[str], list[str]]:
+def _pair_controls(wishes: Wishes) -> tuple[list[str], list[str]]:
     """Return instructions of the images with the control image of each; both empty if there are none."""
     if not (wishes.folders and wishes.control):
         return [], []

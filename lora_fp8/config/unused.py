@@ -86,8 +86,13 @@ def find_idle_of(job: Job) -> set[str]:
 
 def flatten(job: Job) -> dict[str, Any]:
     """Return a job's values by key; "dataset.folders" is a list of tables."""
+    return flatten_tables(job.model_dump())
+
+
+def flatten_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config's tables by key, such as "adapter.rank"."""
     values: dict[str, Any] = {}
-    for name, value in job.model_dump().items():
+    for name, value in tables.items():
         values |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return values
 

@@ -1,6 +1,7 @@
 """Convert pydantic's errors to messages for people that name the setting; only this module knows pydantic's codes."""
 
 import difflib
+from collections.abc import Iterator
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -243,14 +244,17 @@ def _choices(annotation: Any) -> list[str]:
 
 def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
     """Return the numeric types that a setting accepts, each with its bounds by pydantic's names."""
-    parts = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else (field.annotation,)
+    is_union = get_origin(field.annotation) in (Union, UnionType)
     typed_ranges = []
-    for part in parts:
-        kind, *notes = (*get_args(part), *field.metadata) if get_origin(part) is Annotated else (part, *field.metadata)
-        if kind in (int, float):
-            rules = [rule for note in notes for rule in (note, *getattr(note, "metadata", ()))]
-            limits = {bound: getattr(rule, bound) for bound in SIGNS for rule in rules if hasattr(rule, bound)}
-            typed_ranges.append((kind, {bound: kind(limit) for bound, limit in limits.items()}))
+    for part in get_args(field.annotation) if is_union else (field.annotation,):
+        kind, *notes = get_args(part) if get_origin(part) is Annotated else (part,)
+        if kind not in (int, float):
+            continue
+        limits: dict[str, Any] = {}
+        for note in (*notes, *field.metadata):
+            for rule in (note, *getattr(note, "metadata", ())):  # a Field in Annotated holds its rules in `metadata`
+                limits |= {bound: kind(getattr(rule, bound)) for bound in SIGNS if hasattr(rule, bound)}
+        typed_ranges.append((kind, {bound: limits[bound] for bound in SIGNS if bound in limits}))
     return typed_ranges
 
 
@@ -303,27 +307,36 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
 
     Such as {"network_dim": {"adapter.rank": "kohya: network_dim"}}. What stands behind a name converts its value.
     """
-    names_by_word: dict[str, dict[str, dict[str, list[str]]]] = {}
-
-    def add(model: type[Section], location: Location) -> None:
-        for key, field in model.model_fields.items():
-            extra = field.json_schema_extra
-            also = extra.get("also") if isinstance(extra, dict) else None
-            for trainer, names in also.items() if isinstance(also, dict) else ():
-                for theirs in str(names).split(", "):
-                    by_name = names_by_word.setdefault(theirs.split(" ")[0], {}).setdefault(
-                        _dotted((*location, key)), {}
-                    )
-                    by_name.setdefault(theirs, []).append(trainer)
-            inner = model_at((*location, key))
-            if inner is not None:
-                add(inner, (*location, key))
-
-    add(Job, ())
+    trainers_by_name: dict[str, dict[str, dict[str, list[str]]]] = {}  # name -> our setting -> whole text -> trainers
+    for location, field in _walk(Job, ()):
+        for trainer, texts in _read_also(field).items():
+            for text in texts.split(", "):
+                name = text.split(" ")[0]
+                of_setting = trainers_by_name.setdefault(name, {}).setdefault(_dotted(location), {})
+                of_setting.setdefault(text, []).append(trainer)
     return {
-        name: {
-            key: "; ".join(f"{', '.join(trainers)}: {theirs}" for theirs, trainers in by_name.items())
-            for key, by_name in ours.items()
-        }
-        for name, ours in names_by_word.items()
+        name: {setting: _join_trainers(trainers) for setting, trainers in by_setting.items()}
+        for name, by_setting in trainers_by_name.items()
     }
+
+
+def _walk(model: type[Section], location: Location) -> Iterator[tuple[Location, Any]]:
+    """Yield the settings of a section and of the sections in it: the place of each, and its declaration."""
+    for key, field in model.model_fields.items():
+        place = (*location, key)
+        yield place, field
+        inner = model_at(place)
+        if inner is not None:
+            yield from _walk(inner, place)
+
+
+def _read_also(field: Any) -> dict[str, str]:
+    """Return the names of a setting in other trainers, by trainer; several are separated by commas."""
+    extra = field.json_schema_extra
+    also = extra.get("also") if isinstance(extra, dict) else None
+    return {str(trainer): str(names) for trainer, names in also.items()} if isinstance(also, dict) else {}
+
+
+def _join_trainers(trainers_by_text: dict[str, list[str]]) -> str:
+    """Return who calls a setting what: "kohya, musubi: network_dim; onetrainer: lora_rank"."""
+    return "; ".join(f"{', '.join(trainers)}: {text}" for text, trainers in trainers_by_text.items())

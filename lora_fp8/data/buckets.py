@@ -315,11 +315,14 @@ def control_box(placement: Placement, size: Size) -> tuple[int, int, int, int]:
     """
     if not same_shape(placement.original_wh, size):
         return 0, 0, *size
-    (left, top), resized = placement.crop_xy, placement.resized_wh
-    right, bottom = left + placement.bucket_wh[0], top + placement.bucket_wh[1]
-    corners = ((left, 0), (top, 1), (right, 0), (bottom, 1))
-    left, top, right, bottom = (_rounded(at * size[axis], resized[axis]) for at, axis in corners)
-    return left, top, max(right, left + 1), max(bottom, top + 1)
+    edges = []
+    for first, length, whole, side in zip(
+        placement.crop_xy, placement.bucket_wh, placement.resized_wh, size, strict=True
+    ):  # across, then down
+        begin, end = _rounded(first * side, whole), _rounded((first + length) * side, whole)
+        edges.append((begin, max(end, begin + 1)))
+    (left, right), (top, bottom) = edges
+    return left, top, right, bottom
 
 
 def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int) -> list[Placed]:

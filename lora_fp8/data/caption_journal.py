@@ -26,6 +26,7 @@ from typing import Any
 
 from ..common import system
 from ..common.messages import add_translations, restore
+from ..common.numbers import is_finite_number
 from ..common.writing import atomic_write, sync_folder
 from ..errors import Message, UserError, cannot_read
 from . import caption_text
@@ -109,18 +110,19 @@ class Record:
     @classmethod
     def read(cls, number: int, line: dict[str, Any]) -> Record:
         """Read a line of a journal. As a journal may come with a dataset from anywhere, invalid values become empty."""
-        t, title, files, group, names, changes = map(line.get, ("t", "title", "files", "group", "names", "changes"))
-        names = names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
-        known = isinstance(t, int | float) and not isinstance(t, bool) and 0 <= t < 2**32  # false for NaN and infinity
+        t, files, given = line.get("t"), line.get("files"), line.get("names")
+        names: list[str] = []
+        if isinstance(given, list) and all(isinstance(name, str) for name in given):
+            names = given
         return cls(
-            number,
-            float(t or 0.0) if known else 0.0,
-            title if isinstance(title, str) else "",
-            files if type(files) is int and 0 <= files < 2**32 else 0,
-            group if isinstance(group, str) else "",
-            tuple(names),
-            line.get("open") is True,
-            changes if isinstance(changes, str) else "",
+            number=number,
+            t=float(t) if is_finite_number(t) and 0 <= t < 2**32 else 0.0,
+            title=_read_text(line, "title"),
+            files=files if type(files) is int and 0 <= files < 2**32 else 0,
+            group=_read_text(line, "group"),
+            names=tuple(names),
+            logged=line.get("open") is True,
+            changes=_read_text(line, "changes"),
         )
 
     def line(self) -> dict[str, Any]:
@@ -132,11 +134,26 @@ class Record:
         return line | {"changes": self.changes}
 
 
+def _read_text(line: dict[str, Any], key: str) -> str:
+    """Return the text of a key in a line of a journal; "" if it is something else."""
+    value = line.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _to_text(raw: bytes | None) -> str | None:
+    """Convert bytes for JSON, each to one character."""
+    return None if raw is None else raw.decode("latin-1")
+
+
+def _to_bytes(text: str | None) -> bytes | None:
+    """Convert what `_to_text` returned back to bytes."""
+    return None if text is None else text.encode("latin-1")
+
+
 def pack(changes: Sequence[Change]) -> str:
     """Pack the bytes before and after into text for the journal."""
-    sides = [(change.file, *(None if raw is None else raw.decode("latin-1") for raw in (change.before, change.after)))
-             for change in changes]  # fmt: skip
-    raw = json.dumps(sides).encode()
+    rows = [(change.file, _to_text(change.before), _to_text(change.after)) for change in changes]
+    raw = json.dumps(rows).encode()
     if len(raw) > LARGEST_EDIT:
         raise UserError(
             Message("{count} captions are too much text for one edit; edit fewer at once", count=len(changes))
@@ -155,10 +172,7 @@ def unpack(packed: str) -> list[Change]:
         raw = unpacking.decompress(base64.b64decode(packed), LARGEST_EDIT)
         if not unpacking.eof:
             raise ValueError("not whole, or too long")
-        changes = [
-            Change(name, *(None if text is None else text.encode("latin-1") for text in (before, after)))
-            for name, before, after in json.loads(raw)
-        ]
+        changes = [Change(name, _to_bytes(before), _to_bytes(after)) for name, before, after in json.loads(raw)]
         if any("\0" in change.file or not os.fsencode(change.file) for change in changes):
             raise ValueError("no file name")
     except (TypeError, AttributeError, RecursionError, zlib.error) as error:

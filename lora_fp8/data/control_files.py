@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from .. import settings
 from ..errors import Message, Plural, about
-from .decoding import EXTENSIONS
+from .decoding import EXTENSIONS, Looked
 from .examples import Control, ScanReport
+from .image_edits import ImageEdit
 from .image_files import CONTROLS, edits_along, list_beside
 from .look_memory import LookMemory
 from .scan_notes import as_text, list_names
@@ -57,36 +59,39 @@ def _controls_in(
         return [()] * len(pictures)
     files = list_beside(CONTROLS, Path(os.path.expanduser(control)), memory.section, report)
     stems = {*pictures.values(), *excluded}
-    named = {stem: _controls_of(stem, stems, files) for stem in stems}
-    unused = {member for stem in excluded for candidates in named[stem] for member in candidates}
-    beside = {path: [member for candidates in named[stem] for member in candidates] for path, stem in pictures.items()}
-    edits = edits_along(beside, report)
-    used = sorted(edits)
-    looks = dict(zip(used, memory.look_all(used, edits=edits), strict=True))
+    candidates = {stem: _controls_of(stem, stems, files) for stem in stems}
+    edits = edits_along({path: list(chain(*candidates[stem])) for path, stem in pictures.items()}, report)
+    paths = sorted(edits)
+    looks = dict(zip(paths, memory.look_all(paths, edits=edits), strict=True))
     for path, look in looks.items():
         if look.error:
             report.problems.append(Message("control picture {line}", line=about(path, look.error)))
     if files is None:
         return [None] * len(pictures)
-    answers: list[tuple[Control, ...] | None] = []
+    controls: list[tuple[Control, ...] | None] = []
     for path, stem in pictures.items():
-        members = named[stem]
-        if text := _wrong_controls(members, control, path.stem, num_controls):
-            report.problems.append(about(path, text))
-        if text or any(looks[member[0]].error for member in members):
-            answers.append(None)
+        if problem := _wrong_controls(candidates[stem], control, path.stem, num_controls):
+            report.problems.append(about(path, problem))
+            controls.append(None)
+            continue
+        chosen = [names[0] for names in candidates[stem]]  # there is one candidate for each control image
+        if any(looks[name].error for name in chosen):
+            controls.append(None)
         else:
-            paths = [member[0] for member in members]
-            answers.append(tuple(Control(p, looks[p].width, looks[p].height, looks[p].sha256, edits[p]) for p in paths))
-    known = {*looks, *unused}
-    if lonely := sorted(str(path) for members in files.values() for path in members if path not in known):
+            controls.append(tuple(_make_control(name, looks[name], edits[name]) for name in chosen))
+    known = {*looks, *(name for stem in excluded for name in chain(*candidates[stem]))}
+    if lonely := sorted(str(name) for names in files.values() for name in names if name not in known):
         report.warnings.append(
             Plural(
                 "{count} control picture belongs to no picture: {files}",
                 "{count} control pictures belong to no picture: {files}",
             )(count=len(lonely), files=list_names(lonely))
         )
-    return answers
+    return controls
+
+
+def _make_control(path: Path, look: Looked, edit: ImageEdit) -> Control:
+    return Control(path, look.width, look.height, look.sha256, edit)
 
 
 def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:

@@ -38,6 +38,8 @@ PATHS = ("file_name", "image_path", "file", "path", "filename")
 """Columns with the path of an image, the first one that there is."""
 CAPTIONS = ("caption", "text", "captions", "prompt", "description", "tag_string", "tags")
 """Columns with the caption, the first one that there is."""
+FORMS = ("metadata", "parquet", "tar", "json", "kohya", "plain")
+"""Forms of a folder. The first one that a folder has files of is taken."""
 NOT_UTF8 = Message("is not UTF-8 text; save the file as UTF-8")
 TAGS = ("tags", "tag_string")
 """Columns whose lists are the tags of one caption; other lists are captions, a line each."""
@@ -323,35 +325,40 @@ def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
         if not form:
             raise _is_none(path)
         return Source(form, [path], path.parent, column)
-    files_by_form: dict[str, list[Path]] = {"metadata": [], "parquet": [], "tar": [], "json": [], "kohya": []}
-    images: list[Path] = []
+    files_by_form: dict[str, list[Path]] = {form: [] for form in FORMS}
     try:
         for folder, names in walk(path):
-            there = set(names)
+            siblings = set(names)
             for name in names:
-                stem, suffix = os.path.splitext(name)
-                images += [folder / name] if plain and suffix.lower() in EXTENSIONS else []
-                if suffix.lower() in EXTENSIONS and f"{stem}.json" in there:
-                    files_by_form["json"].append(folder / name)
-                elif name in METADATA or (form := _form_of(folder / name)) in ("parquet", "tar"):
-                    files_by_form["metadata" if name in METADATA else form].append(folder / name)
-                elif form == "kohya" and name.startswith("meta"):
-                    files_by_form["kohya"].append(folder / name)
+                if form := _form_in_folder(folder / name, siblings):
+                    files_by_form[form].append(folder / name)
+                if plain and Path(name).suffix.lower() in EXTENSIONS:
+                    files_by_form["plain"].append(folder / name)
     except OSError as error:
         raise cannot_read(path, error) from None
     for form, files in files_by_form.items():
         if files:
             return Source(form, files, path, column)
-    if images:
-        return Source("plain", images, path, column)
     raise _is_none(path)
 
 
+def _form_in_folder(file: Path, siblings: set[str]) -> str:
+    """Return the form of a file of a folder, "" if it has none; `siblings` are all names in the folder."""
+    if file.suffix.lower() in EXTENSIONS and f"{file.stem}.json" in siblings:
+        return "json"
+    if file.name in METADATA:
+        return "metadata"
+    form = _form_of(file)
+    if form in ("parquet", "tar") or (form == "kohya" and file.name.startswith("meta")):
+        return form
+    return ""  # other .jsonl, .csv and .json files may be about something else
+
+
 def _is_none(path: Path) -> UserError:
-    return UserError(Message("{path}: no dataset that can be read; accepted are {names}", path=path, names=FORMS))
+    return UserError(Message("{path}: no dataset that can be read; accepted are {names}", path=path, names=ACCEPTED))
 
 
-FORMS = "metadata.jsonl, metadata.csv, .parquet, .tar, meta*.json, NAME.json"
+ACCEPTED = "metadata.jsonl, metadata.csv, .parquet, .tar, meta*.json, NAME.json"
 
 
 def _form_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import settings
-from ..errors import Message, Template, UserError, UserErrors, first_few
+from ..errors import Message, Template, UserError, UserErrors, combine, first_few
 from . import UNKNOWN, _components, _files, _part_files, available, describe, get
 from ._files import Header
 
@@ -270,7 +270,7 @@ def check_fit(family: ModelFamily) -> None:
     problems += [_vocabulary_problem(family, name) for name in family.text_parts if "tokenizer" in name]
     problems += [_sampler_problem(family), _skip_problem(family)]
     if problems := [text for text in problems if text]:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
 
 
 def _number(family: ModelFamily, place: str) -> int | None:
@@ -435,9 +435,9 @@ def check_parts(family: ModelFamily) -> None:
         try:
             look()
         except UserError as error:
-            problems += getattr(error, "problems", [str(error)])
+            problems += error.problems
     if problems:
-        raise UserErrors(list(dict.fromkeys(problems))) if len(set(problems)) > 1 else UserError(problems[0])
+        raise combine(list(dict.fromkeys(problems)))
 
 
 def _check_encoder(family: ModelFamily, name: str) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import settings
-from ..errors import Message, UserError, UserErrors, first_few, reason
+from ..errors import Message, UserError, UserErrors, combine, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
 from .sources import BaseDescription, describe, parse
@@ -147,9 +147,9 @@ def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[st
                 problems += _unlike(family, part, path, where)
                 checked[part] = path
             except UserError as error:
-                problems += getattr(error, "problems", [str(error)])
+                problems += error.problems
     if problems:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
     return checked
 
 
@@ -251,7 +251,7 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
             ),
         )
     if problems:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
     return files
 
 

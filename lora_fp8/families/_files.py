@@ -24,7 +24,7 @@ from ..common.messages import get_language, translate
 from ..common.reading import open_regular
 from ..common.stamps import FileStamp, is_settled, stamp_file
 from ..common.system import cache_folder
-from ..errors import Message, UserError, UserErrors, cannot_read, reason
+from ..errors import Message, UserError, cannot_read, combine, reason
 from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
 
 Header = dict[str, tuple[int, ...]]
@@ -310,7 +310,7 @@ def locate(path: str, revision: str, *, family: str, base: BaseDescription | Non
     else:
         base = base or describe(path, revision, family)
         if base.problems or base.folder is None:
-            raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+            raise combine(base.problems)
         absent = list_absent(base)
         if not base.reference.is_single_file:
             return Place(base.folder, None, absent, base)

@@ -74,11 +74,6 @@ def vae_prefix(header: Header) -> str | None:
     return next((p for p in VAE_PREFIXES if any(f"{p}{mark}" in header for mark in VAE_MARKS)), None)
 
 
-def is_vae(header: Header) -> bool:
-    """Return True if a file is a VAE."""
-    return any(mark in header for mark in VAE_MARKS) or vae_prefix(header) is not None
-
-
 # -- what a header states ----------------------------------------------------------------------------------------------
 def stated(part_class: str, header: Header) -> dict[str, Any] | None:
     """Return the config entries that a part's header states, None if it is not a part of this class.

@@ -135,8 +135,8 @@ class Family(ModelFamily):
 
         return _anima.inputs(noisy_BCHW, t_B, cond["prompt_embeds"])
 
-    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
-        return answer[:, :, 0]
+    def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
+        return output[:, :, 0]
 
     def empty_denoiser(self) -> nn.Module:
         from . import _anima

@@ -160,7 +160,7 @@ class ModelFamily(Latents, Prompts):
         self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float = 1.0
     ) -> Tensor:
         """Call the denoiser as its pipeline does, with `t_B` as the objective draws it. Returns a prediction BCHW."""
-        return self.answer(denoiser, self.prepare(denoiser, noisy_BCHW, t_B, cond, guidance), noisy_BCHW)
+        return self.predict_prepared(denoiser, self.prepare(denoiser, noisy_BCHW, t_B, cond, guidance), noisy_BCHW)
 
     def prepare(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         """Return the arguments of the denoiser's call, on its device and in its dtype; see `inputs`."""
@@ -170,19 +170,19 @@ class ModelFamily(Latents, Prompts):
         cond |= {name: cond[name].to(self.dtype) for name in inexact}
         return self.inputs(denoiser, noisy_BCHW.to(self.dtype), t_B.to(device), cond, guidance)
 
-    def answer(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
+    def predict_prepared(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
         """Call the denoiser with what `prepare` returned. Returns a prediction BCHW."""
-        answer_BCHW = self.prediction(denoiser, denoiser(**inputs, return_dict=False)[0], noisy_BCHW)
-        return -answer_BCHW if self.towards_image else answer_BCHW
+        prediction_BCHW = self.convert_output(denoiser, denoiser(**inputs, return_dict=False)[0], noisy_BCHW)
+        return -prediction_BCHW if self.towards_image else prediction_BCHW
 
-    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+    def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
         """Convert the denoiser's output to a prediction BCHW.
 
         Override it if the output is not laid out as the pipeline's latents.
         """
         if self.latents_as == "BSD":  # the tokens after the noise's are those of the control images
-            answer = answer[:, : self.seq_len(tuple(noisy_BCHW.shape[2:]))]
-        return self.unpack(answer, tuple(noisy_BCHW.shape[-2:]))
+            output = output[:, : self.seq_len(tuple(noisy_BCHW.shape[2:]))]
+        return self.unpack(output, tuple(noisy_BCHW.shape[-2:]))
 
     @classmethod
     def pipeline_type(cls) -> Any:

@@ -92,9 +92,9 @@ class Family(ModelFamily):
             "attention_mask": mask_BS,
         }
 
-    def answer(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
+    def predict_prepared(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
         with _mask_kept(denoiser, inputs["attention_mask"]):
-            return ModelFamily.answer(self, denoiser, inputs, noisy_BCHW)
+            return ModelFamily.predict_prepared(self, denoiser, inputs, noisy_BCHW)
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:

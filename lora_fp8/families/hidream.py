@@ -10,8 +10,8 @@ For training this means:
 * Adapters are on attention, the feed-forward of text tokens and the shared experts. The routed experts get none: they
   are 10 of the 17 B parameters, and each sees only some of the tokens.
 * Unless the model is in training mode, diffusers computes the routed experts without gradients. In training mode the
-  model returns patches, which `prediction` puts together. `force_inference_output` in the denoiser's config would stop
-  the gradient, so it is overridden.
+  model returns patches, which `convert_output` puts together. `force_inference_output` in the denoiser's config would
+  stop the gradient, so it is overridden.
 * An image that is not square is padded to the largest number of patches, as in diffusers' pipeline, so it costs as much
   as one of 1024 x 1024.
 """
@@ -118,13 +118,13 @@ class Family(ModelFamily):
             "pooled_embeds": cond["pooled_prompt_embeds"],
         }
 
-    def prediction(self, denoiser: Any, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+    def convert_output(self, denoiser: Any, output: Any, noisy_BCHW: Tensor) -> Tensor:
         if not denoiser.training:
-            return answer
+            return output
         patch, (height, width) = denoiser.config.patch_size, noisy_BCHW.shape[-2:]
-        rows, columns = height // patch, width // patch  # the answer is (B, C, S, patch * patch), padded at the end
-        answer = answer[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
-        return answer.transpose(3, 4).reshape(noisy_BCHW.shape)
+        rows, columns = height // patch, width // patch  # the output is (B, C, S, patch * patch), padded at the end
+        output = output[:, :, : rows * columns].unflatten(3, (patch, patch)).unflatten(2, (rows, columns))
+        return output.transpose(3, 4).reshape(noisy_BCHW.shape)
 
     def check_bucket(self, width: int, height: int) -> None:
         config = self.denoiser_config()

@@ -116,9 +116,9 @@ class Family(ModelFamily):
             **dict(zip(("position_ids", "segment_ids", "indicator"), ids, strict=True)),
         }
 
-    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+    def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
         num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))  # the image follows the text
-        return self.unpack(answer[:, -num_image:], tuple(noisy_BCHW.shape[2:]))
+        return self.unpack(output[:, -num_image:], tuple(noisy_BCHW.shape[2:]))
 
     def guidance_inputs(self, guidance: float) -> dict[str, Any]:
         if guidance != 1.0:

@@ -98,7 +98,7 @@ class Family(ModelFamily):
             "cap_feats": [embeds_LD[mask_L] for embeds_LD, mask_L in pairs],
         }
 
-    def prediction(self, denoiser: nn.Module, answer: Any, noisy_BCHW: Tensor) -> Tensor:
+    def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
         import torch
 
-        return torch.stack(answer)[:, :, 0]
+        return torch.stack(output)[:, :, 0]

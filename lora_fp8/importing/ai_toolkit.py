@@ -548,10 +548,6 @@ def _add_folders(draft: Draft, table: str) -> range:
 
 def _set_shared(draft: Draft, tables: list[str]) -> None:
     """Set what has one value for all folders here: dropout, flips, buckets and the shuffling of tags."""
-
-    def collect_values(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
-
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),
@@ -559,16 +555,16 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         ("flip_x", "dataset.flip", flag),
         ("buckets", "dataset.buckets", flag),
     ):
-        dataset_settings.share(draft, *collect_values(name), setting, read)
-    keys, values = collect_values("random_crop")
+        dataset_settings.share(draft, *draft.collect(name, tables), setting, read)
+    keys, values = draft.collect("random_crop", tables)
     if any(map(flag, filter(None, values))):
         dataset_settings.share(draft, keys, values, "dataset.random_crop", flag, remarks.CACHED_VARIANTS)
     draft.none(keys, remarks.OFF, off=True)
-    dataset_settings.set_bucket_step(draft, *collect_values("bucket_tolerance"))
+    dataset_settings.set_bucket_step(draft, *draft.collect("bucket_tolerance", tables))
     dataset_settings.keep_aspects(draft, "buckets")
     if draft.settings.get("dataset.buckets") is not False:
         draft.assume("dataset.upscale", False, "buckets", NEVER_ENLARGED)
-    keys, values = collect_values("keep_tokens")
+    keys, values = draft.collect("keep_tokens", tables)
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
         dataset_settings.share(
             draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole

@@ -184,6 +184,16 @@ class Draft:
                 Message("{path}: {key}: {line}", path=self.source.path, key=self.labels[key], line=hide(str(error)))
             ) from None
 
+    def collect(self, name: str, tables: Iterable[str]) -> tuple[list[str], list[Any]]:
+        """Return a setting's keys in several tables, and its value in each.
+
+        Args:
+            name: its name in a table.
+            tables: beginnings of the keys, such as "concepts.0.".
+        """
+        keys = [f"{table}{name}" for table in tables]
+        return keys, [self.get(key) for key in keys]
+
     def keys(self, pattern: str) -> list[str]:
         """Return the file's keys that match a pattern with `*` for positions in lists."""
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")

@@ -34,8 +34,7 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
     if storage in ("bf16", "none"):
         draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
         what = Message(
-            "the other trainer keeps about {share} of the base in main memory; with quantize.storage = 'fp8' set "
-            "this share",
+            "the other trainer offloads about {share} of the base to RAM; with quantize.storage = 'fp8' set this share",
             share=f"{share:g}",
         )
         draft.need("memory.offload", what)
@@ -60,7 +59,7 @@ def set_swap(draft: Draft, key: str) -> None:
         draft.none(key, Message("how many blocks this architecture has is not known here; memory.offload is a share"))
         draft.need(
             "memory.offload",
-            Message("the other trainer keeps {number} blocks in main memory; choose a share", number=number_of),
+            Message("the other trainer offloads {number} blocks to RAM; choose a share", number=number_of),
         )
         return
     swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)

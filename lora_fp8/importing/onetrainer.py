@@ -41,6 +41,12 @@ CONCEPT_OFF = Message("the concept is off")
 NO_VALIDATION = remarks.VALIDATION
 NO_COLOUR = remarks.NO_COLOURS
 COLOURS = ("brightness", "contrast", "saturation")
+COLOUR_SWITCHES = tuple(f"enable_random_{colour}" for colour in COLOURS)
+COLOUR_LIMITS = tuple(f"random_{colour}_max_strength" for colour in COLOURS)
+ROTATION = ("enable_random_rotate", "random_rotate_max_angle")
+SWITCHES = ("enable_crop_jitter", ROTATION[0], *COLOUR_SWITCHES)
+LIMITS = (ROTATION[1], *COLOUR_LIMITS)
+"""Keys of a concept's image changes: what switches each on, and how far it goes."""
 NO_VIDEO = dataset_settings.NO_CLIPS
 WIDEST = 4.0
 """Aspect ratio of the widest of its buckets."""
@@ -640,13 +646,9 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
 
 def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
     """Set dataset.flip and the shuffling and dropout of tags, with one value for all concepts."""
-
-    def collect_values(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
-
-    keys, values = collect_values("image.enable_random_flip")
+    keys, values = draft.collect("image.enable_random_flip", tables)
     dataset_settings.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
-    dataset_settings.share(draft, *collect_values("text.enable_tag_shuffling"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, *draft.collect("text.enable_tag_shuffling", tables), "dataset.shuffle_tags", flag)
     _set_tag_dropout(draft, tables)
     tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
     for name, setting, read in (
@@ -655,45 +657,55 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         ("text.text_variations", "dataset.caption_variants", whole),
         ("text_variations", "dataset.caption_variants", whole),
     ):
-        keys, values = collect_values(name)
+        keys, values = draft.collect(name, tables)
         if tags:
             dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without tag shuffling"), off=True)
 
 
 def _set_variants(draft: Draft, tables: list[str]) -> None:
-    """Set the variants of images, if several versions of each are cached there or none is."""
-
-    def collect_values(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
-
-    keys, values = collect_values("image_variations")
-    most = max([whole(value) for value in values if value not in (None, "")], default=1)
-    switches = ["enable_crop_jitter", "enable_random_rotate", *(f"enable_random_{colour}" for colour in COLOURS)]
-    limits = ["random_rotate_max_angle", *(f"random_{colour}_max_strength" for colour in COLOURS)]
-    if most > 1:
-        jitters, crops = collect_values("image.enable_crop_jitter")
-        crops = [True if value is None else value for value in crops]
-        dataset_settings.share(draft, jitters, crops, "dataset.random_crop", flag)
-        angles = [_read_limit(draft, f"{table}image.", "rotate", "angle") for table in tables]
-        strengths = [max(_read_limit(draft, f"{table}image.", c, "strength") for c in COLOURS) for table in tables]
-        of_angles = [f"{table}image.{name}" for table in tables for name in (switches[1], limits[0])]
-        of_colours = [f"{table}image.{name}" for table in tables for name in (*switches[2:], *limits[1:])]
-        if any(angles):
-            dataset_settings.share(draft, of_angles, angles, "dataset.rotate", lambda value: min(value, 45.0))
-        if any(strengths):
-            one_for_all = Message("one strength here for brightness, contrast and saturation")
-            dataset_settings.share(
-                draft, of_colours, strengths, "dataset.color_jitter", lambda value: min(value, 0.9), one_for_all
-            )
-        if any(map(flag, crops)) or any(angles) or any(strengths):
-            dataset_settings.share(draft, keys, values, "dataset.image_variants", lambda value: min(64, whole(value)))
-    for name in (*switches, *limits):
-        named = f"image.{name}"
-        for key, value in zip(*collect_values(named), strict=True):
-            is_on = name in switches and (value is None or flag(value))
+    """Set the variants of images, if several versions of each are cached there."""
+    keys, counts = draft.collect("image_variations", tables)
+    if max([whole(count) for count in counts if count not in (None, "")], default=1) > 1:
+        is_used = [_set_random_crop(draft, tables), _set_rotation(draft, tables), _set_color_jitter(draft, tables)]
+        if any(is_used):
+            dataset_settings.share(draft, keys, counts, "dataset.image_variants", lambda count: min(64, whole(count)))
+    for name in (*SWITCHES, *LIMITS):
+        for key, value in zip(*draft.collect(f"image.{name}", tables), strict=True):
+            is_on = name in SWITCHES and (value is None or flag(value))
             draft.none(key, remarks.ONE_VERSION if is_on else remarks.OFF, off=not is_on)
     draft.none(keys, remarks.OFF, off=True)
+
+
+def _set_random_crop(draft: Draft, tables: list[str]) -> bool:
+    """Set dataset.random_crop, which is on there by default. Return True if a concept uses it."""
+    keys, values = draft.collect("image.enable_crop_jitter", tables)
+    switches = [True if value is None else value for value in values]
+    dataset_settings.share(draft, keys, switches, "dataset.random_crop", flag)
+    return any(map(flag, switches))
+
+
+def _set_rotation(draft: Draft, tables: list[str]) -> bool:
+    """Set dataset.rotate to the largest angle. Return True if a concept uses it."""
+    angles = [_read_limit(draft, f"{table}image.", "rotate", "angle") for table in tables]
+    if not any(angles):
+        return False
+    keys = [f"{table}image.{name}" for table in tables for name in ROTATION]
+    dataset_settings.share(draft, keys, angles, "dataset.rotate", lambda angle: min(angle, 45.0))
+    return True
+
+
+def _set_color_jitter(draft: Draft, tables: list[str]) -> bool:
+    """Set dataset.color_jitter to the largest strength of a concept's colours. Return True if a concept uses it."""
+    strengths = [
+        max(_read_limit(draft, f"{table}image.", colour, "strength") for colour in COLOURS) for table in tables
+    ]
+    if not any(strengths):
+        return False
+    keys = [f"{table}image.{name}" for table in tables for name in (*COLOUR_SWITCHES, *COLOUR_LIMITS)]
+    note = Message("one strength here for brightness, contrast and saturation")
+    dataset_settings.share(draft, keys, strengths, "dataset.color_jitter", lambda strength: min(strength, 0.9), note)
+    return True
 
 
 def _read_limit(draft: Draft, table: str, what: str, unit: str) -> float:

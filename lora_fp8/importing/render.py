@@ -76,7 +76,7 @@ def problems(made: Import) -> list[str]:
     try:
         config.loads(to_toml(made), where=made.source.name)
     except UserError as error:
-        return list(getattr(error, "problems", [str(error)]))
+        return error.problems
     return []
 
 

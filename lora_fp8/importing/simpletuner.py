@@ -607,11 +607,7 @@ LINES = Message("each line of a caption file is a caption of its own")
 
 def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     """Set dataset.shuffle_tags and what belongs to it, with one value for all backends."""
-
-    def collect_values(name: str) -> tuple[list[str], list[Any]]:
-        return [f"{table}{name}" for table in tables], [draft.get(f"{table}{name}") for table in tables]
-
-    keys, values = collect_values("disable_multiline_split")
+    keys, values = draft.collect("disable_multiline_split", tables)
     if any(value is not None for value in values):
         values = [False if value is None else value for value in values]
         dataset_settings.share(
@@ -619,13 +615,13 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
         )
     elif tables:
         draft.assume("dataset.caption_lines", "one", "disable_multiline_split", LINES)
-    dataset_settings.share(draft, *collect_values("caption_shuffle.enable"), "dataset.shuffle_tags", flag)
+    dataset_settings.share(draft, *draft.collect("caption_shuffle.enable", tables), "dataset.shuffle_tags", flag)
     for name, setting, read in (
         ("caption_shuffle.count", "dataset.caption_variants", whole),
         ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
         ("caption_shuffle.split_on", "dataset.tag_separator", _separator),
     ):
-        keys, values = collect_values(name)
+        keys, values = draft.collect(name, tables)
         if draft.settings.get("dataset.shuffle_tags"):
             dataset_settings.share(draft, keys, values, setting, read)
         draft.none(keys, Message("means nothing without {key}", key="caption_shuffle"), off=True)

@@ -218,10 +218,18 @@ def _command_options(words: list[str], variables: Mapping[str, str]) -> tuple[st
     """Return the script that a command runs, its options with variables substituted, and variables without a value."""
     at = max(i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word))
     script = PureWindowsPath(words[at]).name
-    words = [VARIABLE.sub(lambda m: variables.get((m[1] or m[2]).lower(), m[0]), word) for word in words]
-    unknown = sorted({m[0] for word in words for pattern in (VARIABLE, SUBSTITUTION) for m in pattern.finditer(word)})
-    kept = [word for i, word in enumerate(words) if i != at and not VARIABLE.fullmatch(word)]
-    return script, parse_options(kept), unknown
+
+    def substitute(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        return variables.get(name.lower(), match[0])
+
+    words = [VARIABLE.sub(substitute, word) for word in words]
+    unknown: set[str] = set()
+    for word in words:
+        for pattern in (VARIABLE, SUBSTITUTION):
+            unknown |= {match[0] for match in pattern.finditer(word)}
+    options = [word for i, word in enumerate(words) if i != at and not VARIABLE.fullmatch(word)]
+    return script, parse_options(options), sorted(unknown)
 
 
 TRAINING_SCRIPT = re.compile(r"(?:train\w{0,80}|fine_tune)\.py(?=[\"'\s]|$)")

@@ -62,7 +62,7 @@ def check(job: Job, progress: Callable[[int, int], None] | None = None) -> Check
         try:
             _files.locate(section.path, section.revision, family=section.family, base=base)
         except UserError as error:
-            result.problems += getattr(error, "problems", [str(error)])
+            result.problems += error.problems
             base = replace(base, problems=(str(error),))
     if report.problems:  # reported at once: importing torch takes seconds
         result.warnings += [*report.warnings, *find_unused_settings(job)]
@@ -84,7 +84,7 @@ def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
             images.note_sizes(report, resolved.dataset, resolve.get_resolution(resolved))
         placement.split(resolved, report.examples)
     except UserError as error:
-        result.problems += getattr(error, "problems", [str(error)])
+        result.problems += error.problems
     else:
         _add_buckets(resolved, report, result)
     result.warnings += [*report.warnings, *find_unused_settings(job)]
@@ -111,7 +111,7 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
         try:
             result.warnings += disk_space.require(plan.writes())
         except UserError as error:
-            result.problems += getattr(error, "problems", [str(error)])
+            result.problems += error.problems
         texts = list(dict.fromkeys(map(text_of, plan.texts)))
         result.warnings += truncation_warnings(family.overlong(texts), len(texts))
     template = Template("base: {title}, {path}, predicts {kind}")

@@ -84,13 +84,21 @@ class Estimate:
 
     @property
     def peaks(self) -> dict[str, int | None]:
-        """The peak of each stage on the device, in bytes; on a CPU it includes the process itself."""
-        pictures = None if self.vae_encode_bytes is None else self.vae_bytes + self.vae_encode_bytes
-        encode = None if pictures is None else max(pictures, self.text_bytes)
-        train = None if self.step_bytes is None else self.held_bytes + self.step_bytes
-        preview = None if self.vae_decode_bytes is None else self.held_bytes + self.vae_decode_bytes
-        stages = {"encode": encode, "train": train, "preview": preview if self.vae_decode_bytes else 0}
-        return {name: peak + self.process_bytes if peak else peak for name, peak in stages.items()}
+        """The peak of each stage on the device, in bytes; on a CPU it includes the process itself.
+
+        None if it is unknown. That of previews is 0 if there are none.
+        """
+        peaks: dict[str, int | None] = {"encode": None, "train": None, "preview": None}
+        if self.vae_encode_bytes is not None:
+            pictures = self.vae_bytes + self.vae_encode_bytes
+            peaks["encode"] = self.process_bytes + max(pictures, self.text_bytes)
+        if self.step_bytes is not None:
+            peaks["train"] = self.process_bytes + self.held_bytes + self.step_bytes
+        if self.vae_decode_bytes == 0:
+            peaks["preview"] = 0
+        elif self.vae_decode_bytes is not None:
+            peaks["preview"] = self.process_bytes + self.held_bytes + self.vae_decode_bytes
+        return peaks
 
     @property
     def peak_bytes(self) -> int | None:
@@ -131,7 +139,7 @@ class Estimate:
             ),
         ]
         if self.waiting_bytes:
-            lines.append(Message("           {size} of the base wait in main memory", size=gib(self.waiting_bytes)))
+            lines.append(Message("           {size} of the base are offloaded to RAM", size=gib(self.waiting_bytes)))
         lines.append(
             Message(
                 "encoding   {size} before that: the VAE {vae} and {encode} for a picture, then the text encoders one "

@@ -23,7 +23,7 @@ from ..data.cache import Cache
 from ..data.caption_variants import dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, UserError, UserErrors, combine
 from ..families._prompt_weights import LARGE_WEIGHT, find_largest_weight, has_weights, splits_bracket
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
@@ -139,7 +139,7 @@ class Problems(list[str]):
             return action()
         except UserError as error:
             self.errors.append(error)
-            self.extend(line for line in getattr(error, "problems", [str(error)]) if line not in self)
+            self.extend(line for line in error.problems if line not in self)
             return None
 
 
@@ -171,9 +171,9 @@ def make(
     if problems == report.problems:
         raise UserErrors(problems, "dataset")
     alone = problems.errors[0] if len(problems.errors) == 1 else None
-    if alone is not None and len(problems) == len(getattr(alone, "problems", [alone])):
+    if alone is not None and alone.problems == problems:
         raise alone  # it names the place of its problems
-    raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+    raise combine(problems)
 
 
 def find_batch_problems(batch_size: int, world: int) -> list[str]:
@@ -208,7 +208,6 @@ def attempt(
         The Plan, or None if it cannot be made; and the problems, empty if training can start.
     """
     problems = Problems(report.problems)
-    Family = families.get(job.model.family)
     base = base or describe(job.model.path, job.model.revision, job.model.family)
     problems.extend(base.problems)
     family = None if base.problems else problems.collect(lambda: make_family(job, device or "cpu", base))
@@ -216,12 +215,12 @@ def attempt(
         refusals = precision.problem(job.quantize, device, world), memory.problem(job.memory, device)
         problems.extend(filter(None, refusals))
     problems.extend(find_batch_problems(job.train.batch_size, world))
-    resolved = problems.collect(lambda: resolve_auto(job, Family))
+    resolved = problems.collect(lambda: resolve_auto(job, families.get(job.model.family)))
     if family is None or resolved is None:
         return None, problems
-    num_problems = len(problems.errors)
+    num_errors = len(problems.errors)
     problems.collect(family.check_parts)
-    if len(problems.errors) == num_problems:  # a scheduler that makes no sense is told above
+    if len(problems.errors) == num_errors:  # otherwise a scheduler that makes no sense is reported already
         problems.collect(lambda: family.make_objective(job.objective))
     layers = problems.collect(lambda: plan_layers(job, family))
     if job.memory.shard_base:
@@ -236,12 +235,24 @@ def attempt(
         if job.adapter.init_from and not resume:
             problems.collect(lambda: read_start_values(resolved, family, disk_budget.list_trainable(resolved, family)))
         return None, problems
-    for width, height, *_ in placed.buckets | placed.held_out_buckets:
+    plan = Plan(resolved, family, placed, layers)
+    _check_plan(plan, problems, resume)
+    placed.warnings[:0] = report.warnings
+    placed.warnings.extend(_find_caption_warnings(plan, report))
+    # The number of training processes is unknown without a device.
+    facts = {} if device is None else {"run.several_processes": world > 1}
+    plan.warnings.extend([*layers.warnings, *_find_warnings(plan, facts)])
+    return plan, problems
+
+
+def _check_plan(plan: Plan, problems: Problems, resume: bool) -> None:
+    """Add the problems that show once layers and buckets are planned: in buckets, previews, optimizer and adapters."""
+    job, family = plan.job, plan.family
+    for width, height, *_ in plan.images.buckets | plan.images.held_out_buckets:
         problems.collect(partial(family.check_bucket, width, height))
     for table in split_preview(job.preview):
         if table.guidance != "auto":
             problems.collect(partial(family.guidance_inputs, table.guidance))
-    plan = Plan(resolved, family, placed, layers)
     problems.collect(lambda: optim.try_out(job.optimizer, limits=bool(job.adapter.scale_weight_norms)))
     problems.collect(lambda: require_packages(job.tracking))
     if job.preview.prompts and job.preview.score_model:
@@ -249,15 +260,14 @@ def attempt(
     if not resume:
         problems.collect(lambda: plan.start)
     problems.collect(lambda: plan.training_adapter)
-    captions = dataset_captions(report.examples, resolved.dataset, job.seed)
-    placed.warnings[:0] = report.warnings
-    placed.warnings.extend(family.caption_caveats(captions))
+
+
+def _find_caption_warnings(plan: Plan, report: ScanReport) -> list[str]:
+    """Find warnings about captions and preview prompts: what the family does not expect, and doubtful weights."""
+    job, family = plan.job, plan.family
+    captions = dataset_captions(report.examples, job.dataset, job.seed)
     texts = dict.fromkeys([*captions, *_list_preview_texts(family, job.preview)])
-    placed.warnings.extend(_find_doubtful_weights(family, texts, captions, resolved.dataset))
-    # The number of training processes is unknown without a device.
-    facts = {} if device is None else {"run.several_processes": world > 1}
-    plan.warnings.extend([*layers.warnings, *_find_warnings(plan, facts)])
-    return plan, problems
+    return [*family.caption_caveats(captions), *_find_doubtful_weights(family, texts, captions, job.dataset)]
 
 
 def _list_preview_texts(family: ModelFamily, preview: Preview) -> list[str]:

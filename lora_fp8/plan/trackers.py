@@ -3,7 +3,7 @@
 import importlib.util
 
 from .. import settings
-from ..errors import Message, UserError, UserErrors
+from ..errors import Message, combine
 
 PACKAGES = {
     "tensorboard": "'lora-fp8[trackers]'",
@@ -31,4 +31,4 @@ def require_packages(section: settings.Tracking) -> None:
         if importlib.util.find_spec(name) is None
     ]
     if missing:
-        raise UserErrors(missing) if len(missing) > 1 else UserError(missing[0])
+        raise combine(missing)

@@ -6,9 +6,9 @@
 The rules, in order; the first that applies wins:
 
     storage   quantize.keep; quantize.override; the family's `keep_precise`; modules that the class keeps in float32;
-              not a plain nn.Linear; the family's modulation; quantize.storage
-    compute   few rows (modulation); a storage without FP8 matmul; quantize.fp8_exclude; sides that are no multiples
-              of 16 (never padded: padding costs more than it gains); small; quantize.compute
+              not a plain layer; quantize.convolutions; the family's modulation; quantize.storage
+    compute   a convolution; few rows (modulation); a storage without FP8 matmul; quantize.fp8_exclude; sides that are
+              no multiples of 16 (never padded: padding costs more than it gains); small; quantize.compute
     backend   quantize.backend; a layer that TransformerEngine cannot multiply in FP8 is our own, or bf16 if a side is
               no multiple of 16
 
@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -64,6 +64,8 @@ class LayerPlan:
     """Library of the layer: "own", "torchao", "te"; "" if it is not quantized."""
     kind: str = "linear"
     """"linear" or "convolution"."""
+    rule: str = ""
+    """The rule that chose its storage, if it is "override" or "modulation"."""
 
     @property
     def form(self) -> Format | None:
@@ -89,7 +91,7 @@ class Plan:
         """Return those of `settings.FACTS` that the layers decide."""
         return {
             "layers.fp8": any(layer.compute.startswith("fp8") for layer in self.layers),
-            "layers.modulation": any("modulation" in layer.reason for layer in self.layers),
+            "layers.modulation": any(layer.rule == "modulation" for layer in self.layers),
             "layers.convolutions": any(layer.kind == "convolution" for layer in self.layers),
         }
 
@@ -195,10 +197,10 @@ def decide(
     layers: dict[str, LayerPlan] = {}
     misfits: dict[tuple[str, Format], list[tuple[str, tuple[int, int]]]] = {}
     for layer, several in places.items():
-        form, reason = _choose_form(rules, denoiser, layer, several)
+        form, reason, rule = _choose_form(rules, denoiser, layer, several)
         shape, kind = matrix_shape(layer), "convolution" if isinstance(layer, nn.Conv2d) else "linear"
         if form is not None and form.problem(shape) and form.scale != _te_scale(section):
-            setting = "quantize.override" if "quantize.override" in reason else "quantize.scale"
+            setting = "quantize.override" if rule == "override" else "quantize.scale"
             misfits.setdefault((setting, form), []).append((several[0], shape))
         compute, why = _compute(several, form, shape, section, modulation)
         backend = _backend(form, compute, section)
@@ -209,9 +211,18 @@ def decide(
         size = _num_bytes(layer, form, held, dtype, backend)
         for name in several:
             layers[name] = LayerPlan(
-                name, shape, form.storage if form else _short(held), form.scale if form else "", compute, reason, why,
-                size, backend, kind,
-            )  # fmt: skip
+                name=name,
+                shape=shape,
+                storage=form.storage if form else _short(held),
+                scale=form.scale if form else "",
+                compute=compute,
+                reason=reason,
+                compute_reason=why,
+                num_bytes=size,
+                backend=backend,
+                kind=kind,
+                rule=rule,
+            )
     problems += [_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
     if problems:
         raise UserErrors(problems, "quantize")
@@ -252,8 +263,19 @@ class _Rules:
     file_scale: str
 
 
-def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequence[str]) -> tuple[Format | None, str]:
-    """Return the storage format of a layer (None: not quantized) and the reason for it.
+class _Verdict(NamedTuple):
+    """The storage that a rule chooses for a layer."""
+
+    form: Format | None
+    """None: not quantized"""
+    reason: str = ""
+    """for people; "" if quantize.storage decides"""
+    rule: str = ""
+    """as in `LayerPlan`"""
+
+
+def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequence[str]) -> _Verdict:
+    """Return the storage of a layer.
 
     Args:
         rules: what decides.
@@ -263,47 +285,47 @@ def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequen
     """
     verdicts = [_storage(rules, denoiser, name, layer, names) for name in names]
     # A layer at two places is stored as the more careful of the two verdicts says.
-    form, reason = next((verdict for verdict in verdicts if verdict[0] is None), verdicts[0])
-    by_rule = form is not None and reason in ("", "modulation") and form.storage == "fp8"
-    if by_rule and rules.file_scale and _keeps_scale(rules.section):
+    verdict = next((verdict for verdict in verdicts if verdict.form is None), verdicts[0])
+    is_default = not verdict.reason or verdict.rule == "modulation"
+    is_fp8 = verdict.form is not None and verdict.form.storage == "fp8"
+    if is_fp8 and is_default and rules.file_scale and _keeps_scale(rules.section):
         own = Format("fp8", rules.file_scale)
-        form = form if own.problem(matrix_shape(layer)) else own
-    return form, reason
+        if not own.problem(matrix_shape(layer)):
+            return verdict._replace(form=own)
+    return verdict
 
 
-def _storage(
-    rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names: Sequence[str]
-) -> tuple[Format | None, str]:
+def _storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names: Sequence[str]) -> _Verdict:
     """Apply the rules for storage to a layer under one of its names; arguments and result as in `_choose_form`."""
     section, shape = rules.section, matrix_shape(layer)
     not_plain = _why_not_plain(layer)
     if section.storage in PLAIN:
-        return None, Message("quantize.storage is {storage}", storage=section.storage)
+        return _Verdict(None, Message("quantize.storage is {storage}", storage=section.storage))
     if (entry := _first_match(name, section.keep)) is not None:
-        return None, _listed_in("keep", entry)
+        return _Verdict(None, _listed_in("keep", entry))
     if not not_plain and (entry := _first_match(name, section.override)) is not None:
-        return _override(section.override[entry], shape), _listed_in("override", entry)
+        return _Verdict(_override(section.override[entry], shape), _listed_in("override", entry), "override")
     if (entry := _first_match(name, rules.keep)) is not None:
-        return None, Message("{entry} is precise in this family", entry=repr(entry))
+        return _Verdict(None, Message("{entry} is precise in this family", entry=repr(entry)))
     if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
-        return None, Message("float32 in this model's class")
+        return _Verdict(None, Message("float32 in this model's class"))
     if not_plain:
-        return None, not_plain
+        return _Verdict(None, not_plain)
     if isinstance(layer, FrozenLayer):
-        return layer.form, Message("is quantized already")
+        return _Verdict(layer.form, Message("is quantized already"))
     if isinstance(layer, nn.Conv2d):
         # No GPU multiplies a convolution in FP8, so it can have the format with the least error.
         kind = "int8" if section.convolutions == "auto" else section.convolutions
         if kind in PLAIN:
-            return None, Message("quantize.convolutions is bf16")
+            return _Verdict(None, Message("quantize.convolutions is bf16"))
         asked = Format(kind, section.scale) if kind == section.storage and section.scale != "auto" else None
-        return (asked if asked and not asked.problem(shape) else _fitting(kind, shape)), ""
+        return _Verdict(asked if asked and not asked.problem(shape) else _fitting(kind, shape))
     if _first_match(name, rules.modulation) is not None:
         # Multiplied once per image it takes no time, so it can have the format with the least error.
         kind = "int8" if section.modulation == "auto" else section.modulation
         if kind in PLAIN:
-            return None, Message("quantize.modulation is bf16")
-        return _fitting(kind, shape), Message("modulation")
+            return _Verdict(None, Message("quantize.modulation is bf16"), "modulation")
+        return _Verdict(_fitting(kind, shape), Message("modulation"), "modulation")
     return _asked_storage(section, names, shape)
 
 
@@ -329,19 +351,18 @@ def _override(text: str, shape: tuple[int, int]) -> Format | None:
     return Format(storage, scale) if scale else _fitting(storage, shape)
 
 
-def _asked_storage(
-    section: settings.Quantize, names: Sequence[str], shape: tuple[int, int]
-) -> tuple[Format | None, str]:
-    """Return the format that quantize.storage, quantize.scale and quantize.backend give, and the reason if it is not
-    quantized."""
+def _asked_storage(section: settings.Quantize, names: Sequence[str], shape: tuple[int, int]) -> _Verdict:
+    """Return the storage that quantize.storage, quantize.scale and quantize.backend give."""
     if section.backend == "te" and not _not_multiplied(names, shape, section):
         needed = te_alignment(section)
         if any(side % needed for side in shape):
-            return None, Message("a side is no multiple of {needed}, as TransformerEngine needs", needed=needed)
-        return Format("fp8", TE_SCALE[section.recipe]), ""
+            return _Verdict(
+                None, Message("a side is no multiple of {needed}, as TransformerEngine needs", needed=needed)
+            )
+        return _Verdict(Format("fp8", TE_SCALE[section.recipe]))
     if section.scale != "auto":
-        return Format(section.storage, section.scale), ""
-    return _fitting(section.storage, shape), ""
+        return _Verdict(Format(section.storage, section.scale))
+    return _Verdict(_fitting(section.storage, shape))
 
 
 def _first_match(name: str, entries: Iterable[str]) -> str | None:

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -219,22 +219,7 @@ def _layer_error(
     amax_N = plain_NK.abs().amax(dim=1).double()
     filled_N = amax_N[amax_N > 0]
     typical = filled_N.median() if len(filled_N) else amax_N.new_zeros(())
-    better, better_damage, better_bytes = "", 0.0, 0
-    if sums.damage(called) > bound:
-        for form in ladder(layer.form, shape):
-            if form is None:
-                better, better_damage, better_bytes = "bf16", 0.0, plain_NK.nbytes
-                break
-            # A layer that TransformerEngine does not store is our own; see `plan`. So is a convolution, whose matrix
-            # is rounded like any other.
-            kind = type(layer) if isinstance(layer, FrozenLinear) and layer.backend != "te" else FrozenLinear
-            held = kind(shape[1], shape[0], False, "meta", dtype, form)
-            held.set_weight_(tensor, name)
-            other = _compare(name, plain_NK, held.weight, x_MK)
-            if other.damage(called) <= bound:
-                better, better_damage = str(form), other.damage(called)
-                better_bytes = num_bytes(held.backend, form, shape)
-                break
+    better = _Better() if sums.damage(called) <= bound else _find_better(name, layer, tensor, x_MK, dtype, bound)
     multiplied = None
     if called and layer.compute != "upcast":
         multiplied = _multiplied_error(layer, plain_NK, x_MK)
@@ -253,10 +238,45 @@ def _layer_error(
         zero_rows=int((amax_N == 0).sum()),
         denormal_rows=int(((amax_N > 0) & (amax_N < torch.finfo(dtype).tiny)).sum()),
         extreme_rows=int((amax_N > EXTREME * typical).sum()),
-        better=better,
-        better_damage=better_damage,
-        better_bytes=better_bytes,
+        better=better.storage,
+        better_damage=better.damage,
+        better_bytes=better.num_bytes,
     )
+
+
+class _Better(NamedTuple):
+    """A storage within the bound, its damage, and its bytes; "" if none was looked for."""
+
+    storage: str = ""
+    damage: float = 0.0
+    num_bytes: int = 0
+
+
+def _find_better(
+    name: str, layer: FrozenLayer, tensor: Tensor, x_MK: Tensor, dtype: torch.dtype, bound: float
+) -> _Better:
+    """Find the cheapest storage of a layer whose damage is within the bound.
+
+    Args:
+        name, layer: the layer, whose own storage exceeds the bound.
+        tensor: its unquantized weight (N, K).
+        x_MK: rows of its input; none if it was never called.
+        dtype: compute dtype.
+        bound: as in `layer_errors`.
+    """
+    plain_NK, shape = tensor.to(dtype), layer.matrix_shape
+    # A layer that TransformerEngine does not store is our own; see `plan`. So is a convolution, whose matrix is rounded
+    # like any other.
+    make_layer = type(layer) if isinstance(layer, FrozenLinear) and layer.backend != "te" else FrozenLinear
+    for form in ladder(layer.form, shape):
+        if form is None:
+            break
+        trial = make_layer(shape[1], shape[0], False, "meta", dtype, form)
+        trial.set_weight_(tensor, name)
+        damage = _compare(name, plain_NK, trial.weight, x_MK).damage(called=len(x_MK) > 0)
+        if damage <= bound:
+            return _Better(str(form), damage, num_bytes(trial.backend, form, shape))
+    return _Better("bf16", 0.0, plain_NK.nbytes)
 
 
 def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sums:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Joined, Message, UserError, UserErrors, reason
+from ..errors import Joined, Message, combine, reason
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def require(needs: Iterable[Need]) -> list[str]:
     """
     problems, warnings = shortages(needs)
     if problems:
-        raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems)
     return warnings
 
 

@@ -10,10 +10,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ..common import json_files, messages, reading
 from ..common.chart import Point
+from ..common.numbers import is_finite_number
 from .folder import REFUSED
 
 POINTS = 500
@@ -136,6 +137,15 @@ class RunLog:
                     self.version += 1
         return self
 
+    def find_best(self) -> tuple[int, float] | None:
+        """Return the step of the lowest held-out loss, and that loss; None before there are two validations."""
+        verdict = self.facts.verdict
+        if isinstance(verdict.get("best"), int) and is_finite_number(verdict.get("loss")):
+            return verdict["best"], float(verdict["loss"])
+        # A log of an earlier version has no verdicts.
+        points = self.validation[""].points() if "" in self.validation else []
+        return min(points, key=lambda point: point[1]) if len(points) > 1 else None
+
     def _read_line(self, line: bytes) -> None:
         try:
             event = messages.restore(json_files.parse_json(line))
@@ -192,13 +202,13 @@ class RunLog:
         self.facts.patience = {}  # the step came after it
         self._last_step = self.facts.step = step
         for name in MEASURES:
-            if _is_finite(value := event.get(name)):
+            if is_finite_number(value := event.get(name)):
                 self.measures[name].add(step, float(value))
 
     def _read_scores(self, event: dict[str, Any]) -> None:
         step = event.get("step")
         for name, groups in self.scores.items():
-            if isinstance(step, int) and _is_finite(value := event.get(name)):
+            if isinstance(step, int) and is_finite_number(value := event.get(name)):
                 groups.forget_from(step)
                 groups.add(step, float(value))
 
@@ -207,7 +217,7 @@ class RunLog:
         if not isinstance(step, int) or not isinstance(bands, dict):
             return
         for band, value in {**bands, "": event.get("loss")}.items():
-            if _is_finite(value):
+            if is_finite_number(value):
                 groups = self.validation.setdefault(str(band), StepMeans())
                 groups.forget_from(step)
                 groups.add(step, float(value))
@@ -266,7 +276,3 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
 
 def _is_before(event: dict[str, Any], step: int) -> bool:
     return isinstance(event.get("step"), int) and event["step"] < step
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

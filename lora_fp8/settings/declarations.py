@@ -515,7 +515,7 @@ class Folder(Section):
 
 
 def names_a_folder_of_masks(mask: str) -> bool:
-    """Whether a folder's `mask` is a path: neither "alpha" nor a name with a * for the picture's."""
+    """Return True if a folder's `mask` is a path: neither "alpha" nor a name with a * for the image's."""
     return mask not in ("", "alpha") and "*" not in mask
 
 

@@ -1,4 +1,4 @@
-"""The first stage: encode images and captions into the cache.
+"""The cache stage: encode images and captions into the cache.
 
 The encoders are loaded, used and freed before the denoiser is loaded, so that both never need memory at the same time.
 """

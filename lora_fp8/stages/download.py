@@ -3,15 +3,10 @@
 Whatever can be found out without the weights has been by now: the Plan is made from configs and headers.
 """
 
-import time
-
 from ..errors import Message
 from ..families.sources.download import Progress
 from .progress import DownloadProgress
 from .session import Session
-
-SECONDS = 2.0
-"""Seconds between two events."""
 
 
 def download(session: Session) -> None:
@@ -36,14 +31,9 @@ def _fetch(session: Session) -> None:
     """Download with events in the run's log, and a progress bar."""
     family, run = session.family, session.run
     run.log_event("stage", stage="download", total=family.missing_bytes())
-    last = 0.0
 
     def report(progress: Progress) -> None:
-        nonlocal last
-        bar.update(progress)
-        if time.monotonic() - last >= SECONDS or progress.done == progress.total:
-            last = time.monotonic()
-            run.log_event("download", **progress.to_json())
+        run.log_event("download", **progress.to_json())
 
-    with DownloadProgress(session.job.model.path, is_shown=session.shows_progress) as bar:
-        family.fetch_weights(report, is_cancelled=lambda: run.requested("stop"))
+    with DownloadProgress(session.job.model.path, is_shown=session.shows_progress, report=report) as bar:
+        family.fetch_weights(bar.update, is_cancelled=lambda: run.requested("stop"))

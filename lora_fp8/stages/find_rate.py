@@ -177,7 +177,7 @@ def find_rate(
     with explain_errors(session):
         data = cache(session)
         session = fit_memory(session)
-        loaded = load(session, find_layers_to_move(session, data, resume=False))
+        loaded = load(session, find_layers_to_move(session, resume=False))
         preflight(session, data, loaded, State())
         points = _measure(session, data, loaded, ends)
     if points and not any(point.base_loss for point in points):

@@ -31,7 +31,7 @@ from ..plan.scan import scan
 from ..run import Run, ownership
 from ..settings import Job, schedules
 from ..training import checkpoint, memory, optim
-from ..training.text_encoders import answers
+from ..training.text_encoders import encode_each
 from ..training.verdict import find_best_lora, judge
 from . import held_out, previews
 from .cache import Data
@@ -282,7 +282,7 @@ def _redraw(session: Session, data: Data, pipeline: Any) -> list[Image.Image]:
     job, family, prompts = session.job, session.family, data.previews
     pipeline.vae.decodes_in_tiles = session.tiles_previews
     if job.adapter.text_encoder:
-        prompts = prompts.encode(partial(answers, family, pipeline))
+        prompts = prompts.encode(partial(encode_each, family, pipeline))
     return previews.render(family, pipeline, prompts, get_resolution(job))
 
 

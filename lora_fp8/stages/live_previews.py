@@ -60,7 +60,7 @@ class LivePreviews:
             if (prompts := self._encode(preview)) is None:
                 continue
             if self.loaded.text is not None:
-                prompts = prompts.encode(self.loaded.text.answers)
+                prompts = prompts.encode(self.loaded.text.encode_each)
             self.loaded.free_recordings()
             with session.together(), precision.decoded_compute(self.loaded.denoiser):
                 previews.draw_now(session, self.loaded.denoiser, preview, prompts, step)

@@ -1,4 +1,4 @@
-"""The second stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
+"""The load stage: load the denoiser into its storage, inject the adapters, and build the optimizer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -195,7 +195,7 @@ def _describe_beneath(beneath: Adapter | None) -> list[str]:
 
 def _describe_waiting(waiting: int) -> list[str]:
     return (
-        [Message("{size} GiB of the frozen weights wait in main memory", size=f"{waiting / 2**30:.2f}")]
+        [Message("{size} GiB of the frozen weights are offloaded to RAM", size=f"{waiting / 2**30:.2f}")]
         if waiting
         else []
     )
@@ -219,4 +219,4 @@ def _describe_sharing(denoiser: nn.Module, sharing: Processes | None) -> list[st
 
 def encode_preview_prompts(data: Data, loaded: Loaded) -> PreviewPrompts:
     """Return the prompts of the previews; trained text encoders encode them anew."""
-    return data.previews if loaded.text is None else data.previews.encode(loaded.text.answers)
+    return data.previews if loaded.text is None else data.previews.encode(loaded.text.encode_each)

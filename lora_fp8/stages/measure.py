@@ -35,7 +35,7 @@ from ..run import Run
 from ..settings import Job
 from ..training import checkpoint
 from ..training.torch_options import set_torch_options
-from .cache import Data, cache
+from .cache import cache
 from .load import add_moved_layers, load_base
 from .session import Session, UnwrittenRun
 
@@ -160,10 +160,10 @@ def report(
     session = Session(plan, UnwrittenRun(echo), processes)
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
-    data = cache(session)
-    moved = find_layers_to_move(session, data, resume=False)
+    cache(session)
+    moved = find_layers_to_move(session, resume=False)
     try:
-        return _measure(session, data, moved, num_pictures, whole)
+        return _measure(session, moved, num_pictures, whole)
     except torch.cuda.OutOfMemoryError:
         raise RunFailure(
             Message("out of memory; --layers-only needs the quantized base only, without the unquantized one")
@@ -172,11 +172,11 @@ def report(
         ) from None
 
 
-def find_layers_to_move(session: Session, data: Data, resume: bool) -> list[str]:
+def find_layers_to_move(session: Session, resume: bool) -> list[str]:
     """Find the layers that quantize.sensitivity = "auto" moves to a better storage.
 
-    A resumed run takes the lines of its checkpoint and measures nothing. Of several processes the main one measures,
-    and all get its lines.
+    The images and captions must be in the cache. A resumed run takes the lines of its checkpoint and measures nothing.
+    Of several processes the main one measures, and all get its lines.
 
     Returns:
         Lines to add to quantize.override; [] with "off".
@@ -193,11 +193,11 @@ def find_layers_to_move(session: Session, data: Data, resume: bool) -> list[str]
     lines: list[str] = []
     if processes.is_main and session.plan.layers.quantized:
         run.log_event("stage", stage="sensitivity")
-        lines = _format_lines(_choose_storages(session, data))
+        lines = _format_lines(_choose_storages(session))
     return processes.gather(lines)[0]
 
 
-def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURES) -> list[Question]:
+def make_questions(session: Session, num_pictures: int = NUM_PICTURES) -> list[Question]:
     """Make questions from the first images of the training, at each noise level.
 
     The images are loaded one by one, so that the batch size changes nothing.
@@ -219,7 +219,7 @@ def make_questions(session: Session, data: Data, num_pictures: int = NUM_PICTURE
 # -- inside ------------------------------------------------------------------------------------------------------------
 
 
-def _choose_storages(session: Session, data: Data) -> dict[str, str]:
+def _choose_storages(session: Session) -> dict[str, str]:
     """Choose a better storage for each layer above the bound; layers set by quantize.override stay.
 
     The errors are measured again after each round of moves, because the inputs of a layer change a little with the
@@ -230,7 +230,7 @@ def _choose_storages(session: Session, data: Data) -> dict[str, str]:
         Layer -> storage, of the moved layers.
     """
     job, family = session.job, session.family
-    section, questions = job.quantize, make_questions(session, data)
+    section, questions = job.quantize, make_questions(session)
     storages: dict[str, str] = {}
     added: dict[str, int] = {}
     first_errors: list[layerwise.LayerError] = []
@@ -329,9 +329,9 @@ def _measure_layer_errors(
     return layerwise.layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
 
 
-def _measure(session: Session, data: Data, moved: list[str], num_pictures: int, whole: bool) -> Report:
+def _measure(session: Session, moved: list[str], num_pictures: int, whole: bool) -> Report:
     job, family, run = session.job, session.family, session.run
-    questions = make_questions(session, data, num_pictures)
+    questions = make_questions(session, num_pictures)
     expected: list[Tensor] = []
     if whole:
         run.log_event("stage", stage=Message("the unquantized base"))

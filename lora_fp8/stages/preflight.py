@@ -165,22 +165,15 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
         switch_compute(session, loaded, mode)
 
     seconds, failed = precision.fastest(modes, switch, attempt, processes.device)
-    answers = processes.gather([(seconds[mode], failed.get(mode, "")) for mode in modes])
-    by_mode = dict(zip(modes, zip(*answers, strict=True), strict=True))
-    totals = [sum(taken for taken, _ in by_process) for by_process in by_mode.values()]
-    reasons = {mode: next((why for _, why in by_process if why), "") for mode, by_process in by_mode.items()}
-    if min(totals) == math.inf:
-        if set(reasons.values()) == {precision.OUT_OF_MEMORY}:
-            raise RunFailure(session.describe_full_memory())
-        modes_by_reason = {why: [mode for mode in modes if reasons[mode] == why] for why in reasons.values()}
-        lines = [
-            Message("{key}: {line}", key=", ".join(failed_modes), line=reason)
-            for reason, failed_modes in modes_by_reason.items()
-        ]
-        raise RunFailure(
-            Message("quantize.compute = 'auto': no matmul works on this machine ({why})", why=Joined("; ", lines))
-        )
-    chosen = modes[totals.index(min(totals))]
+    totals = dict.fromkeys(modes, 0.0)
+    reasons = dict.fromkeys(modes, "")
+    for other_seconds, other_failed in processes.gather((seconds, failed)):
+        for mode in modes:
+            totals[mode] += other_seconds[mode]  # infinite if it failed
+            reasons[mode] = reasons[mode] or other_failed.get(mode, "")
+    chosen = min(modes, key=lambda mode: totals[mode])
+    if totals[chosen] == math.inf:
+        raise RunFailure(_describe_failed(session, reasons))
     for mode, why in reasons.items():
         if why:
             session.warn(
@@ -189,6 +182,17 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
     finite = {mode: round(seconds[mode], 4) for mode in modes if seconds[mode] < math.inf}
     session.run.log_event("compute", chosen=chosen, seconds=finite)
     return chosen
+
+
+def _describe_failed(session: Session, reasons: dict[str, str]) -> Message:
+    """Return the message for a machine on which no matmul works; `reasons` says of each mode why."""
+    if set(reasons.values()) == {precision.OUT_OF_MEMORY}:
+        return session.describe_full_memory()
+    modes_by_reason: dict[str, list[str]] = {}
+    for mode, why in reasons.items():
+        modes_by_reason.setdefault(why, []).append(mode)
+    lines = [Message("{key}: {line}", key=", ".join(modes), line=why) for why, modes in modes_by_reason.items()]
+    return Message("quantize.compute = 'auto': no matmul works on this machine ({why})", why=Joined("; ", lines))
 
 
 def switch_compute(session: Session, loaded: Loaded, mode: str) -> None:

@@ -126,8 +126,9 @@ def _draw_into(
         with processes.passing(), without_attached(denoiser):
             pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if turns else None
             for number, is_own in turns:
-                images = draw_clips(family, pipeline, prompts, side, [number])
-                drawn += images if is_own else []
+                clips = draw_clips(family, pipeline, prompts, side, [number])
+                if is_own:
+                    drawn += clips
                 progress.update(len(drawn), len(numbers))
     except (RuntimeError, ValueError) as error:  # out of memory is a RuntimeError too
         if processes.is_cut_off:

@@ -42,25 +42,46 @@ class Noised(NamedTuple):
     base_BCHW: Tensor | None = None
 
 
+def replaces_targets(section: Objective, batch: Batch) -> bool:
+    """Return True if regularization images of this batch get the base's prediction as their target."""
+    return section.prior_for_regularization and any(batch.regularization)
+
+
+def constrains_outside_masks(section: Objective, mask_BHW: Tensor | None) -> bool:
+    """Return True if the area outside these masks gets a loss against the base's prediction."""
+    return section.prior_outside_masks > 0 and mask_BHW is not None
+
+
+def prepare_inputs(
+    family: ModelFamily, loaded: Loaded, noised: Noised, captions: list[str], cond: dict[str, Tensor], guidance: float
+) -> Inputs:
+    """Return the arguments of another pass over the same noisy latents; trained text encoders encode the captions.
+
+    Args:
+        family: of the denoiser.
+        loaded: denoiser and trained text encoders.
+        noised: noisy latents and timesteps.
+        captions, cond: captions and their cached conditioning, on any device.
+        guidance: guidance scale, for models that take it as an input.
+    """
+    if loaded.text is not None:
+        device = noised.noisy_BCHW.device
+        cond = loaded.text.encode(captions, {name: tensor.to(device) for name, tensor in cond.items()})
+    return family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance)
+
+
 @torch.no_grad()
 def predict_base(
     family: ModelFamily, loaded: Loaded, noised: Noised, captions: list[str], cond: dict[str, Tensor], guidance: float
 ) -> Tensor:
     """Return the base's prediction for noisy latents, with all adapters off; float32.
 
-    Args:
-        family: of the denoiser.
-        loaded: denoiser and trained text encoders. A training adapter beneath the adapters stays on: it belongs to the
-            base that is trained.
-        noised: noisy latents and timesteps.
-        captions, cond: captions and their conditioning, on the denoiser's device.
-        guidance: guidance scale, for models that take it as an input.
+    A training adapter beneath the adapters stays on: it belongs to the base that is trained. The arguments are those of
+    `prepare_inputs`.
     """
     with adapters.disabled(loaded.adapted):
-        if loaded.text is not None:
-            cond = loaded.text.cond(captions, cond)
-        inputs = family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance)
-        return family.answer(loaded.denoiser, inputs, noised.noisy_BCHW).float()
+        inputs = prepare_inputs(family, loaded, noised, captions, cond, guidance)
+        return family.predict_prepared(loaded.denoiser, inputs, noised.noisy_BCHW).float()
 
 
 def with_prior_targets(family: ModelFamily, loaded: Loaded, section: Objective, batch: Batch, noised: Noised) -> Noised:
@@ -72,14 +93,13 @@ def with_prior_targets(family: ModelFamily, loaded: Loaded, section: Objective, 
         batch: on any device.
         noised: the batch with noise.
     """
-    teaches = section.prior_for_regularization and any(batch.regularization)
-    constrains = section.prior_outside_masks > 0 and noised.mask_BHW is not None
-    if not teaches and not constrains:
+    replaces = replaces_targets(section, batch)
+    constrains = constrains_outside_masks(section, noised.mask_BHW)
+    if not replaces and not constrains:
         return noised
-    cond = {name: tensor.to(noised.noisy_BCHW.device) for name, tensor in batch.cond.items()}
-    base_BCHW = predict_base(family, loaded, noised, batch.captions, cond, section.guidance)
+    base_BCHW = predict_base(family, loaded, noised, batch.captions, batch.cond, section.guidance)
     target_BCHW = noised.target_BCHW
-    if teaches:
+    if replaces:
         chosen_B = torch.tensor(batch.regularization, device=base_BCHW.device)
         target_BCHW = torch.where(chosen_B.view(-1, *[1] * (base_BCHW.ndim - 1)), base_BCHW, target_BCHW.float())
     return noised._replace(target_BCHW=target_BCHW, base_BCHW=base_BCHW if constrains else None)
@@ -96,13 +116,12 @@ def class_pass(
     """
     if batch.class_cond is None:
         return None
-    device = noised.noisy_BCHW.device
-    cond = {name: tensor.to(device) for name, tensor in batch.class_cond.items()}
-    base_BCHW = predict_base(family, loaded, noised, batch.class_captions, cond, section.guidance)
-    if loaded.text is not None:
-        cond = loaded.text.cond(batch.class_captions, cond)
-    inputs = family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, section.guidance)
-    changed = zip(batch.captions, batch.class_captions, batch.weights, strict=True)
-    weights = [section.prior_for_class * weight * (caption != other) for caption, other, weight in changed]
+    captions, guidance = batch.class_captions, section.guidance
+    base_BCHW = predict_base(family, loaded, noised, captions, batch.class_cond, guidance)
+    inputs = prepare_inputs(family, loaded, noised, captions, batch.class_cond, guidance)
+    weights = []
+    for caption, class_caption, weight in zip(batch.captions, captions, batch.weights, strict=True):
+        has_trigger = caption != class_caption
+        weights.append(section.prior_for_class * weight if has_trigger else 0.0)
     again = Noised(inputs, noised.noisy_BCHW, base_BCHW, noised.t_B, None)
-    return again, torch.tensor(weights, device=device)
+    return again, torch.tensor(weights, device=noised.noisy_BCHW.device)

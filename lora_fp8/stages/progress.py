@@ -3,8 +3,10 @@
 `StageProgress` writes the progress of everything else into the run's events, for the page and other readers.
 """
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm
@@ -17,6 +19,8 @@ from ..run.disk_space import amount
 
 SECONDS = 10
 """Seconds between two lines in a log."""
+REPORT_SECONDS = 2.0
+"""Seconds between two reports of a download."""
 
 
 class Progress:
@@ -92,14 +96,18 @@ class StageProgress:
 
 
 class DownloadProgress:
-    """Progress of a download, on stderr.
+    """Progress of a download or upload, on stderr.
 
     Args:
-        name: of the base model.
+        name: of what is transferred.
         is_shown: False shows nothing.
+        report: called with the progress at most every two seconds, and when everything has arrived.
     """
 
-    def __init__(self, name: str, *, is_shown: bool) -> None:
+    def __init__(
+        self, name: str, *, is_shown: bool, report: Callable[[TransferProgress], object] = lambda progress: None
+    ) -> None:
+        self._report, self._last_report = report, -math.inf
         on_terminal = is_shown and sys.stderr.isatty()
         self._name, self._writes_lines, self._last_line = name, is_shown and not on_terminal, time.monotonic()
         self._bar = tqdm(desc=name, unit="B", unit_scale=True, unit_divisor=1024, disable=not on_terminal)
@@ -120,6 +128,9 @@ class DownloadProgress:
         self._bar.set_postfix_str(translate(get_language(), progress.waiting), refresh=False)
         self._bar.update(progress.done - self._bar.n)
         now = time.monotonic()
+        if now - self._last_report >= REPORT_SECONDS or progress.done == progress.total:
+            self._last_report = now
+            self._report(progress)
         if self._writes_lines and (now - self._last_line >= SECONDS or progress.done == progress.total):
             self._last_line = now
             self._writes_lines = progress.done < progress.total  # the last line once

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .. import adapters, settings
+from .. import adapters
 from ..data.loader import Batch
 from ..errors import Joined, Message, RunFailure
 from ..families.base import ModelFamily
@@ -17,7 +17,7 @@ from ..training.cuda_graphs import Recorder
 from ..training.text_encoders import TextEncoders
 from .cache import Data
 from .load import Loaded
-from .prior import Noised, class_pass, with_prior_targets
+from .prior import Noised, class_pass, prepare_inputs, with_prior_targets
 from .resume import describe_last_checkpoint
 from .session import Session
 from .turns import NO_PASSES, OtherFailed, Passes, draw_turn
@@ -43,14 +43,14 @@ def add_noise(
     t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
     noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, objective.perturbed(noise, batch.t_generators), t_B).to(family.dtype)
-    cond = batch.cond if text is None else text.cond(batch.captions, batch.cond)
+    cond = batch.cond if text is None else text.encode(batch.captions, batch.cond)
     inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
     return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, batch.mask_BHW)
 
 
 def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Objective, noised: Noised) -> Tensor:
     """Return the loss of each sample, (B,) float32."""
-    prediction = family.answer(denoiser, noised.inputs, noised.noisy_BCHW)
+    prediction = family.predict_prepared(denoiser, noised.inputs, noised.noisy_BCHW)
     losses_B = objective.loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
     if noised.base_BCHW is not None and noised.mask_BHW is not None:
         outside_BHW = 1 - noised.mask_BHW
@@ -127,7 +127,11 @@ def backward_(
         losses_B = losses_B + (run(again) if recorder is None else recorder.run(run, again))
     if dropped.class_word:
         _predict_for_others(family, loaded, noised)
-        run((_encode_again(family, loaded, section, batch, noised), weights_B), counts=False)
+        # A backward pass has freed what the trained text encoders keep for it, so they encode anew.
+        inputs = noised.inputs
+        if loaded.text is not None:
+            inputs = prepare_inputs(family, loaded, noised, batch.captions, batch.cond, section.guidance)
+        run((noised._replace(inputs=inputs), weights_B), counts=False)
     return losses_B
 
 
@@ -138,19 +142,7 @@ def _predict_for_others(family: ModelFamily, loaded: Loaded, noised: Noised) -> 
     Without adapters, as `predict_base`: their dropout would draw the random numbers of this process's own pass.
     """
     with adapters.disabled(loaded.adapted):
-        family.answer(loaded.denoiser, noised.inputs, noised.noisy_BCHW)
-
-
-def _encode_again(
-    family: ModelFamily, loaded: Loaded, section: settings.Objective, batch: Batch, noised: Noised
-) -> Noised:
-    """Return the same inputs for another pass; trained text encoders encode anew what a backward pass has freed."""
-    if loaded.text is None:
-        return noised
-    device = noised.noisy_BCHW.device
-    cond = loaded.text.cond(batch.captions, {name: tensor.to(device) for name, tensor in batch.cond.items()})
-    guidance = section.guidance
-    return noised._replace(inputs=family.prepare(loaded.denoiser, noised.noisy_BCHW, noised.t_B, cond, guidance))
+        family.predict_prepared(loaded.denoiser, noised.inputs, noised.noisy_BCHW)
 
 
 @dataclass(frozen=True)

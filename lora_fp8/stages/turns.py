@@ -11,6 +11,7 @@ import torch
 
 from ..data.loader import Batch, Loader
 from ..settings import Objective
+from .prior import constrains_outside_masks, replaces_targets
 from .session import Session
 
 
@@ -28,9 +29,8 @@ class Passes:
         """Return the passes that a batch needs with this `[objective]` table."""
         if batch is None:
             return NO_PASSES
-        teaches = section.prior_for_regularization and any(batch.regularization)
-        constrains = section.prior_outside_masks > 0 and batch.mask_BHW is not None
-        return Passes(teaches or constrains, batch.class_cond is not None)
+        needs_base = replaces_targets(section, batch) or constrains_outside_masks(section, batch.mask_BHW)
+        return Passes(needs_base, batch.class_cond is not None)
 
 
 NO_PASSES = Passes()

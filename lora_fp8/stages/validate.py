@@ -47,7 +47,8 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
         with processes.passing():
             for (picture, level), is_own in turns:
                 loss = _measure_loss(session, data, loaded, picture, levels[level][0])
-                own_losses += [loss] * is_own
+                if is_own:
+                    own_losses.append(loss)
                 progress.update(len(own_losses), len(own_tasks))
     finally:
         for model in models:
@@ -81,7 +82,7 @@ def _measure_loss(session: Session, data: Data, loaded: Loaded, picture: int, t_
     device, objective = next(loaded.denoiser.parameters()).device, loaded.objective
     batch, t_B = batch.to(device), t_B.to(device)
     noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B)
-    cond = loaded.text.cond(batch.captions, batch.cond) if loaded.text else batch.cond
+    cond = loaded.text.encode(batch.captions, batch.cond) if loaded.text else batch.cond
     family, guidance = session.family, session.job.objective.guidance
     answer = family.predict(loaded.denoiser, noisy.to(family.dtype), t_B, cond, guidance)
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)

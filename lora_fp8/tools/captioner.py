@@ -60,8 +60,6 @@ PROMPTS = {
 FLORENCE_TASK = "<MORE_DETAILED_CAPTION>"
 FETCHED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """Files that are downloaded of a model of transformers: no code, no pickles."""
-SECONDS = 2.0
-"""Seconds between two events of a download."""
 
 
 @dataclass(frozen=True)
@@ -187,17 +185,13 @@ class _Session:
 
     def load_model(self, shows_progress: bool) -> Captioner:
         """Load the model, after a download of what is missing of it, and log what it runs on."""
-        last = 0.0
 
         def report(progress: Progress) -> None:
-            nonlocal last
-            bar.update(progress)
-            if progress.total and (time.monotonic() - last >= SECONDS or progress.done == progress.total):
-                last = time.monotonic()
+            if progress.total:
                 self.log_event("download", **progress.to_json())
 
-        with DownloadProgress(self.settings.model, is_shown=shows_progress) as bar:
-            model = load(self.settings, report)
+        with DownloadProgress(self.settings.model, is_shown=shows_progress, report=report) as bar:
+            model = load(self.settings, bar.update)
         for warning in model.warnings:
             self.log_event("warning", text=warning)
         self.log_event("captioner", model=self.settings.model, device=model.device)

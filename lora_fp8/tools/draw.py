@@ -23,7 +23,7 @@ from torch import nn
 from .. import config, precision
 from ..adapters.attach import attached
 from ..data.cache import Cache
-from ..errors import Message, RunFailure, UserError, UserErrors
+from ..errors import Message, RunFailure, UserError, combine
 from ..families.base import ModelFamily
 from ..families.sources import describe
 from ..lora_files import layer_names
@@ -36,7 +36,7 @@ from ..stages import previews
 from ..stages.cache import PreviewPrompts, list_texts, read_preview_prompts
 from ..stages.load import add_moved_layers, load_base
 from ..training import memory
-from ..training.text_encoders import Adapted, answers
+from ..training.text_encoders import Adapted, encode_each
 from .draw_sources import Lora, load_job, load_loras
 
 MOST_STRENGTH = 4.0
@@ -104,7 +104,7 @@ def draw(request: Request, folder: Path, report: Report = lambda record: None) -
     job = job.model_copy(update={"preview": split_preview(job.preview)[0]})
     base = describe(job.model.path, job.model.revision, job.model.family)
     if base.problems:
-        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        raise combine(base.problems)
     family = make_family(job, device, base)
     job = resolve_auto(job, type(family))
     family.check_parts()
@@ -221,7 +221,7 @@ class _Drawing:
         prompts = {}
         for cell in self.cells:
             with self._attach(cell, layers, text=True):
-                prompts[cell] = plain.encode(functools.partial(answers, family, pipeline))
+                prompts[cell] = plain.encode(functools.partial(encode_each, family, pipeline))
         return prompts
 
     def _draw_cell(self, cell: Cell, denoiser: nn.Module, pipeline: Any, prompts: PreviewPrompts) -> Image.Image:

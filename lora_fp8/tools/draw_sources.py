@@ -124,7 +124,7 @@ def load_loras(sources: Sequence[Path], steps: Sequence[int], family: ModelFamil
                 _check_layers(lora, family)
                 loras.append(lora)
             except (UserError, RunFailure) as error:
-                problems += getattr(error, "problems", [str(error)])
+                problems += error.problems if isinstance(error, UserError) else [str(error)]
     if problems:
         raise UserErrors(problems)
     several = len({lora.place for lora in loras}) > 1

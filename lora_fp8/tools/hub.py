@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Message, Template, UserError, UserErrors, cannot_read, reason
+from ..errors import Message, Template, UserError, cannot_read, combine, reason
 from ..families.sources import hosts, parse
 from ..families.sources.download import Progress
 
@@ -99,7 +99,7 @@ def check(repo: str, *, public: bool = False, update: bool = False) -> Target:
             )
         )
     if problems:
-        raise UserErrors(problems, f"{owner}/{name}") if len(problems) > 1 else UserError(problems[0])
+        raise combine(problems, f"{owner}/{name}")
     return Target(f"{owner}/{name}", str(account["name"]), exists, f"{hub.endpoint}/{owner}/{name}")
 
 

@@ -406,24 +406,31 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """
     if not before or not now:
         return []
-    both = [name for name in now if name in before]
-    image, caption = ([n for n in both if before[n].split()[i:][:1] != now[n].split()[i:][:1]] for i in (0, 1))
-    kinds = {
-        Template("removed from the dataset since the checkpoint ({count}): {files}"): [
-            n for n in before if n not in now
-        ],
-        Template("added to the dataset since the checkpoint ({count}): {files}"): [n for n in now if n not in before],
-        Template("image edited since the checkpoint ({count}): {files}"): image,
-        Template("caption edited since the checkpoint ({count}): {files}"): caption,
-    }
+    images_edited: list[str] = []
+    captions_edited: list[str] = []
+    for name in before.keys() & now.keys():
+        # The beginnings of two hashes: "image caption".
+        image_before, _, caption_before = before[name].partition(" ")
+        image_now, _, caption_now = now[name].partition(" ")
+        if image_before != image_now:
+            images_edited.append(name)
+        if caption_before != caption_now:
+            captions_edited.append(name)
+    changes = [
+        (Template("removed from the dataset since the checkpoint ({count}): {files}"), before.keys() - now.keys()),
+        (Template("added to the dataset since the checkpoint ({count}): {files}"), now.keys() - before.keys()),
+        (Template("image edited since the checkpoint ({count}): {files}"), images_edited),
+        (Template("caption edited since the checkpoint ({count}): {files}"), captions_edited),
+    ]
     # Names start with the number of their folder, which matters only if there are several.
-    several = {name.partition("/")[0] for name in (*before, *now)} != {"0"}
-    names_of = {
-        kind: ", ".join(name if several else name.partition("/")[2] for name in sorted(names)[:5])
-        + (", ..." if len(names) > 5 else "")
-        for kind, names in kinds.items()
-    }
-    return [kind(count=len(names), files=names_of[kind]) for kind, names in kinds.items() if names]
+    has_several_folders = {name.partition("/")[0] for name in (*before, *now)} != {"0"}
+    lines: list[str] = []
+    for template, names in changes:
+        if names:
+            first = [name if has_several_folders else name.partition("/")[2] for name in sorted(names)[:5]]
+            files = ", ".join(first) + (", ..." if len(names) > 5 else "")
+            lines.append(template(count=len(names), files=files))
+    return lines
 
 
 def _default(key: str) -> Any:

@@ -27,13 +27,11 @@ OURS = ("params", "ratio", "lr")
 
 def read_groups(optimizers: Sequence[torch.optim.Optimizer]) -> Groups:
     """Return the plain values of each group."""
-    return [
-        [
-            {key: value for key, value in group.items() if key not in OURS and isinstance(value, PLAIN)}
-            for group in groups
-        ]
-        for groups in (optimizer.param_groups for optimizer in optimizers)
-    ]
+    return [[_select_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def _select_plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in OURS and isinstance(value, PLAIN)}
 
 
 def collect(
@@ -53,30 +51,44 @@ def collect(
     for unit in units:
         name = unit.segments[0].name
         state = unit.optimizer.state
-        for key, value in (state[unit.stepped] if unit.stepped in state else {}).items():
-            if not isinstance(value, Tensor):
-                if not isinstance(value, PLAIN):
-                    raise UserError(
-                        Message(
-                            "the optimizer keeps {key} ({kind}), neither a tensor nor a number, and cannot be saved",
-                            key=repr(key),
-                            kind=type(value).__name__,
-                        )
-                    )
+        parameter_state = state[unit.stepped] if unit.stepped in state else {}  # reading would add an entry
+        for key, value in parameter_state.items():
+            if isinstance(value, Tensor):
+                if value.device != unit.values.device:
+                    on_cpu.add(key)
+                keys.setdefault(name, {})[key] = describe(value)
+                tensors[_make_tensor_name(name, key)] = value.detach().cpu().clone()
+            elif isinstance(value, PLAIN):
                 values.setdefault(name, {})[key] = value
-                continue
-            if value.device != unit.values.device:
-                on_cpu.add(key)
-            keys.setdefault(name, {})[key] = describe(value)
-            tensors[key if key in SHARED else f"{name}/{key}"] = value.detach().cpu().clone()
-    changed: Groups = [
-        [
-            {key: value for key, value in now.items() if key not in start or start[key] != value}
-            for now, start in zip(groups, starts, strict=True)
-        ]
-        for groups, starts in zip(read_groups(optimizers), initial, strict=True)
-    ]
+            else:
+                raise UserError(
+                    Message(
+                        "the optimizer keeps {key} ({kind}), neither a tensor nor a number, and cannot be saved",
+                        key=repr(key),
+                        kind=type(value).__name__,
+                    )
+                )
+    changed = _find_changes(read_groups(optimizers), initial)
     return tensors, {"values": values, "keys": keys, "on_cpu": sorted(on_cpu), "groups": changed}
+
+
+def _make_tensor_name(parameter: str, key: str) -> str:
+    """Return the name of a tensor of a parameter's state in the checkpoint."""
+    return key if key in SHARED else f"{parameter}/{key}"
+
+
+def _find_changes(now: Groups, initial: Groups) -> Groups:
+    """Return the values of each group that differ from those that it was made with."""
+    changes: Groups = []
+    for groups, initial_groups in zip(now, initial, strict=True):
+        pairs = zip(groups, initial_groups, strict=True)
+        changes.append(
+            [
+                {key: value for key, value in group.items() if key not in first or first[key] != value}
+                for group, first in pairs
+            ]
+        )
+    return changes
 
 
 def describe(tensor: Tensor) -> list[Any]:
@@ -86,17 +98,20 @@ def describe(tensor: Tensor) -> list[Any]:
 
 def is_complete(saved: Any, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return True if the dict has the form of `collect`'s, for these optimizers' groups."""
-    if not isinstance(saved, dict):
+    if not isinstance(saved, dict) or not isinstance(saved.get("on_cpu"), list):
         return False
-    by_name = all(isinstance(saved.get(key), dict) for key in ("values", "keys"))
+    for key in ("values", "keys"):
+        by_parameter = saved.get(key)
+        if not isinstance(by_parameter, dict) or not all(isinstance(inner, dict) for inner in by_parameter.values()):
+            return False
     groups = saved.get("groups")
-    return (
-        by_name
-        and all(isinstance(inner, dict) for key in ("values", "keys") for inner in saved[key].values())
-        and isinstance(saved.get("on_cpu"), list)
-        and isinstance(groups, list)
-        and all(isinstance(inner, list) and all(isinstance(group, dict) for group in inner) for inner in groups)
-        and [len(inner) for inner in groups] == [len(optimizer.param_groups) for optimizer in optimizers]
+    if not isinstance(groups, list) or len(groups) != len(optimizers):
+        return False
+    return all(
+        isinstance(of_optimizer, list)
+        and len(of_optimizer) == len(optimizer.param_groups)
+        and all(isinstance(group, dict) for group in of_optimizer)
+        for of_optimizer, optimizer in zip(groups, optimizers, strict=True)
     )
 
 
@@ -107,9 +122,7 @@ def find_misfits(
     given = {f"{name}/{key}": describe(tensor) for name, inner in moments.items() for key, tensor in inner.items()}
     given |= {key: describe(tensor) for key, tensor in shared.items()}
     listed = {
-        key if key in SHARED else f"{name}/{key}": entry
-        for name, inner in saved["keys"].items()
-        for key, entry in inner.items()
+        _make_tensor_name(name, key): entry for name, inner in saved["keys"].items() for key, entry in inner.items()
     }
     unknown = sorted(saved["values"].keys() - moments.keys())
     return unknown + sorted(name for name in given.keys() | listed.keys() if given.get(name) != listed.get(name))

@@ -644,25 +644,42 @@ class AdapterOptimizer:
             state: the tensors.
             meta: the dict; its "steps" say how many steps the parameters have made that have moments.
         """
-        steps: Mapping[str, int] = meta["steps"]
-        expected_masters = {segment.name for unit in self._with_masters() for segment in unit.segments}
-        wrong = state.unknown + sorted(expected_masters ^ state.masters.keys())
-        own = [*state.masters.items(), *state.trained.items(), *state.averages.items()]
-        wrong += [name for name, tensor in own if tensor.shape != self.params[name].shape]
-        wrong += sorted((self.params.keys() if self._averages else set()) ^ state.averages.keys())
-        expected = self.params.keys() - expected_masters if self._evaluates_others else set()
-        wrong += sorted(expected ^ state.trained.keys())
-        if self.name not in BY_KEYS:
-            return wrong + library_state.find_misfits(state.moments, state.shared, meta["library"])
+        wrong = state.unknown + self._find_misfit_weights(state)
+        if self.name in BY_KEYS:
+            return wrong + self._find_misfit_moments(state, meta["steps"])
+        return wrong + library_state.find_misfits(state.moments, state.shared, meta["library"])
+
+    def _find_misfit_weights(self, state: _SavedState) -> list[str]:
+        """Return the parameters whose master, own values or average is missing, unknown, or of another shape."""
+        with_master = {segment.name for unit in self._with_masters() for segment in unit.segments}
+        with_own_values = self.params.keys() - with_master if self._evaluates_others else set()
+        averaged = self.params.keys() if self._averages else set()
+        wrong: list[str] = []
+        for expected, saved in (
+            (with_master, state.masters),
+            (with_own_values, state.trained),
+            (averaged, state.averages),
+        ):
+            wrong += sorted(expected ^ saved.keys())
+            wrong += [name for name, tensor in saved.items() if tensor.shape != self.params[name].shape]
+        return wrong
+
+    def _find_misfit_moments(self, state: _SavedState, steps: Mapping[str, int]) -> list[str]:
+        """Return the optimizer's tensors that are missing, unknown, or of another shape.
+
+        Args:
+            state: the tensors.
+            steps: number of steps of each parameter that has made one; the others have no moments.
+        """
+        wrong: list[str] = []
         for unit in self._units:  # what is updated together has made the same number of steps
             if len({steps.get(segment.name) for segment in unit.segments}) > 1:
                 wrong += [segment.name for segment in unit.segments]
         for name, values in state.moments.items():
+            expected = self._keys(name) if name in steps else set()
+            wrong += sorted(f"{name}/{key}" for key in expected ^ values.keys())
             if name in steps:
-                wrong += sorted({f"{name}/{key}" for key in self._keys(name)} ^ {f"{name}/{key}" for key in values})
                 wrong += [f"{name}/{key}" for key, value in values.items() if not self._fits(name, key, value)]
-            else:
-                wrong += [f"{name}/{key}" for key in values]
             if "absmax1" in values:
                 books = {key.replace("absmax", "qmap") for key in values if "absmax" in key}
                 wrong += sorted(books - state.shared.keys())

@@ -77,7 +77,7 @@ class TextEncoders:
         for encoder in self.encoders.values():
             encoder.train(mode)
 
-    def cond(self, prompts: Sequence[str], cond: Cond) -> Cond:
+    def encode(self, prompts: Sequence[str], cond: Cond) -> Cond:
         """Replace the trained encoders' part of a batch's conditioning with their present output, with gradient.
 
         Args:
@@ -86,9 +86,9 @@ class TextEncoders:
         """
         return _encode(self.family, self.pipeline, prompts, cond)
 
-    def answers(self, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
-        """Return what the function `answers` does, for these encoders as they are now."""
-        return answers(self.family, self.pipeline, prompts, conds)
+    def encode_each(self, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
+        """Encode as the function `encode_each` does, with these encoders as they are now."""
+        return encode_each(self.family, self.pipeline, prompts, conds)
 
 
 def inject_(
@@ -124,7 +124,7 @@ def checkpoint_(encoder: nn.Module) -> None:
     getattr(encoder, name)({"use_reentrant": False})
 
 
-def answers(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
+def encode_each(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: Sequence[Cond]) -> list[Cond]:
     """Encode prompts with a pipeline's text encoders, one by one as for the cache, without gradient and dropout.
 
     Args:
@@ -135,14 +135,14 @@ def answers(family: ModelFamily, pipeline: Any, prompts: Sequence[str], conds: S
     """
     encoded = []
     for prompt, cond in zip(prompts, conds, strict=True):
-        batch = answer(family, pipeline, [prompt], {name: tensor[None] for name, tensor in cond.items()})
+        batch = encode_batch(family, pipeline, [prompt], {name: tensor[None] for name, tensor in cond.items()})
         encoded.append({name: tensor[0] for name, tensor in batch.items()})
     return encoded
 
 
 @torch.no_grad()
-def answer(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Cond) -> Cond:
-    """Encode as `TextEncoders.cond` does, with any pipeline: no gradient, no dropout, result on the CPU."""
+def encode_batch(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Cond) -> Cond:
+    """Encode as `TextEncoders.encode` does, with any pipeline: no gradient, no dropout, result on the CPU."""
     encoders = [getattr(pipeline, name) for name in family.trained_text]
     were_training = [encoder.training for encoder in encoders]
     try:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import precision
 from ..adapters.attach import without_attached
 from ..lora_files import export, safetensors_file
-from ..training.text_encoders import answer
+from ..training.text_encoders import encode_batch
 from .report import Check
 
 Tensors = Iterable[tuple[str, precision.Weight]]
@@ -62,7 +62,7 @@ def make_probe(
     captions: tuple[str, ...] = ()
     if text is not None:
         captions = tuple(batch.captions)
-        cond = answer(family, text.pipeline, captions, cond)
+        cond = encode_batch(family, text.pipeline, captions, cond)
     with without_attached(denoiser):
         prediction_BCHW = _predict(family, denoiser, noisy_BCHW, t_B, cond, guidance)
     return Probe(noisy_BCHW, t_B, cond, prediction_BCHW, guidance, captions)

@@ -45,7 +45,7 @@ from ..adapters import kinds
 from ..errors import Joined, Message, Template, UserError, first_few
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
-from ..training.text_encoders import answer
+from ..training.text_encoders import encode_batch
 from .deltas import layer_error, relative_error
 from .file_checks import check_bytes, read_family_name
 from .merging import measure_merged
@@ -270,7 +270,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
     encoders = nn.ModuleList(trained)
 
     def ask() -> dict[str, Tensor]:
-        return answer(family, pipeline, probe.captions, probe.cond)
+        return encode_batch(family, pipeline, probe.captions, probe.cond)
 
     def gap(cond: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
         return max(relative_error(tensor, reference[name]) for name, tensor in cond.items())

@@ -158,9 +158,7 @@ def start(ui: Ui, dataset: dataset_folder.DatasetFolder, wanted: dataset_folder.
 
 def find_job(ui: Ui, folder: Path) -> JobView | None:
     """Find the newest captioning job of a folder."""
-    views = run_monitor.get_monitor(ui.place).views()
-    of_folder = [view for view in views if view.command[:2] == ("caption", str(folder))]
-    return max(of_folder, key=lambda view: int(view.id), default=None)
+    return run_monitor.find_newest_command(ui.place, "caption", str(folder))
 
 
 def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:

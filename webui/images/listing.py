@@ -91,10 +91,10 @@ class FolderView:
         settings = dataset_folder.list_clip_settings(self.family, **held)
         settings = (*settings, *self.training.list_tag_settings(self.folder))
         purpose = dataset_folder.Purpose(self.family, self.resolution, settings, self.dataset.mask)
-        examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again)
+        examination = dataset_folder.examine(self.folder, purpose, again)
         names = (*self.dataset.files, *sorted((name, repr(edit)) for name, edit in self.dataset.edits.items() if edit))
         if examination.files not in (None, names) and not examination.running:
-            examination = dataset_folder.examine(self.ui.place, self.folder, purpose, again=True)
+            examination = dataset_folder.examine(self.folder, purpose, again=True)
         if examination.files is None:
             examination.files = names
         return examination

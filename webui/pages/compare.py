@@ -126,7 +126,7 @@ def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, l
         loss.append(Line(label_run(view), thin(smooth(points, amount)), number))
         rate.append(Line(label_run(view), thin(log.measures["lr"].points()), number))
         if "" in log.validation:
-            points, best, label = log.validation[""].points(), rendering.find_best(log), label_run(view)
+            points, best, label = log.validation[""].points(), log.find_best(), label_run(view)
             dot = next((point for point in points if best and point[0] == best[0]), None)
             if dot:
                 label = ui.say("compare.best", run=label, step=dot[0], loss=format_number(dot[1]))

@@ -99,12 +99,12 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
     if tool == "verify" and (base := str(given["base"] or "").strip()):
         line += ["--base", base if base == "demo" else str(ui.path(base))]
     if tool == "convert":
-        line += ["--format", _check_choice(given["layout"], LAYOUTS)]
+        line += ["--format", sanitize.require_choice(given["layout"], LAYOUTS)]
     if tool in ("resize", "merge"):
         line += ["--rank", str(int(given["rank"] or 0)), "--energy", str(float(given["energy"] or 0))]
     target = None
     if tool in WRITING:
-        line += ["--dtype", _check_choice(given["dtype"] or "", DTYPES)]
+        line += ["--dtype", sanitize.require_choice(given["dtype"] or "", DTYPES)]
         target = _make_target(ui, str(given["output"] or ""))
         line += ["--output", str(target)]
     if tool == "merge":
@@ -205,11 +205,3 @@ def _make_target(ui: Ui, text: str) -> Path:
     if os.path.lexists(folder / name):
         raise UserError(Message("{name}: exists already; choose another name", name=name))
     return folder / name
-
-
-def _check_choice(value: Any, accepted: tuple[str, ...]) -> str:
-    if value not in accepted:
-        raise UserError(
-            Message("{text}: accepted: {names}", text=sanitize.shorten(value), names=", ".join(filter(None, accepted)))
-        )
-    return str(value)

@@ -276,7 +276,7 @@ def _select_configs(answer: Answer, folders: Iterable[str]) -> list[RemoteFile]:
 
 
 def _lines(error: UserError) -> tuple[str, ...]:
-    return tuple(getattr(error, "problems", [str(error)]))
+    return tuple(error.problems)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

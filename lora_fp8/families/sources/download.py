@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import Message, Stopped, UserError, UserErrors
+from ...errors import Message, Stopped, UserError, combine
 from ...run import disk_space
 from . import hosts, places
 from .description import BaseDescription
@@ -101,7 +101,7 @@ def download_all(
 def _check(base: BaseDescription) -> None:
     """Raise the problem of a download that cannot succeed."""
     if base.problems:
-        raise UserErrors(base.problems) if len(base.problems) > 1 else UserError(base.problems[0])
+        raise combine(base.problems)
     if not base.missing:
         return
     if hosts.is_offline():

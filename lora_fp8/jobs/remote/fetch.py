@@ -29,6 +29,8 @@ from .package import CONFIG, hash_file
 
 STAYS = ("lock", "status.json")
 CHUNK = 1 << 20
+MOST_DIGITS = 18
+"""Most digits of a file's size that is believed."""
 
 
 @dataclass
@@ -109,7 +111,11 @@ def _fetch(job: Handle, progress: Callable[[int, int], None] | None) -> Fetched:
 
 
 def _list(job: Handle) -> tuple[dict[str, Entry], list[str]]:
-    """Return the files of the run there that are to come, and the names of those that stay."""
+    """Return the files of the run there that are to come, and the names of those that stay.
+
+    Raises:
+        RunFailure: the answer is not a list of files.
+    """
     find = r"find . -type f ! -path './control/*'"
     script = (
         f"{enter(job.folder)}\ncd -- {shlex.quote(job.run)} || exit {NO_FOLDER}\n"
@@ -117,13 +123,26 @@ def _list(job: Handle) -> tuple[dict[str, Entry], list[str]]:
     )
     answer = require_success(job.machine, job.machine.run(script))
     sizes_part, _, sums_part = answer.text.partition("\0\n") if "\0\n" in answer.text else ("", "", "")
-    sizes = {name: int(size) for size, _, name in (line.partition(" ") for line in sizes_part.split("\0") if line)}
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in sums_part.split("\0") if line)}
-    names = {name.removeprefix("./"): name for name in sizes if name in sums}
-    is_temporary = {name: os.path.basename(name).endswith(".tmp") for name in names}
-    ours = {name for name in names if ownership.is_ours(name) and name not in STAYS and not is_temporary[name]}
-    left = sorted(name for name in names if not ownership.is_ours(name))
-    return {name: Entry(sizes[names[name]], sums[names[name]]) for name in sorted(ours)}, left
+    sizes, sums = _read_records(sizes_part, " "), _read_records(sums_part, "  ")
+    entries: dict[str, Entry] = {}
+    left: list[str] = []
+    for path, size in sizes.items():
+        if not size.isdecimal() or len(size) > MOST_DIGITS:
+            raise RunFailure(Message("{host}: the list of the run's files there cannot be read", host=job.machine))
+        if path not in sums:
+            continue  # written or deleted between the two lists
+        name = path.removeprefix("./")
+        if not ownership.is_ours(name):
+            left.append(name)
+        elif name not in STAYS and not os.path.basename(name).endswith(".tmp"):
+            entries[name] = Entry(int(size), sums[path])
+    return dict(sorted(entries.items())), sorted(left)
+
+
+def _read_records(text: str, separator: str) -> dict[str, str]:
+    """Return name -> value of records "value, separator, name", each of which ends with a zero byte."""
+    records = [record.partition(separator) for record in text.split("\0") if record]
+    return {name: value for value, _, name in records}
 
 
 def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, Entry]:

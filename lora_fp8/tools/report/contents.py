@@ -6,18 +6,18 @@ checked before they are used.
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, TypeGuard
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ... import config, families
 from ...common.json_files import read_object
 from ...common.messages import restore
+from ...common.numbers import is_finite_number
 from ...common.reading import load_text, open_regular
 from ...config import recipes, unused
 from ...config.recipes import Value
@@ -67,7 +67,7 @@ class Contents:
         times: list[list[float]] = []  # first and last event of each start
         self.events: list[dict[str, Any]] = []
         for event in run.events():
-            if is_number(t := event.get("t")):
+            if is_finite_number(t := event.get("t")):
                 if event["event"] == "start" or not times:
                     times.append([t, t])
                 times[-1][1] = t
@@ -142,11 +142,7 @@ class Contents:
     @cached_property
     def best(self) -> tuple[int, float] | None:
         """Step of the lowest held-out loss, and that loss; None before there are two validations."""
-        verdict = self.log.facts.verdict
-        if isinstance(verdict.get("best"), int) and is_number(verdict.get("loss")):
-            return verdict["best"], float(verdict["loss"])
-        points = self.log.validation[""].points() if "" in self.log.validation else []
-        return min(points, key=lambda point: point[1]) if len(points) > 1 else None
+        return self.log.find_best()
 
     @cached_property
     def files(self) -> list[ResultFile]:
@@ -209,17 +205,6 @@ def _describe_file(path: Path, name: str, report: Any) -> ResultFile:
 def _read_settings(file: Path) -> dict[str, Any]:
     """Read a run's settings by key. Values are not validated: they may be of a version that had other bounds."""
     try:
-        tables = config.read_toml(load_text(file))
+        return unused.flatten_tables(config.read_toml(load_text(file)))
     except (OSError, ValueError, UserError):
         return {}
-    settings: dict[str, Any] = {}
-    for name, value in tables.items():
-        settings |= (
-            {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-        )
-    return settings
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return True for a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -110,11 +110,6 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if 0 < seconds < 1e11 else ""
 
 
-def format_count(number: float) -> str:
-    """Format a count: "79,104" or "12.3 M"."""
-    return f"{number:,.0f}" if number < 1e6 else f"{number / 1e6:.3g} M"
-
-
 def format_number(number: object) -> str:
     """Format a number of a run; "" for anything else."""
     return chart.format_number(float(number)) if isinstance(number, int | float) else ""

@@ -7,13 +7,14 @@ from typing import Any
 
 from ...common.chart import Line, Mark, render_chart
 from ...common.messages import translate
+from ...common.numbers import format_count, is_finite_number
 from ...common.shell import quote_path
 from ...errors import Joined, Message, Plural
 from ...run.disk_space import amount
 from ...run.run_log import smooth, thin
 from . import pictures, words
-from .contents import Contents, ResultFile, is_number
-from .page import Page, format_count, format_number, format_time
+from .contents import Contents, ResultFile
+from .page import Page, format_number, format_time
 
 SMOOTHING = 0.9
 """Share of the smoothed loss that one step keeps; as on the page of a run."""
@@ -97,7 +98,7 @@ def render_head(report: Report) -> str:
         (
             Message("Adapter"),
             Message("{kind}, rank {rank}", kind=adapter, rank=settings["adapter.rank"])
-            if is_number(settings.get("adapter.rank")) and adapter != "oft"
+            if is_finite_number(settings.get("adapter.rank")) and adapter != "oft"
             else adapter,
         ),
         (Message("Trigger word"), settings.get("dataset.trigger", "")),
@@ -336,7 +337,7 @@ def render_dataset(report: Report) -> str:
         return ""
     smallest, largest = (_format_size(data.get(name)) for name in ("smallest", "largest"))
     captions: object = ""
-    if is_number(data.get("captioned")) and is_number(data.get("distinct_captions")):
+    if is_finite_number(data.get("captioned")) and is_finite_number(data.get("distinct_captions")):
         captions = Message(
             "{count} images have a caption; {distinct} captions differ",
             count=data["captioned"],
@@ -359,14 +360,14 @@ def render_dataset(report: Report) -> str:
     body = page.facts(facts)
     buckets = data.get("buckets")
     if isinstance(buckets, dict) and buckets:
-        most = max((count for count in buckets.values() if is_number(count)), default=1) or 1
+        most = max((count for count in buckets.values() if is_finite_number(count)), default=1) or 1
         rows = [
             (
                 page.say(size.replace("x", " × ")),
                 f'{format_number(count)} <i class="meter" style="width:{6 * count / most:.2f}em"></i>',
             )
             for size, count in buckets.items()
-            if is_number(count) and count >= 0
+            if is_finite_number(count) and count >= 0
         ]
         body += page.table((Message("Bucket (pixels)"), Message("Images")), rows)
     listed = data.get("folders")
@@ -381,7 +382,11 @@ def render_dataset(report: Report) -> str:
 
 
 def _format_size(size: Any) -> str:
-    return " × ".join(map(str, size)) if isinstance(size, list) and len(size) == 2 and all(map(is_number, size)) else ""
+    return (
+        " × ".join(map(str, size))
+        if isinstance(size, list) and len(size) == 2 and all(map(is_finite_number, size))
+        else ""
+    )
 
 
 def render_settings(report: Report) -> str:
@@ -447,7 +452,7 @@ def _render_check(page: Page, check: dict[str, Any]) -> tuple[str, str, str]:
 
 def _describe_sensitivity(event: dict[str, Any]) -> Message | str:
     """Describe the measurement of the layers' errors before training; "" if there was none."""
-    if not all(is_number(event.get(name)) for name in ("layers", "worst_before", "worst", "bound")):
+    if not all(is_finite_number(event.get(name)) for name in ("layers", "worst_before", "worst", "bound")):
         return ""
     values = {name: f"{event[name]:.3g}" for name in ("worst_before", "worst", "bound")}
     moved = len(event["moved"]) if isinstance(event.get("moved"), list) else 0
@@ -510,17 +515,17 @@ def render_environment(report: Report) -> str:
     versions = machine.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     ram, gpu = machine.get("ram_bytes"), machine.get("gpu")
-    memory = f" ({amount(machine['gpu_bytes'])})" if is_number(machine.get("gpu_bytes")) else ""
+    memory = f" ({amount(machine['gpu_bytes'])})" if is_finite_number(machine.get("gpu_bytes")) else ""
     start, model = contents.log.facts.start, contents.log.facts.model
     trainable = model.get("trainable")
     facts = [
         ("GPU", f"{gpu}{memory}" if gpu else ""),
         (Message("CPU cores"), format_number(machine.get("cpus"))),
-        (Message("RAM"), amount(int(ram)) if is_number(ram) else ""),
+        (Message("RAM"), amount(int(ram)) if is_finite_number(ram) else ""),
         (Message("System"), machine.get("system", "")),
         (Message("Processes"), format_number(start.get("processes"))),
         (Message("Peak memory"), f"{contents.peak_gb:.3g} GiB" if contents.peak_gb else ""),
-        (Message("Trainable parameters"), format_count(trainable) if is_number(trainable) else ""),
+        (Message("Trainable parameters"), format_count(trainable) if is_finite_number(trainable) else ""),
         (Message("Starts"), contents.starts if contents.starts > 1 else ""),
         (Message("Commit"), machine.get("commit", "")),
     ]

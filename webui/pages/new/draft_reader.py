@@ -77,4 +77,4 @@ class DraftReader:
         again = self.counted.get((folder, mask), now) != now  # files were added or removed since
         self.counted[folder, mask] = now
         purpose = dataset_folder.Purpose(family, side, cut, mask if "*" in mask else "")
-        return dataset_folder.examine(self.ui.place, folder, purpose, again)
+        return dataset_folder.examine(folder, purpose, again)

@@ -84,7 +84,7 @@ class Painter:
         for key, part in self.layout.parts[view].items():
             kept = key not in LISTED and key in old and form.is_same_value(old[key], values[key])
             if key != but and not kept:
-                painted[part] = self._paint_setting(view, key, part, values)
+                painted[part] = self._paint_setting(view, key, values)
         return painted
 
     def _explain(self, key: str, origin: str, values: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ class Painter:
         why = next((value.why for value in settings or [] if value.key == key), "")
         return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""
 
-    def _paint_setting(self, view: str, key: str, part: Any, values: dict[str, Any]) -> Any:
+    def _paint_setting(self, view: str, key: str, values: dict[str, Any]) -> Any:
         setting, value = form.settings()[key], values[key]
         held = form.to_component(setting, value)
         if key == "preset":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8 import families, settings
+from lora_fp8.config.relations import NO_BASE, NO_FOLDER
 from lora_fp8.data import clips
 from lora_fp8.errors import Message, UserError, UserErrors
 from lora_fp8.families.sources import selection
@@ -15,9 +16,9 @@ from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
 
-NEXT_STEPS = {
-    "is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'": "new.base.missing",
-    "no picture folder given; add a [[dataset.folders]] table with a path": "new.pictures.missing",
+NEXT_STEPS: dict[str, str] = {
+    NO_BASE: "new.base.missing",
+    NO_FOLDER: "new.pictures.missing",
 }
 """Messages about an untouched form: the engine says what to write into a file, the page says what to do here."""
 
@@ -45,35 +46,41 @@ class Problems:
             values = form.read_values(text, home)
         except UserError:
             return problems
+        invalid = {key for key, _ in problems}
+        problems += self._find_path_problems(values, invalid)
         reported = {key for key, _ in problems}
-        for key, path in base_models.list_paths(values):
-            if key in reported:
-                continue
-            try:
-                self._check_path(key, path)
-            except UserError as error:
-                problems.append((key, self.ui.translate(str(error))))
-        problems += [
-            (key, line) for key, line in self._find_base_problems(values) if key not in {key for key, _ in problems}
-        ]
-        has_folder = has_run and not {key for key, _ in problems} & {"name", "output_dir"}
+        problems += [(key, line) for key, line in self._find_base_problems(values) if key not in reported]
+        reported = {key for key, _ in problems}
+        has_folder = has_run and not reported & {"name", "output_dir"}
         if has_folder and (free := self.find_free_name(values)):
             problems.append(("name", self.ui.say("new.name.taken", name=values["name"], free=free)))
-        if "dataset.folders" not in {key for key, _ in problems}:
-            counts = self.reader.count_folders(values)
-            for folder, contents, *_ in counts:
-                if not contents.files:
-                    problems.append(("dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)))
-                elif unreadable := dataset_folder.find_unreadable(folder):
-                    files = self._list_files(unreadable)
-                    line = self.ui.say("new.pictures.unreadable", folder=folder.name, files=files)
-                    problems.append(("dataset.folders", line))
-            if not reported & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
-                problems += self._find_clip_problems(values, counts)
-            without = sum(contents.without_caption for _, contents, *_ in counts)
-            if without and values["dataset.missing_caption"] == "error":
-                problems.append(("dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)))
+        if "dataset.folders" not in reported:
+            problems += self._find_folder_problems(values, invalid)
         return problems
+
+    def _find_path_problems(self, values: dict[str, Any], invalid: set[str]) -> Iterable[tuple[str, str]]:
+        """Yield (setting, message) for paths that cannot be used, of settings whose values are not invalid already."""
+        for key, path in base_models.list_paths(values):
+            if key not in invalid:
+                try:
+                    self._check_path(key, path)
+                except UserError as error:
+                    yield key, self.ui.translate(str(error))
+
+    def _find_folder_problems(self, values: dict[str, Any], invalid: set[str]) -> Iterable[tuple[str, str]]:
+        """Yield (setting, message) for image folders: empty ones, unreadable images, clips, missing captions."""
+        counts = self.reader.count_folders(values)
+        for folder, contents, *_ in counts:
+            if not contents.files:
+                yield "dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)
+            elif unreadable := dataset_folder.find_unreadable(folder):
+                files = self._list_files(unreadable)
+                yield "dataset.folders", self.ui.say("new.pictures.unreadable", folder=folder.name, files=files)
+        if not invalid & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
+            yield from self._find_clip_problems(values, counts)
+        without = sum(contents.without_caption for _, contents, *_ in counts)
+        if without and values["dataset.missing_caption"] == "error":
+            yield "dataset.missing_caption", self.ui.say("new.pictures.uncaptioned", count=without)
 
     def find_free_name(self, values: dict[str, Any]) -> str:
         """Return a name that a new training can have, if it cannot have that of the draft; "" if it can."""

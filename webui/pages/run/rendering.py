@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common.chart import Line, Mark, render_chart
+from lora_fp8.common.numbers import format_count, is_finite_number
 from lora_fp8.jobs import JobView
 from lora_fp8.run.run_log import RunLog, smooth, thin
 
@@ -34,7 +35,7 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
     if images := facts.data.get("images"):
         about.append(ui.say("run.images", images=escape(images)))
     if trainable := facts.model.get("trainable"):
-        about.append(ui.say("run.trainable", count=_format_count(trainable) if _is_number(trainable) else "?"))
+        about.append(ui.say("run.trainable", count=format_count(trainable) if is_finite_number(trainable) else "?"))
     if device := facts.start.get("device"):
         about.append(escape("CPU" if device == "cpu" else device))
     links = runs.render_downloads(ui, view)
@@ -68,23 +69,13 @@ def render_loss(ui: Ui, log: RunLog, amount: float, logarithmic: bool, is_over: 
 
 def _render_verdict(ui: Ui, log: RunLog) -> str:
     """Render the sentence about the held-out loss, and why training ended before its steps."""
-    verdict, best = log.facts.verdict, find_best(log)
+    verdict, best = log.facts.verdict, log.find_best()
     lines = [str(event["text"]) for event in (verdict, log.facts.patience) if isinstance(event.get("text"), str)]
     text = " ".join(map(ui.translate, lines))
     if not verdict.get("text") and best:  # of an earlier version
         text = f"{ui.say('run.best', step=best[0], loss=f'{best[1]:.4f}')} {text}".strip()
     risen = " risen" if verdict.get("risen_since") is not None else ""
     return f'<p class="verdict{risen or " dim"}">{escape(text)}</p>' if text else ""
-
-
-def find_best(log: RunLog) -> tuple[int, float] | None:
-    """Return the step of the lowest held-out loss, and that loss; None before there are two measurements."""
-    verdict = log.facts.verdict
-    if isinstance(verdict.get("best"), int) and _is_number(verdict.get("loss")):
-        return verdict["best"], float(verdict["loss"])
-    points = log.validation[""].points() if "" in log.validation else []
-    step, loss = min(points, key=lambda point: point[1], default=(0, 0.0))
-    return (int(step), loss) if len(points) > 1 else None
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +112,7 @@ def _render_losses(
             Line(ui.translate(band) if band else ui.say("run.all_bands"), groups.points(), number)
             for number, (band, groups) in enumerate(sorted(log.validation.items()))
         ]
-        best = find_best(log)
+        best = log.find_best()
         mark = Mark(best[0], ui.say("run.best_step", step=best[0])) if best else None
         title = ui.say("run.validation")
         made.append(_render_wide(render_chart(title, bands, empty=none, log=logarithmic, x_label=step, mark=mark)))
@@ -329,7 +320,7 @@ def render_warnings(ui: Ui, log: RunLog) -> str:
     rows = [
         (f"<time>{when}</time>", escape(ui.translate(str(warning.get("text", "")))))
         for warning in reversed(log.facts.warnings)
-        for when in [run_cards.format_time(float(warning["t"])) if _is_number(warning.get("t")) else ""]
+        for when in [run_cards.format_time(float(warning["t"])) if is_finite_number(warning.get("t")) else ""]
     ]
     if not rows:
         return f'<p class="empty">{ui.say("run.no_warnings")}</p>'
@@ -346,12 +337,3 @@ def render_config(ui: Ui, view: JobView) -> str:
         text = run_monitor.get_monitor(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
         link = ""
     return f'<div class="buttons">{link}</div><pre tabindex="0">{escape(text)}</pre>'
-
-
-def _format_count(number: float) -> str:
-    """Format a count as "79,104" or "12.3 M"."""
-    return f"{number:,.0f}" if number < 1e6 else f"{run_cards.digits(number / 1e6)} M"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
