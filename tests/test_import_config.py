@@ -28,6 +28,7 @@ import yaml
 from PIL import Image
 
 from lora_fp8 import adapters, cli, config, families, importing
+from lora_fp8.adapters.targets import choose_layers
 from lora_fp8.data import buckets
 from lora_fp8.errors import UserError
 from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
@@ -293,7 +294,18 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 1234567890123 % 2**32,
         "model": {"family": "sdxl", "path": "stabilityai/stable-diffusion-xl-base-1.0", "dtype": "bf16"},
         "quantize": {"storage": "bf16"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0, "text_encoder": True},
+        "adapter": {
+            "type": "lora",
+            "rank": 32,
+            "ranks": {"conv1": 8, "conv2": 8, "downsamplers": 8, "upsamplers": 8},
+            "alpha": 16.0,
+            "targets": [
+                *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k"),
+                *("attn2.to_v", "attn2.to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out"),
+                *("conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv", "conv_shortcut", "time_emb_proj"),
+            ],
+            "text_encoder": True,
+        },
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -640,8 +652,8 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     ),
     "sd_scripts_train.sh": (
         "bucket_no_upscale|mixed_precision|train_data_dir|train_batch_size|num_processes|max_train_epochs|learning_rate"
-        "|save_every_n_epochs|seed|output_name",
-        "network_args|full_fp16|huggingface_token",
+        "|save_every_n_epochs|seed|output_name|network_args",
+        "full_fp16|huggingface_token",
     ),
     "kohya_ss_flux.json": (
         "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
@@ -649,8 +661,8 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
     ),
     "lora_scripts_preset.toml": ("data.bucket_no_upscale|data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
     "lora_scripts_sd.toml": (
-        "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso",
-        "conv_dim|conv_alpha|max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
+        "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso|conv_dim|conv_alpha",
+        "max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
     ),
     "musubi_qwen.toml": (
         "musubi_dataset.toml: general.resolution|training.max_train_epochs|output.save_every_n_epochs"
@@ -2455,3 +2467,47 @@ def test_ai_toolkits_moving_average(here: Path, tmp_path: Path) -> None:
     page["config"]["process"][0]["train"]["ema_config"] = {"use_ema": True, "ema_decay": 0.97}
     path.write_text(yaml.safe_dump(page), encoding="utf-8")
     assert settings(importing.import_file(path))["optimizer"]["ema_decay"] == 0.97
+
+
+NETWORK = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_dim = 16\nnetwork_alpha = 8\n"
+
+
+def unet_of(family: str) -> torch.nn.Module:
+    """The UNet at full size, on the meta device."""
+    with torch.device("meta"):
+        return diffusers.UNet2DConditionModel.from_config({**families.get(family).reference_config})
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "count"),
+    [
+        ("sdxl", "networks.lora", 788),  # sd-scripts: 722, and 66 with conv_dim
+        ("sdxl", "lycoris.kohya", 792),  # and conv_in, conv_out, two of the time embedding
+        ("sd15", "networks.lora", 278),
+    ],
+)
+def test_convolutions_are_the_layers_that_kohya_adapts(tmp_path: Path, family: str, module: str, count: int) -> None:
+    text = f"{NETWORK}network_module = '{module}'\nnetwork_args = ['conv_dim=4', 'conv_alpha=2']\n"
+    (tmp_path / "kohya.toml").write_text(text, encoding="utf-8")
+    made = importing.import_file(tmp_path / "kohya.toml", "sd-scripts", family)
+    assert "network_args" in keys(made.mapped), "alpha / rank is the same for both"
+    given = settings(made)
+    unet = unet_of(family)
+    ranks, told = choose_layers(unet, Adapter(**given["adapter"]), [])
+    assert len(ranks) == count and not told
+    kernels = {name: getattr(unet.get_submodule(name), "kernel_size", (1, 1)) for name in ranks}
+    assert all(rank == (4 if kernels[name] == (3, 3) else 16) for name, rank in ranks.items())
+
+
+def test_lycoris_adapts_convolutions_unless_its_preset_leaves_them_out(tmp_path: Path) -> None:
+    def adapter(arguments: str, module: str = "lycoris.kohya") -> dict[str, Any]:
+        path = tmp_path / "kohya.toml"
+        path.write_text(f"{NETWORK}network_module = '{module}'\nnetwork_args = [{arguments}]\n", encoding="utf-8")
+        return settings(importing.import_file(path, "sd-scripts", "sdxl"))["adapter"]
+
+    assert "conv1" in adapter("'algo=loha'")["targets"] and "ranks" not in adapter("'algo=loha'")
+    assert adapter("'algo=loha', 'conv_dim=0'").get("targets") == adapter("'algo=loha'")["targets"], "0: as network_dim"
+    for plain in ("'algo=lokr', 'preset=attn-mlp'", "'algo=diag-oft'"):
+        assert "targets" not in adapter(plain)
+    for plain in ("", "'conv_dim=0'", "'conv_alpha=1'"):
+        assert "targets" not in adapter(plain, "networks.lora")

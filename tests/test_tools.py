@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -391,10 +392,10 @@ def test_shards_stay_and_bf16_is_rounded_once(ask: Callable, tiny: Callable[[str
 
 def test_merged_into_a_single_file_in_its_own_names(ask: Callable, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """FLUX's original names, where q, k and v are rows of one tensor; read back through the family's own reading."""
-    base = tiny("flux")
-    family = families.get("flux")(Model(family="flux", path=str(base)), device="cpu", dtype=torch.float32)
+    base = Path(shutil.copytree(tiny("flux"), tmp_path / "base"))
     checkpoint = tmp_path / "flux.safetensors"
-    save_file(original_layout(families.get("flux"), base), checkpoint)
+    save_file(original_layout(families.get("flux"), base), checkpoint)  # which changes the weights of `base`
+    family = families.get("flux")(Model(family="flux", path=str(base)), device="cpu", dtype=torch.float32)
     lora = diffusers_lora("flux", base, tmp_path / "lora.safetensors")
     out = tmp_path / "merged.safetensors"
     code, _, said = ask("merge", lora, "--into", checkpoint, "--components", base, "--output", out)

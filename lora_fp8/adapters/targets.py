@@ -4,6 +4,7 @@ A target that matches nothing is an error, not a smaller adapter; so is an entry
 adapter.
 """
 
+import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -84,7 +85,8 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
     for name, rank in rank_of.items():
         layer = denoiser.get_submodule(name)
         if isinstance(layer, nn.Conv2d):
-            narrow, count = min(layer.in_channels, layer.out_channels), layer.groups
+            count = layer.groups
+            narrow = min(layer.in_channels // count * math.prod(layer.kernel_size), layer.out_channels)
         else:
             assert isinstance(layer, nn.Linear)  # `_match` finds no others
             narrow, count = min(layer.in_features, layer.out_features), 1

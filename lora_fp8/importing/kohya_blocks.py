@@ -62,7 +62,7 @@ def set_choice(draft: Draft, given: dict[str, str], plain: bool) -> None:
     entries: dict[str, int] = {}
     for kind, total in totals.items():
         entries |= _ranks_of_chosen(FLUX_BLOCKS[kind], chosen[kind], total, rank)
-    draft.mapped(paged + _spend(given, choices), {"adapter.ranks": entries})
+    draft.mapped(paged + spend(given, choices), {"adapter.ranks": entries})
 
 
 def _chosen_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
@@ -80,9 +80,10 @@ def _ranks_of_chosen(name: str, chosen: set[int], total: int, rank: int) -> dict
     return {f"{name}.{i}": 0 for i in sorted(others)}
 
 
-def _spend(given: dict[str, str], names: Iterable[str]) -> list[str]:
-    """Remove converted arguments, up to the first that has a value; return the key that holds them if one has."""
-    return ["network_args"] if any(given.pop(name, None) for name in names) else []
+def spend(given: dict[str, str], names: Iterable[str]) -> list[str]:
+    """Remove converted arguments; return the key that holds them if one of them has a value."""
+    values = [given.pop(name, None) for name in names]
+    return ["network_args"] if any(values) else []
 
 
 def _numbers(text: str, total: int) -> set[int]:
@@ -121,7 +122,7 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return  # the caller reports these arguments by name
     if not used:
         return
-    keys = [key for key in used if key not in given] + _spend(given, used)
+    keys = [key for key in used if key not in given] + spend(given, used)
     (draft.differs if note else draft.mapped)(keys, ours, note)
     draft.mapped("enable_block_weights", {}, "on")
 
@@ -204,7 +205,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
     ratio, own = unet or general, text or general
     if not plain or not ratio or _finds_its_rate(draft):
         return
-    keys = [name for name in source if name not in given] + _spend(given, LORAPLUS)
+    keys = [name for name in source if name not in given] + spend(given, LORAPLUS)
     if own != ratio and (not draft.family or model_settings.trains_text(draft.family)):
         note = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, note)

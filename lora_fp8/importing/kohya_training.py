@@ -13,6 +13,7 @@ from . import (
     common_values,
     dataset_settings,
     kohya_blocks,
+    kohya_convolutions,
     model_settings,
     objective_settings,
     optimizer_settings,
@@ -183,8 +184,12 @@ def set_network(draft: Draft) -> None:
     kohya_blocks.set_blocks(draft, given, plain=own_network)
     kohya_blocks.set_choice(draft, given, plain=own_network)
     kohya_blocks.set_loraplus(draft, given, plain=own_network)
+    plain_page = not lycoris and kind in ("", "standard", "flux1", "sd3")
+    if algorithm in ("lora", "dora", "loha", "lokr"):
+        paged = not plain_page or draft.tool.name == "sd-scripts"
+        kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
     _report_arguments(draft, given)
-    _report_page_keys(draft, plain=not lycoris and kind in ("", "standard", "flux1", "sd3"))
+    _report_page_keys(draft, plain_page)
 
 
 ARGUMENTS = ("network_args", "network_args_custom")
@@ -202,7 +207,7 @@ def _words(value: Any) -> list[Any]:
     return value.split() if isinstance(value, str) else listed(value)
 
 
-BY_FAMILY = {"block_dims", "block_alphas", *kohya_blocks.RATES, *kohya_blocks.CHOICES}
+BY_FAMILY = {"block_dims", "block_alphas", *kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES}
 """Arguments of the network whose meaning depends on the blocks of the architecture."""
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from .. import config, families
+from .. import config, families, verify
 from ..adapters import kinds
 from ..common.messages import choose_language, translate
 from ..common.writing import atomic_write, sync_folder, write_synced
@@ -172,13 +172,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
     family = given.get("family") or named_family
     if family not in families.available():
         accepted = " | ".join(families.available())
-        raise UserError(
-            Message(
-                "{path}: the header does not say its architecture; name it with --family ({names})",
-                path=file,
-                names=accepted,
-            )
-        )
+        raise UserError(verify.UNNAMED_ARCHITECTURE(path=file, names=accepted))
     base = ""
     if job and _files.is_hub_id(job.model.path) and not os.path.exists(os.path.expanduser(job.model.path)):
         base = job.model.path

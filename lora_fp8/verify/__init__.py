@@ -1,7 +1,7 @@
 """Verifies that an exported LoRA file does what training did."""
 
 from .deltas import delta_error, relative_error
-from .file_checks import HEADER_KEYS, read_family_name
+from .file_checks import HEADER_KEYS, UNNAMED_ARCHITECTURE, read_family_name
 from .merging import MOSTLY_LOST, survival
 from .pipeline import clean_pipeline, load, loaded_layers
 from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe
@@ -15,6 +15,7 @@ __all__ = [
     "Probe",
     "Reference",
     "Report",
+    "UNNAMED_ARCHITECTURE",
     "check",
     "check_file",
     "clean_pipeline",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import families
 from ..adapters import kinds
-from ..errors import Joined, Message, UserError, first_few
+from ..errors import Joined, Message, Template, UserError, first_few
 from ..lora_files import export, layouts, safetensors_file
 from .report import Report
 
@@ -19,6 +19,8 @@ HEADER_KEYS = (
     *("modelspec.resolution", "modelspec.hash_sha256"),
 )
 EMPTY_HASH = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
+
+UNNAMED_ARCHITECTURE = Template("{path}: the header does not say its architecture; name it with --family ({names})")
 
 
 def read_family_name(metadata: Mapping[str, str]) -> str:

@@ -47,7 +47,7 @@ from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import encode_batch
 from .deltas import layer_error, relative_error
-from .file_checks import check_bytes, read_family_name
+from .file_checks import UNNAMED_ARCHITECTURE, check_bytes, read_family_name
 from .merging import measure_merged
 from .pipeline import Loaded, all_loaded, clean_pipeline, load, scale_adapter
 from .reference import Previews, Probe, Reference, predict, preview_psnr, worst_psnr
@@ -164,8 +164,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
             named_family = metadata.get("ss_base_model_version")
             accepted = " | ".join(families.available())
             if not named_family:
-                template = Template("{path}: the header does not say its architecture; name it with --family ({names})")
-                raise UserError(template(path=file, names=accepted))
+                raise UserError(UNNAMED_ARCHITECTURE(path=file, names=accepted))
             raise UserError(
                 Message(
                     "{path}: the header says {kind}, which is none of ours; name the architecture with --family "

@@ -1,0 +1,71 @@
+"""kohya's and LyCORIS' adapters on the convolutions of a UNet (LoCon): which layers they are, and their rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import families
+from ..errors import Template
+from . import adapter_settings
+from .import_draft import Draft
+from .kohya_blocks import BLOCKS, spend
+from .readers import Unfit, is_off, number, whole
+
+WITH_CONV_RANK = {"conv1": "conv1", "conv2": "conv2", "downsamplers.0.conv": "downsamplers"}
+WITH_CONV_RANK |= {"upsamplers.0.conv": "upsamplers"}
+"""Ending of the name of each 3 x 3 convolution in ResNet blocks and samplers -> its name in adapter.ranks."""
+WITH_USUAL_RANK = ("conv_shortcut", "time_emb_proj")
+"""What else those blocks hold, 1 x 1 convolutions and linear layers: adapted too, with the rank of the others."""
+ENDS_WITH_CONV_RANK = {"conv_in": "conv_in", "conv_out": "conv_out"}
+ENDS_WITH_USUAL_RANK = ("time_embedding.linear_1", "time_embedding.linear_2")
+"""What LyCORIS' preset "full", its default, adds at both ends of the UNet."""
+ONE_SCALE = Template("alpha / rank is {ours} for all layers here; there it was {theirs} for these convolutions")
+KEYS = ("conv_dim", "conv_alpha")
+PRESETS = ("preset", "LyCORIS_preset")
+
+
+def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: bool) -> None:
+    """Set adapter.targets and adapter.ranks where the convolutions of a UNet are adapted.
+
+    Args:
+        draft: the import; its adapter.type is set.
+        given: the network's arguments; those that are converted are removed.
+        lycoris: the network is LyCORIS', which adapts convolutions unless its preset leaves them out.
+        paged: the keys of a settings page count, which stores them for every type of LoRA.
+    """
+    source = {key: draft.given[key] for key in (*KEYS, *PRESETS) if paged and draft.has(key)} | given
+    own = draft.settings.get("adapter.type")
+    preset = str(next((source[key] for key in PRESETS if source.get(key)), "full"))
+    if draft.family not in BLOCKS or own == "oft" or (lycoris and preset != "full"):
+        return
+    if "adapter.ranks" in draft.settings or (not lycoris and is_off(source.get("conv_dim"))):
+        return  # ranks of blocks are for the layers with attention only
+    try:
+        settings, note = _find_settings(draft, source, lycoris)
+    except Unfit:
+        return  # the caller reports these arguments by name
+    used = [key for key in (*KEYS, *PRESETS) if key in source]
+    if not used:
+        draft.assume("adapter.targets", settings["adapter.targets"], "preset", "")
+        return
+    keys = [key for key in used if key not in given] + spend(given, used)
+    (draft.differs if note else draft.mapped)(keys, settings, note)
+
+
+def _find_settings(draft: Draft, source: dict[str, Any], lycoris: bool) -> tuple[dict[str, Any], str]:
+    """Return our settings, and what differs."""
+    rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
+    # LyCORIS takes the linear layers' values where these are left out or 0; sd-scripts' conv_alpha is 1 then.
+    conv_rank = whole(source.get("conv_dim") or 0) or rank
+    conv_alpha = number(source.get("conv_alpha") or 0.0) or (alpha if lycoris else 1.0)
+    ranks = WITH_CONV_RANK | (ENDS_WITH_CONV_RANK if lycoris else {})
+    others = WITH_USUAL_RANK + (ENDS_WITH_USUAL_RANK if lycoris else ())
+    settings: dict[str, Any] = {
+        "adapter.targets": [*families.get(draft.family).adapter_targets, *ranks, *others],
+    }
+    if conv_rank != rank:
+        if draft.settings.get("adapter.type") == "lokr":
+            conv_rank = adapter_settings.lokr_rank(conv_rank, False)
+        settings["adapter.ranks"] = dict.fromkeys(ranks.values(), conv_rank)
+    ours, theirs = alpha / rank, conv_alpha / conv_rank
+    return settings, "" if abs(ours - theirs) < 1e-9 else ONE_SCALE(ours=f"{ours:g}", theirs=f"{theirs:g}")
