@@ -265,6 +265,32 @@ def test_check_finds_all_five_faults_before_torch_is_even_loaded(
             assert [line for line in found if str(five_faults / name) in line and words in line], (name, found)
 
 
+def test_check_lists_all_todos_and_looks_for_files_beside_wrong_settings(
+    ask: Callable[..., Answer], tmp_path: Path
+) -> None:
+    """An import leaves TODOs; folders and the base are looked for where their own settings are valid."""
+    path, nowhere = tmp_path / "job.toml", tmp_path / "nowhere"
+    path.write_text(
+        f"[model]\nfamily = 'sd15'\npath = 'TODO'\n[train]\nsteps = 'TODO'\n"
+        f"[[dataset.folders]]\npath = 'TODO'\n[[dataset.folders]]\npath = '{nowhere}'\n",
+        encoding="utf-8",
+    )
+    todos = [f"{key}: still to be filled in (TODO)" for key in ("train.steps", "model.path", "dataset.folders.0.path")]
+    answer = ask("check", path)
+    first, *lines = answer.err.splitlines()
+    assert answer.code == 2 and first == f"{path}: 4 problems"
+    assert (
+        sorted(line.strip() for line in lines[:3]) == sorted(todos) and f"folder {nowhere} does not exist" in lines[3]
+    )
+    report = json.loads(ask("check", path, "--json", "--set", "train.steps=4").out)
+    assert len(report["problems"]) == 3 and set(todos[1:]) < set(report["problems"])
+    base = ask("check", path, "--set", "model.path=no.safetensors", "--set", "dataset.folders.0.repeats=x")
+    assert "model.path = 'no.safetensors' does not exist" in base.err and "repeats" in base.err
+    # The base is not looked for by a family that does not exist.
+    other = ask("check", path, "--set", "model.path=no.safetensors", "--set", "model.family=sdx1")
+    assert "unknown family 'sdx1'" in other.err and "'no.safetensors'" not in other.err
+
+
 def test_plan_tells_that_sensitivity_will_move_layers(
     ask: Callable[..., Answer], job_file: Callable[..., Path]
 ) -> None:

@@ -28,11 +28,14 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
     """Check config, images and base model files. No model is loaded."""
     from .. import errors
     from ..common.progress import show_images
-    from ..plan.check import Check
+    from ..config import InvalidConfig
+    from ..plan.check import Check, check_files
     from ..plan.check import check as check_job
 
     try:
         result = check_job(load_config(config_file, overrides), show_images())
+    except InvalidConfig as error:
+        result = Check([*error.problems, *(check_files(error.valid, error.wrong) if error.valid else [])])
     except errors.UserError as error:
         if not as_json:
             raise

@@ -42,6 +42,20 @@ PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "pres
 """Inside the installed package, or beside it in a checkout."""
 
 
+class InvalidConfig(UserErrors):
+    """Settings of a config are wrong.
+
+    Attributes:
+        valid: the job of the valid settings, with defaults or nothing in place of the others; None if too many are
+            wrong.
+        wrong: the places of the wrong settings: {"train.steps", "dataset.folders.0.path"}.
+    """
+
+    def __init__(self, problems: list[str], where: str, valid: Job | None, wrong: Iterable[Location]):
+        super().__init__(problems, where)
+        self.valid, self.wrong = valid, {".".join(map(str, location)) for location in wrong}
+
+
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     """Read a config file, merge it with its presets, apply the `--set` overrides, and check everything.
 
@@ -50,7 +64,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
         overrides: `section.key=value` texts; the value is TOML (`train.steps=500`), or a bare word, taken as a string.
 
     Raises:
-        UserError, UserErrors: with every problem of the file.
+        UserError, InvalidConfig: with every problem of the file.
     """
     path = Path(path)
     try:
@@ -98,7 +112,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     options = {text.partition("=")[0].strip(): getattr(text, "option", "--set") for text in overrides}
     problems += [_add_origin(line, location, given, presets, options) for location, line in problem_lines]
     if problems:
-        raise UserErrors(problems, where)
+        raise InvalidConfig(problems, where, job, [location for location, _ in problem_lines])
     assert job is not None
     return job
 
@@ -496,7 +510,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
     """Check types, bounds and contradictions.
 
     Returns:
-        The job, or None if anything is wrong; and (place, line) for each problem.
+        The job, without its invalid settings, or None if there are too many; and (place, line) for each problem.
     """
     problems: list[tuple[Location, str]] = []
     try:
@@ -524,13 +538,14 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
         # Look for contradictions in what remains, to report them at the same time. A rule that reads a wrong setting
         # would only repeat the problem, or judge by the default.
         names = [".".join(map(str, location)) for location in wrong]
-        for keys, line in contradictions(Job.model_validate(_repaired(data, wrong))):
+        job = Job.model_validate(_repaired(data, wrong))
+        for keys, line in contradictions(job):
             if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for key in keys for n in names):
                 problems.append((tuple(keys[0].split(".")), line))
-        return None, problems
+        return job, problems
     problems += [(tuple(keys[0].split(".")), line) for keys, line in contradictions(job)]
     problems += find_variables(job)
-    return (None if problems else job), problems
+    return job, problems
 
 
 def _add_origin(
