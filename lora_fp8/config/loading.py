@@ -257,8 +257,12 @@ QUOTED = re.compile(
 DEEP_KEY = re.compile(rf"(?:(?<![\w-])[\w-]++[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
 
 
-def read_toml(text: str) -> dict[str, Any]:
+def read_toml(text: str, *, quotes_line: bool = False) -> dict[str, Any]:
     """Parse TOML into values that are safe to traverse and print.
+
+    Args:
+        text: of the file.
+        quotes_line: quote the line in the error; not for files that may hold secrets.
 
     Raises:
         ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a key of more parts than that, for which
@@ -271,7 +275,7 @@ def read_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(Message("nested too deeply")) from None
     except ValueError as error:
-        raise ValueError(describe_parser_error(error)) from None
+        raise ValueError(describe_parser_error(error, text if quotes_line else "")) from None
     inner: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
@@ -285,7 +289,7 @@ def read_toml(text: str) -> dict[str, Any]:
 
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        data = read_toml(text)
+        data = read_toml(text, quotes_line=True)
     # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError from int().
     except ValueError as error:
         if known := explain_toml(text):
