@@ -565,6 +565,20 @@ def test_events_as_json_lines(ask: Callable[..., Answer], job_file: Callable[...
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and events[-1]["event"] == "done"
 
 
+def test_a_config_in_place_of_its_run(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, run = job_file(), tmp_path / "runs" / "lora"
+    for command in ("resume", "stop"):
+        answer = ask(command, path)
+        assert answer.code == 2 and f"its run {run} does not exist. `lora-fp8 train {path}` starts it" in answer.err
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    assert ask("resume", path).err == f"{path}: this is a config; give the folder of its run: {run}\n"
+    path.write_text("no config", encoding="utf-8")
+    assert ask("resume", path).err == f"{path}: this is a file; give the folder of a run\n"
+
+
 @pytest.mark.parametrize("command", ["resume", "stop", "export"])
 def test_a_folder_that_is_no_run(ask: Callable[..., Answer], tmp_path: Path, command: str) -> None:
     for folder in (tmp_path, tmp_path / "absent"):

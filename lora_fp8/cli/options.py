@@ -15,6 +15,7 @@ from ..common.shell import quote_path
 from ..errors import Message, UserError
 
 if TYPE_CHECKING:
+    from ..run import Run
     from ..settings import Job
 
 CONFIG = typer.Argument(..., metavar="CONFIG", help="Config file of the job.")
@@ -57,6 +58,38 @@ def _find_importer(path: Path) -> str:
     except (UserError, OSError, TypeError):
         return ""
     return f"lora-fp8 import-config {quote_path(path)}"
+
+
+def open_run(folder: Path) -> "Run":
+    """Open a run folder.
+
+    Raises:
+        UserError: there is no run in it. For a config file it names the folder of its run.
+    """
+    from ..run import Run
+
+    if folder.is_file():
+        raise UserError(_describe_file(folder))
+    return Run.open(folder)
+
+
+def _describe_file(path: Path) -> Message:
+    """Return what to say of a file in place of a run folder."""
+    from .. import config
+    from ..plan.resolve import get_run_folder
+
+    try:
+        run = get_run_folder(config.load(path))
+    except UserError:
+        return Message("{path}: this is a file; give the folder of a run", path=path)
+    if (run / "config.toml").is_file():
+        return Message("{path}: this is a config; give the folder of its run: {run}", path=path, run=quote_path(run))
+    return Message(
+        "{path}: this is a config, and its run {run} does not exist. `{command}` starts it",
+        path=path,
+        run=quote_path(run),
+        command=f"lora-fp8 train {quote_path(path)}",
+    )
 
 
 @contextlib.contextmanager
