@@ -136,6 +136,24 @@ def test_a_wrong_folder_for_dataset(
     assert {"en": "pcis: no such folder or config file", "zh": "pcis：没有这个文件夹或配置文件"}[language] in told
 
 
+def test_the_place_is_that_of_relative_paths(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An absolute path says itself where it was looked for."""
+    for start, is_relative in (("", True), (f"{place}/", False), ("~/", False)):
+        folder = f"[[dataset.folders]]\npath = '{start}pcis'\nmask = '{start}masks'\n"
+        Path("job.toml").write_text(JOB + folder.replace(f"{start}pcis", "pics"), encoding="utf-8")
+        texts = [ask(monkeypatch, capfd, "en", "check", "job.toml")[1]]
+        Path("job.toml").write_text(JOB + folder, encoding="utf-8")
+        texts += [
+            ask(monkeypatch, capfd, "en", *words)[1] for words in (("check", "job.toml"), ("check", f"{start}no"))
+        ]
+        texts += [
+            ask(monkeypatch, capfd, "en", "dataset", *words)[1] for words in ((f"{start}no",), ("import", f"{start}no"))
+        ]
+        assert all(("(looked in " in text) == is_relative for text in texts), texts
+
+
 def test_what_is_printed_for_copying_can_be_pasted(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

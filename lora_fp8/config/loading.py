@@ -28,7 +28,7 @@ from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
-from ..errors import Message, UserError, UserErrors, cannot_read, not_utf8, reason
+from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8, reason
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from . import recipes
@@ -127,9 +127,8 @@ def _no_such_file(path: Path) -> UserError:
         return UserError(Message("{path}: no such config file, did you mean {meant}?", path=path, meant=meant))
     return UserError(
         Message(
-            "{path}: no such config file (looked in {where}); `{command}` writes one",
-            path=path,
-            where=Path.cwd(),
+            "{line}; `{command}` writes one",
+            line=looked_for(path, Message("{path}: no such config file", path=path)),
             command=f"lora-fp8 new {quote_path(path)}",
         )
     )
