@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import families
 from ..errors import Message, UserError
+from ..families.sources import WEIGHT_ENDINGS
 from ..settings import Adapter
 from . import (
     adapter_settings,
@@ -447,7 +448,7 @@ def _set_path(draft: Draft, part: str) -> None:
 def _set_part_files(draft: Draft) -> None:
     """Set model.files from the parts' own files; OneTrainer names text encoders as diffusers does."""
     files = {part: path for part in ("vae", *TEXT_PARTS) if (path := draft.get(f"{part}.model_name", text))}
-    single = {part: path for part, path in files.items() if path.lower().endswith(".safetensors")}
+    single = {part: path for part, path in files.items() if path.lower().endswith(WEIGHT_ENDINGS)}
     draft.mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
     others = [f"{part}.model_name" for part in files if part not in single]
     draft.none(others, remarks.ONLY_SAFETENSORS)
