@@ -291,6 +291,16 @@ def test_check_lists_all_todos_and_looks_for_files_beside_wrong_settings(
     assert "unknown family 'sdx1'" in other.err and "'no.safetensors'" not in other.err
 
 
+def test_check_names_the_file_of_targets_that_no_layer_has(
+    ask: Callable[..., Answer], job_file: Callable[..., Path]
+) -> None:
+    path, line = job_file(), "adapter.targets: 'to_qq' is the ending of no layer of Stable Diffusion 1.5"
+    assert ask("check", path, "--set", 'adapter.targets=["to_qq"]').err == f"{path}: 1 problem\n  {line}\n"
+    report = json.loads(ask("check", path, "--json", "--set", 'adapter.targets=["to_qq"]').out)
+    assert report["problems"] == [line]
+    assert ask("estimate", path, "--set", 'adapter.targets=["to_qq"]').err == f"{line}\n"
+
+
 def test_plan_tells_that_sensitivity_will_move_layers(
     ask: Callable[..., Answer], job_file: Callable[..., Path]
 ) -> None:

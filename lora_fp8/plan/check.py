@@ -147,9 +147,9 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
     for described in family.bases:
         result.facts += described.lines if described.reference != base.reference else []  # those of model.components
     if not result.problems:
-        names = family.adapter_names(family.outline, job.adapter.targets)
-        result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
         try:
+            names = family.adapter_names(family.outline, job.adapter.targets)
+            result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
             result.warnings += disk_space.require(plan.writes())
         except UserError as error:
             result.problems += getattr(error, "problems", [str(error)])
