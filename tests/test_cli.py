@@ -301,6 +301,16 @@ def test_check_names_the_file_of_targets_that_no_layer_has(
     assert ask("estimate", path, "--set", 'adapter.targets=["to_qq"]').err == f"{line}\n"
 
 
+@pytest.mark.parametrize("command", ["check", "train", "submit", "dataset"])
+def test_two_values_of_one_setting_are_refused(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], command: str
+) -> None:
+    answer = ask(command, job_file(), "--set", "train.steps=4", "--set", "train.steps = 5")
+    assert answer.code == 2 and answer.err == "--set train.steps: given as 4 and as 5. Keep one\n"
+    again = ask("check", job_file(), "--set", "train.steps=4", "--set", "train.steps = 4")
+    assert again.code == 0
+
+
 def test_plan_tells_that_sensitivity_will_move_layers(
     ask: Callable[..., Answer], job_file: Callable[..., Path]
 ) -> None:

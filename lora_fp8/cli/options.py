@@ -18,9 +18,32 @@ if TYPE_CHECKING:
     from ..run import Run
     from ..settings import Job
 
+
+def _refuse_contradictions(overrides: list[str]) -> list[str]:
+    """Return the values of --set.
+
+    Raises:
+        UserError: a setting has two different values.
+    """
+    values: dict[str, str] = {}
+    for override in overrides:
+        key, value = (part.strip() for part in override.partition("=")[::2])
+        if (first := values.setdefault(key, value)) != value:
+            raise UserError(
+                Message("--set {key}: given as {first} and as {value}. Keep one", key=key, first=first, value=value)
+            )
+    return overrides
+
+
 CONFIG = typer.Argument(..., metavar="CONFIG", help="Config file of the job.")
 RUN = typer.Argument(..., metavar="RUN", help="Run folder.")
-SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Setting to override, such as train.steps=500. Repeatable.")
+SET = typer.Option(
+    [],
+    "--set",
+    metavar="KEY=VALUE",
+    help="Setting to override, such as train.steps=500. Repeatable.",
+    callback=_refuse_contradictions,
+)
 JSON = typer.Option(False, "--json", help="Print JSON.")
 DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: that of the files.")
 FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with captions beside them.")
