@@ -1,6 +1,7 @@
 """Messages for people, and the errors that end a command with one of them."""
 
 import errno
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -203,7 +204,14 @@ def needs_repair(path: Path, why: str) -> UserError:
 
 def missing_folder(path: Path) -> UserError:
     """Return the error for an image folder that does not exist."""
-    return UserError(Message("folder {path} does not exist (looked in {where})", path=path, where=Path.cwd()))
+    return UserError(looked_for(path, Message("folder {path} does not exist", path=path)))
+
+
+def looked_for(path: Path | str, line: Message) -> Message:
+    """Return a message about a path that does not exist, with the folder in which a relative path was looked for."""
+    if os.path.isabs(os.path.expanduser(path)):
+        return line
+    return Message("{line} (looked in {where})", line=line, where=Path.cwd())
 
 
 def lacks_weights(path: Path, kind: str, count: int, names: str) -> UserError:

@@ -265,6 +265,52 @@ def test_check_finds_all_five_faults_before_torch_is_even_loaded(
             assert [line for line in found if str(five_faults / name) in line and words in line], (name, found)
 
 
+def test_check_lists_all_todos_and_looks_for_files_beside_wrong_settings(
+    ask: Callable[..., Answer], tmp_path: Path
+) -> None:
+    """An import leaves TODOs; folders and the base are looked for where their own settings are valid."""
+    path, nowhere = tmp_path / "job.toml", tmp_path / "nowhere"
+    path.write_text(
+        f"[model]\nfamily = 'sd15'\npath = 'TODO'\n[train]\nsteps = 'TODO'\n"
+        f"[[dataset.folders]]\npath = 'TODO'\n[[dataset.folders]]\npath = '{nowhere}'\n",
+        encoding="utf-8",
+    )
+    todos = [f"{key}: still to be filled in (TODO)" for key in ("train.steps", "model.path", "dataset.folders.0.path")]
+    answer = ask("check", path)
+    first, *lines = answer.err.splitlines()
+    assert answer.code == 2 and first == f"{path}: 4 problems"
+    assert (
+        sorted(line.strip() for line in lines[:3]) == sorted(todos) and f"folder {nowhere} does not exist" in lines[3]
+    )
+    report = json.loads(ask("check", path, "--json", "--set", "train.steps=4").out)
+    assert len(report["problems"]) == 3 and set(todos[1:]) < set(report["problems"])
+    base = ask("check", path, "--set", "model.path=no.safetensors", "--set", "dataset.folders.0.repeats=x")
+    assert "model.path = 'no.safetensors' does not exist" in base.err and "repeats" in base.err
+    # The base is not looked for by a family that does not exist.
+    other = ask("check", path, "--set", "model.path=no.safetensors", "--set", "model.family=sdx1")
+    assert "unknown family 'sdx1'" in other.err and "'no.safetensors'" not in other.err
+
+
+def test_check_names_the_file_of_targets_that_no_layer_has(
+    ask: Callable[..., Answer], job_file: Callable[..., Path]
+) -> None:
+    path, line = job_file(), "adapter.targets: 'to_qq' is the ending of no layer of Stable Diffusion 1.5"
+    assert ask("check", path, "--set", 'adapter.targets=["to_qq"]').err == f"{path}: 1 problem\n  {line}\n"
+    report = json.loads(ask("check", path, "--json", "--set", 'adapter.targets=["to_qq"]').out)
+    assert report["problems"] == [line]
+    assert ask("estimate", path, "--set", 'adapter.targets=["to_qq"]').err == f"{line}\n"
+
+
+@pytest.mark.parametrize("command", ["check", "train", "submit", "dataset"])
+def test_two_values_of_one_setting_are_refused(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], command: str
+) -> None:
+    answer = ask(command, job_file(), "--set", "train.steps=4", "--set", "train.steps = 5")
+    assert answer.code == 2 and answer.err == "--set train.steps: given as 4 and as 5. Keep one\n"
+    again = ask("check", job_file(), "--set", "train.steps=4", "--set", "train.steps = 4")
+    assert again.code == 0
+
+
 def test_plan_tells_that_sensitivity_will_move_layers(
     ask: Callable[..., Answer], job_file: Callable[..., Path]
 ) -> None:
@@ -537,6 +583,20 @@ def test_events_as_json_lines(ask: Callable[..., Answer], job_file: Callable[...
     assert answer.code == 0
     events = [json.loads(line) for line in answer.out.splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [1, 2] and events[-1]["event"] == "done"
+
+
+def test_a_config_in_place_of_its_run(
+    ask: Callable[..., Answer], job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, run = job_file(), tmp_path / "runs" / "lora"
+    for command in ("resume", "stop"):
+        answer = ask(command, path)
+        assert answer.code == 2 and f"its run {run} does not exist. `lora-fp8 train {path}` starts it" in answer.err
+    run.mkdir(parents=True)
+    (run / "config.toml").touch()
+    assert ask("resume", path).err == f"{path}: this is a config; give the folder of its run: {run}\n"
+    path.write_text("no config", encoding="utf-8")
+    assert ask("resume", path).err == f"{path}: this is a file; give the folder of a run\n"
 
 
 @pytest.mark.parametrize("command", ["resume", "stop", "export"])

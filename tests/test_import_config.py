@@ -2041,12 +2041,19 @@ def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_not_opened_is_told(tmp_path: Path) -> None:
-    for name in ("flux1-dev.sft", "old.ckpt", "small.gguf"):
+    for name in ("old.ckpt", "small.gguf"):
         path = tmp_path / "a.toml"
         path.write_text(f"pretrained_model_name_or_path = 'models/{name}'\nv2 = false\n", encoding="utf-8")
         made = importing.import_file(path, family="sd15")
         assert settings(made)["model"]["path"] == f"models/{name}"
         assert any(text.startswith("model.path: ") for text in made.todo), name
+
+
+def test_the_short_ending_of_fluxgym_needs_nothing_to_do(bring: Callable[..., importing.Import]) -> None:
+    made = bring("fluxgym_train.sh")
+    files = settings(made)["model"]
+    assert files["path"].endswith("flux1-dev.sft") and files["files"]["vae"] == "/opt/fluxgym/models/vae/ae.sft"
+    assert not [text for text in made.todo if text.startswith("model.")]
 
 
 def everything_said(made: importing.Import) -> str:

@@ -542,3 +542,22 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
     text = "train_data_dir = 'set'\nmax_train_epochs = 2\nresolution = '512,512'\ntimestep_sampling = 'sigmoid'\n"
     text += "network_train_unet_only = true\nmixed_precision = 'bf16'\nmodel_prediction_type = 'raw'\n"
     assert importing.verdict(kohya(tmp_path, text)) == "same training: yes"
+
+
+def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_path: Path) -> None:
+    """A settings page writes every switch, also those that are off as they are without it."""
+    (tmp_path / "set/10_cat").mkdir(parents=True)
+    for name in ("0.png", "0.txt"):
+        (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")
+    text = "train_data_dir = 'set'\nmax_train_epochs = 2\nresolution = '512,512'\ntimestep_sampling = 'sigmoid'\n"
+    text += "network_train_unet_only = true\nmixed_precision = 'bf16'\nmodel_prediction_type = 'raw'\n"
+    switches = "xformers sdpa mem_eff_attn save_state save_state_on_train_end use_flash_attn no_half_vae".split()
+    text += "".join(f"{name} = false\n" for name in switches)
+    found = kohya(tmp_path, text)
+    assert set(switches) <= keys(found.mapped) and importing.verdict(found) == "same training: yes"
+    # The same value in two sections changes nothing; the second of two values counts, and the first is lost.
+    found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 8\n")
+    assert importing.verdict(found) == "same training: yes" and settings(found)["adapter"]["rank"] == 8
+    found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
+    assert importing.verdict(found).endswith("1 have no counterpart (network_dim)")
+    assert settings(found)["adapter"]["rank"] == 16

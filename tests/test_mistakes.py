@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lora_fp8 import cli, config
-from lora_fp8.errors import UserError
+from lora_fp8.errors import UserError, UserErrors
 
 JOB = "[model]\nfamily = 'sd15'\npath = 'demo'\n"
 FOLDER = f"{JOB}[[dataset.folders]]\n"
@@ -136,6 +136,24 @@ def test_a_wrong_folder_for_dataset(
     assert {"en": "pcis: no such folder or config file", "zh": "pcis：没有这个文件夹或配置文件"}[language] in told
 
 
+def test_the_place_is_that_of_relative_paths(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An absolute path says itself where it was looked for."""
+    for start, is_relative in (("", True), (f"{place}/", False), ("~/", False)):
+        folder = f"[[dataset.folders]]\npath = '{start}pcis'\nmask = '{start}masks'\n"
+        Path("job.toml").write_text(JOB + folder.replace(f"{start}pcis", "pics"), encoding="utf-8")
+        texts = [ask(monkeypatch, capfd, "en", "check", "job.toml")[1]]
+        Path("job.toml").write_text(JOB + folder, encoding="utf-8")
+        texts += [
+            ask(monkeypatch, capfd, "en", *words)[1] for words in (("check", "job.toml"), ("check", f"{start}no"))
+        ]
+        texts += [
+            ask(monkeypatch, capfd, "en", "dataset", *words)[1] for words in ((f"{start}no",), ("import", f"{start}no"))
+        ]
+        assert all(("(looked in " in text) == is_relative for text in texts), texts
+
+
 def test_what_is_printed_for_copying_can_be_pasted(
     place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,9 +190,27 @@ def test_a_prompt_may_begin_with_a_letter_and_a_colon() -> None:
     assert config.loads(text).preview.prompts == ["A:\new"]
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("lr = 0,0001  # mine", "a number has a decimal point. Write lr = 0.0001"),
+        ("lr = 1,5e-4", "a number has a decimal point. Write lr = 1.5e-4"),
+        ("steps = 1,500", "a number has no comma. Write steps = 1500, or with a decimal point steps = 1.500"),
+    ],
+)
+def test_a_number_with_a_comma(given: str, advice: str) -> None:
+    with pytest.raises(UserErrors) as caught:
+        config.loads(f"{JOB}[optimizer]\n{given}")
+    assert caught.value.problems == [f"line 5: {advice}"]
+
+
 def test_an_error_that_only_the_parser_knows_names_its_place() -> None:
-    with pytest.raises(UserError, match=r"not valid TOML: .*line 1, column"):
-        config.loads("a = [1 2]")
+    with pytest.raises(UserError, match=r"not valid TOML: .*line 2, column .*, in 'lr = 1e-4 5'$"):
+        config.loads("a = 1\r\n  lr = 1e-4 5\r\n")
+    with pytest.raises(UserError, match=r"characters\)$"):
+        config.loads(f"lr = 1 {'x' * 1000}")
+    with pytest.raises(ValueError, match=r"line 1, column \d+: [^']*$"):  # the queue's settings hold an address
+        config.read_toml("webhook = 'https://a.example/secret' x")
 
 
 @pytest.mark.parametrize(

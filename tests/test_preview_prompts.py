@@ -13,7 +13,7 @@ from PIL import Image
 
 from lora_fp8 import config, importing, train
 from lora_fp8.config import dataset_recipe
-from lora_fp8.errors import UserErrors
+from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.settings import Preview, has_options, read_options, split_preview
 from lora_fp8.settings.preview_prompts import neutralize_options
 from lora_fp8.stages import previews
@@ -82,6 +82,16 @@ def test_options_that_cannot_be_used_are_refused_all_at_once(job: Callable) -> N
         assert any(part in line for line in lines), (part, lines)
     assert "--ar is no option of a prompt; these are: --n, --w, --h, --d, --s, --g, --l" in lines[3]
     assert "seed is given twice" in lines[4] and "--w has no value" in lines[5] and "auto | a number" in lines[6]
+
+
+def test_options_of_one_prompt_are_refused_all_at_once(job: Callable) -> None:
+    with pytest.raises(UserErrors) as caught:
+        job(f"preview.prompts={json.dumps(['a cat --w 65 --s 0 --q 3 --d 1 --d 2'])}")
+    lines = [line for line in caught.value.problems if line.startswith("preview.prompts.0")]
+    parts = ("width must be", "steps must be", "--q is no option", "seed is given twice")
+    assert len(lines) == 4 and all(any(part in line for line in lines) for part in parts)
+    with pytest.raises(UserError, match="--q is no option .*; --d: seed is given twice"):
+        read_options("a cat --q 3 --d 1 --d 2")
 
 
 @pytest.mark.parametrize(

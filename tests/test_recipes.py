@@ -382,6 +382,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_new_lists_all_wrong_options_at_once(ask: Callable, tmp_path: Path) -> None:
+    absent = [tmp_path / "no1", tmp_path / "no2"]
+    folders = ["--images", absent[0], "--images", absent[1]]
+    code, _, err = ask("new", tmp_path / "x.toml", *folders, "--card", 10, "--goal", "foo", "--base", "no.safetensors")
+    assert code == 2 and err.startswith("new: 5 problems\n") and not (tmp_path / "x.toml").exists()
+    assert all(f"folder {path} does not exist" in err for path in absent)
+    assert all(text in err for text in ("--card 10", "--goal foo: a recipe takes", "'no.safetensors' does not exist"))
+    code, _, err = ask("recipes", "sdxl", *folders, "--card", 10)
+    assert code == 2 and err.startswith("recipes: 3 problems\n")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_new_is_short_and_checks_clean_for_every_family(
     family: str,

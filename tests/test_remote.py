@@ -335,6 +335,12 @@ def test_what_fails_while_sending_leaves_nothing(
     assert not list((tmp_path / "there, 那里 'x'").iterdir()) and not handle.load_all()
 
 
+def test_an_empty_list_names_the_command_that_fills_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
+    assert call("remote") == "nothing here yet; `lora-fp8 submit CONFIG --to ssh:HOST` sends a training\n"
+    assert json.loads(call("remote", "--json")) == []
+
+
 def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
     job: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,21 @@ def test_component_files_are_named_one_by_one(made, tmp_path, family):
     assert_same(one, make(families.get(family), folder))
 
 
+def test_the_short_ending_is_that_of_a_safetensors_file(made, tmp_path):
+    """Black Forest Labs published ae.sft, and fluxgym keeps its files so."""
+    folder, file = made("flux")
+    models = file.parent.parent
+    for path in models.rglob("*.safetensors"):
+        short = (tmp_path / path.relative_to(models)).with_suffix(".sft")
+        short.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, short)
+    file = (tmp_path / file.relative_to(models)).with_suffix(".sft")
+    assert_same(make(families.get("flux"), file), make(families.get("flux"), folder))
+    (vae,) = (tmp_path / "vae").glob("*.sft")
+    named = {"vae": str(vae.rename(tmp_path / "ae.sft"))}
+    assert_same(make(families.get("flux"), file, files=named), make(families.get("flux"), folder))
+
+
 def test_a_scaled_fp8_text_encoder_is_dequantized(made, tmp_path):
     """The encoder of scaled fp8 is the encoder of the dequantized weights, in float32 and in bfloat16."""
     folder, file = made("flux")

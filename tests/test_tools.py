@@ -18,7 +18,7 @@ from lora_fp8 import cli, config, families, verify
 from lora_fp8.families import _files
 from lora_fp8.lora_files import layouts
 from lora_fp8.settings import Model
-from lora_fp8.tools import extract, merge
+from lora_fp8.tools import extract, merge, resize
 
 RANK = 6
 
@@ -139,6 +139,19 @@ def test_energy_gives_each_layer_the_rank_it_needs(ask: Callable, file: Path, tm
     assert {name.partition(".")[0]: rank for name, rank in ranks(own).items()} == needed
     assert set(ranks(same).values()) == {max(needed.values())}
     assert set(ranks(capped).values()) == {1}
+
+
+def test_a_report_lists_the_layers_that_lose_most() -> None:
+    rows = [resize.Row(f"layer{number:02}", 8, 2, 1 - number / 1000, 1.0) for number in range(30)]
+    dropped = [f"zero{number}" for number in range(5)]
+    report = resize.Report(rows, dropped)
+    *worst, others, left_out, total = report.lines()
+    assert [line.rpartition(" ")[2] for line in worst] == [f"layer{number:02}" for number in range(29, 19, -1)]
+    assert others == "20 other layers keep 98.1000% or more each"
+    assert left_out == "5 layers are left out, because their delta is zero: zero0, zero1, zero2 and 2 more"
+    assert total.startswith("30 layers at rank 2 keep ")
+    assert len(report.to_json()["layers"]) == 30 and report.to_json()["dropped"] == dropped
+    assert len(resize.Report(rows[:10], []).lines()) == 11  # nothing about others where there are none
 
 
 def test_the_new_file_says_what_it_is(ask: Callable, file: Path, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def find_base_models(models: Iterable[Path], roots: Iterable[Path]) -> list[tupl
         for path in _walk_files(tops):
             base = path.parent if path.name in INDEXES else path
             if str(base) in labels or (
-                base == path and (path.suffix != ".safetensors" or _lies_in_diffusers_folder(path))
+                base == path and (path.suffix not in sources.WEIGHT_ENDINGS or _lies_in_diffusers_folder(path))
             ):
                 continue
             if base == path and path.stat().st_size < least:

@@ -60,9 +60,7 @@ def look(
     from ..data import doctor, look_memory
 
     if not target.exists():
-        raise errors.UserError(
-            Message("{path}: no such folder or config file (looked in {where})", path=target, where=Path.cwd())
-        )
+        raise errors.UserError(errors.looked_for(target, Message("{path}: no such folder or config file", path=target)))
     if target.is_dir():
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise errors.UserError(

@@ -11,7 +11,7 @@ from ..common import system
 from ..errors import Joined, Message, UserError
 from . import remote
 from .help import Program
-from .options import JSON, SET, load_config, print_json, print_lines
+from .options import JSON, SET, load_config, open_run, print_json, print_lines
 from .remote import ENV
 
 JOB = typer.Argument(..., metavar="JOB", help="Number of the job, from `lora-fp8 jobs`.")
@@ -108,7 +108,6 @@ def stop(
 ) -> None:
     """Save and stop a job or a run. It stops after its current step; a waiting job leaves the queue."""
     from .. import jobs
-    from ..run import Run
 
     if job.isdigit() and not os.path.exists(job):
         queue = jobs.Queue()
@@ -118,7 +117,7 @@ def stop(
             jobs.ensure_worker(queue.home)
         print_lines(Message("job {id}: {line}", id=job, line=after.sentence.text))
         return
-    run = Run.open(Path(job))
+    run = open_run(Path(job))
     if not run.alive():
         print_lines(Message("{folder}: nothing is training here", folder=job))
         return

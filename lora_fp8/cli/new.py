@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,7 +14,7 @@ import typer
 
 from ..common.messages import get_language, translate
 from ..common.shell import quote_path
-from ..errors import Message, Plural, UserError, cannot_write
+from ..errors import Message, Plural, UserError, UserErrors, cannot_write
 from .options import JSON, print_json, print_lines
 
 if TYPE_CHECKING:
@@ -68,8 +70,14 @@ def new(
         others |= {"--goal": goal, "--card": card, "--preset": preset}
         text = _copy_settings(path, from_lora, [option for option, value in others.items() if value])
     else:
-        wishes = _make_wishes(path.stem, family, base, goal, card, preset)
-        wishes, pictures = _look_at(wishes, images, controls, trigger)
+        problems: list[str] = []
+        with _collect(problems):
+            wishes = _make_wishes(path.stem, family, base, goal, card, preset)
+        with _collect(problems):
+            folders, pictures = _count(images)
+        if problems:
+            raise UserErrors(problems, "new")
+        wishes = replace(wishes, folders=folders, control=str(controls or ""), trigger=trigger)
         text = _write_short(wishes, pictures)
         if everything:
             text = commented(loads(text, where="new").model_copy(update={"preset": []}))
@@ -96,18 +104,19 @@ def recipes(
     """List the recipes, or explain one: each value with its reason."""
     from ..config import dataset_recipe
     from ..config import recipes as rules
-    from ..errors import UserErrors
 
     if not family:
         _list_recipes(goal, card, images, as_json)
         return
-    try:
+    problems: list[str] = []
+    with _collect(problems):
         wishes = _make_wishes("my-lora", family, "", goal, card, [])
-    except UserErrors as error:
-        raise UserErrors(error.problems, "recipes") from None
+    with _collect(problems):
+        _, pictures = _count(images)
+    if problems:
+        raise UserErrors(problems, "recipes")
     chosen = []
     if images:
-        _, pictures = _look_at(wishes, images, None, "")
         chosen = dataset_recipe.values(wishes.goal, family, pictures, card=wishes.card)
     frames = rules.longest_clip(next((value.value for value in chosen if value.key == "dataset.frames"), []))
     recipe = rules.make(wishes.goal, family, wishes.card, frames=frames)
@@ -141,7 +150,6 @@ def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -
     """
     from .. import families
     from ..config import recipes as rules
-    from ..errors import UserErrors
 
     problems = [
         *_find_wrong_goal(goal, Message("a recipe"), rules.GOALS),
@@ -202,20 +210,17 @@ def _make_wishes(name: str, family: str, base: str, goal: str, card: int, preset
     from ..config import example, preset_names
     from ..config import recipes as rules
     from ..config.short_config import Wishes
-    from ..errors import UserErrors
 
     problems: list[str] = []
-    family = family or _recognize(base)
-    try:
+    with _collect(problems):
+        family = family or _recognize(base)
         example(name, family, presets)
-    except UserErrors as error:
-        problems += error.problems
     goals = [preset for preset in presets if preset in rules.GOALS]
     cards = [gb for preset in presets if (gb := rules.card_of(preset))]
     others = [preset for preset in presets if preset not in rules.names()]
     known = rules.find_goals(family) if family in families.available() else rules.GOALS
     goal = goal or next(iter(goals), known[0])
-    title = families.get(family).title if family in families.available() else family
+    title = families.get(family).title if family in families.available() else family or Message("a recipe")
     problems += _find_wrong_goal(goal, title, known)
     card = card or next(iter(cards), 0) or (0 if base == "demo" else detect_card())
     problems += _find_wrong_card(card)
@@ -263,16 +268,34 @@ def detect_card() -> int:
     return card_for(largest) if largest else ASSUMED_CARD
 
 
-def _look_at(wishes: Wishes, images: Sequence[Path], controls: Path | None, trigger: str) -> tuple[Wishes, Pictures]:
-    """Count the images and put the folders into the wishes. Raises UserError."""
-    from dataclasses import replace
+def _count(images: Sequence[Path]) -> tuple[list[tuple[str, int]], Pictures]:
+    """Return the folders of images, each with its repeats, and what is in them.
 
+    Raises:
+        UserErrors: all folders that cannot be read.
+    """
     from ..config import dataset_recipe
 
-    folders = [folder for path in images for folder in dataset_recipe.expand(path)]
-    pictures = dataset_recipe.look(folders)
-    named = [(str(path), repeats) for path, repeats in folders]
-    return replace(wishes, folders=named, control=str(controls or ""), trigger=trigger), pictures
+    problems: list[str] = []
+    folders: list[tuple[Path, int]] = []
+    pictures = dataset_recipe.Pictures()
+    for path in images:
+        with _collect(problems):
+            folders += dataset_recipe.expand(path)
+    with _collect(problems):
+        pictures = dataset_recipe.look(folders)
+    if problems:
+        raise UserErrors(problems, "new")
+    return [(str(path), repeats) for path, repeats in folders], pictures
+
+
+@contextlib.contextmanager
+def _collect(problems: list[str]) -> Iterator[None]:
+    """Add the problems of a UserError in the block to the list, instead of raising it."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
 
 
 def _write_short(wishes: Wishes, pictures: Pictures) -> str:
@@ -361,11 +384,9 @@ def _ask_everything() -> None:
     question = Message("Folder with the images")
     folder = _ask_again(question, _existing)
     trigger = "" if goal == "edit" else _ask(Message("Trigger word, which the base does not know (Enter: none)"), "")
-    wishes, pictures = _look_at(wishes, [folder], controls, trigger)
+    folders, pictures = _count([folder])
     path = _ask_again(Message("Config file to write"), _new_file, "my-lora.toml")
-    from dataclasses import replace
-
-    wishes = replace(wishes, name=path.stem)
+    wishes = replace(wishes, name=path.stem, folders=folders, control=str(controls or ""), trigger=trigger)
     print_lines("", *_describe(wishes, pictures))
     _save(path, _write_short(wishes, pictures))
     print_lines(Message("{path} written", path=path))

@@ -15,11 +15,35 @@ from ..common.shell import quote_path
 from ..errors import Message, UserError
 
 if TYPE_CHECKING:
+    from ..run import Run
     from ..settings import Job
+
+
+def _refuse_contradictions(overrides: list[str]) -> list[str]:
+    """Return the values of --set.
+
+    Raises:
+        UserError: a setting has two different values.
+    """
+    values: dict[str, str] = {}
+    for override in overrides:
+        key, value = (part.strip() for part in override.partition("=")[::2])
+        if (first := values.setdefault(key, value)) != value:
+            raise UserError(
+                Message("--set {key}: given as {first} and as {value}. Keep one", key=key, first=first, value=value)
+            )
+    return overrides
+
 
 CONFIG = typer.Argument(..., metavar="CONFIG", help="Config file of the job.")
 RUN = typer.Argument(..., metavar="RUN", help="Run folder.")
-SET = typer.Option([], "--set", metavar="KEY=VALUE", help="Setting to override, such as train.steps=500. Repeatable.")
+SET = typer.Option(
+    [],
+    "--set",
+    metavar="KEY=VALUE",
+    help="Setting to override, such as train.steps=500. Repeatable.",
+    callback=_refuse_contradictions,
+)
 JSON = typer.Option(False, "--json", help="Print JSON.")
 DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: that of the files.")
 FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with captions beside them.")
@@ -57,6 +81,38 @@ def _find_importer(path: Path) -> str:
     except (UserError, OSError, TypeError):
         return ""
     return f"lora-fp8 import-config {quote_path(path)}"
+
+
+def open_run(folder: Path) -> "Run":
+    """Open a run folder.
+
+    Raises:
+        UserError: there is no run in it. For a config file it names the folder of its run.
+    """
+    from ..run import Run
+
+    if folder.is_file():
+        raise UserError(_describe_file(folder))
+    return Run.open(folder)
+
+
+def _describe_file(path: Path) -> Message:
+    """Return what to say of a file in place of a run folder."""
+    from .. import config
+    from ..plan.resolve import get_run_folder
+
+    try:
+        run = get_run_folder(config.load(path))
+    except UserError:
+        return Message("{path}: this is a file; give the folder of a run", path=path)
+    if (run / "config.toml").is_file():
+        return Message("{path}: this is a config; give the folder of its run: {run}", path=path, run=quote_path(run))
+    return Message(
+        "{path}: this is a config, and its run {run} does not exist. `{command}` starts it",
+        path=path,
+        run=quote_path(run),
+        command=f"lora-fp8 train {quote_path(path)}",
+    )
 
 
 @contextlib.contextmanager

@@ -189,8 +189,9 @@ def listing(context: typer.Context, as_json: bool = JSON) -> None:
         print_json([{"name": job.name, "where": job.where, "folder": job.folder, "slurm": job.slurm} for job in jobs])
         return
     width = max((len(job.name) for job in jobs), default=0)
+    lines: list[str] = [f"{job.name.ljust(width)}  {job.where}  {job.folder}" for job in jobs]
     print_lines(
-        *(f"{job.name.ljust(width)}  {job.where}  {job.folder}" for job in jobs)
+        *lines
         or [Message("nothing here yet; `{command}` sends a training", command="lora-fp8 submit CONFIG --to ssh:HOST")]
     )
 

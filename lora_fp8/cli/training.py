@@ -14,7 +14,7 @@ from ..common.shell import quote_path
 from ..common.system import let_gpu_memory_grow
 from ..errors import Message, UserError
 from .events import print_event, print_json_line
-from .options import CONFIG, JSON, RUN, SET, load_config, print_json, print_lines, without_collection
+from .options import CONFIG, JSON, RUN, SET, load_config, open_run, print_json, print_lines, without_collection
 
 
 def add_to(app: typer.Typer) -> None:
@@ -28,11 +28,14 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
     """Check config, images and base model files. No model is loaded."""
     from .. import errors
     from ..common.progress import show_images
-    from ..plan.check import Check
+    from ..config import InvalidConfig
+    from ..plan.check import Check, check_files
     from ..plan.check import check as check_job
 
     try:
         result = check_job(load_config(config_file, overrides), show_images())
+    except InvalidConfig as error:
+        result = Check([*error.problems, *(check_files(error.valid, error.wrong) if error.valid else [])])
     except errors.UserError as error:
         if not as_json:
             raise
@@ -207,9 +210,8 @@ def train(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
 def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Resume a run from its newest checkpoint. The result has the same bytes as without the stop."""
     from ..config import Override
-    from ..run import Run
 
-    run = Run.open(folder)
+    run = open_run(folder)
     # The folder may have been moved or renamed: its current place counts.
     here = folder.resolve()
     for override in overrides:

@@ -5,6 +5,7 @@ import json
 import re
 
 from ..errors import Message, Template
+from .text import quote
 
 _PLACE = re.compile(r"(?P<why>.*) \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)", re.DOTALL)
 _FIXED = (
@@ -59,8 +60,13 @@ _WITH_NAME = {
 }
 
 
-def describe_parser_error(error: ValueError) -> str:
-    """Return what the parser of JSON or TOML, or the decoder of UTF-8, says of a text, with the place first."""
+def describe_parser_error(error: ValueError, text: str = "") -> str:
+    """Return what the parser of JSON or TOML, or the decoder of UTF-8, says of a text, with the place first.
+
+    Args:
+        error: of the parser.
+        text: the TOML text, to quote the line; "" quotes nothing, for files that may hold secrets.
+    """
     if isinstance(error, UnicodeDecodeError):
         return Message("not UTF-8 text (byte {byte})", byte=error.start)
     if isinstance(error, json.JSONDecodeError):
@@ -68,7 +74,9 @@ def describe_parser_error(error: ValueError) -> str:
     if match := _PLACE.fullmatch(str(error)):
         why = find_message(match["why"])
         if match["line"]:
-            return place(int(match["line"]), int(match["column"]), why)
+            where = place(int(match["line"]), int(match["column"]), why)
+            line = text.replace("\r\n", "\n").split("\n")[int(match["line"]) - 1] if text else ""
+            return Message("{why}, in {line}", why=where, line=quote(line.strip())) if line.strip() else where
         return Message("at the end: {why}", why=why)
     return str(error)
 

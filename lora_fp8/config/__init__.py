@@ -3,6 +3,7 @@
 from .example import example
 from .loading import (
     MOST_PROBLEMS,
+    InvalidConfig,
     Override,
     commented,
     dumps,
@@ -19,6 +20,7 @@ from .unused import Rule, conditions, defaults, find_idle, find_unused_settings
 
 __all__ = [
     "MOST_PROBLEMS",
+    "InvalidConfig",
     "Override",
     "Rule",
     "apply_preview_changes",

@@ -28,7 +28,7 @@ from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
-from ..errors import Message, UserError, UserErrors, cannot_read, not_utf8, reason
+from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8, reason
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from . import recipes
@@ -42,6 +42,20 @@ PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "pres
 """Inside the installed package, or beside it in a checkout."""
 
 
+class InvalidConfig(UserErrors):
+    """Settings of a config are wrong.
+
+    Attributes:
+        valid: the job of the valid settings, with defaults or nothing in place of the others; None if too many are
+            wrong.
+        wrong: the places of the wrong settings: {"train.steps", "dataset.folders.0.path"}.
+    """
+
+    def __init__(self, problems: list[str], where: str, valid: Job | None, wrong: Iterable[Location]):
+        super().__init__(problems, where)
+        self.valid, self.wrong = valid, {".".join(map(str, location)) for location in wrong}
+
+
 def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     """Read a config file, merge it with its presets, apply the `--set` overrides, and check everything.
 
@@ -50,7 +64,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
         overrides: `section.key=value` texts; the value is TOML (`train.steps=500`), or a bare word, taken as a string.
 
     Raises:
-        UserError, UserErrors: with every problem of the file.
+        UserError, InvalidConfig: with every problem of the file.
     """
     path = Path(path)
     try:
@@ -98,7 +112,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     options = {text.partition("=")[0].strip(): getattr(text, "option", "--set") for text in overrides}
     problems += [_add_origin(line, location, given, presets, options) for location, line in problem_lines]
     if problems:
-        raise UserErrors(problems, where)
+        raise InvalidConfig(problems, where, job, [location for location, _ in problem_lines])
     assert job is not None
     return job
 
@@ -113,9 +127,8 @@ def _no_such_file(path: Path) -> UserError:
         return UserError(Message("{path}: no such config file, did you mean {meant}?", path=path, meant=meant))
     return UserError(
         Message(
-            "{path}: no such config file (looked in {where}); `{command}` writes one",
-            path=path,
-            where=Path.cwd(),
+            "{line}; `{command}` writes one",
+            line=looked_for(path, Message("{path}: no such config file", path=path)),
             command=f"lora-fp8 new {quote_path(path)}",
         )
     )
@@ -243,8 +256,12 @@ QUOTED = re.compile(
 DEEP_KEY = re.compile(rf"(?:(?<![\w-])[\w-]++[ \t]*+\.[ \t]*+){{{DEEPEST}}}")
 
 
-def read_toml(text: str) -> dict[str, Any]:
+def read_toml(text: str, *, quotes_line: bool = False) -> dict[str, Any]:
     """Parse TOML into values that are safe to traverse and print.
+
+    Args:
+        text: of the file.
+        quotes_line: quote the line in the error; not for files that may hold secrets.
 
     Raises:
         ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a key of more parts than that, for which
@@ -257,7 +274,7 @@ def read_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(Message("nested too deeply")) from None
     except ValueError as error:
-        raise ValueError(describe_parser_error(error)) from None
+        raise ValueError(describe_parser_error(error, text if quotes_line else "")) from None
     inner: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
@@ -271,7 +288,7 @@ def read_toml(text: str) -> dict[str, Any]:
 
 def _parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        data = read_toml(text)
+        data = read_toml(text, quotes_line=True)
     # Not only TOMLDecodeError: a number of 5,000 digits is a plain ValueError from int().
     except ValueError as error:
         if known := explain_toml(text):
@@ -496,7 +513,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
     """Check types, bounds and contradictions.
 
     Returns:
-        The job, or None if anything is wrong; and (place, line) for each problem.
+        The job, without its invalid settings, or None if there are too many; and (place, line) for each problem.
     """
     problems: list[tuple[Location, str]] = []
     try:
@@ -524,13 +541,14 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
         # Look for contradictions in what remains, to report them at the same time. A rule that reads a wrong setting
         # would only repeat the problem, or judge by the default.
         names = [".".join(map(str, location)) for location in wrong]
-        for keys, line in contradictions(Job.model_validate(_repaired(data, wrong))):
+        job = Job.model_validate(_repaired(data, wrong))
+        for keys, line in contradictions(job):
             if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for key in keys for n in names):
                 problems.append((tuple(keys[0].split(".")), line))
-        return None, problems
+        return job, problems
     problems += [(tuple(keys[0].split(".")), line) for keys, line in contradictions(job)]
     problems += find_variables(job)
-    return (None if problems else job), problems
+    return job, problems
 
 
 def _add_origin(

@@ -27,6 +27,8 @@ _WORDS = {
     "yes": "true",
     "no": "false",
 }
+_COMMA = re.compile(r"[+-]?(?P<thousands>[1-9]\d{0,2},\d{3})|[+-]?\d+,\d+(?:[eE][+-]?\d+)?", re.ASCII)
+"""Matches a number with a comma."""
 _VARIABLE = re.compile(r"\$(?:[A-Z][A-Z_]{2,}|\{[A-Z][A-Z_]{2,}\})|%[A-Z][A-Z_]{2,}%", re.ASCII)
 """Matches a variable of a shell, whose name is usually in capitals; other dollar signs are names of folders."""
 
@@ -108,10 +110,26 @@ def _explain_value(key: str, value: str) -> Message | None:
         return Message("TOML does not know curly quotation marks. Write {key} = '{value}'", key=key, value=plain)
     if bare in _WORDS:
         return Message("{given} is unknown here. Write {key} = {value}", given=bare, key=key, value=_WORDS[bare])
+    if match := _COMMA.fullmatch(bare):
+        return _explain_comma(key, bare, match["thousands"] is not None)
     is_toml = bare[0] in "\"'[{" or re.match(r"[+-]?(?:\d|inf|nan)", bare) or bare in ("true", "false")
     if is_toml or any(mark in bare for mark in "\"'"):
         return None
     return Message("text needs quotation marks. Write {key} = '{value}'", key=key, value=bare)
+
+
+def _explain_comma(key: str, number: str, may_be_thousands: bool) -> Message:
+    """Return what to write for a number with a comma, which may stand between thousands."""
+    decimal = number.replace(",", ".")
+    if may_be_thousands:
+        whole = number.replace(",", "")
+        return Message(
+            "a number has no comma. Write {key} = {whole}, or with a decimal point {key} = {decimal}",
+            key=key,
+            whole=whole,
+            decimal=decimal,
+        )
+    return Message("a number has a decimal point. Write {key} = {decimal}", key=key, decimal=decimal)
 
 
 def _explain_windows(key: str, path: str) -> Message:

@@ -17,8 +17,8 @@ from ..settings import (
     Quantize,
     parse_storage,
     path_places,
-    read_options,
     schedules,
+    split_options,
 )
 from .validation import describe_value
 
@@ -285,10 +285,11 @@ def _check_prompts(job: Job) -> Problems:
     """Yield a problem for each option of a preview prompt that cannot be used."""
     for number, prompt in enumerate(job.preview.prompts):
         key = f"preview.prompts.{number}"
+        _, values, problems = split_options(prompt)
+        for problem in problems:
+            yield key, Message("{key}: {line}", key=quote(prompt), line=problem)
         try:
-            Preview.model_validate(read_options(prompt)[1])
-        except UserError as error:
-            yield key, Message("{key}: {line}", key=quote(prompt), line=error)
+            Preview.model_validate(values)
         except ValidationError as error:
             # Of the members of a union, the last is the widest.
             by_name = {item["loc"][0]: item for item in error.errors(include_url=False)}

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_origin
 
 from .. import families
 from ..errors import Joined, Message, Template
+from ..families.sources import WEIGHT_ENDINGS
 from ..settings import CLASS, FACTS, Except, Folder, Job, Model, Section, is_class, read_options
 
 Rule = tuple[str, tuple[Any, ...]]
@@ -121,7 +122,7 @@ def _facts_of_path(model: Model) -> dict[str, bool]:
     """Return the facts that model.path decides, without asking the hub."""
     path = os.path.expanduser(model.path)
     local = model.path == "demo" or os.path.exists(path)
-    single_file = os.path.isfile(path) or path.endswith(".safetensors")  # a missing one is refused later
+    single_file = os.path.isfile(path) or path.endswith(WEIGHT_ENDINGS)  # a missing one is refused later
     return {"base.on_hub": not local, "base.single_file": single_file}
 
 

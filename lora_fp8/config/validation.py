@@ -15,6 +15,9 @@ from ..settings import Job, Section
 
 Location = tuple[Any, ...]
 """Path of a setting: ("dataset", "folders", 0, "path")."""
+TODO = "TODO"
+"""What an import writes where a person has to fill in a value."""
+STILL_OPEN = Message("still to be filled in (TODO)")
 
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "n *"}
@@ -136,8 +139,8 @@ def describe_value(item: ErrorDetails, location: Location) -> Message:
     choices = _choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
         return _suggest(location)
-    if item.get("input") == "TODO":  # by an import
-        return Message("still to be filled in (TODO)")
+    if item.get("input") == TODO:
+        return STILL_OPEN
     if kind == "list_type" and location == ("dataset", "folders"):
         return Message("write [[dataset.folders]] with two brackets on each side, once for each folder")
     if kind == "missing":

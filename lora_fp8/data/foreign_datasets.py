@@ -28,7 +28,7 @@ from typing import Any, Self
 from ..common.json_files import parse_json, read_json
 from ..common.reading import MOST_TEXT, open_regular, read_bytes
 from ..common.text import is_utf8
-from ..errors import Message, UserError, cannot_read, first_few
+from ..errors import Message, UserError, cannot_read, first_few, looked_for
 from . import caption_text
 from .caption_operations import require_caption
 from .decoding import EXTENSIONS, MOST_IMAGE
@@ -319,7 +319,7 @@ def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
     """
     path = given.expanduser()
     if not path.exists():
-        raise UserError(Message("{path}: no such file or folder (looked in {where})", path=given, where=Path.cwd()))
+        raise UserError(looked_for(given, Message("{path}: no such file or folder", path=given)))
     if path.is_file():
         form = _form_of(path)
         if not form:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .. import settings
 from ..common.shell import quote_path
 from ..common.text import is_utf8
-from ..errors import Joined, Message, Plural, Template, UserError, UserErrors, about, missing_folder, reason
+from ..errors import Joined, Message, Plural, Template, UserError, UserErrors, about, looked_for, missing_folder, reason
 from . import clips, image_edits
 from .caption_text import CAPTIONS
 from .decoding import EXTENSIONS, HEIC_EXTENSIONS
@@ -398,7 +398,7 @@ def list_beside(
     named = kind(path=root)
     if not root.is_dir():
         is_file = Message("is a file, not a folder")
-        line = is_file if root.exists() else Message("does not exist (looked in {where})", where=Path.cwd())
+        line = is_file if root.exists() else looked_for(root, Message("does not exist"))
         report.problems.append(about(named, line))
         return None
     for other in section.folders:

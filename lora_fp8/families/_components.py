@@ -27,7 +27,7 @@ from .. import settings
 from ..errors import Message, UserError, UserErrors, combine, first_few, reason
 from . import _files, _hub_parts, _part_files
 from ._files import Header
-from .sources import BaseDescription, describe, parse
+from .sources import WEIGHT_ENDINGS, BaseDescription, describe, parse
 from .sources.selection import STEMS
 
 if TYPE_CHECKING:
@@ -258,7 +258,8 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
 def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Path, header: Header) -> list[Path]:
     """Return the files that can be this part by their headers; where several can, those whose names fit better."""
     folders = PART_FOLDERS["vae" if part == "vae" else "text"]
-    paths = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*.safetensors")]
+    inside = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*")]
+    paths = [path for path in inside if path.suffix in WEIGHT_ENDINGS]
     denoiser = dict(family.reference_config)
     denoiser |= family.sizes(_files.native_header(header), denoiser, checkpoint)
     by_target: dict[Path, Path] = {}

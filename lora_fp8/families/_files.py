@@ -25,7 +25,7 @@ from ..common.reading import open_regular
 from ..common.stamps import FileStamp, is_settled, stamp_file
 from ..common.system import cache_folder
 from ..errors import Message, UserError, cannot_read, combine, reason
-from .sources import BaseDescription, BaseFile, describe, headers, parse, selection
+from .sources import WEIGHT_ENDINGS, BaseDescription, BaseFile, describe, headers, parse, selection
 
 Header = dict[str, tuple[int, ...]]
 """Tensor name -> shape, as a safetensors file's header gives them."""
@@ -103,7 +103,7 @@ def read_sizes(places: Mapping[str, str], native: Header, config: Mapping[str, A
 
 def is_hub_id(path: str) -> bool:
     """Return True if a `model.path` that is no local path has the form of a Hugging Face id."""
-    return bool(_HUB_ID.fullmatch(path)) and not path.endswith(".safetensors")
+    return bool(_HUB_ID.fullmatch(path)) and not path.endswith(WEIGHT_ENDINGS)
 
 
 class Entry(NamedTuple):
@@ -346,7 +346,7 @@ def check_kind(path: str, key: str = "model.path") -> None:
                 path=repr(path),
             )
         )
-    if suffix != ".safetensors":
+    if suffix not in WEIGHT_ENDINGS:
         raise UserError(
             Message(
                 "{key} = {path}: only .safetensors checkpoints are opened (pickles can run code)",

@@ -423,7 +423,7 @@ class ModelFamily(Latents, Prompts):
                 named in full, and overrides `adapter_exclude`.
 
         Raises:
-            UserErrors: a target matches no layer.
+            UserError: a target matches no layer.
         """
         from torch import nn
 
@@ -439,7 +439,7 @@ class ModelFamily(Latents, Prompts):
             if not matched
         ]
         if problems and targets:
-            raise UserErrors(problems)
+            raise UserErrors(problems) if len(problems) > 1 else UserError(problems[0])
         chosen = set().union(*(matched for _, matched in matches))
         return [n for n in layers if n in chosen]
 

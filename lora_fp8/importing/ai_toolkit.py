@@ -24,7 +24,7 @@ from . import (
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, listed, number, pair, positive, text, whole
-from .rules import JOINT, Rule, always, cached, idle, none, to
+from .rules import JOINT, Rule, idle, immaterial, none, to
 from .source_files import Source, flattened
 
 PROCESS = "config.process.0."
@@ -87,9 +87,9 @@ SHORT: dict[str, Rule] = {
     "datasets.*.token_dropout_rate": JOINT,
     "datasets.*.random_triggers": none(Message("a folder has one trigger")),
     "datasets.*.trigger_word": JOINT,
-    "datasets.*.cache_latents": cached(remarks.ALWAYS_CACHED),
-    "datasets.*.cache_latents_to_disk": cached(remarks.ALWAYS_CACHED),
-    "datasets.*.cache_text_embeddings": cached(remarks.ALWAYS_CACHED),
+    "datasets.*.cache_latents": immaterial(remarks.ALWAYS_CACHED),
+    "datasets.*.cache_latents_to_disk": immaterial(remarks.ALWAYS_CACHED),
+    "datasets.*.cache_text_embeddings": immaterial(remarks.ALWAYS_CACHED),
     "datasets.*.mask_path": JOINT,
     "datasets.*.mask_min_value": JOINT,
     "datasets.*.alpha_mask": JOINT,
@@ -155,12 +155,12 @@ SHORT: dict[str, Rule] = {
     "train.skip_first_sample": JOINT,
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
-    "train.cache_text_embeddings": cached(remarks.ALWAYS_CACHED),
-    "train.unload_text_encoder": always(Message("text encoders are freed before training")),
+    "train.cache_text_embeddings": immaterial(remarks.ALWAYS_CACHED),
+    "train.unload_text_encoder": immaterial(Message("text encoders are freed before training")),
     "train.bypass_guidance_embedding": none(remarks.GUIDANCE),
-    "train.xformers": always(remarks.ATTENTION),
-    "train.sdp": always(remarks.ATTENTION),
-    "train.attention_backend": always(remarks.ATTENTION),
+    "train.xformers": immaterial(remarks.ATTENTION),
+    "train.sdp": immaterial(remarks.ATTENTION),
+    "train.attention_backend": immaterial(remarks.ATTENTION),
     "train.switch_boundary_every": idle(NO_VIDEO),
     "train.do_differential_guidance": none(NO_LOSS),
     "train.differential_guidance_scale": idle(remarks.BELONGS_TO(key="do_differential_guidance")),

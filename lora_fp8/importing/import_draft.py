@@ -163,9 +163,9 @@ class Draft:
         for label, key, value in tool.flatten(self):
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
-                overridden = self.labels[key]
+                overridden, equal = self.labels[key], self.given[key] == value
                 note = Message("given again as {key}, which counts", key=label)
-                self.lists["none"].append(_entry(overridden, self.given[key], note=note))
+                self.lists["none"].append(_entry(overridden, self.given[key], note=note, off=equal))
             self.given[key], self.labels[key] = value, label
 
     # -------------------------------------------------------------------------------------------------------- reading

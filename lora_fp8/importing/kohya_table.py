@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import Message
 from . import common_values, objective_settings, remarks
 from .readers import flag, number, text, whole
-from .rules import JOINT, Rule, always, cached, idle, none, to
+from .rules import JOINT, Rule, idle, immaterial, none, to
 
 NO_CONV = remarks.NO_CONV
 NO_PART = remarks.TARGETS
@@ -33,7 +33,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "vae": JOINT,
     "qwen3": JOINT,
     "v_parameterization": JOINT,
-    "no_half_vae": always(Message("the VAE never runs in float16")),
+    "no_half_vae": immaterial(Message("the VAE never runs in float16")),
     "tokenizer_cache_dir": idle(),
     "disable_mmap_load_safetensors": idle(),
     # Precision
@@ -147,10 +147,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "clip_skip": JOINT,
     "t5xxl_max_token_length": none(remarks.PROMPT_LENGTH, 512),
     "apply_t5_attn_mask": none(remarks.OWN_ATTENTION),
-    "cache_latents": cached(remarks.ALWAYS_CACHED),
-    "cache_latents_to_disk": cached(remarks.ALWAYS_CACHED),
-    "cache_text_encoder_outputs": cached(remarks.ALWAYS_CACHED),
-    "cache_text_encoder_outputs_to_disk": cached(remarks.ALWAYS_CACHED),
+    "cache_latents": immaterial(remarks.ALWAYS_CACHED),
+    "cache_latents_to_disk": immaterial(remarks.ALWAYS_CACHED),
+    "cache_text_encoder_outputs": immaterial(remarks.ALWAYS_CACHED),
+    "cache_text_encoder_outputs_to_disk": immaterial(remarks.ALWAYS_CACHED),
     "skip_cache_check": idle(),
     "vae_batch_size": idle(),
     "text_encoder_batch_size": idle(),
@@ -197,10 +197,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "train_blocks": none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,
-    "xformers": always(remarks.ATTENTION),
-    "sdpa": always(remarks.ATTENTION),
-    "mem_eff_attn": always(remarks.ATTENTION),
-    "attn_mode": always(remarks.ATTENTION),
+    "xformers": immaterial(remarks.ATTENTION),
+    "sdpa": immaterial(remarks.ATTENTION),
+    "mem_eff_attn": immaterial(remarks.ATTENTION),
+    "attn_mode": immaterial(remarks.ATTENTION),
     "split_attn": idle(),
     # Saving
     "output_dir": to("output_dir", text, remarks.RUN_FOLDER),
@@ -214,8 +214,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "save_last_n_steps_state": none(Message("checkpoint.keep counts checkpoints")),
     "save_last_n_epochs": none(Message("checkpoint.keep counts checkpoints")),
     "save_last_n_epochs_state": none(Message("checkpoint.keep counts checkpoints")),
-    "save_state": always(remarks.WHOLE_STATE),
-    "save_state_on_train_end": always(remarks.WHOLE_STATE),
+    "save_state": immaterial(remarks.WHOLE_STATE),
+    "save_state_on_train_end": immaterial(remarks.WHOLE_STATE),
     "resume": none(remarks.RESUMES),
     "no_metadata": none(Message("metadata is always written")),
     "training_comment": none(remarks.DESCRIPTION),
@@ -277,7 +277,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         none(Message("dataset.caption_dropout drops captions for all text encoders together")),
     ),
     **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(remarks.NOT_HERE)),
-    **dict.fromkeys(("use_flash_attn", "use_sage_attn"), always(remarks.ATTENTION)),
+    **dict.fromkeys(("use_flash_attn", "use_sage_attn"), immaterial(remarks.ATTENTION)),
     **dict.fromkeys(
         ("save_clip", "save_t5xxl", "t5xxl_device", "t5xxl_dtype", "text_encoder_cpu", "vae_chunk_size")
         + ("vae_disable_cache", "fused_optimizer_groups"),

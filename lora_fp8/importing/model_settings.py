@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from .. import families
 from ..errors import Message, Template, UserError
 from ..families import _components
+from ..families.sources import WEIGHT_ENDINGS
 from ..settings import Adapter
 from . import common_values, remarks
 from .common_values import plain
@@ -206,10 +207,6 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
             "model.path",
             Message("{suffix} files are not opened here; give the model as .safetensors or a folder", suffix=suffix),
         )
-    if suffix == ".sft":
-        draft.need(
-            "model.path", Message("a .sft file is a .safetensors file, and is opened under that name: rename it")
-        )
 
 
 PART_KINDS = {
@@ -257,7 +254,7 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
         suffix = PureWindowsPath(path).suffix.lower()
         if not part:
             draft.none(key, Message("the model has no part of this kind here"))
-        elif suffix != ".safetensors":
+        elif suffix not in WEIGHT_ENDINGS:
             draft.none(key, remarks.ONLY_SAFETENSORS)
             draft.need(
                 "model.files",

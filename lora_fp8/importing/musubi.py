@@ -23,7 +23,7 @@ from . import (
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, listed, positive, text, whole
-from .rules import JOINT, Rule, always, idle, near, none
+from .rules import JOINT, Rule, idle, immaterial, near, none
 from .source_files import Source, flattened, read_source
 
 NO_VIDEO = remarks.NO_FIRST_FRAME
@@ -63,7 +63,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "num_timestep_buckets": none(remarks.EACH_TIMESTEP),
     "min_timestep": near("objective.t_min", common_values.thousandths, SQUEEZED),
     "max_timestep": near("objective.t_max", common_values.thousandths, SQUEEZED),
-    "preserve_distribution_shape": always(
+    "preserve_distribution_shape": immaterial(
         Message("objective.t_min and t_max cut the distribution off, as this has it")
     ),
     "show_timesteps": idle(Message("shows, and trains nothing")),
@@ -83,7 +83,9 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     **dict.fromkeys(("video_directory", "target_frames", "frame_extraction"), JOINT),
     **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), none(FRAMES_OF_PARTS)),
     "video_jsonl_file": none(Message("captions are .txt or .caption files beside the clips here")),
-    "source_fps": always(Message("a clip's own times tell its rate, and dataset.fps the one that it is brought to")),
+    "source_fps": immaterial(
+        Message("a clip's own times tell its rate, and dataset.fps the one that it is brought to")
+    ),
     "control_directory": JOINT,
     **dict.fromkeys(
         ("control_resolution", "no_resize_control", "flux_kontext_no_resize_control")

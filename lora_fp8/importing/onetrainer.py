@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import families
 from ..errors import Message, UserError
+from ..families.sources import WEIGHT_ENDINGS
 from ..settings import Adapter
 from . import (
     adapter_settings,
@@ -28,7 +29,7 @@ from . import (
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import flag, number, positive, text, whole
-from .rules import JOINT, Rule, always, cached, idle, none, to
+from .rules import JOINT, Rule, idle, immaterial, none, to
 from .source_files import Source, flattened
 
 NO_PART = remarks.TARGETS
@@ -74,7 +75,7 @@ RULES: dict[str, Rule] = {
     "validate_after": idle(NO_VALIDATION),
     "validate_after_unit": idle(NO_VALIDATION),
     "continue_last_backup": none(remarks.RESUMES),
-    "prevent_overwrites": always(Message("a run folder is never overwritten")),
+    "prevent_overwrites": immaterial(Message("a run folder is never overwritten")),
     "include_train_config": idle(Message("the resolved config is in the run folder")),
     "multi_gpu": JOINT,
     "device_indexes": JOINT,
@@ -96,9 +97,9 @@ RULES: dict[str, Rule] = {
     "circular_mask_generation": none(remarks.NO_MASK),
     "random_rotate_and_crop": none(remarks.CENTER_CROP),
     "aspect_ratio_bucketing": to("dataset.buckets", flag),
-    "latent_caching": cached(remarks.ALWAYS_CACHED),
-    "image_caching": cached(remarks.ALWAYS_CACHED),
-    "text_caching": cached(remarks.ALWAYS_CACHED),
+    "latent_caching": immaterial(remarks.ALWAYS_CACHED),
+    "image_caching": immaterial(remarks.ALWAYS_CACHED),
+    "text_caching": immaterial(remarks.ALWAYS_CACHED),
     "latent_caching_epochs": idle(),
     "clear_cache_before_training": idle(Message("the cache is kept by content; what changed is encoded again")),
     "learning_rate": JOINT,
@@ -126,7 +127,7 @@ RULES: dict[str, Rule] = {
     "weight_dtype": JOINT,
     "resolution": JOINT,
     "frames": JOINT,
-    "attention_mechanism": always(remarks.ATTENTION),
+    "attention_mechanism": immaterial(remarks.ATTENTION),
     "mse_strength": none(NO_LOSS, 1, 1.0),
     "mae_strength": none(NO_LOSS),
     "log_cosh_strength": none(NO_LOSS),
@@ -291,7 +292,7 @@ RULES: dict[str, Rule] = {
     "backup_after_unit": JOINT,
     "rolling_backup": JOINT,
     "rolling_backup_count": JOINT,
-    "backup_before_save": always(Message("a checkpoint is made before the file")),
+    "backup_before_save": immaterial(Message("a checkpoint is made before the file")),
     "save_every": JOINT,
     "save_every_unit": JOINT,
     "save_after": JOINT,
@@ -453,7 +454,7 @@ def _set_path(draft: Draft, part: str) -> None:
 def _set_part_files(draft: Draft) -> None:
     """Set model.files from the parts' own files; OneTrainer names text encoders as diffusers does."""
     files = {part: path for part in ("vae", *TEXT_PARTS) if (path := draft.get(f"{part}.model_name", text))}
-    single = {part: path for part, path in files.items() if path.lower().endswith(".safetensors")}
+    single = {part: path for part, path in files.items() if path.lower().endswith(WEIGHT_ENDINGS)}
     draft.mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
     others = [f"{part}.model_name" for part in files if part not in single]
     draft.none(others, remarks.ONLY_SAFETENSORS)

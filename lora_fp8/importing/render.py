@@ -116,7 +116,7 @@ ALIKE_NOTES = (
 def _alike(entry: Entry) -> bool:
     """Return True if an entry changes only settings that do not affect what is learned."""
     settings = re.findall(r"(?:^|, )([a-z_]+(?:\.[a-z_]+)?) = ", entry.to)
-    return all(name.startswith(ALIKE) for name in settings) if settings else remarks.ATTENTION in entry.note
+    return bool(settings) and all(name.startswith(ALIKE) for name in settings)
 
 
 def differences(made: Import) -> dict[str, list[str]]:

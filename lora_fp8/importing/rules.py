@@ -45,11 +45,11 @@ def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
 
 
 def always(note: str) -> Rule:
-    """Return the rule of a feature that is always on here; a value that switches it off is reported."""
+    """Return the rule of a feature that is always on here; switching it off, which changes what is learned, differs."""
     return Rule("mapped", "", same, note)
 
 
-def cached(note: str) -> Rule:
+def immaterial(note: str) -> Rule:
     """Return the rule of a feature that is always on here, and that can be off without changing what is learned."""
     return Rule("mapped", "", same, note, (False,))
 

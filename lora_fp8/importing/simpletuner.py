@@ -25,7 +25,7 @@ from . import (
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import Unfit, flag, listed, number, positive, text, whole
-from .rules import JOINT, Rule, always, idle, none, to
+from .rules import JOINT, Rule, always, idle, immaterial, none, to
 from .source_files import Source, flattened
 
 NO_VALIDATION = remarks.VALIDATION
@@ -148,8 +148,8 @@ RULES: dict[str, Rule] = {
     "instance_prompt": JOINT,
     "data_backend_config": JOINT,
     "data_backend_sampling": none(remarks.FOLDER_WEIGHTS, "auto-weighting"),
-    "delete_unwanted_images": always(remarks.NEVER_DELETED),
-    "delete_problematic_images": always(remarks.NEVER_DELETED),
+    "delete_unwanted_images": immaterial(remarks.NEVER_DELETED),
+    "delete_problematic_images": immaterial(remarks.NEVER_DELETED),
     "output_dir": JOINT,
     "tracker_run_name": JOINT,
     "checkpoint_step_interval": JOINT,
@@ -208,7 +208,7 @@ RULES: dict[str, Rule] = {
         + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
         idle(Message("belongs to offloading")),
     ),
-    "attention_mechanism": always(remarks.ATTENTION),
+    "attention_mechanism": immaterial(remarks.ATTENTION),
     "sageattention_usage": idle(remarks.BELONGS_TO(key="attention_mechanism")),
     "dynamo_backend": JOINT,
     "dynamo_mode": idle(remarks.ONE_COMPILE_MODE),

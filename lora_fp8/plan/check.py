@@ -4,20 +4,21 @@ Checks that need no torch run first. torch is imported only to read the base mod
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .. import families
 from ..config import find_unused_settings
-from ..data import buckets, images
+from ..config.validation import STILL_OPEN, TODO
+from ..data import buckets, image_files, images
 from ..data.examples import ScanReport
 from ..errors import Message, Template, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
-from ..settings import Job
+from ..settings import Job, Model, path_places
 from .scan import scan
 
 
@@ -51,19 +52,15 @@ def check(job: Job, progress: Callable[[int, int], None] | None = None) -> Check
     Returns:
         All problems, warnings and facts; nothing is raised for a wrong job.
     """
+    if _find_open_places(job):
+        return Check(check_files(job))
     report = scan(job, progress)
     result = Check(problems=[*report.problems], facts=images.describe(report))
     result.problems += _check_places(job)
     section = job.model
-    base = describe(section.path, section.revision, section.family)
+    base = _describe_base(section)
     result.problems += base.problems
     result.facts += base.lines
-    if not base.problems:
-        try:
-            _files.locate(section.path, section.revision, family=section.family, base=base)
-        except UserError as error:
-            result.problems += error.problems
-            base = replace(base, problems=(str(error),))
     if report.problems:  # reported at once: importing torch takes seconds
         result.warnings += [*report.warnings, *find_unused_settings(job)]
         _add_buckets(job, report, result)
@@ -72,6 +69,50 @@ def check(job: Job, progress: Callable[[int, int], None] | None = None) -> Check
     else:
         _check_sizes(job, report, result)
     return result
+
+
+def check_files(job: Job, wrong: Collection[str] = ()) -> list[str]:
+    """Return the TODOs among the paths of an incomplete config, and the problems of its image folders and base model.
+
+    A folder or base is checked if its own settings are valid. No image is decoded.
+
+    Args:
+        job: with its config, without the invalid settings.
+        wrong: the invalid settings, such as "train.steps" and "dataset.folders.0.path".
+    """
+    open_places = _find_open_places(job)
+    excluded = [*wrong, *open_places]
+    report = ScanReport(problems=[Message("{key}: {line}", key=key, line=STILL_OPEN) for key in open_places])
+
+    def is_valid(*keys: str) -> bool:
+        pairs = [(f"{key}.", f"{name}.") for key in keys for name in excluded]
+        return not any(key.startswith(name) or name.startswith(key) for key, name in pairs)
+
+    knows_family = is_valid("model.family")
+    clip_rate = families.get(job.model.family).clips[1] if knows_family else None
+    for index in range(len(job.dataset.folders)):
+        key = f"dataset.folders.{index}"
+        if is_valid(f"{key}.path", f"{key}.mask", "dataset.frames"):
+            image_files.list_folder(index, job.dataset, report, clip_rate)
+    if knows_family and is_valid("model.path", "model.revision"):
+        report.problems += _describe_base(job.model).problems
+    return report.problems
+
+
+def _find_open_places(job: Job) -> list[str]:
+    """Return the settings that name a path and are still to be filled in."""
+    return [named.key for named in path_places(job.model_dump()) if named.path == TODO]
+
+
+def _describe_base(section: Model) -> BaseDescription:
+    """Describe the base model, with the problems of its files on this machine."""
+    base = describe(section.path, section.revision, section.family)
+    if not base.problems:
+        try:
+            _files.locate(section.path, section.revision, family=section.family, base=base)
+        except UserError as error:
+            return replace(base, problems=tuple(error.problems))
+    return base
 
 
 def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
@@ -106,9 +147,9 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
     for described in family.bases:
         result.facts += described.lines if described.reference != base.reference else []  # those of model.components
     if not result.problems:
-        names = family.adapter_names(family.outline, job.adapter.targets)
-        result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
         try:
+            names = family.adapter_names(family.outline, job.adapter.targets)
+            result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
             result.warnings += disk_space.require(plan.writes())
         except UserError as error:
             result.problems += error.problems

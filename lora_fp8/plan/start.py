@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import adapters, families
 from ..adapters import kinds
-from ..errors import Message, UserError, first_few
+from ..errors import Message, UserError, first_few, looked_for
 from ..families.base import ModelFamily
 from ..lora_files import export, layer_names, layouts
 from ..settings import Adapter, Job
@@ -121,7 +121,7 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
     """
     path = Path(os.path.expanduser(given))
     if not path.is_file():
-        raise UserError(Message("{setting}: no such file (looked in {folder})", setting=where, folder=Path.cwd()))
+        raise UserError(looked_for(path, Message("{setting}: no such file", setting=where)))
     version = ""
     try:
         held, metadata = export.read_adapter(path)

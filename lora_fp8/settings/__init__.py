@@ -33,7 +33,7 @@ from .declarations import (
 )
 from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
 from .paths import PATHS, WORDS, WRITTEN, PathPlace, path_places
-from .preview_prompts import has_options, read_options, split_preview
+from .preview_prompts import has_options, read_options, split_options, split_preview
 
 __all__ = [
     "Adapter",
@@ -76,6 +76,7 @@ __all__ = [
     "flat_table",
     "lines_of_table",
     "parse_storage",
+    "split_options",
     "split_preview",
     "table_of_lines",
 ]

@@ -4,7 +4,7 @@ import re
 import unicodedata
 from typing import Any
 
-from ..errors import Message, UserError
+from ..errors import Joined, Message, UserError
 from .declarations import Preview
 
 OPTIONS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "g": "guidance", "l": "guidance"}
@@ -32,22 +32,36 @@ def read_options(prompt: str) -> tuple[str, dict[str, Any]]:
         number and is none stays text. A prompt without options stays as it is.
 
     Raises:
-        UserError: an option is unknown, is given twice, or has no value.
+        UserError: options are unknown, are given twice, or have no value.
+    """
+    text, values, problems = split_options(prompt)
+    if problems:
+        raise UserError(problems[0] if len(problems) == 1 else Joined("; ", problems))
+    return text, values
+
+
+def split_options(prompt: str) -> tuple[str, dict[str, Any], list[str]]:
+    """Separate the text of a preview prompt from its options, as `read_options` does.
+
+    Returns:
+        The text, the values of the usable options, and what is wrong with the others, one line each.
     """
     text, *parts = _OPTION.split(prompt)
     if not parts:
-        return prompt, {}
+        return prompt, {}, []
     values: dict[str, Any] = {}
+    problems: list[str] = []
     for option, value in zip(parts[::2], map(str.strip, parts[1::2]), strict=True):
-        if option not in OPTIONS:
-            raise UserError(_describe_unknown(option))
-        name = OPTIONS[option]
-        if name in values:
-            raise UserError(Message("--{option}: {name} is given twice", option=option, name=name))
-        if not value and name != "negative":  # an empty negative prompt is one
-            raise UserError(Message("--{option} has no value", option=option))
-        values[name] = value if name == "negative" else _read_number(value)
-    return text.strip(), values
+        name = OPTIONS.get(option, "")
+        if not name:
+            problems.append(_describe_unknown(option))
+        elif name in values:
+            problems.append(Message("--{option}: {name} is given twice", option=option, name=name))
+        elif not value and name != "negative":  # an empty negative prompt is one
+            problems.append(Message("--{option} has no value", option=option))
+        else:
+            values[name] = value if name == "negative" else _read_number(value)
+    return text.strip(), values, problems
 
 
 def _describe_unknown(option: str) -> Message:

@@ -5,10 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import Message, UserError, exists_already
+from ..errors import Message, Plural, UserError, exists_already, first_few
 from ..lora_files import export_metadata
 from . import pairs
 from .pairs import Pair
+
+MOST_LISTED = 10
+"""Layers that a report lists for people; its JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Report:
         return sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
 
     def lines(self) -> list[str]:
-        """Return a line per layer, the worst first, and one for the whole."""
+        """Return a line for each of the layers that lose most, for the others together, and for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
         lines: list[str] = [
             Message(
@@ -50,9 +53,21 @@ class Report:
                 rank=row.rank,
                 name=row.module,
             )
-            for row in rows
+            for row in rows[:MOST_LISTED]
         ]
-        lines += [Message("left out, its delta is zero: {name}", name=module) for module in self.dropped]
+        if others := rows[MOST_LISTED:]:
+            lines.append(
+                Plural("{count} other layer keeps {least} or more", "{count} other layers keep {least} or more each")(
+                    count=len(others), least=f"{others[0].kept:.4%}"
+                )
+            )
+        if self.dropped:
+            lines.append(
+                Plural(
+                    "{count} layer is left out, because its delta is zero: {names}",
+                    "{count} layers are left out, because their delta is zero: {names}",
+                )(count=len(self.dropped), names=first_few(self.dropped))
+            )
         ranks = sorted({row.rank for row in self.rows})
         span = Message("{least} to {most}", least=ranks[0], most=ranks[-1]) if len(ranks) > 1 else str(ranks[0])
         total = Message(

@@ -14,9 +14,10 @@ Nothing here imports torch, so the page, the command line and the queue use it t
 """
 
 from .description import BaseDescription, BaseFile, Gate, Header, Licence, describe
-from .reference import Reference, parse
+from .reference import WEIGHT_ENDINGS, Reference, parse
 
 __all__ = [
+    "WEIGHT_ENDINGS",
     "BaseDescription",
     "BaseFile",
     "Gate",

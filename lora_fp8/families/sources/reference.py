@@ -25,7 +25,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
 HUB = "https://huggingface.co"
 """Address of Hugging Face. References keep it, whatever HF_ENDPOINT says: a config must not depend on the machine."""
 HUB_HOSTS = ("huggingface.co", "hf.co", "hf-mirror.com")
-FILE_ENDINGS = (".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+WEIGHT_ENDINGS = (".safetensors", ".sft")
+"""Endings of safetensors files: Black Forest Labs and fluxgym have the short one."""
+FILE_ENDINGS = (*WEIGHT_ENDINGS, ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 """Endings of single-file models; those that are not opened are refused by name, and not taken for ids."""
 MODELSCOPE_HOSTS = ("modelscope.cn", "modelscope.ai", "modelscope.com")
 CIVITAI_HOSTS = ("civitai.com", "civitai.green", "civitai.red")
@@ -66,7 +68,7 @@ class Reference:
     @property
     def is_single_file(self) -> bool:
         """True if it names one file and no folder. A local path is judged by its ending."""
-        return bool(self.file) or self.kind == "civitai" or self.name.lower().endswith(".safetensors")
+        return bool(self.file) or self.kind == "civitai" or self.name.lower().endswith(WEIGHT_ENDINGS)
 
 
 def parse(text: str) -> Reference:

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from ...errors import Template
+from .reference import WEIGHT_ENDINGS
 from .remembered import RemoteFile
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def lacks_shards(chosen: Selection) -> bool:
 
 def single_files(files: Sequence[RemoteFile]) -> list[str]:
     """Return the paths of the safetensors files at the top of a repository, which may be single-file models."""
-    return [file.path for file in files if _folder(file) == "" and file.path.endswith(".safetensors")]
+    return [file.path for file in files if _folder(file) == "" and file.path.endswith(WEIGHT_ENDINGS)]
 
 
 def _folder(file: RemoteFile) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from lora_fp8 import families
+from lora_fp8.families.sources import WEIGHT_ENDINGS
 
 from ... import base_catalogue, sanitize
 from ...context import Ui
@@ -90,7 +91,7 @@ class Cards:
         elif card.path == "demo":
             title, purpose = say("base.card.demo", title=card.title), say("base.card.demo.purpose")
         else:
-            kind = "file" if card.path.endswith(".safetensors") else "folder"
+            kind = "file" if card.path.endswith(WEIGHT_ENDINGS) else "folder"
             purpose = say(f"base.card.{kind}")
         words = " ".join([card.path, card.title, title, purpose, self._family_title(card)])
         words += " ".join(card.known.names) if card.known else ""
