@@ -168,6 +168,9 @@ def planted(kind: str, root: Path) -> str | None:
     if kind in ("sentences_shuffled", "sentences_cut"):
         put(odd, path, "zibo stands in front of a tall house, and a small dog looks at her from the garden")
         return "'zibo stands in front"
+    if kind == "wide_commas":
+        put(odd, path, "zibo，一个女孩，红色头发")
+        return "，"
     if kind == "uneven":
         put(odd, root / "few/odd.png")
         return ".: 4, few: 1"
@@ -195,7 +198,9 @@ NAMES = {
 @pytest.mark.parametrize("kind", [kind for kind in diagnosis.KINDS if not kind.startswith(("clip_", "mask"))])
 def test_each_kind_is_found_in_its_file_alone(folder: Path, kind: str) -> None:
     detail = planted(kind, folder)
-    settings = {"sentences_shuffled": {"shuffle_tags": True}, "sentences_cut": {"tag_dropout": 0.1}}.get(kind, {})
+    settings = {"sentences_cut": {"tag_dropout": 0.1}}.get(kind, {})
+    if kind in ("sentences_shuffled", "wide_commas"):
+        settings = {"shuffle_tags": True}
     found = by_kind(examined(folder, family="sd15", **settings))
     files = found.pop(kind)
     if kind == "caption_repeated":

@@ -177,6 +177,11 @@ KINDS = {
         Template("the caption looks like sentences, and loses parts at its commas: {detail}"),
         Message("set dataset.tag_dropout = 0"),
     ),
+    "wide_commas": (
+        "warning",
+        Template("the caption is one tag: it has {detail} where tags are separated by ,"),
+        Message("`lora-fp8 dataset edit FOLDER --replace '，' ', '` writes commas"),
+    ),
     "uneven": (
         "warning",
         Template("{detail}"),

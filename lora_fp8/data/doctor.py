@@ -49,6 +49,8 @@ MUCH_CUT = 0.2
 """Fraction of an image that a crop may cut off without being reported."""
 
 
+WIDE_COMMAS = "，、"
+"""Marks that separate tags in Chinese, but not in training."""
 CLIP_TOKENS = 75
 """Tokens of a caption that CLIP's text encoders read."""
 
@@ -372,7 +374,10 @@ def _as_trained(text: str, section: settings.Dataset, index: int) -> str:
 def _look_for_sentences(
     section: settings.Dataset, images: list[Any], names: list[str], texts: dict[str, str], findings: Findings
 ) -> None:
-    """Report sentences that training would change as if they were tags, judging each caption with its trigger word."""
+    """Report sentences that training would change as if they were tags, and tags that it cannot tell apart.
+
+    Each caption is judged with its trigger word.
+    """
     trained = {
         name: _as_trained(texts[name], section, index)
         for name, (index, *_) in zip(names, images, strict=True)
@@ -384,6 +389,10 @@ def _look_for_sentences(
             findings.add(
                 "sentences_shuffled" if section.shuffle_tags else "sentences_cut", name, repr(shorten(texts[name]))
             )
+    if section.shuffle_tags or section.tag_dropout:
+        for name, text in texts.items():
+            if "," not in text and (wide := next((comma for comma in WIDE_COMMAS if comma in text), "")):
+                findings.add("wide_commas", name, wide)
 
 
 def _look_for_copies(entries: list[tuple[str, Facts]], findings: Findings) -> None:
