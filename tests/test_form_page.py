@@ -740,7 +740,7 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     page = dataset.Page(ui)
     asked: list[tuple[str, int]] = []
 
-    def examination(place: Place, at: Path, purpose: dataset_folder.Purpose, again: bool = False) -> SimpleNamespace:
+    def examination(at: Path, purpose: dataset_folder.Purpose, again: bool = False) -> SimpleNamespace:
         asked.append((purpose.family, purpose.resolution))
         return SimpleNamespace(files=None)
 

@@ -344,7 +344,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     objective = objective_of(kind, Objective(unmasked_weight=weight, min_snr_gamma=2.0))
     answer.requires_grad_()
     family = SimpleNamespace(dtype=torch.float32, seq_len=lambda size: 64, prepare=lambda *_: {})
-    family.answer = family.predict = lambda *_: answer
+    family.predict_prepared = family.predict = lambda *_: answer
     batch = Batch(
         *(latents, noise, [torch.Generator().manual_seed(7) for _ in range(2)], {}, ["a", "b"], [], ["", ""]),
         *([False] * 2, (80, 48), [1.0] * 2, 2, 0, 0, 0, mask_BHW),
