@@ -101,7 +101,8 @@ COMMON = (
         5.0,
         Message(
             "Balances the noise levels (Min-SNR), of which the easy ones would otherwise dominate. Measured on a small "
-            "UNet: the concept appears in 47 instead of 31 of 100 prompts, and the held-out loss is the same within 1 %."
+            "UNet: the concept appears in 47 instead of 31 of 100 prompts, and the held-out loss is the same within "
+            "1 %."
         ),
         "diffusion",
     ),
