@@ -297,7 +297,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "adapter": {
             "type": "lora",
             "rank": 32,
-            "ranks": {"conv1": 8, "conv2": 8, "downsamplers": 8, "upsamplers": 8},
+            "ranks": {"conv1": 8, "conv2": 8, "downsamplers.0.conv": 8, "upsamplers.0.conv": 8},
             "alpha": 16.0,
             "targets": [
                 *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", "attn2.to_q", "attn2.to_k"),

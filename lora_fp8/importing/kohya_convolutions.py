@@ -11,13 +11,12 @@ from .import_draft import Draft
 from .kohya_blocks import BLOCKS, spend
 from .readers import Unfit, is_off, number, whole
 
-WITH_CONV_RANK = {"conv1": "conv1", "conv2": "conv2", "downsamplers.0.conv": "downsamplers"}
-WITH_CONV_RANK |= {"upsamplers.0.conv": "upsamplers"}
-"""Ending of the name of each 3 x 3 convolution in ResNet blocks and samplers -> its name in adapter.ranks."""
-WITH_USUAL_RANK = ("conv_shortcut", "time_emb_proj")
-"""What else those blocks hold, 1 x 1 convolutions and linear layers: adapted too, with the rank of the others."""
-ENDS_WITH_CONV_RANK = {"conv_in": "conv_in", "conv_out": "conv_out"}
-ENDS_WITH_USUAL_RANK = ("time_embedding.linear_1", "time_embedding.linear_2")
+CONVOLUTIONS = ("conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv")
+"""Endings of the names of the 3 x 3 convolutions in ResNet blocks and samplers, which have the rank conv_dim."""
+BESIDE_THEM = ("conv_shortcut", "time_emb_proj")
+"""What else those blocks hold, 1 x 1 convolutions and linear layers: adapted too, with the rank network_dim."""
+LYCORIS_CONVOLUTIONS = ("conv_in", "conv_out")
+LYCORIS_BESIDE_THEM = ("time_embedding.linear_1", "time_embedding.linear_2")
 """What LyCORIS' preset "full", its default, adds at both ends of the UNet."""
 ONE_SCALE = Template("alpha / rank is {ours} for all layers here; there it was {theirs} for these convolutions")
 KEYS = ("conv_dim", "conv_alpha")
@@ -36,10 +35,11 @@ def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: 
     source = {key: draft.given[key] for key in (*KEYS, *PRESETS) if paged and draft.has(key)} | given
     own = draft.settings.get("adapter.type")
     preset = str(next((source[key] for key in PRESETS if source.get(key)), "full"))
-    if draft.family not in BLOCKS or own == "oft" or (lycoris and preset != "full"):
+    left_out = preset != "full" if lycoris else is_off(source.get("conv_dim"))
+    if left_out or draft.family not in BLOCKS or own == "oft":
         return
-    if "adapter.ranks" in draft.settings or (not lycoris and is_off(source.get("conv_dim"))):
-        return  # ranks of blocks are for the layers with attention only
+    if "adapter.ranks" in draft.settings:  # ranks of blocks, which say nothing of blocks without attention
+        return
     try:
         settings, note = _find_settings(draft, source, lycoris)
     except Unfit:
@@ -58,14 +58,13 @@ def _find_settings(draft: Draft, source: dict[str, Any], lycoris: bool) -> tuple
     # LyCORIS takes the linear layers' values where these are left out or 0; sd-scripts' conv_alpha is 1 then.
     conv_rank = whole(source.get("conv_dim") or 0) or rank
     conv_alpha = number(source.get("conv_alpha") or 0.0) or (alpha if lycoris else 1.0)
-    ranks = WITH_CONV_RANK | (ENDS_WITH_CONV_RANK if lycoris else {})
-    others = WITH_USUAL_RANK + (ENDS_WITH_USUAL_RANK if lycoris else ())
-    settings: dict[str, Any] = {
-        "adapter.targets": [*families.get(draft.family).adapter_targets, *ranks, *others],
-    }
+    convolutions = CONVOLUTIONS + (LYCORIS_CONVOLUTIONS if lycoris else ())
+    others = BESIDE_THEM + (LYCORIS_BESIDE_THEM if lycoris else ())
+    targets = [*families.get(draft.family).adapter_targets, *convolutions, *others]
+    settings: dict[str, Any] = {"adapter.targets": targets}
     if conv_rank != rank:
-        if draft.settings.get("adapter.type") == "lokr":
-            conv_rank = adapter_settings.lokr_rank(conv_rank, False)
-        settings["adapter.ranks"] = dict.fromkeys(ranks.values(), conv_rank)
+        is_lokr = draft.settings.get("adapter.type") == "lokr"
+        own_rank = adapter_settings.lokr_rank(conv_rank, False) if is_lokr else conv_rank
+        settings["adapter.ranks"] = dict.fromkeys(convolutions, own_rank)
     ours, theirs = alpha / rank, conv_alpha / conv_rank
     return settings, "" if abs(ours - theirs) < 1e-9 else ONE_SCALE(ours=f"{ours:g}", theirs=f"{theirs:g}")
