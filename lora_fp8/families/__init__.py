@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..errors import Message
 from ._files import Header, check_kind, count_marks, read_header
-from ._registry import available, get, traits
+from ._registry import available, get, read_family_name, traits
 
-__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "recognize", "traits"]
+__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "read_family_name", "recognize", "traits"]
 
 UNKNOWN = Message("not a checkpoint of a kind that is known")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,12 @@ def traits(name: str) -> dict[str, Any]:
         "clip_skip": family.skips_layers,
         "captions": family.captions,
     }
+
+
+def read_family_name(metadata: Mapping[str, str]) -> str:
+    """Return the family that a LoRA file's header names; "" if it names none of ours."""
+    named_family = metadata.get("ss_base_model_version")
+    return next((name for name in available() if get(name).kohya_base_version == named_family), "")
 
 
 def _known(name: str) -> None:

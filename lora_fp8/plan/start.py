@@ -122,24 +122,20 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
     path = Path(os.path.expanduser(given))
     if not path.is_file():
         raise UserError(looked_for(path, Message("{setting}: no such file", setting=where)))
-    version = ""
+    other = ""
     try:
         held, metadata = export.read_adapter(path)
-        version = metadata.get("ss_base_model_version", "")
+        other = families.read_family_name(metadata)
         tensors, scaling = layouts.from_layout(held, family, family.denoiser_config())
         return tensors, scaling, kinds.grouped(tensors)
     except UserError as error:
-        named = (families.get(name) for name in families.available())
-        other = next(
-            (known for known in named if known.kohya_base_version == version and known.name != family.name), None
-        )
-        if other is None:
+        if other in ("", family.name):
             raise UserError(Message("{key}: {line}", key=where, line=error)) from None
         raise UserError(
             Message(
                 "{key}: this LoRA is for {theirs}, and the base model is {ours}",
                 key=where,
-                theirs=other.title,
+                theirs=families.get(other).title,
                 ours=family.title,
             )
         ) from None

@@ -8,13 +8,13 @@ from pathlib import Path
 from .. import config, families
 from ..adapters import kinds
 from ..errors import Message, RunFailure, UserError, UserErrors
+from ..families import read_family_name
 from ..families._clip import CHUNK_TOKENS, MOST_CHUNKS
 from ..families.base import ModelFamily
 from ..lora_files import export, layouts, safetensors_file
 from ..run import Run
 from ..settings import Job, split_preview
 from ..training import checkpoint
-from ..verify.file_checks import read_family_name
 
 
 @dataclass(frozen=True)

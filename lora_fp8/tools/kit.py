@@ -167,8 +167,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
         UserError: the architecture is unknown.
     """
     header = safetensors_file.read_header(file).metadata
-    known = {families.get(name).kohya_base_version: name for name in families.available()}
-    named_family = job.model.family if job else known.get(header.get("ss_base_model_version", ""), "")
+    named_family = job.model.family if job else verify.read_family_name(header)
     family = given.get("family") or named_family
     if family not in families.available():
         accepted = " | ".join(families.available())

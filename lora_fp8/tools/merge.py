@@ -202,8 +202,7 @@ def into(
     if output.exists():
         raise exists_already(output)
     loras = [export.read_adapter(path) for path, _ in sources]
-    known = {families.get(name).kohya_base_version: name for name in families.available()}
-    family_name = family_name or known.get(loras[0][1].get("ss_base_model_version", ""), "")
+    family_name = family_name or verify.read_family_name(loras[0][1])
     if not family_name:
         accepted = " | ".join(families.available())
         raise UserError(

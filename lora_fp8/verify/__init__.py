@@ -1,7 +1,8 @@
 """Verifies that an exported LoRA file does what training did."""
 
+from ..families import read_family_name
 from .deltas import delta_error, relative_error
-from .file_checks import HEADER_KEYS, UNNAMED_ARCHITECTURE, read_family_name
+from .file_checks import HEADER_KEYS, UNNAMED_ARCHITECTURE
 from .merging import MOSTLY_LOST, survival
 from .pipeline import clean_pipeline, load, loaded_layers
 from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import families
 from ..adapters import kinds
 from ..errors import Joined, Message, Template, UserError, first_few
 from ..lora_files import export, layouts, safetensors_file
@@ -21,12 +20,6 @@ HEADER_KEYS = (
 EMPTY_HASH = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
 
 UNNAMED_ARCHITECTURE = Template("{path}: the header does not say its architecture; name it with --family ({names})")
-
-
-def read_family_name(metadata: Mapping[str, str]) -> str:
-    """Return the family that a file's header names; "" if it names none of ours."""
-    named_family = metadata.get("ss_base_model_version")
-    return next((name for name in families.available() if families.get(name).kohya_base_version == named_family), "")
 
 
 def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:

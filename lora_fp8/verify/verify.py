@@ -47,7 +47,7 @@ from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import encode_batch
 from .deltas import layer_error, relative_error
-from .file_checks import UNNAMED_ARCHITECTURE, check_bytes, read_family_name
+from .file_checks import UNNAMED_ARCHITECTURE, check_bytes
 from .merging import measure_merged
 from .pipeline import Loaded, all_loaded, clean_pipeline, load, scale_adapter
 from .reference import Previews, Probe, Reference, predict, preview_psnr, worst_psnr
@@ -159,7 +159,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         raise UserError(Message("{path}: no such file", path=file))
     if not family_name:
         metadata = safetensors_file.read_header(file).metadata
-        family_name = read_family_name(metadata)
+        family_name = families.read_family_name(metadata)
         if not family_name:
             named_family = metadata.get("ss_base_model_version")
             accepted = " | ".join(families.available())
