@@ -28,7 +28,6 @@ from .distributed.processes import Elsewhere, Processes, find_unused_gpus
 from .errors import Message, RunFailure, Stopped, UserError
 from .plan import plan as planning
 from .plan.machine import describe_environment
-from .plan.resolve import get_run_folder
 from .run import REFUSED, Run, StopSignal, disk_space, ownership
 from .settings import Job, schedules
 from .stages import held_out, tracking
@@ -69,7 +68,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
     """
     processes, stop = Processes(), StopSignal()
     processes.undisturbed = stop.held
-    folder = get_run_folder(job)
+    folder = job.run_folder
     with stop.watching():
         try:
             set_torch_options(job.train.threads, deterministic=job.train.deterministic)

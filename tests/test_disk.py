@@ -9,8 +9,9 @@ import pytest
 
 from lora_fp8 import families, train
 from lora_fp8.common import writing
+from lora_fp8.common.numbers import format_bytes
 from lora_fp8.errors import RunFailure, UserError, UserErrors
-from lora_fp8.plan import disk_budget, resolve
+from lora_fp8.plan import disk_budget
 from lora_fp8.precision import dtypes
 from lora_fp8.run import Run, disk_space
 from lora_fp8.run.disk_space import Need
@@ -22,7 +23,7 @@ MIB = 2**20
 
 
 def run_of(job: Job) -> Path:
-    return resolve.get_run_folder(job)
+    return job.run_folder
 
 
 def named_of(job: Job) -> disk_budget.Named:
@@ -155,7 +156,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     line = str(told.value)
     sure, likely = (sum(getattr(need, of) for need in asked[0]) for of in ("sure", "likely"))
     assert line.startswith(f"{run_of(mine).parent}, {cache}: ")
-    assert "0.0 MiB are free" in line and disk_space.amount(sure) in line
+    assert "0 B are free" in line and format_bytes(sure) in line
     assert "\n" not in line and "output_dir" in line and "checkpoint.keep" in line
     assert "没有" in translations.translate("zh-CN", line) or "磁盘空间不够" in translations.translate("zh-CN", line)
     assert not cache.exists() and not run_of(mine).exists()
@@ -206,10 +207,10 @@ def test_each_disk_is_asked_for_what_comes_onto_it(tmp_path: Path, monkeypatch: 
 
     assert disk_space.shortages([runs, Need(cache, "cached pictures and captions", 3 * MIB, 3 * MIB)]) == ([], [])
     (problem,), warnings = disk_space.shortages([runs, Need(cache, "cached pictures and captions", 4 * MIB, 4 * MIB)])
-    assert problem.startswith(f"{cache}: ") and "4.0 MiB" in problem and "3.0 MiB are free" in problem and not warnings
+    assert problem.startswith(f"{cache}: ") and "4 MiB" in problem and "3 MiB are free" in problem and not warnings
     together = [runs, Need(tmp_path / "a" / "cache", "cached pictures and captions", 4 * MIB, 5 * MIB)]
     problems, (warned,) = disk_space.shortages(together)
-    assert not problems and "up to 11.0 MiB" in warned and "10.0 MiB are free" in warned
+    assert not problems and "up to 11 MiB" in warned and "10 MiB are free" in warned
     with pytest.raises(UserErrors):
         disk_space.require([Need(tmp_path / name, "checkpoints", 99 * MIB, 99 * MIB) for name in "ab"])
 

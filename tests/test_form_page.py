@@ -21,6 +21,7 @@ from PIL import Image
 from waiting import wait_until
 
 from lora_fp8 import config, families, importing, jobs, settings
+from lora_fp8.common import numbers
 from lora_fp8.data import image_edits
 from lora_fp8.data.caption_style import warn_of_sentences
 from lora_fp8.data.repeats import Share, count_batches
@@ -32,7 +33,6 @@ from webui import (
     form,
     image_folders,
     importer,
-    run_cards,
     run_monitor,
     translations,
 )
@@ -636,7 +636,7 @@ def test_the_arithmetic_is_the_engines() -> None:
     + [(0.00012345, "0.000123"), (0, "0"), (1 / 16, "0.0625"), (10**7 + 0.5, "10000000")],
 )
 def test_numbers_are_told_without_exponents(number: float, told: str) -> None:
-    assert run_cards.digits(number) == told
+    assert numbers.digits(number) == told
 
 
 def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
@@ -674,7 +674,7 @@ def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkey
     assert estimate_panel.check_disk_space(found) == ([], [])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5 << 20))
     (problem,), _ = estimate_panel.check_disk_space(found)
-    assert f"{tmp_path / 'runs'}" in problem and "5.0 MiB are free" in problem and "of checkpoints" in problem
+    assert f"{tmp_path / 'runs'}" in problem and "5 MiB are free" in problem and "of checkpoints" in problem
     assert translations.translate("zh-CN", problem).count("MiB") == problem.count(
         "MiB"
     ) and "断点" in translations.translate("zh-CN", problem)

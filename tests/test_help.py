@@ -70,6 +70,10 @@ MISTAKES = {
     "chek x": ("there is no command 'chek', did you mean 'check'?", "没有命令 'chek'，是不是 'check'？"),
     "check": ("lora-fp8 check: CONFIG is missing (Config file of the job)", "缺少 CONFIG（任务的配置文件）"),
     "check my pictures.toml": ("too many arguments: pictures.toml. A path with spaces", "含空格的路径要加引号"),
+    "train --config a.toml": (
+        "there is no option --config. Write the value without it: `lora-fp8 train CONFIG`.",
+        "没有选项 --config。请直接写值，不写选项：`lora-fp8 train CONFIG`。",
+    ),
     "check a.toml --jsn": ("there is no option --jsn, did you mean --json?", "没有选项 --jsn，是不是 --json？"),
     "train a.toml --network_dim 4": ("write --set adapter.rank=VALUE", "请写 --set adapter.rank=值"),
     "train a.toml --train.steps 4": ("write --set train.steps=VALUE", "请写 --set train.steps=值"),

@@ -391,7 +391,7 @@ def test_the_download_of_a_model_is_shown(site: Site, monkeypatch: pytest.Monkey
     lines = ['{"event": "stage"}', '{"event": "download", "bytes": 1073741824, "total": 2147483648, "speed": 1}']
     monkeypatch.setattr(jobs.Queue, "log_tail", lambda queue, number: lines)
     job = site.ask("caption", model="org/model")["job"]
-    assert (job["done"] / job["total"], job["note"]) == (0.5, "downloading the model: 1.00 GiB of 2.00 GiB")
+    assert (job["done"] / job["total"], job["note"]) == (0.5, "downloading the model: 1 GiB of 2 GiB")
     lines += ['{"event": "captioner"}', '{"event": "caption", "done": 3, "total": 4}']
     assert site.ask("state")["job"]["note"] == "3 of 4 images"
 

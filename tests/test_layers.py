@@ -230,7 +230,7 @@ def test_the_job_goes_into_the_plan_and_no_further() -> None:
         for node in ast.walk(story)
         if isinstance(node, ast.Call) and any(ast.unparse(argument) == "job" for argument in node.args)
     }
-    assert given == {"planning.make", "get_run_folder"}
+    assert given == {"planning.make"}
     takers: dict[str, list[str]] = {}
     for name, path in LIBRARY.items():
         for node in ast.walk(tree(path)):

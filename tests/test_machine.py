@@ -179,7 +179,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=GIB))
     (tmp_path / "locked").mkdir(mode=0o500)
     found = machine.examine({"output_dir": tmp_path / "locked" / "runs"})
-    assert any("only 1.00 GiB are free for output_dir" in line for line in found.warnings)
+    assert any("only 1 GiB are free for output_dir" in line for line in found.warnings)
     assert any("cannot be written" in line and "Permission denied" in line for line in found.problems)
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from lora_fp8 import families, settings, train
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.plan import resolve
 from lora_fp8.precision import dtypes
 from lora_fp8.stages import previews
 from lora_fp8.training import checkpoint
@@ -138,7 +137,7 @@ def test_a_checkpoint_whose_state_makes_no_sense_is_one_line(
     change: Callable[[dict[str, Any]], bytes], trained: settings.Job, tmp_path: Path
 ) -> None:
     """Its hashes agree: it was written so, by another program or by hand."""
-    place = shutil.copytree(resolve.get_run_folder(trained), tmp_path / "runs" / trained.name)
+    place = shutil.copytree(trained.run_folder, tmp_path / "runs" / trained.name)
     bundle = place / "checkpoints" / "step-000002"
     raw = change(json.loads((bundle / "state.json").read_bytes()))
     rewrite(bundle, "state.json", raw)
@@ -156,7 +155,7 @@ def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
 ) -> None:
     """And so do events of previews that lack what they have: all is trained by then."""
     mine = job("train.steps=1", "preview.prompts=['a cat']", "preview.steps=1")
-    folder = resolve.get_run_folder(mine)
+    folder = mine.run_folder
     first = previews.get_path(folder / "samples", 0, 0)
 
     def spoil(event: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
 
 
 def test_tensors_of_a_checkpoint_that_are_none_are_one_line(trained: settings.Job, tmp_path: Path) -> None:
-    place = shutil.copytree(resolve.get_run_folder(trained) / "checkpoints", tmp_path / "checkpoints")
+    place = shutil.copytree(trained.run_folder / "checkpoints", tmp_path / "checkpoints")
     rewrite(place / "step-000002", "optimizer.safetensors", b"nothing of the kind")
     with pytest.raises(RunFailure, match=r"optimizer\.safetensors is not a safetensors file"):
         checkpoint.latest(place)

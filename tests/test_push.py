@@ -223,7 +223,7 @@ def test_the_page_checks_first_and_shows_the_upload_of_its_run(
     view, lines, address = hub_uploads.read_progress(replace(upload, state="running"), tail)
     assert lines == ["note <b>"] and address == "" and "width:25.0%" in run_cards.render_progress(view)
     figures = run_cards.render_figures(ui, view)
-    assert ui.say("runs.uploaded") in figures and "1.0 MiB / 4.0 MiB" in figures
+    assert ui.say("runs.uploaded") in figures and "1 MiB / 4 MiB" in figures
     tail = [json.dumps({"event": "done", "address": "https://hub/ada/zibo", "notes": []})]
     assert 'href="https://hub/ada/zibo"' in hub_uploads.render_link(ui, hub_uploads.read_progress(upload, tail)[2])
     tail = [json.dumps({"event": "done", "address": "javascript:alert(1)"})]

@@ -25,7 +25,6 @@ from lora_fp8 import cli, config, jobs, settings, train
 from lora_fp8.errors import RunFailure, Stopped, UserError
 from lora_fp8.jobs.remote import handle
 from lora_fp8.lora_files import safetensors_file
-from lora_fp8.plan.resolve import get_run_folder
 from lora_fp8.run import Run
 from webui import image_folders, run_monitor, submission
 from webui.context import Place, Ui
@@ -245,7 +244,7 @@ def test_a_project_survives(command: str, work: Path, monkeypatch: pytest.Monkey
     if command == "demo":
 
         def begin(job: settings.Job, **_: Any) -> None:
-            with_marker = Run.create(get_run_folder(job), config.dumps(job))
+            with_marker = Run.create(job.run_folder, config.dumps(job))
             with_marker.close()
             raise Stopped("here")
 

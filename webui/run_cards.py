@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common.messages import restore
-from lora_fp8.common.numbers import digits
+from lora_fp8.common.numbers import format_bytes
 from lora_fp8.jobs import JobView, Sentence
-from lora_fp8.run import disk_space
 
 from .context import Ui
 from .sanitize import escape
@@ -155,7 +154,7 @@ def render_figures(ui: Ui, view: JobView) -> str:
     """Render step or bytes, loss, times, GPU, place in the queue and priority, as far as each is known."""
     figures = []
     if view.download:
-        arrived, total, speed = (disk_space.amount(int(view.download[name])) for name in ("bytes", "total", "speed"))
+        arrived, total, speed = (format_bytes(int(view.download[name])) for name in ("bytes", "total", "speed"))
         moved = "runs.uploaded" if view.command[:1] == ("push",) else "runs.downloaded"
         figures.append((ui.say(moved), f"{arrived} / {total}"))
         figures.append((ui.say("runs.speed"), f"{speed}/s"))
@@ -309,15 +308,6 @@ def format_time(seconds: float) -> str:
         return ""
     then = datetime.fromtimestamp(seconds)
     return then.strftime("%H:%M" if then.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
-
-
-def format_size(number: float) -> str:
-    """Format bytes in powers of 1024: "1.3 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{digits(number)} TiB"
 
 
 def read_json(path: Path) -> Any:

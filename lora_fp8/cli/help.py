@@ -227,19 +227,27 @@ def _name(parameter: Any) -> str:
 
 
 def _explain_option(error: Any) -> Message:
-    """Explain an option that does not exist: a setting of the config, or a typing mistake."""
+    """Explain an option that does not exist: an argument written as one, a setting, or a typing mistake."""
     from ..config.validation import find_settings
 
     name = error.option_name
-    options = [option for parameter in error.ctx.command.params for option in parameter.opts]
+    parameters = error.ctx.command.params
+    options = [option for parameter in parameters if parameter.param_type_name == "option" for option in parameter.opts]
+    for parameter in parameters:
+        words = parameter.name.split("_")
+        if parameter.param_type_name == "argument" and name.lstrip("-").replace("-", "_") in (*words, parameter.name):
+            usage = f"{error.ctx.command_path} {_name(parameter)}"
+            return Message(
+                "there is no option {option}. Write the value without it: `{usage}`.", option=name, usage=usage
+            )
     if "--set" in options and (keys := find_settings(name.lstrip("-").replace("-", "_"))):
         return Message(
             "there is no option {option}. It is a setting: write --set {key}=VALUE, or {key} in the config.",
             option=name,
             key=keys[0],
         )
-    if near := similar(name, options):
-        return Message("there is no option {option}, did you mean {meant}?", option=name, meant=near)
+    if near := similar(name.lstrip("-"), [option.lstrip("-") for option in options]):
+        return Message("there is no option {option}, did you mean {meant}?", option=name, meant=f"--{near}")
     return Message("there is no option {option}.", option=name)
 
 

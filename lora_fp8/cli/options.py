@@ -99,10 +99,9 @@ def open_run(folder: Path) -> "Run":
 def _describe_file(path: Path) -> Message:
     """Return what to say of a file in place of a run folder."""
     from .. import config
-    from ..plan.resolve import get_run_folder
 
     try:
-        run = get_run_folder(config.load(path))
+        run = config.load(path).run_folder
     except UserError:
         return Message("{path}: this is a file; give the folder of a run", path=path)
     if (run / "config.toml").is_file():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..common.numbers import format_bytes
 from ..common.progress import CountProgress
 from ..common.shell import quote_path
 from ..errors import Message, UserError, UserErrors
@@ -91,12 +92,11 @@ def _make_plan(job: "Job", given: dict[str, Any]) -> "Plan":
     from ..jobs.remote.machine import parse_target
     from ..jobs.remote.package import Options, pack
     from ..jobs.remote.submit import FOLDER, Plan
-    from ..plan.resolve import get_run_folder
 
     target = parse_target(given["to"])
     package = pack(job, Options(given["base"], given["send_base"]))
     folder = given["folder"] or FOLDER
-    return Plan(target, _make_job(package, target.kind, given), package, folder, get_run_folder(job).absolute())
+    return Plan(target, _make_job(package, target.kind, given), package, folder, job.run_folder.absolute())
 
 
 def _make_job(package: "Package", kind: str, given: dict[str, Any]) -> "RemoteJob":
@@ -131,12 +131,11 @@ def _require_checked(job: "Job", where: str, world: int, has_base_there: bool) -
     from ..common.progress import show_images
     from ..plan.check import check
     from ..plan.plan import find_batch_problems
-    from ..plan.resolve import get_run_folder
     from ..plan.scan import scan
     from ..run import ownership
 
     if has_base_there and not os.path.exists(job.model.path):
-        ownership.require_new(get_run_folder(job))
+        ownership.require_new(job.run_folder)
         problems = scan(job, show_images()).problems
     else:
         result = check(job, show_images())
@@ -161,12 +160,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _describe_package(plan: "Plan") -> Message:
-    from ..run import disk_space
 
     return Message(
         "nothing was sent; {count} files ({size}) and the config would go to {target}, into {folder}/{name}",
         count=len(plan.package.files),
-        size=disk_space.amount(plan.package.size),
+        size=format_bytes(plan.package.size),
         target=plan.target,
         folder=plan.folder if plan.target.kind != "sky" else "~/sky_workdir",
         name=plan.folder_name,
@@ -234,7 +232,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
     """Bring a job's run folder here, verified. Files of yours are never replaced."""
     from ..jobs.remote import fetch as fetching
     from ..jobs.remote import handle
-    from ..run import disk_space, ownership
+    from ..run import ownership
 
     result = fetching.fetch(handle.load(name), None if as_json else CountProgress(Message("receiving")))
     if as_json:
@@ -245,7 +243,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
             "{folder}: {count} files ({size}) arrived with the right SHA-256; {same} were here already",
             folder=result.folder,
             count=result.files,
-            size=disk_space.amount(result.size),
+            size=format_bytes(result.size),
             same=result.same,
         ),
         *result.notes,

@@ -134,9 +134,8 @@ def estimate(
     from ..run import ownership
     from ..training.memory import free_bytes
 
-    folder = resolve.get_run_folder(job)
-    if not ownership.is_run(folder):  # an existing run may be estimated again
-        ownership.require_new(folder)
+    if not ownership.is_run(job.run_folder):  # an existing run may be estimated again
+        ownership.require_new(job.run_folder)
     plan = planning.make(job, base=resolve.describe_for_estimate(job), world=processes, progress=show_images())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     estimated = estimate_plan(plan, device.type, free_bytes(device), processes)

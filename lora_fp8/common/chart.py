@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .markup import escape, strip_unseen
 
@@ -57,47 +58,101 @@ def render_chart(
         log: use a logarithmic y axis, without values of 0 and below.
         mark: left out if it lies outside the lines.
     """
-    lines = [replace(line, points=[p for p in line.points if not log or p[1] > 0]) for line in lines]
+    lines = [_keep_drawable(line, log) for line in lines]
     lines = [line for line in lines if line.points]
     head = f"<figcaption><b>{escape(title)}</b>"
     if not lines:
         return f'<figure class="chart">{head}</figcaption><p class="empty">{escape(empty)}</p></figure>'
-    for line in lines:
-        if line.label:
-            faint = " faint" if line.faint else ""
-            head += f'<span class="key c{line.colour % 8}{faint}"><i></i>{escape(line.label)}</span>'
-    x_low, x_high = _find_range([x for line in lines for x, _ in line.points])
-    dots = [line.dot[1] for line in lines if line.dot and (not log or line.dot[1] > 0)]
-    y_low, y_high, y_ticks = _choose_axis([*dots, *(y for line in lines for _, y in line.points)], log)
-
-    def across(x: float) -> float:
-        return (x - x_low) / (x_high - x_low)
-
-    def up(y: float) -> float:
-        return (_scale_y(y, log) - y_low) / (y_high - y_low)
-
-    drawn, words, below = "", "", ""
-    if mark is not None and x_low <= mark.x <= x_high:
+    axes = Axes.around(lines, log)
+    head += "".join(_render_key(line) for line in lines if line.label)
+    svg = ""
+    if mark is not None and axes.x_low <= mark.x <= axes.x_high:
         head += f'<span class="key mark"><i></i>{escape(mark.label)}</span>'
-        drawn += f'<path class="mark" d="M{WIDTH * across(mark.x):.1f} 0V{HEIGHT}"/>'
-    for value in y_ticks:
-        y = HEIGHT * (1 - up(value))
-        drawn += f'<path class="grid" d="M0 {y:.1f}H{WIDTH}"/>'
-        words += f'<span style="top:{100 * (1 - up(value)):.2f}%">{format_number(value)}</span>'
-    for value in _choose_ticks(x_low, x_high, 5):
-        if value == round(value):
-            below += f'<span style="left:{100 * across(value):.2f}%">{format_number(value)}</span>'
-    for line in lines:
-        places = [(WIDTH * across(x), HEIGHT * (1 - up(y))) for x, y in line.points]
-        places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
-        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
-        drawn += f'<path class="line c{line.colour % 8}{" faint" if line.faint else ""}" d="{path}"/>'
-        if line.dot and x_low <= line.dot[0] <= x_high and (not log or line.dot[1] > 0):
-            x, y = WIDTH * across(line.dot[0]), HEIGHT * (1 - up(line.dot[1]))
-            drawn += f'<path class="line dot c{line.colour % 8}" d="M{x:.1f} {y:.1f}L{x:.1f} {y:.1f}"/>'
-    of = f'<div class="of">{escape(x_label)}</div>' if x_label else ""
-    data = {
-        "x": [x_low, x_high],
+        svg += f'<path class="mark" d="M{WIDTH * axes.across(mark.x):.1f} 0V{HEIGHT}"/>'
+    svg += "".join(f'<path class="grid" d="M0 {HEIGHT * axes.down(value):.1f}H{WIDTH}"/>' for value in axes.y_ticks)
+    svg += "".join(_render_line(line, axes) for line in lines)
+    y_labels = "".join(
+        f'<span style="top:{100 * axes.down(value):.2f}%">{format_number(value)}</span>' for value in axes.y_ticks
+    )
+    x_labels = "".join(
+        f'<span style="left:{100 * axes.across(value):.2f}%">{format_number(value)}</span>'
+        for value in _choose_ticks(axes.x_low, axes.x_high, 5)
+        if value == round(value)
+    )
+    x_title = f'<div class="of">{escape(x_label)}</div>' if x_label else ""
+    data = escape(json.dumps(_list_values(lines, axes, x_label), separators=(",", ":")))
+    return (
+        f'<figure class="chart" data-chart="{data}">{head}</figcaption>'
+        f'<div class="area"><div class="y">{y_labels}</div>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}">{svg}</svg></div>'
+        f'<div class="x">{x_labels}</div>{x_title}</figure>'
+    )
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The ranges of both axes, and where a value lies on them.
+
+    Attributes:
+        y_low, y_high: ends of the y axis, as logarithms if `log`.
+        y_ticks: values with a label.
+    """
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    y_ticks: Sequence[float]
+    log: bool
+
+    @classmethod
+    def around(cls, lines: Sequence[Line], log: bool) -> "Axes":
+        """Return axes on which all points and dots of the lines have room."""
+        dots = [line.dot[1] for line in lines if line.dot]
+        x_low, x_high = _find_range([x for line in lines for x, _ in line.points])
+        return cls(x_low, x_high, *_choose_axis([*dots, *(y for line in lines for _, y in line.points)], log), log)
+
+    def across(self, x: float) -> float:
+        """Return the distance of x from the left end, as a fraction of the width."""
+        return (x - self.x_low) / (self.x_high - self.x_low)
+
+    def down(self, y: float) -> float:
+        """Return the distance of y from the top, as a fraction of the height."""
+        height = math.log10(y) if self.log else y
+        return 1 - (height - self.y_low) / (self.y_high - self.y_low)
+
+
+def _keep_drawable(line: Line, log: bool) -> Line:
+    """Return the line without what has no place on a logarithmic axis."""
+    if not log:
+        return line
+    dot = line.dot if line.dot and line.dot[1] > 0 else None
+    return replace(line, points=[point for point in line.points if point[1] > 0], dot=dot)
+
+
+def _render_key(line: Line) -> str:
+    """Render a line's entry in the legend."""
+    faint = " faint" if line.faint else ""
+    return f'<span class="key c{line.colour % 8}{faint}"><i></i>{escape(line.label)}</span>'
+
+
+def _render_line(line: Line, axes: Axes) -> str:
+    """Render a line and its dot as SVG paths."""
+    places = [(WIDTH * axes.across(x), HEIGHT * axes.down(y)) for x, y in line.points]
+    places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    svg = f'<path class="line c{line.colour % 8}{" faint" if line.faint else ""}" d="{path}"/>'
+    if line.dot and axes.x_low <= line.dot[0] <= axes.x_high:
+        x, y = WIDTH * axes.across(line.dot[0]), HEIGHT * axes.down(line.dot[1])
+        svg += f'<path class="line dot c{line.colour % 8}" d="M{x:.1f} {y:.1f}L{x:.1f} {y:.1f}"/>'
+    return svg
+
+
+def _list_values(lines: Sequence[Line], axes: Axes, unit: str) -> dict[str, Any]:
+    """Return the numbers that `SCRIPT` shows under the pointer."""
+    return {
+        "x": [axes.x_low, axes.x_high],
         "lines": [
             {
                 "label": strip_unseen(line.label),
@@ -106,15 +161,8 @@ def render_chart(
             }
             for line in lines
         ],
-        "unit": x_label,
+        "unit": unit,
     }
-    return (
-        f'<figure class="chart" data-chart="{escape(json.dumps(data, separators=(",", ":")))}">{head}</figcaption>'
-        f'<div class="area"><div class="y">{words}</div>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)}">{drawn}</svg></div>'
-        f'<div class="x">{below}</div>{of}</figure>'
-    )
 
 
 def format_number(value: float) -> str:
@@ -160,10 +208,6 @@ def _choose_ticks(low: float, high: float, about: int) -> list[float]:
     step = next(power * nice for nice in (1, 2, 5, 10) if power * nice >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [number_ * step for number_ in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _scale_y(value: float, log: bool) -> float:
-    return math.log10(value) if log else value
 
 
 SCRIPT = """

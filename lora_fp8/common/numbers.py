@@ -16,6 +16,15 @@ def format_count(number: float) -> str:
     return f"{number:,.0f}" if number < 1e6 else f"{digits(number / 1e6)} M"
 
 
+def format_bytes(number: float) -> str:
+    """Format bytes in powers of 1024: "1.3 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{digits(number)} TiB"
+
+
 def sides(shape: Iterable[int]) -> str:
     """Format a tensor's shape: "320 x 64"."""
     return " x ".join(map(str, shape)) or "1"

@@ -166,9 +166,13 @@ class Encoders(Facts):
         for name in self.trained_text:
             cls = self._text_class(name)[0]
             with torch.device("meta"):
-                encoder = cls(cls.config_class.from_pretrained(self.folder / name, local_files_only=True))
+                encoder = cls(self._text_config(name, cls.config_class))
             encoders[name] = encoder.to(self.dtype).requires_grad_(False)
         return encoders
+
+    def _text_config(self, name: str, config_class: Any) -> Any:
+        """Return the config of a text encoder of this base."""
+        return config_class.from_pretrained(self.folder / name, local_files_only=True)
 
     def trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, CPU tensor) of the weights and biases of `trained_text`'s encoders, one encoder at a time.

@@ -19,7 +19,6 @@ from .sources.known_bases import KnownBase
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 Config = dict[str, Any]
 
@@ -119,17 +118,9 @@ class Released(ModelFamily):
         """Return the bytes of the largest text encoder, by its published number of parameters."""
         return {"largest": count_text_bytes(type(self), self.text_storage, self.known)}
 
-    def empty_trained_text(self) -> dict[str, nn.Module]:
-        """Return the released text encoders of `trained_text` on the meta device."""
-        import torch
-
-        encoders = {}
-        for name in self.trained_text:
-            cls = self._text_class(name)[0]
-            with torch.device("meta"):
-                encoder = cls(cls.config_class(**self.published[name]))
-            encoders[name] = encoder.to(self.dtype).requires_grad_(False)
-        return encoders
+    def _text_config(self, name: str, config_class: Any) -> Any:
+        """Return the published config of a text encoder."""
+        return config_class(**self.published[name])
 
     def tokenizer(self, name: str) -> Any:
         """Return what counts tokens roughly, with the released tokenizer's limit."""

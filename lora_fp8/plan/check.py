@@ -190,7 +190,7 @@ def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
 
 def _check_places(job: Job) -> list[str]:
     """Return the problems of the folders that training writes into: each is writable, and the run's is new."""
-    run = Path(os.path.expanduser(job.output_dir)) / job.name
+    run = job.run_folder
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
     refusals = {f"{key} = {str(place)!r}": disk_space.unwritable(place) for key, place in places.items()}
     problems: list[str] = [

@@ -10,7 +10,7 @@ its libraries are included there (`PROCESS_BYTES`).
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..common.numbers import digits
+from ..common.numbers import digits, format_bytes
 from ..data.buckets import Bucket, named
 from ..data.caption_style import warn_of_sentences
 from ..data.images import captions_of_files
@@ -114,8 +114,8 @@ class Estimate:
     def lines(self) -> list[str]:
         """Return the estimate for the terminal."""
 
-        def gib(num: int | None) -> str:
-            return Message("not known") if num is None else f"{num / GIB:.2f} GiB"
+        def format_known(num: int | None) -> str:
+            return Message("not known") if num is None else format_bytes(num)
 
         pictures = Message("{count} pictures", count=self.pictures)
         if self.held_out:
@@ -130,38 +130,42 @@ class Estimate:
             ),
             Message(
                 "training   {size} at {bucket}: base {base}, adapter {adapter}, optimizer {optimizer}, a step {step}",
-                size=gib(self.peaks["train"]),
+                size=format_known(self.peaks["train"]),
                 bucket=named(self.heaviest_bucket),
-                base=gib(self.base_bytes),
-                adapter=gib(self.adapter_bytes),
-                optimizer=gib(self.optimizer_bytes),
-                step=gib(self.step_bytes),
+                base=format_known(self.base_bytes),
+                adapter=format_known(self.adapter_bytes),
+                optimizer=format_known(self.optimizer_bytes),
+                step=format_known(self.step_bytes),
             ),
         ]
         if self.waiting_bytes:
-            lines.append(Message("           {size} of the base are offloaded to RAM", size=gib(self.waiting_bytes)))
+            lines.append(
+                Message("           {size} of the base are offloaded to RAM", size=format_known(self.waiting_bytes))
+            )
         lines.append(
             Message(
                 "encoding   {size} before that: the VAE {vae} and {encode} for a picture, then the text encoders one "
                 "at a time, {text} at most",
-                size=gib(self.peaks["encode"]),
-                vae=gib(self.vae_bytes),
-                encode=gib(self.vae_encode_bytes),
-                text=gib(self.text_bytes),
+                size=format_known(self.peaks["encode"]),
+                vae=format_known(self.vae_bytes),
+                encode=format_known(self.vae_encode_bytes),
+                text=format_known(self.text_bytes),
             )
         )
         if self.vae_decode_bytes != 0:
-            size, decode = gib(self.peaks["preview"]), gib(self.vae_decode_bytes)
+            size, decode = format_known(self.peaks["preview"]), format_known(self.vae_decode_bytes)
             lines.append(Message("previews   {size}: decoding takes {decode}", size=size, decode=decode))
         beside = Message("beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB")
         if self.process_bytes:
-            beside = Message("of each of these, {size} are Python and its libraries", size=gib(self.process_bytes))
+            beside = Message(
+                "of each of these, {size} are Python and its libraries", size=format_known(self.process_bytes)
+            )
         lines.append(Message("           {line}", line=beside))
-        lines.append(Message("cache      {size} on disk still to be encoded", size=gib(self.cache_bytes)))
-        sizes = ", ".join(f"{layout} {size / 2**20:.1f} MiB" for layout, size in self.file_bytes.items())
-        checkpoint = disk_space.amount(self.checkpoint_bytes)
+        lines.append(Message("cache      {size} on disk still to be encoded", size=format_known(self.cache_bytes)))
+        sizes = ", ".join(f"{layout} {format_bytes(size)}" for layout, size in self.file_bytes.items())
+        checkpoint = format_bytes(self.checkpoint_bytes)
         lines.append(Message("file       {sizes}; a checkpoint {checkpoint}", sizes=sizes, checkpoint=checkpoint))
-        needs = [Message("{what} {size}", what=need.what, size=disk_space.amount(need.likely)) for need in self.writes]
+        needs = [Message("{what} {size}", what=need.what, size=format_bytes(need.likely)) for need in self.writes]
         lines.append(Message("disk       {lines}", lines=Joined(", ", needs)))
         problems, warnings = disk_space.shortages(self.writes)
         return [*lines, *(Message("note: {line}", line=line) for line in [*self.notes, *warnings, *problems])]

@@ -20,8 +20,9 @@ import psutil
 
 from .. import __version__, settings
 from ..common import system
+from ..common.numbers import format_bytes
 from ..errors import Joined, Message
-from ..run.disk_space import amount, unwritable
+from ..run.disk_space import unwritable
 from .known_problems import find_known_problems
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "torchao", "gradio")
@@ -103,7 +104,10 @@ class Machine:
         lines += ["", Message("Disk, compiler and hub"), Message("  C compiler: {name}", name=compiler)]
         lines += [
             Message(
-                "  {path}: {size} free ({what})", path=disk["path"], size=amount(disk["free_bytes"]), what=disk["what"]
+                "  {path}: {size} free ({what})",
+                path=disk["path"],
+                size=format_bytes(disk["free_bytes"]),
+                what=disk["what"],
             )
             for disk in self.disks
         ]
@@ -121,7 +125,7 @@ class Machine:
         for gpu in self.gpus:
             about: list[str] = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
             if gpu.free_bytes is not None:
-                about.append(Message("{size} free", size=amount(gpu.free_bytes)))
+                about.append(Message("{size} free", size=format_bytes(gpu.free_bytes)))
             if gpu.capability:
                 about.append(Message("compute capability {number}", number=".".join(map(str, gpu.capability))))
             yield Message("{name}: {facts}", name=gpu.name, facts=Joined(", ", about))
@@ -338,7 +342,7 @@ def _find_warnings(machine: Machine) -> Iterator[Message]:
     for path, disks in _by_free_space(machine):
         yield Message(
             "only {size} are free for {what}",
-            size=amount(path),
+            size=format_bytes(path),
             what=Joined(", ", [disk["what"] for disk in disks]),
         )
     if machine.hub["error"]:

@@ -36,7 +36,7 @@ from ..training import memory, optim
 from ..training.shared_blocks import find_shared_blocks
 from . import disk_budget
 from .placement import PlacedImages, make_preview_prompts, place_images
-from .resolve import choose_layouts, get_resolution, get_run_folder, make_family, resolve_auto
+from .resolve import choose_layouts, get_resolution, make_family, resolve_auto
 from .scan import scan
 from .score_model import find_score_model
 from .start import read_start_values, read_training_adapter
@@ -61,8 +61,8 @@ class Plan:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of the run: `output_dir/name`."""
-        return get_run_folder(self.job)
+        """The folder of the run."""
+        return self.job.run_folder
 
     @cached_property
     def cache(self) -> Cache:

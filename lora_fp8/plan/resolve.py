@@ -1,8 +1,6 @@
 """Resolve a job against its family, for the Plan: the base model's files, "auto" sizes, and the layouts of the LoRA."""
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,11 +42,6 @@ def describe_for_estimate(job: Job) -> BaseDescription:
     """Describe the job's base model; if its host cannot be asked, that is no problem, as published sizes replace it."""
     base = describe(job.model.path, job.model.revision, job.model.family)
     return replace(base, problems=()) if base.unanswered else base
-
-
-def get_run_folder(job: Job) -> Path:
-    """Return the folder of the job's run, which may not exist yet."""
-    return Path(os.path.expanduser(job.output_dir)) / job.name
 
 
 def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:

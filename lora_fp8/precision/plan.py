@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .. import settings
+from ..common.numbers import format_bytes
 from ..errors import Joined, Message, Template, UserErrors
 from ..settings import SCALES
 from .backends import TE_SCALE, num_bytes, te_alignment
@@ -120,8 +121,8 @@ class Plan:
                 total=kinds["linear"],
                 convolutions=kinds["convolution"],
                 what=what or Message("none quantized"),
-                size=_size(self.num_bytes),
-                plain=_size(self.plain_num_bytes),
+                size=format_bytes(self.num_bytes),
+                plain=format_bytes(self.plain_num_bytes),
             )
         ]
         if self.storage not in PLAIN:
@@ -556,10 +557,6 @@ def _plain_size(module: nn.Module) -> int:
 
 def _short(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _by(backend: str) -> str:

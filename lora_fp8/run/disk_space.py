@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.numbers import format_bytes
 from ..errors import Joined, Message, combine, reason
 
 
@@ -53,7 +54,7 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
     for on_disk in disks.values():
         place = ", ".join(dict.fromkeys(str(need.folder) for need in on_disk))
         room = find_free(on_disk[0].folder)
-        free = amount(room)
+        free = format_bytes(room)
         for size_of in (lambda need: need.sure, lambda need: need.likely):
             sizes: dict[str, int] = {}
             for need in on_disk:  # processes that fill one cache have a share each
@@ -62,9 +63,13 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
                 continue
             parts = Joined(
                 "; ",
-                [Message("{size} of {what}", size=amount(size), what=what) for what, size in sizes.items() if size],
+                [
+                    Message("{size} of {what}", size=format_bytes(size), what=what)
+                    for what, size in sizes.items()
+                    if size
+                ],
             )
-            total = amount(sum(sizes.values()))
+            total = format_bytes(sum(sizes.values()))
             if sum(need.sure for need in on_disk) <= room:
                 warnings.append(
                     Message(
@@ -106,11 +111,6 @@ def require(needs: Iterable[Need]) -> list[str]:
 def find_free(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which may not exist yet."""
     return shutil.disk_usage(_nearest(folder, os.path.exists)).free
-
-
-def amount(num: int) -> str:
-    """Format a number of bytes for people."""
-    return f"{num / 2**30:.2f} GiB" if num >= 2**30 else f"{num / 2**20:.1f} MiB"
 
 
 def unwritable(folder: Path) -> str | None:

@@ -7,6 +7,8 @@ the web form, the warnings about unused settings and docs/settings.md are made f
 Which settings exclude each other is in config/relations.py; config/loading.py turns TOML into a `Job`.
 """
 
+import os
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -1478,3 +1480,8 @@ class Job(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
     export: Export = Export()
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder of the run, `output_dir/name`; it may not exist yet."""
+        return Path(os.path.expanduser(self.output_dir)) / self.name

@@ -12,10 +12,10 @@ from types import TracebackType
 from tqdm import tqdm
 
 from ..common.messages import get_language, translate
+from ..common.numbers import format_bytes
 from ..errors import Joined, Message
 from ..families.sources.download import Progress as TransferProgress
 from ..run import Run
-from ..run.disk_space import amount
 
 SECONDS = 10
 """Seconds between two lines in a log."""
@@ -138,9 +138,9 @@ class DownloadProgress:
                 Message(
                     "{name}: {done} of {total}, {speed}/s",
                     name=self._name,
-                    done=amount(progress.done),
-                    total=amount(progress.total),
-                    speed=amount(int(progress.speed)),
+                    done=format_bytes(progress.done),
+                    total=format_bytes(progress.total),
+                    speed=format_bytes(int(progress.speed)),
                 ),
                 *filter(None, [progress.waiting]),
             ]

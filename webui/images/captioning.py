@@ -11,8 +11,8 @@ import huggingface_hub
 
 from lora_fp8 import jobs
 from lora_fp8.common.json_files import read_json
+from lora_fp8.common.numbers import format_bytes
 from lora_fp8.jobs import JobView
-from lora_fp8.run import disk_space
 from lora_fp8.tools import wd_tagger
 
 from .. import dataset_folder, run_cards, run_monitor
@@ -171,7 +171,7 @@ def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:
     note = ui.say("images.auto.progress", done=done, total=total) if total else ""
     if (download := dataset_folder.parse_download(lines)) is not None:
         done, total = download["bytes"], download["total"]
-        note = ui.say("images.auto.downloaded", done=disk_space.amount(done), total=disk_space.amount(total))
+        note = ui.say("images.auto.downloaded", done=format_bytes(done), total=format_bytes(total))
     failed = view.state in ("failed", "lost")
     return {
         "id": str(view.id),

@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 from gradio.blocks import Block
 
+from lora_fp8.common.numbers import format_bytes
 from lora_fp8.errors import UserError
 from lora_fp8.jobs import ENDED, JobView
 
@@ -320,13 +321,11 @@ def render_machine(ui: Ui) -> str:
     for number, gpu in enumerate(now["gpus"]):
         figures.append(
             f'<span title="{escape(gpu["name"])}">GPU {number} <meter max="100" value="{gpu["busy"]}"></meter>'
-            f"{gpu['busy']} % · {run_cards.format_size(gpu['used'])} / {run_cards.format_size(gpu['total'])} · "
+            f"{gpu['busy']} % · {format_bytes(gpu['used'])} / {format_bytes(gpu['total'])} · "
             f"{gpu['degrees']} °C</span>"
         )
     figures.append(f'<span>CPU <meter max="100" value="{now["cpu"]:.0f}"></meter>{now["cpu"]:.0f} %</span>')
     used, total = now["ram"]
-    figures.append(
-        f"<span>{ui.say('runs.memory')} {run_cards.format_size(used)} / {run_cards.format_size(total)}</span>"
-    )
-    figures.append(f"<span>{ui.say('runs.disk')} {run_cards.format_size(now['free'])}</span>")
+    figures.append(f"<span>{ui.say('runs.memory')} {format_bytes(used)} / {format_bytes(total)}</span>")
+    figures.append(f"<span>{ui.say('runs.disk')} {format_bytes(now['free'])}</span>")
     return f'<div class="machine">{"".join(figures)}</div>'

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...common.json_files import read_json
+from ...common.numbers import format_bytes
 from ...errors import Message, UserError
 from ...run import disk_space
 from .._registry import available, get
@@ -129,9 +130,9 @@ class BaseDescription:
             lines.append(
                 Message(
                     "download: {missing} of {total}, and {free} are free on that disk",
-                    missing=disk_space.amount(self.missing_bytes),
-                    total=disk_space.amount(self.total_bytes),
-                    free=disk_space.amount(self.free_bytes),
+                    missing=format_bytes(self.missing_bytes),
+                    total=format_bytes(self.total_bytes),
+                    free=format_bytes(self.free_bytes),
                 )
             )
         if self.licence and self.licence.name and self.missing:
@@ -530,7 +531,7 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
             BaseFile(f"{part}/*.safetensors", round(size * known_bases.GIGABYTE), None, None)
             for part, size in known.gigabytes.items()
         )
-        size = disk_space.amount(known.total_bytes)
+        size = format_bytes(known.total_bytes)
         notes = (
             Message(
                 "{title} takes about {size} (from the published sizes; the hub was not asked)",

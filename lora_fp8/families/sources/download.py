@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...common.numbers import format_bytes
 from ...errors import Message, Stopped, UserError, combine
-from ...run import disk_space
 from . import hosts, places
 from .description import BaseDescription
 from .transfer import Transfer
@@ -111,7 +111,7 @@ def _check(base: BaseDescription) -> None:
                 "downloads. Unset it, or copy the model here and give its folder",
                 setting=base.reference.settings[0],
                 name=repr(base.reference.name),
-                size=disk_space.amount(base.missing_bytes),
+                size=format_bytes(base.missing_bytes),
             )
         )
     if problem := places.find_disk_problem(base):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...common.numbers import format_bytes
 from ...common.writing import atomic_write
 from ...errors import Message
 from ...run import disk_space
@@ -137,6 +138,6 @@ def find_disk_problem(description: BaseDescription) -> str:
         "Free some space, or set {variable} to a folder on another disk",
         variable="HF_HOME" if description.reference.kind == "hub" else "XDG_CACHE_HOME",
         folder=description.folder,
-        size=disk_space.amount(missing),
-        free=disk_space.amount(free),
+        size=format_bytes(missing),
+        free=format_bytes(free),
     )

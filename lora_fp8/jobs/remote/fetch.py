@@ -18,6 +18,7 @@ from typing import IO, Any
 from ... import config, settings
 from ...common import system
 from ...common.locks import try_lock
+from ...common.numbers import format_bytes
 from ...common.writing import atomic_write, make_folder, sync_folder
 from ...errors import Message, RunFailure, UserError, cannot_write, first_few
 from ...run import disk_space, ownership
@@ -197,8 +198,8 @@ def _require_room(parent: Path, size: int) -> None:
             Message(
                 "{path}: the disk has no room for the run: {size} come back, and {free} are free",
                 path=parent,
-                size=disk_space.amount(size),
-                free=disk_space.amount(free),
+                size=format_bytes(size),
+                free=format_bytes(free),
             )
         )
 

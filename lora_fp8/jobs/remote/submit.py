@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO
 
 from ... import __version__
+from ...common.numbers import format_bytes
 from ...common.shell import quote_path
 from ...common.writing import make_folder
 from ...errors import Message, RunFailure, UserError, cannot_write
-from ...run import disk_space
 from . import control, handle, script
 from .handle import Handle
 from .machine import (
@@ -228,8 +228,8 @@ def _require_fit(machine: Machine, plan: Plan, facts: dict[str, str]) -> None:
             Message(
                 "{host}: the disk there is too full: {size} are to be sent, and {free} are free",
                 host=machine,
-                size=disk_space.amount(plan.package.size),
-                free=disk_space.amount(free),
+                size=format_bytes(plan.package.size),
+                free=format_bytes(free),
             )
         )
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from ...common.chart import Line, Mark, render_chart
 from ...common.messages import translate
-from ...common.numbers import format_count, is_finite_number
+from ...common.numbers import format_bytes, format_count, is_finite_number
 from ...common.shell import quote_path
 from ...errors import Joined, Message, Plural
-from ...run.disk_space import amount
 from ...run.run_log import smooth, thin
 from . import pictures, words
 from .contents import Contents, ResultFile
@@ -173,7 +172,7 @@ def render_files(report: Report) -> str:
         (
             f"<code>{page.say(file.name)}</code>",
             page.say(file.step),
-            f'<span class="nowrap">{page.say(amount(file.num_bytes))}</span>',
+            f'<span class="nowrap">{page.say(format_bytes(file.num_bytes))}</span>',
             _render_outcome(report, file),
             f'<code class="hash">{page.say(file.sha256)}</code>',
         )
@@ -280,7 +279,7 @@ def _describe_limits(report: Report) -> list[str]:
     album = report.album
     lines: list[str] = []
     if album.omitted:
-        lines.append(OMITTED(count=album.omitted, size=amount(pictures.MOST_BYTES)))
+        lines.append(OMITTED(count=album.omitted, size=format_bytes(pictures.MOST_BYTES)))
     if album.unreadable:
         lines.append(UNREADABLE(count=album.unreadable))
     return lines
@@ -515,13 +514,13 @@ def render_environment(report: Report) -> str:
     versions = machine.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     ram, gpu = machine.get("ram_bytes"), machine.get("gpu")
-    memory = f" ({amount(machine['gpu_bytes'])})" if is_finite_number(machine.get("gpu_bytes")) else ""
+    memory = f" ({format_bytes(machine['gpu_bytes'])})" if is_finite_number(machine.get("gpu_bytes")) else ""
     start, model = contents.log.facts.start, contents.log.facts.model
     trainable = model.get("trainable")
     facts = [
         ("GPU", f"{gpu}{memory}" if gpu else ""),
         (Message("CPU cores"), format_number(machine.get("cpus"))),
-        (Message("RAM"), amount(int(ram)) if is_finite_number(ram) else ""),
+        (Message("RAM"), format_bytes(int(ram)) if is_finite_number(ram) else ""),
         (Message("System"), machine.get("system", "")),
         (Message("Processes"), format_number(start.get("processes"))),
         (Message("Peak memory"), f"{contents.peak_gb:.3g} GiB" if contents.peak_gb else ""),

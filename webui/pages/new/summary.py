@@ -3,14 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+from lora_fp8.common.numbers import digits, format_bytes
 from lora_fp8.errors import UserError
 
-from ... import estimate_panel, form, image_folders, run_cards, sanitize
+from ... import dataset_folder, estimate_panel, form, image_folders, sanitize
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
 from .problems import Problems
 from .questions import make_id
+
+Counts = list[tuple[Path, image_folders.Count, float, str]]
+"""Each image folder with its contents, its repeats and its mask."""
 
 
 class Summary:
@@ -53,23 +57,24 @@ class Summary:
                 if contents.videos
                 else say("new.pictures.count", **amounts)
             )
-            parts.append(f"<p>{escape(line)}</p>")
+            parts.append(_render_paragraph(line))
             if contents.masks:
                 line = say("new.pictures.masks", folder=folder.name, mask=contents.mask, count=contents.masks)
-                parts.append(f"<p class='wrong'>{escape(line)}</p>")
-        details = self._count_steps(values, counts, bool(findings), parts, facts)
+                parts.append(_render_paragraph(line, "wrong"))
+        samples = self._count_samples(values, counts, bool(findings), parts)
+        details = [] if samples is None else self._count_steps(samples, values, parts, facts)
         if not findings:
             known = self.estimates.get(text)
             details += [self._estimate_time(values, facts), *self._render_memory(known, facts)]
             if isinstance(known, dict):
                 problems, warnings = estimate_panel.check_disk_space(known)
-                parts += [f"<p class='wrong'>{escape(self.ui.translate(line))}</p>" for line in problems]
+                parts += [_render_paragraph(self.ui.translate(line), "wrong") for line in problems]
                 details += [self.ui.translate(line) for line in [*known["notes"], *warnings]]
         if facts:
             rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
             parts.append(f"<table class='facts estimate'>{rows}</table>")
         if details:
-            paragraphs = "".join(f"<p>{escape(line)}</p>" for line in details)
+            paragraphs = "".join(map(_render_paragraph, details))
             parts.append(f"<details><summary>{escape(say('new.summary.how'))}</summary>{paragraphs}</details>")
         return "".join(parts)
 
@@ -79,57 +84,63 @@ class Summary:
         id = make_id("", key)
         return f"<button type='button' class='to-setting' data-setting='{id}'>{text}</button>" if key else text
 
-    def _count_steps(
-        self,
-        values: dict[str, Any],
-        counts: list[tuple[Path, image_folders.Count, float, str]],
-        has_problems: bool,
-        parts: list[str],
-        facts: list[tuple[str, str]],
-    ) -> list[str]:
-        """Add steps and epochs to the facts, and what was found in the folders to the parts; return the arithmetic."""
-        say, escape = self.ui.say, sanitize.escape
+    def _count_samples(
+        self, values: dict[str, Any], counts: Counts, has_problems: bool, parts: list[str]
+    ) -> float | None:
+        """Count the samples of an epoch, without the images that are held out. None while a folder is examined.
+
+        Folders with clips are examined for the number of clips, unless the draft has problems. The parts get a
+        paragraph about each.
+        """
+        say = self.ui.say
         skipping = values["dataset.missing_caption"] == "skip"
-        examined = [] if has_problems else [self.reader.examine(values, folder, mask) for folder, *_, mask in counts]
         samples: float = 0
         files = 0
-        for (folder, contents, times, _), examination in zip(counts, examined or [None] * len(counts), strict=True):
+        running: list[dataset_folder.Examination] = []
+        for folder, contents, repeats, mask in counts:
+            examination = None if has_problems else self.reader.examine(values, folder, mask)
+            running += [examination] if examination is not None and examination.running else []
             if examination is None:
                 number = contents.files - (contents.without_caption if skipping else 0)
-            elif examination.report is not None:
-                number = estimate_panel.count_examples(examination.report, skipping)
-                if made := examination.report["counts"]["clips"]:
-                    line = say("new.clips.cut", folder=folder.name, clips=made, examples=number)
-                    parts.append(f"<p>{escape(line)}</p>")
-            else:
+            elif examination.report is None:
                 number = 0
                 if examination.problem:
-                    parts.append(f"<p class='wrong'>{escape(self.ui.translate(examination.problem))}</p>")
-            samples, files = samples + times * number, files + number
-        held = values["validation.pictures"]
-        if isinstance(held, int) and 0 < held < files:
-            samples -= round(samples * held / files)  # the seed decides which ones
-        waiting = [examination for examination in examined if examination is not None and examination.running]
-        reckoned = estimate_panel.count_epochs(samples, values)
-        if waiting:
-            line = say("dataset.examining", done=waiting[0].done, total=waiting[0].total)
-            parts.append(f"<p>{escape(line)}</p>")
-            return []
-        if reckoned is None:
-            parts += [] if samples else [f"<p>{escape(say('new.summary.none'))}</p>"]
+                    parts.append(_render_paragraph(self.ui.translate(examination.problem), "wrong"))
+            else:
+                number = estimate_panel.count_examples(examination.report, skipping)
+                if clips := examination.report["counts"]["clips"]:
+                    line = say("new.clips.cut", folder=folder.name, clips=clips, examples=number)
+                    parts.append(_render_paragraph(line))
+            samples, files = samples + repeats * number, files + number
+        if running:
+            parts.append(_render_paragraph(say("dataset.examining", done=running[0].done, total=running[0].total)))
+            return None
+        held_out = values["validation.pictures"]
+        if isinstance(held_out, int) and 0 < held_out < files:
+            samples -= round(samples * held_out / files)  # the seed decides which ones
+        return samples
+
+    def _count_steps(
+        self, samples: float, values: dict[str, Any], parts: list[str], facts: list[tuple[str, str]]
+    ) -> list[str]:
+        """Add steps and epochs to the facts, and what is wrong with them to the parts; return the arithmetic."""
+        say = self.ui.say
+        epochs = estimate_panel.count_epochs(samples, values)
+        if epochs is None:
+            parts += [] if samples else [_render_paragraph(say("new.summary.none"))]
             return []
         if values["train.batch_size"] > samples:
-            line = say("new.summary.batch", batch=values["train.batch_size"], samples=run_cards.digits(samples))
-            parts.append(f"<p class='wrong'>{escape(line)}</p>")
-        steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=run_cards.digits(reckoned.epochs))
+            line = say("new.summary.batch", batch=values["train.batch_size"], samples=digits(samples))
+            parts.append(_render_paragraph(line, "wrong"))
+        steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=digits(epochs.epochs))
         facts.append((say("new.fact.steps"), steps))
         line = say(
             "new.summary.epochs",
-            samples=run_cards.digits(reckoned.samples),
-            per_step=reckoned.per_step,
-            steps=run_cards.digits(reckoned.steps),
+            samples=digits(epochs.samples),
+            per_step=epochs.per_step,
+            steps=digits(epochs.steps),
             total=values["train.steps"],
-            epochs=run_cards.digits(reckoned.epochs),
+            epochs=digits(epochs.epochs),
         )
         return [line]
 
@@ -144,12 +155,12 @@ class Summary:
         seconds, run = known
         minutes = seconds * values["train.steps"] / 60
         name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
-        length = say(name, count=run_cards.digits(max(count, 1)))
+        length = say(name, count=digits(max(count, 1)))
         facts.append((say("new.fact.time"), say("new.fact.about", amount=length)))
         return say(
             "new.summary.time",
             time=length,
-            seconds=run_cards.digits(seconds),
+            seconds=digits(seconds),
             run=run,
         )
 
@@ -165,7 +176,7 @@ class Summary:
         def size(num: int | None) -> str:
             if num is None:
                 return say("new.summary.unknown")
-            return f"{num / 2**30:.2f} GiB" if num >= 2**28 else f"{num / 2**20:.1f} MiB"
+            return format_bytes(num)
 
         file_bytes = max(known["file_bytes"].values(), default=None)
         facts += [
@@ -188,3 +199,8 @@ class Summary:
         ]
         files = ", ".join(f"{layout} {size(num)}" for layout, num in known["file_bytes"].items())
         return [*lines, say("new.summary.files", file=files, cache=size(known["cache_bytes"]))]
+
+
+def _render_paragraph(text: str, css_class: str = "") -> str:
+    attribute = f" class='{css_class}'" if css_class else ""
+    return f"<p{attribute}>{sanitize.escape(text)}</p>"

@@ -7,11 +7,12 @@ from typing import Any
 
 import gradio as gr
 
+from lora_fp8.common.numbers import format_bytes
 from lora_fp8.errors import Message, UserError
 from lora_fp8.jobs import ENDED, JobView
 from lora_fp8.run.run_log import RunLog
 
-from ... import engine, hub_uploads, live_panel, run_cards, run_monitor
+from ... import engine, hub_uploads, live_panel, run_monitor
 from ...context import Ui
 from ...sanitize import escape
 from .. import runs
@@ -197,7 +198,7 @@ def show_links(ui: Ui, head: str, paths: list[Path], base: Path, more: str = "")
     """Show download links to files that were written."""
     rows = "".join(
         f'<li><a href="{escape(ui.download(path))}" download>{escape(path.relative_to(base))}</a> '
-        f'<span class="dim">{run_cards.format_size(path.stat().st_size)}</span></li>'
+        f'<span class="dim">{format_bytes(path.stat().st_size)}</span></li>'
         for path in paths
     )
     return gr.update(value=f"<p>{escape(head)}</p><ul>{rows}</ul>{more}", visible=True)

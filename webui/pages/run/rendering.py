@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_fp8.common.chart import Line, Mark, render_chart
-from lora_fp8.common.numbers import format_count, is_finite_number
+from lora_fp8.common.numbers import format_bytes, format_count, is_finite_number
 from lora_fp8.jobs import JobView
 from lora_fp8.run.run_log import RunLog, smooth, thin
 
@@ -273,7 +273,7 @@ def render_files(ui: Ui, view: JobView) -> str:
 
 def render_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
     """Render a LoRA file with its verification."""
-    about = run_cards.format_size(path.stat().st_size) if path.exists() else ""
+    about = format_bytes(path.stat().st_size) if path.exists() else ""
     if path.stem.rpartition("_")[0].endswith("-best"):
         about += f" · {escape(ui.say('run.best_file'))}"
     verdict, rows = f'<span class="dim">{ui.say("run.unverified")}</span>', ""
