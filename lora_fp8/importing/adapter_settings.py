@@ -31,7 +31,7 @@ def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
     if own := find_type(kind):
         draft.mapped(keys, {"adapter.type": own})
         return own
-    draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
+    draft.none(keys, Message("this trainer has no {name}; a LoRA of this rank was written", name=kind))
     draft.set("adapter.type", "lora")
     draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
     return "lora"
@@ -43,7 +43,7 @@ def part_of_name(word: str) -> str:
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
     pattern = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
     if not inner.strip(".") or re.search(r"[\s=]", pattern):
-        raise Unfit(Message("{word} is no part of a name", word=repr(word)))
+        raise Unfit(Message("{word} is not part of a layer name", word=repr(word)))
     return pattern
 
 
@@ -56,7 +56,10 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
     except Unfit as error:
         draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
         return
-    note = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
+    note = Message(
+        "this selects from the modules that this trainer trains; remove entries that match none of them (`lora-fp8 "
+        "check` lists them)"
+    )
     draft.differs(keys, {"adapter.ranks": entries}, note)
 
 

@@ -164,7 +164,7 @@ class Draft:
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
                 overridden, equal = self.labels[key], self.given[key] == value
-                note = Message("given again as {key}, which counts", key=label)
+                note = Message("{key} sets it again and takes precedence", key=label)
                 self.lists["none"].append(_entry(overridden, self.given[key], note=note, off=equal))
             self.given[key], self.labels[key] = value, label
 
@@ -212,7 +212,7 @@ class Draft:
             if existing is None and name and self.source.reach(beside / name) and (beside / name).is_file():
                 self.notes.append(
                     Message(
-                        "{path} is not here; {name} beside {file} was read instead",
+                        "{path} was not found; {name} beside {file} was read instead",
                         path=path,
                         name=name,
                         file=self.source.path.name,
@@ -229,14 +229,7 @@ class Draft:
         """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
         file = self.find(path)
         if file is None or not file.is_file():
-            self.notes.append(
-                Message(
-                    "{key} = {path} is not here: put it beside {file} and import again",
-                    key=key,
-                    path=repr(path),
-                    file=self.source.path.name,
-                )
-            )
+            self.notes.append(remarks.PUT_BESIDE(key=key, path=repr(path), file=self.source.path.name))
             return None
         return read_source(file).data
 
@@ -328,7 +321,7 @@ class Draft:
         self._set_defaults()
         if not self.folders:
             self.folders = [Folder("TODO")]
-            self.need("dataset.folders", Message("the folder of your pictures; the file names none"))
+            self.need("dataset.folders", Message("the file names no folder of images; add yours"))
         self._shorten_warmup()
         self._set_missing_caption()
         self._name_waiting()
@@ -359,13 +352,13 @@ class Draft:
         for setting, (value, key, note) in self.assumed.items():
             if setting not in self.settings:
                 self.report_default(key, value, _assigned(setting, value), note)
-                self.set(setting, value, Message("not in the file: {line}", line=note))
+                self.set(setting, value, Message("not in the file; {line}", line=note))
 
     def _name_waiting(self) -> None:
         """Add a TODO for the keys that were not converted because the architecture is unknown."""
         if self.waiting:
             what = Message(
-                "import again with --family NAME: {names} depend on the architecture, and were not written",
+                "{names} depend on the architecture and were not written. Import again with --family NAME",
                 names=", ".join(dict.fromkeys(self.waiting)),
             )
             self.need("model.family", what)
@@ -378,7 +371,8 @@ class Draft:
             self.need(
                 "schedule.warmup",
                 Message(
-                    "it is {warmup} steps in the file, the training {steps}: choose a shorter one",
+                    "the file has {warmup} warm-up steps, but the training has only {steps} steps; choose a "
+                    "shorter warm-up",
                     warmup=warmup,
                     steps=steps,
                 ),
@@ -390,11 +384,14 @@ class Draft:
             return
         if all(folder.trigger or folder.regularization for folder in self.folders):
             self.set(
-                "dataset.missing_caption", "trigger", Message("a folder's words are the captions it lacks, as there")
+                "dataset.missing_caption",
+                "trigger",
+                Message("the trigger of a folder is the caption of images that have none, as in the other trainer"),
             )
         else:
             self.need(
-                "dataset.folders", Message("captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+                "dataset.folders",
+                Message("add captions, or a trigger for each folder and dataset.missing_caption = 'trigger'"),
             )
 
     def _apply(self, key: str, value: Any) -> None:
@@ -406,13 +403,13 @@ class Draft:
         if not self.has(key):
             self.none(key, remarks.EMPTY, off=True)
         elif rule is JOINT:
-            self.none(key, Message("has no effect beside the other settings of this file"))
+            self.none(key, Message("this setting has no effect with the other settings of this file"))
         elif rule.kind in ("none", "idle"):
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
             self.none(key, rule.note, off=off)
         elif not rule.to:
             if value is False and False not in rule.off:
-                self.differs(key, {}, Message("cannot be switched off here: {line}", line=rule.note))
+                self.differs(key, {}, Message("this trainer cannot switch it off: {line}", line=rule.note))
             else:
                 self.mapped(key, {}, rule.note)
         else:

@@ -31,7 +31,7 @@ class Rule:
 
 
 JOINT = Rule("joint")
-OF_MACHINE = Message("says how the machine is used, not what is learned")
+OF_MACHINE = Message("this setting affects how the machine is used, not what is learned")
 
 
 def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
