@@ -339,7 +339,7 @@ OTHER_PROCESSES = {
     "to_folder": remarks.DRAWS,
     "rescale_lora": remarks.CHANGES_A_FILE,
 }
-"""Jobs and processes that do not train a LoRA on images -> what they do."""
+"""Jobs and processes that do not train a LoRA on images -> the reason to refuse them."""
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
@@ -404,7 +404,7 @@ def _set_model(draft: Draft) -> None:
     if not kind and common_values.on(draft.get(key("is_lumina2"))):
         kind, why = "lumina2", remarks.IS_ON(name="is_lumina2")
     if not kind and not draft.has(key("arch")):
-        kind, why = "sd15", Message("the file has neither arch nor is_..., so it is for SD 1.5")
+        kind, why = "sd15", Message("the file has neither arch nor is_..., so ai-toolkit takes SD 1.5")
     kind, why = model_settings.refined(kind, why, [draft.get(key("name_or_path"))])
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     model_settings.set_family(
@@ -479,7 +479,7 @@ def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
 
 
 def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
-    """Set objective.unmasked_weight from the folders with masks; ai-toolkit ignores what is outside by default."""
+    """Set objective.unmasked_weight from the folders with masks; ai-toolkit ignores the area outside by default."""
     keys = [f"{table}mask_min_value" for table in tables]
     if any(folder.mask for folder in draft.folders):
         masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
@@ -497,7 +497,7 @@ def _set_preservation(draft: Draft) -> None:
         if (multiplier := draft.get(weight, number)) is not None:
             draft.mapped(weight, {"objective.prior_for_class": float(multiplier)})
     elif common_values.on(draft.get(on)):
-        draft.none(on, Message("this needs a class and a trigger_word, as dataset.class_word does"))
+        draft.none(on, Message("this needs both a class and a trigger_word, and the file lacks one of them"))
     draft.none([on, word, weight], remarks.BELONGS_TO(key="diff_output_preservation"), off=True)
 
 
@@ -562,7 +562,7 @@ def _add_folders(draft: Draft, table: str) -> range:
 
 
 def _set_shared(draft: Draft, tables: list[str]) -> None:
-    """Set what has one value for all folders here: dropout, flips, buckets and the shuffling of tags."""
+    """Set the settings that have one value for all folders: dropout, flips, buckets and the shuffling of tags."""
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),
@@ -588,7 +588,7 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
-    """Set dataset.resolution to the largest, and that of each folder that has another one; the default there is 512.
+    """Set dataset.resolution to the largest, and that of folders with another one; ai-toolkit's default is 512.
 
     Args:
         draft: the import.
@@ -738,7 +738,7 @@ def _set_previews(draft: Draft) -> None:
 
 
 def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a table for each prompt, with the settings of its own, and the flags in prompts that mean nothing here."""
+    """Return a table for each prompt, with the settings of its own, and the flags of prompts that are unknown."""
     lines = draft.get(f"{SAMPLE}prompts", listed) or []
     parsed = [kohya_previews.parse_prompt(str(line), PROMPT_FLAGS) for line in lines]
     prompts = [picture | {"where": f"sample.prompts.{number}"} for number, (picture, _) in enumerate(parsed)]
@@ -756,7 +756,7 @@ def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompts with the settings that all of them share, and with the trigger word in its place."""
+    """Return the prompts with the settings that all of them share; [trigger] becomes the trigger word."""
     trigger = str(draft.get(f"{PROCESS}trigger_word") or "")
     common = {ours: draft.get(f"{SAMPLE}{name}") for name, ours in SAMPLE_FIELDS.items()}
     common = {name: value for name, value in common.items() if value is not False}
@@ -770,7 +770,7 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
 
 
 def _preview_setting(key: str) -> str:
-    """Return the name in [preview] of what one of the tool's keys under `sample` holds."""
+    """Return the name in [preview] of the setting that one of the tool's keys under `sample` holds."""
     if key.removeprefix(SAMPLE) in SAMPLE_NAMES:
         return SAMPLE_NAMES[key.removeprefix(SAMPLE)]
     last = key.rsplit(".", 1)[-1]

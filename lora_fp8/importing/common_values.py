@@ -77,7 +77,7 @@ FILE_DTYPE = choice(
 
 
 def set_seed(draft: Draft, key: str) -> None:
-    """Set seed; for other tools, no seed or -1 is a random one, here 0 is used."""
+    """Set seed. In other tools, no seed or -1 means a random one; ours is 0 then."""
     seed = draft.get(key, whole)
     if seed is None:
         draft.none(key, remarks.EMPTY, off=True)

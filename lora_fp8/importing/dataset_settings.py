@@ -84,7 +84,7 @@ def as_mask_folder(path: str) -> str:
 
 
 def set_unmasked(draft: Draft) -> None:
-    """Set objective.unmasked_weight for tools that ignore what is outside a mask."""
+    """Set objective.unmasked_weight for tools that ignore the area outside a mask."""
     if any(folder.mask for folder in draft.folders):
         draft.set("objective.unmasked_weight", 0.0, OUTSIDE)
 
@@ -94,12 +94,12 @@ def set_unmasked(draft: Draft) -> None:
 
 
 def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
-    """Count a folder's images, and those without a caption, if the folder exists here.
+    """Count a folder's images, and those without a caption, if the folder is on this machine.
 
     Args:
         draft: the import.
         folder: receives the counts.
-        deep: the other tool searches subfolders. Ours does; images that only ours would find are reported.
+        deep: the other tool searches subfolders, as ours does; images that only ours would find are reported.
     """
     place = draft.find(folder.path)
     if place is None or not place.is_dir():
@@ -136,7 +136,7 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
 
 
 def samples(draft: Draft) -> int | None:
-    """Return the samples of an epoch there: images times repeats, over all folders; None if one does not exist here."""
+    """Return the samples of the other tool's epoch: images times repeats, over all folders; None if one is missing."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
     counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
@@ -146,7 +146,7 @@ def samples(draft: Draft) -> int | None:
 
 
 def balance_regularization(draft: Draft) -> None:
-    """Set repeats so that as many regularization images as others are trained on in an epoch, as there."""
+    """Set repeats so that an epoch has as many regularization images as others, as in the other tool."""
     others = [folder for folder in draft.folders if folder.regularization]
     total, there = samples(draft), sum(folder.images or 0 for folder in others)
     if not (others and total and there):
@@ -199,7 +199,7 @@ def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
 
 
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
-    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are not here.
+    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are missing.
 
     With `batch` above 1, bucketing adds a partly filled batch per bucket, which is not counted.
     """
@@ -210,7 +210,7 @@ def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 
 
 
 def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
-    """Set train.steps from epochs, by counting the images; add a TODO if they are not here."""
+    """Set train.steps from epochs, by counting the images; add a TODO if they are missing."""
     if per_epoch is None:
         draft.none(key, Message("{epochs} epochs cannot be converted to steps without the images", epochs=epochs))
         draft.need(
@@ -292,7 +292,7 @@ def set_every(
 def share(
     draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
 ) -> None:
-    """Set one setting of ours from what the other tool sets per folder.
+    """Set one of our settings from one that the other tool has per folder.
 
     Args:
         draft: the import.
@@ -314,12 +314,7 @@ def share(
     common = Counter(given).most_common(1)[0][0]
     notes = [note] if note else []
     if len(set(parsed)) > 1:
-        notes.append(
-            Message(
-                "this trainer has one value for all folders; the most frequent one was written: {value}",
-                value=repr(common),
-            )
-        )
+        notes.append(Message("this trainer has one value for all folders; the most frequent one was written"))
     (draft.differs if notes else draft.mapped)(keys, {setting: common}, remarks.join(notes))
 
 
@@ -387,7 +382,7 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
 
 
 def keep_aspects(draft: Draft, key: str) -> None:
-    """Set dataset.max_aspect to its limit, for tools that make buckets of any shape; `key` says that there are some."""
+    """Set dataset.max_aspect to its limit, for tools whose buckets have any shape; `key` is their key for buckets."""
     if draft.settings.get("dataset.buckets") is not False:
         note = remarks.ANY_ASPECT(tool=draft.tool.name)
         draft.assume("dataset.max_aspect", float(bounds("dataset.max_aspect")[1]), key, note)

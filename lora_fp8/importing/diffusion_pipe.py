@@ -506,7 +506,7 @@ def recognise(source: Source) -> str:
         return ""
     model, optimizer = data.get("model"), data.get("optimizer")
     if isinstance(model, dict) and "type" in model and isinstance(optimizer, dict) and "type" in optimizer:
-        return "[model] and [optimizer] with a type"
+        return Message("[model] and [optimizer] with a type")
     if isinstance(data.get("directory"), list):
         return "[[directory]]"
     return "micro_batch_size_per_gpu" if "micro_batch_size_per_gpu" in data else ""

@@ -1,4 +1,4 @@
-"""An import while it is made, and the result: our settings, and what became of each key."""
+"""An import under construction, and its result: our settings, and an account of each key."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class Import:
 
 @dataclass
 class Folder:
-    """A folder of images of the other tool, and what is in it if it exists here.
+    """A folder of images of the other tool, and the number of its images if it is on this machine.
 
     Attributes:
         path: as in the file.
         repeats, trigger, prefix, suffix: as our settings of these names.
-        images: number of images in it; None if the folder does not exist here.
+        images: number of images in it; None if the folder is not on this machine.
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of images that have none.
         control: the folder of control images.
@@ -226,7 +226,7 @@ class Draft:
         return existing
 
     def refer(self, key: str, path: str) -> Any:
-        """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
+        """Read a settings file that this one refers to; return None, and add a note, if it was not found."""
         file = self.find(path)
         if file is None or not file.is_file():
             self.notes.append(remarks.PUT_BESIDE(key=key, path=repr(path), file=self.source.path.name))
@@ -253,7 +253,7 @@ class Draft:
         self.todo.append(Message("{key}: {line}", key=setting, line=what))
 
     def mapped(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = "") -> None:
-        """Report that these keys mean the same here."""
+        """Report that these keys have the same meaning in our settings."""
         self._account("mapped", keys, settings or {}, note)
 
     def differs(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None, note: str) -> None:
@@ -301,7 +301,7 @@ class Draft:
                 self.lists["none"].append(_entry(self.labels[key], self.given[key], note=remarks.EMPTY, off=True))
 
     def report_default(self, key: str, value: Any, written: str, note: str = "") -> None:
-        """Report a default of the tool that was written, although the file does not say it.
+        """Report a default of the tool that was written because the file does not set it.
 
         Args:
             key: the tool's key, as shown.
@@ -344,7 +344,7 @@ class Draft:
         )
 
     def _set_defaults(self) -> None:
-        """Set what the file does not say to the tool's defaults, and to those of `assume`."""
+        """Set the tool's defaults, and those of `assume`, where the file sets nothing."""
         for key, value in self.defaults.items():
             rule = self.tool.rules.get(key)
             if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
@@ -364,7 +364,7 @@ class Draft:
             self.need("model.family", what)
 
     def _shorten_warmup(self) -> None:
-        """Keep the warm-up shorter than the training, which ours has to be."""
+        """Keep the warm-up shorter than the training, as our settings require."""
         warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
         if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps <= warmup:
             self.settings["schedule.warmup"] = steps - 1
@@ -446,7 +446,7 @@ def _toml(value: Any) -> str:
 
 
 def _tidy(repeats: float) -> float:
-    """Round to four digits behind the point, without one where none is left; at least what the setting allows."""
+    """Round to four decimals, or to a whole number if that is the same; at least the setting's minimum."""
     rounded = max(0.01, round(repeats, 4))
     return int(rounded) if float(rounded).is_integer() else rounded
 

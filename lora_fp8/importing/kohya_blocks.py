@@ -73,7 +73,7 @@ def _chosen_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
 
 
 def _ranks_of_chosen(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
-    """Return the entries of adapter.ranks that train only the chosen blocks, by name those of which there are fewer."""
+    """Return the entries of adapter.ranks that train only the chosen blocks, as few entries as possible."""
     others = set(range(total)) - chosen
     if len(chosen) < len(others):
         return {f"{name}.{i}": rank for i in sorted(chosen)} | {name: 0}
@@ -124,7 +124,7 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     keys = [key for key in used if key not in given] + spend(given, used)
     (draft.differs if note else draft.mapped)(keys, ours, note)
-    draft.mapped("enable_block_weights", {}, "on")
+    draft.mapped("enable_block_weights", {}, remarks.IS_ON(name="enable_block_weights"))
 
 
 def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -218,7 +218,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
 
 
 def _finds_its_rate(draft: Draft) -> bool:
-    """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that does not exist here."""
+    """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that ours lacks."""
     return any(
         word in common_values.plain(draft.get("optimizer_type") or "") for word in optimizer_settings.FINDS_ITS_RATE
     )

@@ -41,7 +41,7 @@ def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: 
     left_out = preset != "full" if lycoris else is_off(source.get("conv_dim"))
     if left_out or draft.family not in BLOCKS or own == "oft":
         return
-    if "adapter.ranks" in draft.settings:  # ranks of blocks, which say nothing of blocks without attention
+    if "adapter.ranks" in draft.settings:  # ranks of blocks do not cover blocks without attention
         return
     try:
         settings, note = _find_settings(draft, source, lycoris)

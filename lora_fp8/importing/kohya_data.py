@@ -30,7 +30,7 @@ def dataset(data: Mapping[str, Any], file: str = "") -> Iterator[tuple[str, str,
 
 
 def datasets_of(draft: Draft, rows: list[tuple[str, str, Any]]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the rows of the dataset TOML that dataset_config names, if it is here."""
+    """Yield the rows of the dataset TOML that dataset_config names, if it was found."""
     for _, key, value in rows:
         if key == "dataset_config" and value:
             data = draft.refer(key, str(value))
@@ -81,7 +81,7 @@ SAID_BY_DATASET += ("max_bucket_reso", "keep_tokens")
 
 
 def set_absent_dataset(draft: Draft) -> None:
-    """Add TODOs for what a missing dataset file would say, instead of taking the tool's defaults."""
+    """Add TODOs for the settings of a missing dataset file, instead of taking the tool's defaults."""
     file = draft.get("dataset_config")
     for key in SAID_BY_DATASET:
         draft.defaults.pop(key, None)
@@ -158,7 +158,7 @@ def _add_folder(draft: Draft, subset: str) -> None:
 
 
 def _set_texts_around(draft: Draft, subset: str, folder: Folder) -> None:
-    """Set the texts before and after a folder's captions, which are joined with spaces there, too."""
+    """Set the texts before and after a folder's captions, which kohya joins with spaces, too."""
     folder.prefix = str(effective(draft, subset, "caption_prefix") or "").strip()
     folder.suffix = str(effective(draft, subset, "caption_suffix") or "").strip()
 
@@ -266,7 +266,7 @@ COLOURS = Message(
 
 
 def _read_colours(value: Any) -> float:
-    return 0.05 if flag(value) else 0.0  # gamma from 0.95 to 1.05 there
+    return 0.05 if flag(value) else 0.0  # kohya's gamma is from 0.95 to 1.05
 
 
 def set_pictures(draft: Draft) -> None:

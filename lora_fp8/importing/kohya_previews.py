@@ -72,7 +72,7 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
 
 
 def name_unknown_flags(flags: Iterable[str]) -> list[str]:
-    """Return the remark that names the flags of prompts that have no meaning here; [] if there are none."""
+    """Return the remark that names the unknown flags of prompts; [] if there are none."""
     names = ", ".join(dict.fromkeys(flags))
     return [Message("this trainer does not use these prompt options: {names}", names=names)] if names else []
 
@@ -80,7 +80,7 @@ def name_unknown_flags(flags: Iterable[str]) -> list[str]:
 def parse_prompt(
     line: str, known: Mapping[str, str] = PROMPT_FLAGS, any_case: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Parse a line of a prompt file; return its values, and its flags that mean nothing here.
+    """Parse a line of a prompt file; return its values, and its unknown flags.
 
     Whatever begins with -- is no text of the prompt in these tools, misspelt flags such as --w=64 neither.
 

@@ -279,7 +279,7 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
 
 
 def _set_oft(draft: Draft) -> None:
-    """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect there either."""
+    """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect in LyCORIS either."""
     draft.mapped("network_dim", {"adapter.block_size": max(draft.get("network_dim", whole) or 4, 2)})
     draft.none("network_alpha", Message("OFT has no alpha"), off=True)
 
@@ -376,7 +376,7 @@ def _set_batch(draft: Draft) -> tuple[int, int]:
 
 
 def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
-    """Set train.steps from epochs or steps; kohya's page says epochs in a key of its own, `epoch`."""
+    """Set train.steps from epochs or steps; kohya's page has a key of its own for epochs, `epoch`."""
     epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
     page_epochs = draft.get("epoch")
     if epochs <= 0 and not draft.has("max_train_steps") and page_epochs:
@@ -518,13 +518,13 @@ def _read_scheme(draft: Draft, scheme: str, keys: list[str], notes: list[str]) -
         scale = draft.get("mode_scale", number)
         keys.append("mode_scale")
         return {"objective.timesteps": "mode"} | ({} if scale is None else {"objective.mode_scale": scale})
-    if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss there, with uniform timesteps
+    if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss in sd-scripts, with uniform timesteps
         notes.append(Message("this trainer has no weighting_scheme = {scheme}", scheme=scheme))
     return "uniform"
 
 
 def _remarks_on_method(draft: Draft, method: str) -> list[str]:
-    """Return the remarks on a way to draw timesteps that changes with the image, or that is not known here."""
+    """Return the remarks on a timestep distribution that changes with the image, or that ours lacks."""
     if method in ("flux_shift", "sigmoid"):
         return []
     if method.endswith("_shift"):

@@ -106,7 +106,7 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
 
     Args:
         draft: the import.
-        why: what shows it, and that a LoRA is trained here; "" if `keys` show it.
+        why: what shows it, and that a LoRA is written; "" if `keys` show it.
         keys: the tool's keys that say so.
     """
     draft.none(keys, Message("this trainer trains only LoRAs; a LoRA was written"))

@@ -72,7 +72,8 @@ def set_timesteps(
         keys: the tool's keys.
         shape: objective.timesteps, or that with the settings of its shape, by their keys.
         shift: objective.shift; "auto" is the sampler's.
-        note, exact: a remark, and whether it is the same here as there.
+        note: a remark.
+        exact: the meaning is the same in both tools.
     """
     if predicts_noise(draft.family):
         note = Message("{family} draws timesteps uniformly and does not use this setting", family=draft.family)
@@ -94,13 +95,14 @@ def logit_normal(mean: float | None = None, std: float | None = None) -> dict[st
 def set_of_diffusion(
     draft: Draft, keys: str | Sequence[str], ours: dict[str, Any], note: str = "", exact: bool = True
 ) -> None:
-    """Set what only families that predict noise have.
+    """Set a setting that only families that predict noise have.
 
     Args:
         draft: the import.
         keys: the tool's keys.
         ours: our settings; {} if the keys are off.
-        note, exact: a remark, and whether it is the same here as there.
+        note: a remark.
+        exact: the meaning is the same in both tools.
     """
     if not ours:
         draft.none(keys, remarks.OFF, off=True)

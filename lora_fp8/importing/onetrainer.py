@@ -630,7 +630,7 @@ def _add_folder(draft: Draft, table: str) -> None:
         folder.regularization = True
         draft.mapped(f"{table}type", {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
     for name in ("type", "enabled"):
-        draft.mapped(f"{table}{name}", {}, "on")
+        draft.mapped(f"{table}{name}", {}, Message("this trainer uses this concept"))
     dataset_settings.weigh(draft, f"{table}loss_weight", folder, at)
     draft.folders.append(folder)
 
@@ -675,7 +675,7 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_variants(draft: Draft, tables: list[str]) -> None:
-    """Set the variants of images, if several versions of each are cached there."""
+    """Set the variants of images, if OneTrainer caches several versions of each."""
     keys, counts = draft.collect("image_variations", tables)
     if max([whole(count) for count in counts if count not in (None, "")], default=1) > 1:
         is_used = [_set_random_crop(draft, tables), _set_rotation(draft, tables), _set_color_jitter(draft, tables)]
@@ -689,7 +689,7 @@ def _set_variants(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_random_crop(draft: Draft, tables: list[str]) -> bool:
-    """Set dataset.random_crop, which is on there by default. Return True if a concept uses it."""
+    """Set dataset.random_crop, which OneTrainer has on by default. Return True if a concept uses it."""
     keys, values = draft.collect("image.enable_crop_jitter", tables)
     switches = [True if value is None else value for value in values]
     dataset_settings.share(draft, keys, switches, "dataset.random_crop", flag)
@@ -1068,7 +1068,7 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
         names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance", "frames": "frames"}
         pictures.append({ours: draft.get(f"{table}{name}") for name, ours in names.items()})
         keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
-        draft.mapped(f"{table}enabled", {}, "on")
+        draft.mapped(f"{table}enabled", {}, Message("this sample is on"))
     if pictures:
         preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)

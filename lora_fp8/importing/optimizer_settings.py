@@ -257,7 +257,7 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
 
 
 def _has_fixed_rate(draft: Draft) -> bool:
-    """Return True if kohya's arguments switch off what Adafactor makes of the learning rate."""
+    """Return True if kohya's arguments keep Adafactor from setting the learning rate."""
     given = "".join(str(draft.given.get(key, "")) for key in ("optimizer_args", "optimizer_args_custom"))
     return all(re.search(rf"{name}\s*=\s*False", given, re.IGNORECASE) for name in ("relative_step", "scale_parameter"))
 
@@ -302,9 +302,9 @@ OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
     "growth_rate": growth_rate,
 }
-"""Prodigy's own settings, which have the same names here."""
+"""Prodigy's own settings, which have the same names in ours."""
 FIXED_RATE = ("relative_step", "scale_parameter", "warmup_init")
-"""Arguments of Adafactor that are off here."""
+"""Arguments of Adafactor that are always off in ours."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
@@ -332,7 +332,7 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
                 first, second = (number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
             elif name in FIXED_RATE and not flag(value):
-                continue  # as here
+                continue  # always off in ours
             elif name in known:
                 setting, read = known[name]
                 settings[setting] = read(value)
@@ -439,7 +439,7 @@ def set_schedule(
 
 
 def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
-    """Set schedule.name, and what belongs to that schedule; return the keys besides the name that counted."""
+    """Set schedule.name, and what belongs to that schedule; return the other keys that were used."""
     kind = plain(name)
     cycles = draft.get(keys.cycles, number) if keys.cycles else None
     power = draft.get(keys.power, number) if keys.power else None
@@ -492,7 +492,7 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
 
 
 def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple[str, ...]:
-    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the keys that counted."""
+    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the used keys."""
     decay = draft.get(keys.decay, number) if keys.decay else None
     if not decay:
         draft.mapped(

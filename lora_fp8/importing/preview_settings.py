@@ -23,7 +23,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "steps": whole,
     "guidance": number,
 }
-"""What a prompt may have of its own, and how it is read."""
+"""Options of a single prompt -> how each is read."""
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
@@ -139,7 +139,7 @@ def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]
 
 
 def _write_options(prompt: str, values: Mapping[str, Any]) -> str:
-    """Return a prompt with its options; what the tool means as text is not read as another one."""
+    """Return a prompt with its options; text that looks like an option is changed so that it stays text."""
     letters = {name: letter for letter, name in reversed(OPTIONS.items())}
     own = (f"--{letters[name]} {neutralize_options(str(value))}" for name, value in values.items())
     return " ".join([neutralize_options(prompt), *own])

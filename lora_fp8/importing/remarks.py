@@ -1,4 +1,4 @@
-"""What the reports of several importers say about settings that differ."""
+"""Remarks that the reports of several importers share."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ PROMPT_LENGTH = Message("the token limit is that of the model's pipeline")
 BUCKET_STEP = Message("bucket sides are multiples of dataset.bucket_step")
 UPSCALE = Message("dataset.upscale decides whether small images are enlarged or get smaller buckets")
 SCALED = Message("images are scaled to their bucket")
-FOLDER_WEIGHTS = Message("the share of a folder follows from its number of images and its repeats")
+FOLDER_WEIGHTS = Message("a folder's share follows from its number of images and its repeats")
 NEVER_DELETED = Message("this trainer never deletes your files")
 PROMPTS_WRITTEN = Message("this trainer has no prompt libraries; write the prompts in preview.prompts")
 NO_RESCALE = Message("this trainer does not rescale guidance")
 CENTER_CROP = Message("this trainer crops images at the centre, or at random with dataset.random_crop")
 BUCKETS = Message("buckets follow from dataset.resolution and dataset.max_aspect")
-MAX_ASPECT = Message("no image is excluded because of its aspect ratio; dataset.max_aspect crops it")
+MAX_ASPECT = Message("no image is excluded because of its aspect ratio; wider images are cropped to dataset.max_aspect")
 CAPTION_FILES = Message(
     "this trainer reads captions from .txt or .caption files beside the images; `lora-fp8 dataset import FILE` "
     "writes them"
@@ -97,7 +97,7 @@ STEP_OF_ADAMW = Message(
 )
 NO_OTHER_SCHEDULES = Message("this trainer does not load schedulers of other packages")
 OF_CUSTOM_SCHEDULES = Message("this setting is used only by custom schedulers")
-LAYER_STORAGE = Message("quantize.keep and quantize.override set the storage of single layers")
+LAYER_STORAGE = Message("quantize.keep and quantize.override set the storage of individual layers")
 DENOISER = Message("this trainer always trains the denoiser")
 NOT_AN_ARGUMENT = Message("no optimizer of this trainer has this argument")
 NO_ROTATION = Message("this trainer does not rotate images by a fixed angle")

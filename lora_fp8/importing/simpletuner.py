@@ -30,7 +30,7 @@ from .source_files import Source, flattened
 
 NO_VALIDATION = remarks.VALIDATION
 STARTS = ("default", "gaussian", "pissa", "olora")
-"""Initial values of a LoRA that exist here, which are peft's."""
+"""Initial values of a LoRA that ours has, which are peft's."""
 NO_CONTROL = remarks.CONTROL_BY_HAND
 BY_BACKENDS = Message("the data backends set this value")
 NO_CLOUD = Message("this trainer reads images from folders on this machine")
@@ -812,7 +812,7 @@ def _set_clipping(draft: Draft) -> None:
         draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
         return
     note = Message(
-        "SimpleTuner cuts each gradient at this value; this trainer limits the norm of all gradients together, "
+        "SimpleTuner clips each gradient at this value; this trainer clips the norm of all gradients together, "
         "so its default is used"
     )
     draft.none(["grad_clip_method", "max_grad_norm"], note)
