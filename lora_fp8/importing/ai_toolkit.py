@@ -470,11 +470,11 @@ def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
     if common_values.on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.mapped(alpha, AREA, remarks.join([f"{at}.mask = 'alpha'", remarks.MASK_AREA]))
+        draft.mapped(alpha, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask = 'alpha'"), remarks.MASK_AREA]))
         draft.none(path, remarks.COUNTS(key="alpha_mask"), off=True)
     elif draft.get(path, text):
         folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
-        draft.mapped(path, AREA, remarks.join([f"{at}.mask", remarks.MASK_AREA]))
+        draft.mapped(path, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask"), remarks.MASK_AREA]))
     draft.none(alpha, remarks.OFF, off=True)
 
 
@@ -539,9 +539,9 @@ def _add_folders(draft: Draft, table: str) -> range:
     dataset_settings.look_into(draft, folder, deep=True)
     first = len(draft.folders)
     at = f"dataset.folders.{first}"
-    draft.mapped(name, {}, f"{at}.path")
-    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
-    draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
+    draft.mapped(name, {}, remarks.SETS(setting=f"{at}.path"))
+    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {folder.repeats}"))
+    draft.mapped(f"{table}trigger_word", {}, remarks.SETS(setting=f"{at}.trigger"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     _set_mask(draft, table, folder, at)
     caption = draft.get(f"{table}default_caption", text)

@@ -61,7 +61,7 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
         )
     else:
         folder.control = path
-        draft.mapped(key, {}, f"{at}.control")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.control"))
 
 
 def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -75,7 +75,7 @@ def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if path := draft.get(key, text):
         folder.mask = as_mask_folder(path)
-        draft.mapped(key, {}, f"{at}.mask")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.mask"))
 
 
 def as_mask_folder(path: str) -> str:
@@ -195,7 +195,7 @@ def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
         draft.none(key, NO_WEIGHT)
     elif weight is not None:
         folder.weight *= weight
-        draft.mapped(key, {}, f"{at}.weight")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.weight"))
 
 
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:

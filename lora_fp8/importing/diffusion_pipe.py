@@ -338,8 +338,8 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     repeats = draft.get(f"{table}num_repeats", number) or 1.0
     folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
     at = f"dataset.folders.{len(draft.folders)}"
-    draft.mapped(f"{table}path", {}, f"{at}.path")
-    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {repeats:g}")
+    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
+    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)

@@ -145,8 +145,12 @@ def _add_folder(draft: Draft, subset: str) -> None:
         return
     folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
     dataset_settings.look_into(draft, folder, deep=False)
-    draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
-    draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
+    draft.mapped(f"{subset}image_dir", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
+    draft.mapped(
+        f"{subset}num_repeats",
+        {},
+        remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}"),
+    )
     tokens = effective(draft, subset, "class_tokens")
     if common_values.on(effective(draft, subset, "is_reg")):
         _regularize(draft, folder, str(tokens or ""))
@@ -183,7 +187,7 @@ def _mask_of(draft: Draft, subset: str, number: int) -> str:
     """Return the folder of a folder's masks, "alpha" if the images' transparency is the mask, or "" without masks."""
     masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
     if common_values.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
-        draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
+        draft.mapped(masks, {}, remarks.SETS(setting=f"dataset.folders.{number}.mask"))
         return dataset_settings.as_mask_folder(path)
     if common_values.on(draft.get(alpha)):
         draft.mapped(alpha, {}, Message("each of these folders has mask = 'alpha'"))

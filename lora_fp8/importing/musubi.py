@@ -246,8 +246,10 @@ def _set_folders(draft: Draft) -> None:
             continue
         repeats = positive(kohya_data.effective(draft, table, "num_repeats") or 1)
         folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
-        draft.mapped(f"{table}{kind}", {}, f"dataset.folders.{len(draft.folders)}.path")
-        draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        draft.mapped(f"{table}{kind}", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
+        draft.mapped(
+            f"{table}num_repeats", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        )
         dataset_settings.set_control(
             draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}"
         )

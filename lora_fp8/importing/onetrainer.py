@@ -600,7 +600,7 @@ def _add_folder(draft: Draft, table: str) -> None:
     masked = common_values.on(draft.get("masked_training"))
     folder = Folder(draft.get(f"{table}path", text), 1 if by_samples else repeats, mask="*-masklabel" if masked else "")
     dataset_settings.look_into(draft, folder, deep=deep)
-    draft.mapped(f"{table}path", {}, f"{at}.path")
+    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
     if by_samples and folder.images:
         folder.repeats = repeats / folder.images
         note = Message(
@@ -619,7 +619,7 @@ def _add_folder(draft: Draft, table: str) -> None:
         )
         draft.none(counted, note)
     else:
-        draft.mapped(counted, {}, f"{at}.repeats = {repeats:g}")
+        draft.mapped(counted, {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
     draft.none(f"{table}balancing_strategy", remarks.BELONGS_TO(key="balancing"), off=not by_samples)
     if deep:
         draft.mapped(f"{table}include_subdirectories", {}, SUBFOLDERS)

@@ -591,7 +591,9 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     # SimpleTuner counts repetitions after the first use: with 0, each image is used once.
     repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
     folder = dataset_settings.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
-    draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
+    draft.mapped(
+        [f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, remarks.SETS(setting=f"{at}.path")
+    )
     if draft.has(f"{table}repeats"):
         note = Message(
             "{at}.repeats = {repeats}: SimpleTuner counts repeats after the first use, and this trainer counts "
@@ -605,7 +607,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     setting = conditioning.settings.get(named) if named else None
     if setting and (path := draft.get(f"{named}instance_data_dir", text)):
         setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
-        draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
+        draft.mapped(f"{table}conditioning_data", {}, remarks.SETS(setting=f"{at}.{setting}"))
     reg = [f"{table}is_regularisation_data", f"{table}is_regularization_data"]
     if any(common_values.on(draft.get(key)) for key in reg):
         folder.regularization = True
