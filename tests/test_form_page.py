@@ -542,10 +542,10 @@ def test_settings_of_another_trainer_become_the_draft(tmp_path: Path) -> None:
     # What its remarks say, each in Chinese though several stand in one line; what was not found.
     shutil.copy(EXAMPLES / "sd_scripts_flux.toml", file)
     _, account = importer.import_files(ui, [file])
-    assert "注意</strong>" in account and "请把它和 k.toml 放在一起" in account
+    assert "注意</strong>" in account and "请把该文件和 k.toml 放在一起" in account
     (tmp_path / "prompts.txt").write_text("a cat --s 20 --l 4 --w 100\na dog --s 30\n")
     text, account = importer.import_files(ui, [tmp_path / "prompts.txt", file])
-    assert "只用 --g；这里 width 须为 16 的倍数" in account
+    assert "不用 --l（无分类器引导）；width 已取整为 16 的倍数" in account
     assert tomllib.loads(text)["preview"]["prompts"] == ["a cat --w 96 --s 20", "a dog --s 30"]
     file.write_text("a = 1\n")
     with pytest.raises(UserError):

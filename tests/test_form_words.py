@@ -97,7 +97,7 @@ def test_what_an_import_tells_is_a_message() -> None:
 
 
 def test_joined_remarks_are_told_one_by_one() -> None:
-    one, two = Message("{name} is a multiple of 16 here", name="width"), remarks.ONE_CAPTION
+    one, two = Message("{name} was rounded to a multiple of 16", name="width"), remarks.ONE_CAPTION
     joined = Message("{key}: {line}", key="preview.width", line=remarks.join([one, "", two, one, "a.png"]))
     told = translations.translate("zh-CN", joined)
     parts = [translations.translate("zh-CN", part) for part in (one, two)]

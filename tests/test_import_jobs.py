@@ -97,9 +97,9 @@ def test_words_are_those_that_a_shell_passes_on(tmp_path: Path, line: str) -> No
 def test_a_script_of_variables_is_refused_in_words(tmp_path: Path) -> None:
     """lora-scripts' train.sh: the script that it runs is a variable, set by conditions."""
     text = 'trainer="./stable/train_network.py"\nif [ $m == "sdxl" ]; then\n  trainer="./sdxl_train_network.py"\nfi\n'
-    with pytest.raises(UserError, match="Variables and conditions of a script are not evaluated"):
+    with pytest.raises(UserError, match="Variables and conditions are not evaluated"):
         made(tmp_path / "train.sh", text + 'python -m accelerate $trainer --xformers "${args[@]}"')
-    with pytest.raises(UserError, match="Variables and conditions of a script are not evaluated"):
+    with pytest.raises(UserError, match="Variables and conditions are not evaluated"):
         made(tmp_path / "train.ps1", '$trainer = "./sdxl_train_network.py"\npython -m accelerate $trainer --xformers')
 
 
@@ -125,7 +125,7 @@ BASE = "--pretrained_model_name_or_path=x --train_data_dir y"
 def test_what_trains_something_else_is_refused_in_words(
     tmp_path: Path, name: str, content: str | dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(UserError, match=f"{told}.*has no counterpart here"):
+    with pytest.raises(UserError, match=f"{told}.*only trains LoRAs"):
         made(tmp_path / name, content)
 
 
@@ -145,7 +145,7 @@ def test_what_trains_something_else_is_refused_in_words(
 )
 def test_a_training_of_the_whole_model_leaves_a_todo(tmp_path: Path, name: str, content: str | dict[str, Any]) -> None:
     found = made(tmp_path / name, content)
-    assert "adapter.rank: the other trainer trained the whole model: choose the size of a LoRA" in found.todo
+    assert "adapter.rank: the other trainer trains the whole model; choose the rank of the LoRA" in found.todo
     assert isinstance(settings(found)["adapter"]["rank"], int)
 
 
@@ -172,7 +172,7 @@ def test_a_relative_of_another_architecture_stays_unknown(
 ) -> None:
     found = made(tmp_path / name, content)
     unknown = [line for line in importing.problems(found) if line.startswith("model.family: unknown family")]
-    todo = [line for line in found.todo if line.startswith("model.family: this version has no family for")]
+    todo = [line for line in found.todo if line.startswith("model.family: this version does not support")]
     assert (bool(unknown), bool(todo)) == (family is not None, family is not None)
     assert family is None or settings(found)["model"]["family"] == family
 
@@ -233,7 +233,7 @@ def test_what_an_absent_dataset_file_says_is_a_todo(tmp_path: Path) -> None:
         found = made(tmp_path / name, text + 'dataset_config = "elsewhere/set.toml"')
         assert not {"resolution", "enable_bucket", "batch_size", "train_batch_size"} & keys(found.defaults)
         assert "resolution" not in settings(found)["dataset"] and "buckets" not in settings(found)["dataset"]
-        assert any(line.startswith("dataset.resolution: it stands in elsewhere/set.toml") for line in found.todo)
+        assert any(line.startswith("dataset.resolution: elsewhere/set.toml sets") for line in found.todo)
 
 
 def test_reasons_are_those_of_the_case(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_reasons_are_those_of_the_case(tmp_path: Path) -> None:
     page = {"LoRA_type": "Flux1", "flux1_checkbox": True, "pretrained_model_name_or_path": "a/b"}
     page |= {f"{kind}_cache_text_encoder_outputs": kind == "flux1" for kind in ("flux1", "sd3", "sdxl")}
     found = made(tmp_path / "page.json", page)
-    assert not any("given again" in entry.note for entry in found.no_counterpart)
+    assert not any("sets it again" in entry.note for entry in found.no_counterpart)
     assert "text_encoder" not in settings(found)["adapter"] and "flux1_cache_text_encoder_outputs" in keys(found.mapped)
 
 
@@ -307,7 +307,7 @@ def test_what_diffusion_pipe_calls_its_models(tmp_path: Path, model: str, contro
     assert (ours["model"]["family"], ours["quantize"]["storage"]) == (family, "fp8")
     assert ours["model"]["path"].startswith("m/") and not found.unknown
     kept = ours["dataset"]["folders"][0].get("control")
-    lost = any("the other trainer shows control images" in line for line in found.todo)
+    lost = any("the file has control images" in line for line in found.todo)
     assert (bool(kept), lost) == (control and family != "flux2_klein", control and family == "flux2_klein")
 
 
@@ -441,7 +441,7 @@ def test_several_control_images_of_a_prompt_are_all_carried_or_named(tmp_path: P
         else:
             given = {"prompts": [line]} if written == "prompt" else {"samples": [sample]}
             found = made(tmp_path / "a.yaml", toolkit("qwen_image_edit_plus", given))
-        todo = [line for line in found.todo if line.startswith("preview.controls: prompts with several")]
+        todo = [line for line in found.todo if line.startswith("preview.controls: some prompts have several")]
         return settings(found)["preview"].get("controls"), todo
 
     held = tmp_path / "both"
@@ -477,17 +477,17 @@ def test_frames_of_previews(tmp_path: Path, arch: str, frames: int | None) -> No
 @pytest.mark.parametrize(
     ("job", "more", "told"),
     [
-        ("generate", {"type": "to_folder"}, "draws images"),
-        ("mod", {"type": "rescale_lora"}, "changes a LoRA file"),
+        ("generate", {"type": "to_folder"}, "generate images"),
+        ("mod", {"type": "rescale_lora"}, "change a LoRA file"),
         ("train", {"type": "slider"}, "slider"),
     ],
 )
 def test_jobs_of_ai_toolkit_that_train_no_lora(tmp_path: Path, job: str, more: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=f"{told}.*has no counterpart here"):
+    with pytest.raises(UserError, match=f"{told}.*only trains LoRAs"):
         made(tmp_path / "a.yaml", toolkit("flux", {}, job, **more))
     whole = toolkit("flux", {})
     del whole["config"]["process"][0]["network"]
-    assert any("the other trainer trained the whole model" in line for line in made(tmp_path / "b.yaml", whole).todo)
+    assert any("the other trainer trains the whole model" in line for line in made(tmp_path / "b.yaml", whole).todo)
 
 
 # --------------------------------------------------------------------------------------------------- paths and report
@@ -535,7 +535,9 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
     data["config"]["process"][0]["datasets"][0]["mask_path"] = "m"  # its loss is divided by the mask's area, as ours
     assert importing.verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
     data["config"]["process"][0]["datasets"][0]["is_reg"] = True  # shown as often as the others
-    assert importing.verdict(made(tmp_path / "b.yaml", data)).endswith("1 differ in meaning (datasets.0.is_reg)")
+    assert importing.verdict(made(tmp_path / "b.yaml", data)).endswith(
+        "1 setting differs in meaning (datasets.0.is_reg)"
+    )
     (tmp_path / "set/10_cat").mkdir(parents=True)
     for name in ("0.png", "0.txt"):
         (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")
@@ -559,5 +561,5 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 8\n")
     assert importing.verdict(found) == "same training: yes" and settings(found)["adapter"]["rank"] == 8
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
-    assert importing.verdict(found).endswith("1 have no counterpart (network_dim)")
+    assert importing.verdict(found).endswith("1 setting has no counterpart (network_dim)")
     assert settings(found)["adapter"]["rank"] == 16

@@ -54,11 +54,15 @@ def recognise(source: Source) -> tuple[Tool, str]:
         return matching[0]
     if matching:
         names = Joined(" or ", [tool.name for tool, _ in matching])
-        raise UserError(Message("{path}: may be of {names}; say which with --from", path=source.path, names=names))
+        raise UserError(
+            Message(
+                "{path}: this may be a file of {names}. Name the trainer with --from", path=source.path, names=names
+            )
+        )
     raise UserError(
         Message(
-            "{path}: not a settings file of a trainer that is known here ({names}); if it is one all the same, "
-            "say which with --from",
+            "{path}: this is not a settings file of a known trainer ({names}). If it is one, name the trainer "
+            "with --from",
             path=source.path,
             names=", ".join(TOOLS),
         )
@@ -79,7 +83,7 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
     """
     if not isinstance(source.data, dict) and not tool.recognise(source):
         raise UserError(
-            Message("{path}: has no table of settings that {tool} could read", path=source.path, tool=tool.name)
+            Message("{path}: the file has no settings that {tool} could read", path=source.path, tool=tool.name)
         )
     draft = Draft(tool, source, why, family)
     try:
@@ -106,7 +110,9 @@ def import_file(
         UserError: the file cannot be read, belongs to no known tool, or could belong to several.
     """
     if tool and tool not in TOOLS:
-        raise UserError(Message("--from {tool}: not known; accepted: {names}", tool=tool, names=", ".join(TOOLS)))
+        raise UserError(
+            Message("--from: {tool} is not a known trainer. Choose one of {names}", tool=tool, names=", ".join(TOOLS))
+        )
     source = read_source(Path(path))
     source.reach = reach or source.reach
     try:

@@ -15,9 +15,9 @@ from .readers import Unfit
 
 
 def find_type(kind: str) -> str:
-    """Return our adapter.type of a kind of adapter, which other trainers may spell otherwise; "" if there is none."""
+    """Return our adapter.type for a kind of adapter, in whatever spelling; "" if there is none."""
     ours = {plain(name): name for name in accepted("adapter.type") if name != "oft"}
-    return (ours | {"diagoft": "oft"}).get(kind, "")  # what others call OFT is mostly another form of it
+    return (ours | {"diagoft": "oft"}).get(kind, "")  # "oft" of other trainers is mostly another variant
 
 
 def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
@@ -31,7 +31,7 @@ def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
     if own := find_type(kind):
         draft.mapped(keys, {"adapter.type": own})
         return own
-    draft.none(keys, Message("there is no {name} here; a LoRA of this rank was written", name=kind))
+    draft.none(keys, Message("this trainer has no {name}; a LoRA of this rank was written", name=kind))
     draft.set("adapter.type", "lora")
     draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
     return "lora"
@@ -43,7 +43,7 @@ def part_of_name(word: str) -> str:
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
     pattern = begin + inner.strip(".") + ("" if word.endswith(".") else "*")
     if not inner.strip(".") or re.search(r"[\s=]", pattern):
-        raise Unfit(Message("{word} is no part of a name", word=repr(word)))
+        raise Unfit(Message("{word} is not part of a layer name", word=repr(word)))
     return pattern
 
 
@@ -56,19 +56,22 @@ def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: 
     except Unfit as error:
         draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
         return
-    note = Message("of the layers that are adapted here; take out what fits none of them, which `check` tells")
+    note = Message(
+        "these filters apply to the modules that this trainer trains; remove entries that match none of them "
+        "(`lora-fp8 check` lists them)"
+    )
     draft.differs(keys, {"adapter.ranks": entries}, note)
 
 
 WHOLE_RANK = MOST_RANK
-"""Rank that selects LoKr's whole matrices here, as no side of a matrix is twice as long as this.
+"""Rank that selects LoKr's whole matrices in our settings, as no side of a matrix is twice as long as this.
 
 Other tools use a flag, or a rank larger than any layer's.
 """
 
 
 def lokr_factor(value: Any) -> int:
-    """Return adapter.factor from LyCORIS' factor, whose -1 is 0 here."""
+    """Return adapter.factor from LyCORIS' factor; its -1 becomes 0."""
     return max(said_number("factor", value), 0)
 
 

@@ -31,19 +31,23 @@ PROCESS = "config.process.0."
 SAMPLE = f"{PROCESS}sample."
 TRAIN = f"{PROCESS}train."
 NO_VIDEO = dataset_settings.NO_CLIPS
-NO_CONTROL = Message("control pictures lie in one folder here: dataset.folders.N.control")
+NO_CONTROL = Message("this trainer reads control images from one folder: dataset.folders.N.control")
 NO_LOSS = remarks.ONE_LOSS
-NO_RANGE = Message("counts places in its own list of noise levels; see objective.t_min and t_max")
-NO_PRESERVE = Message("what the base draws without a prompt is not kept here; dataset.class_word keeps a class")
+NO_RANGE = Message(
+    "this is a position in ai-toolkit's own list of noise levels; see objective.t_min and objective.t_max"
+)
+NO_PRESERVE = Message(
+    "this trainer does not preserve what the base model draws without a prompt; dataset.class_word preserves a class"
+)
 NEVER_ENLARGED = Message("ai-toolkit never enlarges images; small ones get smaller buckets")
 AREA = {"objective.normalize_mask": True}
 
 SHORT: dict[str, Rule] = {
-    "type": idle(Message("the kind of process")),
+    "type": idle(Message("this is the kind of process")),
     "training_folder": to("output_dir", text, remarks.RUN_FOLDER),
     "sqlite_db_path": idle(),
     "device": idle(),
-    "trigger_word": to("dataset.trigger", text, Message("put in front of captions that lack it")),
+    "trigger_word": to("dataset.trigger", text, Message("the trigger word is put in front of captions that lack it")),
     "performance_log_every": idle(remarks.LOGGING),
     "network.type": JOINT,
     "network.linear": JOINT,
@@ -58,8 +62,8 @@ SHORT: dict[str, Rule] = {
     **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
     "network.network_kwargs.**": none(remarks.TARGETS),
     "network.pretrained_lora_path": to("adapter.init_from", text, remarks.START),
-    "network.transformer_only": idle(Message("only the denoiser is trained here")),
-    "network.old_lokr_format": idle(Message("belongs to LoKr")),
+    "network.transformer_only": idle(remarks.DENOISER),
+    "network.old_lokr_format": idle(remarks.BELONGS_TO(key="LoKr")),
     "save.dtype": to("export.dtype", common_values.FILE_DTYPE),
     "save.save_every": JOINT,
     "save.max_step_saves_to_keep": JOINT,
@@ -78,7 +82,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.shuffle_tokens": JOINT,
     "datasets.*.keep_tokens": JOINT,
     "datasets.*.flip_x": JOINT,
-    "datasets.*.flip_y": none(Message("pictures are mirrored left to right only")),
+    "datasets.*.flip_y": none(Message("this trainer mirrors images only from left to right")),
     "datasets.*.buckets": JOINT,
     "datasets.*.bucket_tolerance": JOINT,
     "datasets.*.is_reg": JOINT,
@@ -93,7 +97,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.mask_path": JOINT,
     "datasets.*.mask_min_value": JOINT,
     "datasets.*.alpha_mask": JOINT,
-    "datasets.*.invert_mask": none(Message("white is what is trained here; invert the masks")),
+    "datasets.*.invert_mask": none(Message("this trainer trains the white area of a mask; invert the masks")),
     "datasets.*.control_path": JOINT,
     "datasets.*.control_path_1": none(NO_CONTROL),
     "datasets.*.control_path_2": none(NO_CONTROL),
@@ -112,7 +116,7 @@ SHORT: dict[str, Rule] = {
     "datasets.*.scale": none(remarks.SCALED, 1, 1.0),
     "datasets.*.augments": none(remarks.NO_COLOURS),
     "datasets.*.augmentations": none(remarks.NO_COLOURS),
-    "datasets.*.type": none(Message("folders of pictures with captions are read"), "image"),
+    "datasets.*.type": none(Message("this trainer reads folders of images with captions"), "image"),
     "datasets.*.num_workers": idle(),
     "datasets.*.prefetch_factor": idle(),
     "train.batch_size": JOINT,
@@ -136,7 +140,7 @@ SHORT: dict[str, Rule] = {
     "train.lr_scheduler": JOINT,
     "train.lr_scheduler_params.num_cycles": JOINT,
     "train.lr_scheduler_params.num_warmup_steps": JOINT,
-    "train.lr_scheduler_params.**": none(Message("not known to the schedules here")),
+    "train.lr_scheduler_params.**": none(Message("no schedule of this trainer has this argument")),
     "train.max_grad_norm": to("train.max_grad_norm", number),
     "train.dtype": JOINT,
     "train.min_snr_gamma": JOINT,
@@ -156,7 +160,7 @@ SHORT: dict[str, Rule] = {
     "train.force_first_sample": JOINT,
     "train.disable_sampling": JOINT,
     "train.cache_text_embeddings": immaterial(remarks.ALWAYS_CACHED),
-    "train.unload_text_encoder": immaterial(Message("text encoders are freed before training")),
+    "train.unload_text_encoder": immaterial(remarks.TEXT_FREED),
     "train.bypass_guidance_embedding": none(remarks.GUIDANCE),
     "train.xformers": immaterial(remarks.ATTENTION),
     "train.sdp": immaterial(remarks.ATTENTION),
@@ -173,7 +177,7 @@ SHORT: dict[str, Rule] = {
     "train.inverted_mask_prior": none(remarks.NO_MASK),
     "train.force_consistent_noise": none(objective_settings.NO_NOISE),
     "train.start_step": none(remarks.RESUMES),
-    "train.merge_network_on_save": none(Message("the base is never changed")),
+    "train.merge_network_on_save": none(Message("this trainer never changes the base model")),
     "train.compile": JOINT,
     "model.name_or_path": JOINT,
     "model.arch": JOINT,
@@ -191,7 +195,7 @@ SHORT: dict[str, Rule] = {
     "model.low_vram": idle(),
     "model.dtype": idle(remarks.COUNTS(key="train.dtype")),
     "model.vae_path": JOINT,
-    "model.te_name_or_path": none(Message("the base's own text encoders are used, or those of model.components")),
+    "model.te_name_or_path": none(remarks.OWN_ENCODERS),
     "model.assistant_lora_path": to("model.training_adapter", text, remarks.LOCAL_FILE),
     "model.inference_lora_path": none(remarks.NOT_MERGED),
     "model.lora_path": none(remarks.NOT_MERGED),
@@ -199,7 +203,7 @@ SHORT: dict[str, Rule] = {
     "model.layer_offloading_transformer_percent": JOINT,
     "model.layer_offloading_text_encoder_percent": idle(remarks.BELONGS_TO(key="layer_offloading")),
     "model.compile": JOINT,
-    "model.use_flux_cfg": none(Message("guidance is shown as one number")),
+    "model.use_flux_cfg": none(Message("the model gets guidance as one number")),
     **dict.fromkeys(("model.model_kwargs", "model.model_kwargs.**"), none(remarks.NOT_HERE)),
     "sample.sampler": none(remarks.NO_SAMPLER, "flowmatch", "ddpm"),
     "sample.sample_every": JOINT,
@@ -208,7 +212,7 @@ SHORT: dict[str, Rule] = {
     **{f"sample.samples.*.{name}": JOINT for name in ("prompt", "neg", "width", "height", "seed")},
     **{f"sample.samples.*.{name}": JOINT for name in ("guidance_scale", "sample_steps", "num_frames")},
     **{f"sample.samples.*.{name}": JOINT for name in ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")},
-    "sample.samples.*.**": none(Message("one value here for all previews")),
+    "sample.samples.*.**": none(Message("this trainer has one value for all previews")),
     "sample.width": JOINT,
     "sample.height": JOINT,
     "sample.neg": JOINT,
@@ -221,16 +225,16 @@ SHORT: dict[str, Rule] = {
     "sample.fps": idle(NO_VIDEO),
     "sample.format": idle(remarks.PREVIEWS_PNG),
     "sample.ext": idle(remarks.PREVIEWS_PNG),
-    "sample.network_multiplier": none(Message("previews show the LoRA at full strength"), 1, 1.0),
+    "sample.network_multiplier": none(remarks.PREVIEW_STRENGTH, 1, 1.0),
     **dict.fromkeys(("logging.use_wandb", "logging.project_name", "logging.run_name"), JOINT),
     "logging.**": idle(remarks.LOGGING),
-    "datasets.*.square_crop": none(Message("see dataset.buckets, of all folders")),
+    "datasets.*.square_crop": none(Message("dataset.buckets applies to all folders")),
     "datasets.*.prior_reg": none(NO_PRESERVE),
     "datasets.*.inpaint_path": none(NO_CONTROL),
     "datasets.*.full_size_control_images": none(NO_CONTROL),
     "datasets.*.standardize_images": none(remarks.NOT_HERE),
     "datasets.*.use_short_captions": none(remarks.ONE_CAPTION),
-    "datasets.*.replacements": none(Message("captions are read as they are")),
+    "datasets.*.replacements": none(Message("this trainer reads captions as they are")),
     **{
         f"train.{name}": none(objective_settings.NO_NOISE, 1, 1.0)
         for name in ("noise_multiplier", "target_noise_multiplier")
@@ -256,18 +260,20 @@ SHORT: dict[str, Rule] = {
     "train.inverted_mask_prior_multiplier": idle(remarks.BELONGS_TO(key="inverted_mask_prior")),
     "train.num_train_timesteps": none(remarks.NOISING, 1000),
     **{
-        f"model.{name}": none(Message("ai-toolkit's other architectures"), False)
+        f"model.{name}": none(Message("this trainer does not support this architecture"), False)
         for name in ("is_ssd", "is_vega", "is_pixart")
     },
-    "model.accuracy_recovery_adapter": none(Message("no LoRA is merged into the base while training")),
-    "model.refiner_name_or_path": none(Message("no refiner is trained here")),
+    "model.accuracy_recovery_adapter": none(remarks.NOT_MERGED),
+    "model.refiner_name_or_path": none(Message("this trainer does not train refiners")),
     "model.split_model_over_gpus": none(remarks.WHOLE_MODEL),
     "sample.cache_prompts": idle(),
 }
 RULES: dict[str, Rule] = {
-    "job": idle(Message("the kind of job")),
+    "job": idle(Message("this is the kind of job")),
     "config.name": JOINT,
-    "meta.**": none(Message("export.title, author, description and license are the text in the file")),
+    "meta.**": none(
+        Message("export.title, export.author, export.description and export.license set the text in the LoRA file")
+    ),
     **{PROCESS.replace(".0.", ".*.") + key: rule for key, rule in SHORT.items()},
 }
 
@@ -319,20 +325,21 @@ ARCHITECTURES = {
 
 OTHER_JOBS = {
     "generate": remarks.DRAWS,
-    "extract": Message("it extracts a LoRA from two models: `lora-fp8 extract` does"),
+    "extract": Message("these settings extract a LoRA from two models (`lora-fp8 extract` does that)"),
     "mod": remarks.CHANGES_A_FILE,
 }
 OTHER_PROCESSES = {
     **dict.fromkeys(
-        ("slider", "ultimate_slider_trainer", "concept_slider"), Message("it trains a slider from prompts")
+        ("slider", "ultimate_slider_trainer", "concept_slider"), Message("these settings train a slider from prompts")
     ),
     **dict.fromkeys(
-        ("textual_inversion_trainer", "image_reference_slider_trainer"), Message("it trains no LoRA on images")
+        ("textual_inversion_trainer", "image_reference_slider_trainer"),
+        Message("these settings train no LoRA on images"),
     ),
     "to_folder": remarks.DRAWS,
     "rescale_lora": remarks.CHANGES_A_FILE,
 }
-"""Jobs and processes that do not train a LoRA on images -> what they do."""
+"""Jobs and processes that do not train a LoRA on images -> the reason to refuse them."""
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
@@ -343,14 +350,17 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     )
     if not isinstance(processes, list) or len(processes) != 1 or not isinstance(processes[0], dict):
         raise UserError(
-            Message("{path}: expected one process under config; split files with several", path=draft.source.path)
+            Message(
+                "{path}: expected one process under config. Split the file into one file per process",
+                path=draft.source.path,
+            )
         )
 
     kind = str(processes[0].get("type", ""))
     if what := OTHER_JOBS.get(str(data.get("job", ""))) or OTHER_PROCESSES.get(kind):
         model_settings.refuse(draft, what)
     if processes[0].get("adapter") and not processes[0].get("network"):
-        model_settings.refuse(draft, Message("it trains an adapter (IP-Adapter, Redux, ControlNet)"))
+        model_settings.refuse(draft, Message("these settings train an adapter (IP-Adapter, Redux, ControlNet)"))
     yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
 
 
@@ -366,11 +376,13 @@ def combine(draft: Draft) -> None:
         model_settings.set_storage(draft, [quantize, kind], name, "ai-toolkit")
         if recovery:
             draft.notes.append(
-                Message("qtype names an accuracy recovery adapter, which is not used here: {file}", file=recovery)
+                Message(
+                    "qtype names an accuracy recovery adapter, which this trainer does not use: {file}", file=recovery
+                )
             )
     else:
         model_settings.set_storage(draft, [quantize], "bf16", "ai-toolkit")
-    draft.none(kind, Message("not quantized"), off=True)
+    draft.none(kind, Message("the base model is not quantized"), off=True)
     _set_network(draft)
     _set_folders(draft)
     _set_training(draft)
@@ -388,11 +400,11 @@ def _set_model(draft: Draft) -> None:
         why = f"arch = {draft.get(key('arch'))!r}"
     for name, family in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
         if not kind and common_values.on(draft.get(key(name))):
-            kind, why = family, Message("{name} is on", name=name)
+            kind, why = family, remarks.IS_ON(name=name)
     if not kind and common_values.on(draft.get(key("is_lumina2"))):
-        kind, why = "lumina2", Message("{name} is on", name="is_lumina2")
+        kind, why = "lumina2", remarks.IS_ON(name="is_lumina2")
     if not kind and not draft.has(key("arch")):
-        kind, why = "sd15", Message("no arch and no is_...: SD 1.5, as there")
+        kind, why = "sd15", Message("the file has neither arch nor is_..., so ai-toolkit takes SD 1.5")
     kind, why = model_settings.refined(kind, why, [draft.get(key("name_or_path"))])
     keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     model_settings.set_family(
@@ -401,7 +413,7 @@ def _set_model(draft: Draft) -> None:
         kind or common_values.plain(draft.get(key("arch"))),
         why or f"arch = {draft.get(key('arch'))!r}",
     )
-    draft.none(keys, Message("another family"), off=True)
+    draft.none(keys, remarks.OTHER_ARCHITECTURE, off=True)
     objective_settings.set_prediction(
         draft, key("is_v_pred"), "v" if common_values.on(draft.get(key("is_v_pred"))) else ""
     )
@@ -413,7 +425,10 @@ def _set_network(draft: Draft) -> None:
     key = f"{PROCESS}network.type"
     if not any(given_key.startswith(f"{PROCESS}network.") for given_key in draft.given):
         model_settings.set_whole_model(
-            draft, Message("the file has no network: ai-toolkit trains the whole model then; here a LoRA is trained")
+            draft,
+            Message(
+                "the file has no network, so ai-toolkit trains the whole model; this trainer trains a LoRA instead"
+            ),
         )
     kind = common_values.plain(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
@@ -437,17 +452,17 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     """Set the factor of a LoKr, and its rank if whole matrices are trained; `kind` is the network's type."""
     factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
     if kind != "lokr":
-        draft.none([factor, full], Message("belongs to LoKr"), off=True)
+        draft.none([factor, full], remarks.BELONGS_TO(key="LoKr"), off=True)
         return
     given = draft.get(factor)
     draft.mapped(
         factor,
         {"adapter.factor": adapter_settings.lokr_factor(-1 if given is None else given)},
-        Message("-1 there is 0 here"),
+        remarks.MINUS_ONE,
     )
     if common_values.on(draft.get(full)):
         ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
-        draft.mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, Message("whole matrices"))
+        draft.mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, remarks.WHOLE_MATRICES)
     draft.none(full, remarks.OFF, off=True)
 
 
@@ -455,16 +470,16 @@ def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
     if common_values.on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.mapped(alpha, AREA, remarks.join([f"{at}.mask = 'alpha'", remarks.MASK_AREA]))
+        draft.mapped(alpha, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask = 'alpha'"), remarks.MASK_AREA]))
         draft.none(path, remarks.COUNTS(key="alpha_mask"), off=True)
     elif draft.get(path, text):
         folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
-        draft.mapped(path, AREA, remarks.join([f"{at}.mask", remarks.MASK_AREA]))
+        draft.mapped(path, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask"), remarks.MASK_AREA]))
     draft.none(alpha, remarks.OFF, off=True)
 
 
 def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
-    """Set objective.unmasked_weight from the folders with masks; ai-toolkit ignores what is outside by default."""
+    """Set objective.unmasked_weight from the folders with masks; ai-toolkit ignores the area outside by default."""
     keys = [f"{table}mask_min_value" for table in tables]
     if any(folder.mask for folder in draft.folders):
         masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
@@ -482,7 +497,7 @@ def _set_preservation(draft: Draft) -> None:
         if (multiplier := draft.get(weight, number)) is not None:
             draft.mapped(weight, {"objective.prior_for_class": float(multiplier)})
     elif common_values.on(draft.get(on)):
-        draft.none(on, Message("it needs a class and a trigger_word, as dataset.class_word does"))
+        draft.none(on, Message("this needs both a class and a trigger_word, and the file lacks one of them"))
     draft.none([on, word, weight], remarks.BELONGS_TO(key="diff_output_preservation"), off=True)
 
 
@@ -524,16 +539,16 @@ def _add_folders(draft: Draft, table: str) -> range:
     dataset_settings.look_into(draft, folder, deep=True)
     first = len(draft.folders)
     at = f"dataset.folders.{first}"
-    draft.mapped(name, {}, f"{at}.path")
-    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {folder.repeats}")
-    draft.mapped(f"{table}trigger_word", {}, f"{at}.trigger")
+    draft.mapped(name, {}, remarks.SETS(setting=f"{at}.path"))
+    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {folder.repeats}"))
+    draft.mapped(f"{table}trigger_word", {}, remarks.SETS(setting=f"{at}.trigger"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     _set_mask(draft, table, folder, at)
     caption = draft.get(f"{table}default_caption", text)
     if common_values.on(draft.get(f"{table}is_reg")):
         folder.regularization, folder.trigger = True, ""
         draft.differs(f"{table}is_reg", {}, remarks.SHOWN_ALIKE)
-        draft.none(f"{table}default_caption", Message("here each of these pictures needs a caption file"))
+        draft.none(f"{table}default_caption", Message("each of these images needs a caption file"))
     draft.none(f"{table}is_reg", remarks.OFF, off=True)
     if caption and not folder.regularization:
         draft.differs(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
@@ -547,7 +562,7 @@ def _add_folders(draft: Draft, table: str) -> range:
 
 
 def _set_shared(draft: Draft, tables: list[str]) -> None:
-    """Set what has one value for all folders here: dropout, flips, buckets and the shuffling of tags."""
+    """Set the settings that have one value for all folders: dropout, flips, buckets and the shuffling of tags."""
     for name, setting, read in (
         ("caption_dropout_rate", "dataset.caption_dropout", number),
         ("shuffle_tokens", "dataset.shuffle_tags", flag),
@@ -569,11 +584,11 @@ def _set_shared(draft: Draft, tables: list[str]) -> None:
         dataset_settings.share(
             draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole
         )
-    draft.none(keys, Message("means nothing without {key}", key="shuffle_tokens"), off=True)
+    draft.none(keys, remarks.UNUSED_WITHOUT(key="shuffle_tokens"), off=True)
 
 
 def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
-    """Set dataset.resolution to the largest, and that of each folder that has another one; the default there is 512.
+    """Set dataset.resolution to the largest, and that of folders with another one; ai-toolkit's default is 512.
 
     Args:
         draft: the import.
@@ -592,7 +607,7 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
         draft.set(
             "dataset.resolution",
             top,
-            Message("the largest of the datasets, which previews have unless they say another"),
+            Message("this is the largest resolution of the datasets; previews use it unless they set another"),
         )
     note = remarks.LARGEST if len({largest or top, *sides}) > 1 else ""
     draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
@@ -625,13 +640,15 @@ def _set_training(draft: Draft) -> None:
         draft.none(key, remarks.OFF, off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
     share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
-    note: str = Message("a share of the layers there, drawn by chance; of the frozen weights here")
+    note: str = Message(
+        "ai-toolkit offloads a random share of the layers; this trainer offloads that share of the frozen weights"
+    )
     memory_settings.set_offload(draft, offload, share if common_values.on(draft.get(offload[0])) else 0.0, note)
     dataset_settings.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, remarks.SAVED)
     keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
     if keep:
         ours = common_values.clamp("checkpoint.keep", keep)
-        note = Message("checkpoints, besides the file at the end")
+        note = Message("this trainer counts checkpoints; the final LoRA file is always written")
         if ours > keep:
             note = remarks.AT_LEAST(least=ours)
         draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": ours}, note)
@@ -662,7 +679,7 @@ def _set_optimizer(draft: Draft) -> None:
     draft.none([general, denoiser], remarks.RATE_OF_DENOISER(rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
-        draft.set("optimizer.eps", 1e-6, Message("not in the file: ai-toolkit's own"))
+        draft.set("optimizer.eps", 1e-6, remarks.TOOLS_DEFAULT(tool="ai-toolkit"))
         draft.report_default("train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
     betas = draft.get(f"{TRAIN}optimizer_params.betas", pair)
     if betas:
@@ -681,13 +698,13 @@ def _set_timesteps(draft: Draft) -> None:
     elif kind == "weighted":
         objective_settings.set_timesteps(draft, keys[:1], "uniform", 1.0, remarks.UNIFORM, exact=False)
     elif kind.endswith("shift"):
-        note = Message("uniform and shifted as the model's own scheduler is")
+        note = Message("this trainer draws timesteps uniformly and shifts them as the model's own scheduler does")
         objective_settings.set_timesteps(draft, keys[:1], "uniform", "auto", note, exact=False)
     else:
         objective_settings.set_timesteps(
-            draft, keys[:1], "logit_normal", 1.0, remarks.NO_COUNTERPART(name=repr(kind)), exact=False
+            draft, keys[:1], "logit_normal", 1.0, remarks.LOGIT_NORMAL(method=repr(kind)), exact=False
         )
-        draft.need("objective.timesteps", Message("choose one for {name}", name=repr(kind)))
+        draft.need("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(kind)))
     draft.none(keys, remarks.OFF, off=True)
 
 
@@ -704,7 +721,11 @@ def _set_previews(draft: Draft) -> None:
     keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
     if pictures:
         has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
-        notes: list[str] = [] if has_trigger else [Message("[trigger] has no word to stand for")]
+        notes: list[str] = (
+            []
+            if has_trigger
+            else [Message("the prompts have [trigger], but the file has no trigger_word to replace it")]
+        )
         notes += kohya_previews.name_unknown_flags(unknown_flags)
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
         named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
@@ -717,7 +738,7 @@ def _set_previews(draft: Draft) -> None:
 
 
 def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a table for each prompt, with the settings of its own, and the flags in prompts that mean nothing here."""
+    """Return a table for each prompt, with the settings of its own, and the flags of prompts that are unknown."""
     lines = draft.get(f"{SAMPLE}prompts", listed) or []
     parsed = [kohya_previews.parse_prompt(str(line), PROMPT_FLAGS) for line in lines]
     prompts = [picture | {"where": f"sample.prompts.{number}"} for number, (picture, _) in enumerate(parsed)]
@@ -735,7 +756,7 @@ def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompts with the settings that all of them share, and with the trigger word in its place."""
+    """Return the prompts with the settings that all of them share; [trigger] becomes the trigger word."""
     trigger = str(draft.get(f"{PROCESS}trigger_word") or "")
     common = {ours: draft.get(f"{SAMPLE}{name}") for name, ours in SAMPLE_FIELDS.items()}
     common = {name: value for name, value in common.items() if value is not False}
@@ -749,7 +770,7 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
 
 
 def _preview_setting(key: str) -> str:
-    """Return the name in [preview] of what one of the tool's keys under `sample` holds."""
+    """Return the name in [preview] of the setting that one of the tool's keys under `sample` holds."""
     if key.removeprefix(SAMPLE) in SAMPLE_NAMES:
         return SAMPLE_NAMES[key.removeprefix(SAMPLE)]
     last = key.rsplit(".", 1)[-1]

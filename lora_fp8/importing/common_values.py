@@ -77,14 +77,16 @@ FILE_DTYPE = choice(
 
 
 def set_seed(draft: Draft, key: str) -> None:
-    """Set seed; for other tools, no seed or -1 is a random one, here 0 is used."""
+    """Set seed. In other tools, no seed or -1 means a random one; ours is 0 then."""
     seed = draft.get(key, whole)
     if seed is None:
         draft.none(key, remarks.EMPTY, off=True)
     elif seed < 0:
-        draft.none(key, Message("a random seed there; here 0, so that a run can be repeated"))
+        draft.none(
+            key, Message("the other trainer draws a random seed; this trainer uses 0, so that a run can be repeated")
+        )
     elif seed > MAX_SEED:
-        note = Message("at most {most} here: the remainder", most=MAX_SEED)
+        note = Message("the largest seed is {most}; the remainder was written", most=MAX_SEED)
         draft.differs(key, {"seed": seed % (MAX_SEED + 1)}, note)
     else:
         draft.mapped(key, {"seed": seed})
@@ -98,7 +100,11 @@ def set_name(draft: Draft, key: str, value: str | None = None, note: str = "") -
         return
     name = "".join("-" if c in "/\\" or not c.isprintable() else c for c in given).strip()[:120]
     name = name if name not in ("", ".", "..") else "my-lora"
-    full_note = note if name == given else remarks.join([note, Message("without what cannot name a folder")])
+    full_note = (
+        note
+        if name == given
+        else remarks.join([note, Message("characters that a folder name cannot have were replaced or removed")])
+    )
     (draft.mapped if name == given else draft.differs)(key, {"name": name}, full_note)
 
 

@@ -13,15 +13,19 @@ from .. import families
 from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
 from ..data.image_files import labelled, masked_stem
-from ..errors import Message
+from ..errors import Message, Plural
 from . import remarks
 from .common_values import bounds
 from .import_draft import Draft, Folder
 from .readers import Unfit, number, text, whole
 
-OUTSIDE = Message("what is outside of a mask counts nothing there")
-NO_WEIGHT = Message("a folder's weight is above 0 here: take the folder out instead")
-NO_CLIPS = Message("clips are trained only on base models that generate video: dataset.frames")
+OUTSIDE = Message("the other trainer ignores the area outside a mask")
+NO_WEIGHT = Message("the weight of a folder must be above 0; remove the folder instead")
+NO_CLIPS = Message("only base models that generate video are trained on clips; see dataset.frames")
+EVERY_EPOCHS = Plural(
+    "{key}: the file says every epoch, which cannot be converted without the images; the default is used",
+    "{key}: the file says every {count} epochs, which cannot be converted without the images; the default is used",
+)
 
 
 def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -37,11 +41,11 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
         return
     knows = draft.family in families.available() and any(families.get(draft.family).controls)
     if draft.family and not knows:
-        draft.none(key, Message("{family} is shown no control pictures here", family=draft.family))
+        draft.none(key, Message("this trainer trains {family} without control images", family=draft.family))
         draft.need(
             "dataset.folders",
             Message(
-                "the other trainer shows control images ({path}), which {family} is not shown here",
+                "the file has control images ({path}), but this trainer trains {family} without them",
                 path=path,
                 family=draft.family,
             ),
@@ -50,12 +54,14 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
         draft.none(
             key,
             Message(
-                "one folder here: put several of one picture into it as name_1, name_2, and name it in {at}", at=at
+                "this trainer reads control images from one folder: put several of one image into it as name_1, "
+                "name_2, and set {at}.control",
+                at=at,
             ),
         )
     else:
         folder.control = path
-        draft.mapped(key, {}, f"{at}.control")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.control"))
 
 
 def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -69,7 +75,7 @@ def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if path := draft.get(key, text):
         folder.mask = as_mask_folder(path)
-        draft.mapped(key, {}, f"{at}.mask")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.mask"))
 
 
 def as_mask_folder(path: str) -> str:
@@ -78,7 +84,7 @@ def as_mask_folder(path: str) -> str:
 
 
 def set_unmasked(draft: Draft) -> None:
-    """Set objective.unmasked_weight for tools that ignore what is outside a mask."""
+    """Set objective.unmasked_weight for tools that ignore the area outside a mask."""
     if any(folder.mask for folder in draft.folders):
         draft.set("objective.unmasked_weight", 0.0, OUTSIDE)
 
@@ -88,12 +94,12 @@ def set_unmasked(draft: Draft) -> None:
 
 
 def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
-    """Count a folder's images, and those without a caption, if the folder exists here.
+    """Count a folder's images, and those without a caption, if the folder is on this machine.
 
     Args:
         draft: the import.
         folder: receives the counts.
-        deep: the other tool searches subfolders. Ours does; images that only ours would find are reported.
+        deep: the other tool searches subfolders, as ours does; images that only ours would find are reported.
     """
     place = draft.find(folder.path)
     if place is None or not place.is_dir():
@@ -105,7 +111,7 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     if len(pictures) < len(every):
         draft.notes.append(
             Message(
-                "{path}: {count} pictures in subfolders, which are taken here and were not there",
+                "{path}: this trainer also uses the {count} images in subfolders, which the other trainer does not",
                 path=folder.path,
                 count=len(every) - len(pictures),
             )
@@ -120,16 +126,17 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
     if folder.images and folder.captionless == folder.images:
         folder.trigger, folder.trigger_is_caption = words, True
         return Message(
-            "no picture has a caption file, so it is the folder's trigger, and with missing_caption the caption"
+            "no image has a caption file, so this is the folder's trigger and, with missing_caption = 'trigger', "
+            "the caption"
         )
     return Message(
-        "the caption of pictures without one there; here dataset.missing_caption = 'trigger' with this as "
-        "trigger, which is put in front of the captions that lack it as well"
+        "the other trainer uses this as the caption of images that have none. To do the same, set it as the "
+        "folder's trigger with dataset.missing_caption = 'trigger', which also adds it to captions that lack it"
     )
 
 
 def samples(draft: Draft) -> int | None:
-    """Return the samples of an epoch there: images times repeats, over all folders; None if one does not exist here."""
+    """Return the samples of the other tool's epoch: images times repeats, over all folders; None if one is missing."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
     counts = [(folder.images or 0) * folder.repeats for folder in draft.folders if not folder.regularization]
@@ -139,7 +146,7 @@ def samples(draft: Draft) -> int | None:
 
 
 def balance_regularization(draft: Draft) -> None:
-    """Set repeats so that as many regularization images as others are trained on in an epoch, as there."""
+    """Set repeats so that an epoch has as many regularization images as others, as in the other tool."""
     others = [folder for folder in draft.folders if folder.regularization]
     total, there = samples(draft), sum(folder.images or 0 for folder in others)
     if not (others and total and there):
@@ -150,8 +157,8 @@ def balance_regularization(draft: Draft) -> None:
     if there > wanted:
         draft.notes.append(
             Message(
-                "there are {count} regularization pictures, of which the other trainer shows the first {shown} "
-                "an epoch; here {shown} of them an epoch, in turn",
+                "there are {count} regularization images. The other trainer uses only the first {shown} per "
+                "epoch; this trainer uses {shown} per epoch in turn",
                 count=there,
                 shown=wanted,
             )
@@ -162,13 +169,16 @@ def weigh_regularization(draft: Draft, key: str) -> None:
     """Set the weight of the regularization folders."""
     others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
     if not others:
-        draft.none(key, Message("there are no regularization pictures"), off=True)
+        draft.none(key, Message("there are no regularization images"), off=True)
     elif weight is not None and weight <= 0:
-        draft.none(key, Message("here they count, as without it: take their folders out instead"))
+        draft.none(
+            key,
+            Message("the weight must be above 0, so regularization images count fully; remove their folders instead"),
+        )
     elif weight is not None:
         for folder in others:
             folder.weight = weight
-        draft.mapped(key, {}, Message("the weight of the folders for regularization"))
+        draft.mapped(key, {}, Message("this is the weight of the regularization folders"))
 
 
 def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -185,11 +195,11 @@ def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
         draft.none(key, NO_WEIGHT)
     elif weight is not None:
         folder.weight *= weight
-        draft.mapped(key, {}, f"{at}.weight")
+        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.weight"))
 
 
 def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
-    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are not here.
+    """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are missing.
 
     With `batch` above 1, bucketing adds a partly filled batch per bucket, which is not counted.
     """
@@ -200,29 +210,27 @@ def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 
 
 
 def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
-    """Set train.steps from epochs, by counting the images; add a TODO if they are not here."""
+    """Set train.steps from epochs, by counting the images; add a TODO if they are missing."""
     if per_epoch is None:
-        draft.none(
-            key, Message("train.steps counts steps; {epochs} epochs are not known without the pictures", epochs=epochs)
-        )
+        draft.none(key, Message("{epochs} epochs cannot be converted to steps without the images", epochs=epochs))
         draft.need(
             "train.steps",
             Message(
-                "{epochs} epochs = {epochs} x pictures x repeats / (train.batch_size x train.accumulate); import "
-                "again where the pictures are, or put the number in",
+                "{epochs} epochs = {epochs} x images x repeats / (train.batch_size x train.accumulate) steps. "
+                "Import again on the machine that has the images, or fill in the number",
                 epochs=epochs,
             ),
         )
         draft.set("train.steps", "TODO")  # a number might be far off, and trained unseen
         return
     note = Message(
-        "{epochs} epochs x {steps} steps, from {samples} samples; steps are counted here, not epochs",
+        "{epochs} epochs x {steps} steps ({samples} samples per epoch); this trainer counts steps, not epochs",
         epochs=epochs,
         steps=per_epoch,
         samples=samples(draft),
     )
     if batch > 1:
-        note = Message("{line}, and each bucket's last batch may be smaller and add a step", line=note)
+        note = Message("{line}. The last batch of each bucket may be smaller and add a step", line=note)
     draft.differs(key, {"train.steps": epochs * per_epoch}, note)
 
 
@@ -260,7 +268,8 @@ def set_every(
         account(steps_key, every(steps), note)
         if epochs > 0:
             draft.none(
-                epochs_key, Message("the other trainer does both; here one interval, that of {key}", key=steps_key)
+                epochs_key,
+                Message("the other trainer uses both intervals; this trainer has one, that of {key}", key=steps_key),
             )
         elif epochs_key:
             draft.none(epochs_key, remarks.OFF, off=True)
@@ -273,11 +282,9 @@ def set_every(
     elif epochs > 0:
         draft.none(
             epochs_key,
-            Message("{setting} counts steps, and an epoch's are not known without the pictures", setting=setting),
+            Message("{setting} counts steps, and the steps per epoch are unknown without the images", setting=setting),
         )
-        draft.todo.append(
-            Message("{key}: the file says every {epochs} epochs; the default was left", key=setting, epochs=epochs)
-        )
+        draft.todo.append(EVERY_EPOCHS(key=setting, count=epochs))
     elif epochs_key:
         draft.none(epochs_key, remarks.OFF, off=True)
 
@@ -285,7 +292,7 @@ def set_every(
 def share(
     draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
 ) -> None:
-    """Set one setting of ours from what the other tool sets per folder.
+    """Set one of our settings from one that the other tool has per folder.
 
     Args:
         draft: the import.
@@ -307,7 +314,7 @@ def share(
     common = Counter(given).most_common(1)[0][0]
     notes = [note] if note else []
     if len(set(parsed)) > 1:
-        notes.append(Message("one value here for all folders, the most frequent: {value}", value=repr(common)))
+        notes.append(Message("this trainer has one value for all folders; the most frequent one was written"))
     (draft.differs if notes else draft.mapped)(keys, {setting: common}, remarks.join(notes))
 
 
@@ -316,13 +323,13 @@ def side_of(value: Any) -> tuple[int, str]:
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
     numbers = [whole(part) for part in parts]
     if not numbers or min(numbers) <= 0 or len(numbers) > 2:
-        raise Unfit(Message("{value} is no resolution", value=repr(value)))
+        raise Unfit(Message("{value} is not a resolution", value=repr(value)))
     side = math.sqrt(numbers[0] * numbers[-1])
     if side == int(side):
         return int(side), ""
     rounded = max(64, round(side / 64) * 64)
     return rounded, Message(
-        "{size} is an area of {side} squared; here the side of a square, {ours}",
+        "{size} has the area of a square with side {side}; dataset.resolution is this side, rounded to {ours}",
         size=value,
         side=f"{side:.1f}",
         ours=rounded,
@@ -343,7 +350,7 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
     if len(set(sides)) > 1:
         notes.append(
             Message(
-                "one resolution here, the largest; there were {sizes}",
+                "the file has several resolutions ({sizes}); the largest was written",
                 sizes=", ".join((str(given) for given, _ in sides)),
             )
         )
@@ -375,7 +382,7 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
 
 
 def keep_aspects(draft: Draft, key: str) -> None:
-    """Set dataset.max_aspect to its limit, for tools that make buckets of any shape; `key` says that there are some."""
+    """Set dataset.max_aspect to its limit, for tools whose buckets have any shape; `key` is their key for buckets."""
     if draft.settings.get("dataset.buckets") is not False:
         note = remarks.ANY_ASPECT(tool=draft.tool.name)
         draft.assume("dataset.max_aspect", float(bounds("dataset.max_aspect")[1]), key, note)
@@ -392,7 +399,9 @@ def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) ->
     least, _ = bounds("dataset.bucket_step")
     note = ""
     if given and min(given) < least:
-        note = Message("{number} there; {least} pixels is the least here", number=min(given), least=least)
+        note = Message(
+            "the file has {number}; the minimum of this trainer is {least} pixels", number=min(given), least=least
+        )
     share(draft, keys, values, "dataset.bucket_step", lambda value: max(least, whole(value)), note)
 
 
@@ -418,6 +427,6 @@ def set_clips(
         keys, {"dataset.frames": sorted({max(1, (length - 1) // step * step + 1) for length in lengths})}, note
     )
     if part is None:
-        draft.none(part_keys, Message("of a clip its head, its middle or chunks are taken here: dataset.clip"))
+        draft.none(part_keys, Message("this trainer takes the head, the middle or chunks of a clip: dataset.clip"))
     else:
         draft.mapped(part_keys, {"dataset.clip": part})

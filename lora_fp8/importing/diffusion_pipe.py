@@ -53,7 +53,7 @@ RULES: dict[str, Rule] = {
     "gradient_clipping": to("train.max_grad_norm", number),
     "warmup_steps": JOINT,
     "lr_scheduler": JOINT,
-    "force_constant_lr": none(Message("the schedule is schedule.name")),
+    "force_constant_lr": none(Message("schedule.name sets the schedule")),
     "pipeline_stages": none(remarks.WHOLE_MODEL, 1),
     "partition_method": idle(),
     "partition_split": none(remarks.WHOLE_MODEL),
@@ -121,13 +121,13 @@ RULES: dict[str, Rule] = {
     "model.first_frame_conditioning_p": none(remarks.NO_FIRST_FRAME),
     "adapter.type": JOINT,
     "adapter.rank": to("adapter.rank", whole),
-    "adapter.alpha": none(Message("diffusion-pipe refuses it: alpha is the rank")),
+    "adapter.alpha": none(Message("diffusion-pipe does not accept alpha; it equals the rank")),
     "adapter.dropout": to("adapter.dropout", number),
     "adapter.dtype": to(
         "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, Message("bf16 and fp32"))
     ),
     "adapter.decompose_factor": JOINT,
-    "adapter.init_from_existing": none(Message("name the .safetensors file in that folder in adapter.init_from")),
+    "adapter.init_from_existing": none(Message("set adapter.init_from to the .safetensors file in that folder")),
     "adapter.fuse_adapters": none(remarks.MERGE_BEFOREHAND),
     "adapter.fuse_adapters.**": none(remarks.MERGE_BEFOREHAND),
     "optimizer.type": JOINT,
@@ -194,7 +194,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield the settings of the main file, and those of its dataset file with the prefix `data.`."""
     data = draft.source.data
     if not isinstance(data, dict):
-        raise UserError(Message("{path}: expected tables", path=draft.source.path))
+        raise UserError(remarks.NO_TABLE(path=draft.source.path))
     if "directory" in data:
         yield from _dataset(data)
         return
@@ -215,7 +215,7 @@ def combine(draft: Draft) -> None:
     if "directory" in draft.source.data:
         draft.defaults = {"data.enable_ar_bucket": False}
         model_settings.set_family(
-            draft, (), "", Message("the file holds only the pictures: import the main file with this beside it")
+            draft, (), "", Message("the file describes only the images; import the main file with this file beside it")
         )
         model_settings.set_model_path(draft, "model.diffusers_path")
         _set_folders(draft)
@@ -235,7 +235,7 @@ def combine(draft: Draft) -> None:
     dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
     stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
     model_settings.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
-    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], Message("the other key counts"), off=True)
+    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], remarks.OTHER_KEY, off=True)
     _set_adapter(draft)
     _set_folders(draft)
     _set_length_and_rate(draft)
@@ -256,7 +256,7 @@ def combine(draft: Draft) -> None:
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
         common_values.set_name(draft, "", name)
-        draft.comments["name"] = [Message("the last part of output_dir; diffusion-pipe names runs by the time")]
+        draft.comments["name"] = [Message("this is the last part of output_dir; diffusion-pipe names runs by the time")]
 
 
 def _set_path(draft: Draft) -> None:
@@ -272,38 +272,41 @@ def _set_path(draft: Draft) -> None:
     draft.none(given[1:], Message("{key} is the base model", key=given[0]), off=True)
     encoders = [key for key in draft.keys("model.text_encoders.*.paths") if key.endswith(".paths")]
     model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
-    draft.none(draft.keys("model.text_encoders.**"), Message("the encoder's file tells what it is"))
+    draft.none(draft.keys("model.text_encoders.**"), Message("the encoder's file shows what kind of encoder it is"))
 
 
 def _set_adapter(draft: Draft) -> None:
     kind = common_values.plain(draft.get("adapter.type") or "")
     if kind != "lokr":
-        draft.none("adapter.decompose_factor", Message("belongs to LoKr"), off=True)
+        draft.none("adapter.decompose_factor", remarks.BELONGS_TO(key="LoKr"), off=True)
     if own := adapter_settings.find_type(kind):
         draft.mapped("adapter.type", {"adapter.type": own})
         rank = draft.get("adapter.rank", whole)
         if kind == "lokr":
             factor = draft.get("adapter.decompose_factor")
             settings = {"adapter.factor": adapter_settings.lokr_factor(-1 if factor is None else factor)}
-            draft.mapped("adapter.decompose_factor", settings, Message("-1 there is 0 here"))
+            draft.mapped("adapter.decompose_factor", settings, remarks.MINUS_ONE)
             if rank and rank > adapter_settings.WHOLE_RANK:
                 rank = adapter_settings.WHOLE_RANK
-                draft.mapped("adapter.rank", {"adapter.rank": rank}, Message("whole matrices"))
+                draft.mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
     elif kind:
-        draft.none("adapter.type", Message("there is no {kind} here; a LoRA was written", kind=kind))
+        draft.none("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
         draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
         rank = draft.get("adapter.rank", whole) or 0
         if rank > adapter_settings.WHOLE_RANK:  # a LoKr's way to say "whole matrices"
-            draft.none("adapter.rank", Message("belongs to LoKr"))
+            draft.none("adapter.rank", remarks.BELONGS_TO(key="LoKr"))
             draft.set("adapter.rank", Adapter().rank)
-            draft.need("adapter.rank", Message("choose one for a LoRA"))
+            draft.need("adapter.rank", Message("choose a rank for the LoRA"))
     elif draft.has("model.type"):
         model_settings.set_whole_model(
             draft,
-            Message("the file has no [adapter]: diffusion-pipe trains the whole model then; here a LoRA is trained"),
+            Message(
+                "the file has no [adapter], so diffusion-pipe trains the whole model; this trainer trains a LoRA "
+                "instead"
+            ),
         )
 
 
@@ -313,9 +316,9 @@ def _set_folders(draft: Draft) -> None:
     dataset_settings.set_unmasked(draft)
     keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
     glued = [key for key in keys if not str(draft.get(key) or " ")[-1].isspace()]
-    draft.differs(glued, {}, Message("a space follows the prefix here"))
+    draft.differs(glued, {}, Message("this trainer puts a space after the prefix"))
     draft.mapped(keys, {}, remarks.IN_EACH_FOLDER)
-    draft.mapped("dataset", {}, Message("read as well") if tables else Message("not here"))
+    draft.mapped("dataset", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
         draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("dataset")))
@@ -335,8 +338,8 @@ def _add_folders(draft: Draft, table: str) -> list[Any]:
     repeats = draft.get(f"{table}num_repeats", number) or 1.0
     folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
     at = f"dataset.folders.{len(draft.folders)}"
-    draft.mapped(f"{table}path", {}, f"{at}.path")
-    draft.mapped(f"{table}num_repeats", {}, f"{at}.repeats = {repeats:g}")
+    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
+    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
     prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
@@ -360,7 +363,7 @@ def _set_frames(draft: Draft) -> None:
         [whole(length) for key in lengths if draft.has(key) for length in draft.get(key, listed)],
         ["video_clip_mode"],
         CLIP_PARTS.get(part),
-        Message("of every folder; a clip takes the longest that fits, as there"),
+        Message("the lengths apply to every folder; a clip takes the longest that fits, as in diffusion-pipe"),
     )
 
 
@@ -377,10 +380,11 @@ def _set_buckets(draft: Draft, has_folders: bool) -> None:
             keys,
             {"dataset.max_aspect": common_values.clamp("dataset.max_aspect", max(widest))},
             Message(
-                "the wider of both; sides are multiples of dataset.bucket_step here, not a number of aspect ratios"
+                "the wider of the two was written; this trainer rounds bucket sides to dataset.bucket_step and "
+                "sets no number of aspect ratios"
             ),
         )
-    draft.none(keys, Message("means nothing without aspect ratio buckets"), off=True)
+    draft.none(keys, Message("this setting has no effect without aspect ratio buckets"), off=True)
 
 
 def _set_captions(draft: Draft) -> None:
@@ -399,7 +403,8 @@ def _set_captions(draft: Draft) -> None:
             draft.mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
         else:
             note = Message(
-                "an empty caption is an error here; 'skip' leaves such pictures out, 'trigger' captions them"
+                "an empty caption is an error in this trainer; dataset.missing_caption = 'skip' leaves such "
+                "images out, and 'trigger' captions them with the trigger word"
             )
             draft.none("data.skip_empty_caption", note)
 
@@ -407,7 +412,12 @@ def _set_captions(draft: Draft) -> None:
 def _set_length_and_rate(draft: Draft) -> None:
     batch, notes = _batch(draft)
     keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
-    notes.append(Message("over all processes together here; multiply by the number of GPUs that you used"))
+    notes.append(
+        Message(
+            "train.batch_size counts the images of all processes together; multiply it by the number of GPUs that you "
+            "used"
+        )
+    )
     draft.differs(keys, {"train.batch_size": batch}, remarks.join(notes))
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = _steps_per_epoch(draft, batch * accumulate)
@@ -427,7 +437,7 @@ def _set_length_and_rate(draft: Draft) -> None:
     own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = (
-        Message("diffusion-pipe trains SDXL's text encoders too, unless their rates are 0")
+        Message("diffusion-pipe trains SDXL's text encoders too, unless their learning rates are 0")
         if not draft.has(keys[0])
         else ""
     )
@@ -468,7 +478,7 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
     if not isinstance(value, list):
         return positive(value), []
     return positive(max(pair(size) for size in value)[1]), [
-        Message("one batch size here, that of the largest resolution")
+        Message("this trainer has one batch size; that of the largest resolution was written")
     ]
 
 
@@ -496,7 +506,7 @@ def recognise(source: Source) -> str:
         return ""
     model, optimizer = data.get("model"), data.get("optimizer")
     if isinstance(model, dict) and "type" in model and isinstance(optimizer, dict) and "type" in optimizer:
-        return "[model] and [optimizer] with a type"
+        return Message("[model] and [optimizer] with a type")
     if isinstance(data.get("directory"), list):
         return "[[directory]]"
     return "micro_batch_size_per_gpu" if "micro_batch_size_per_gpu" in data else ""

@@ -1,4 +1,4 @@
-"""An import while it is made, and the result: our settings, and what became of each key."""
+"""An import under construction, and its result: our settings, and an account of each key."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class Import:
 
 @dataclass
 class Folder:
-    """A folder of images of the other tool, and what is in it if it exists here.
+    """A folder of images of the other tool, and the number of its images if it is on this machine.
 
     Attributes:
         path: as in the file.
         repeats, trigger, prefix, suffix: as our settings of these names.
-        images: number of images in it; None if the folder does not exist here.
+        images: number of images in it; None if the folder is not on this machine.
         captionless: how many of them have no caption file.
         trigger_is_caption: the trigger is the whole caption of images that have none.
         control: the folder of control images.
@@ -164,7 +164,7 @@ class Draft:
             key = tool.aliases.get(key, key)
             if key in self.given:  # a section of kohya's files overrides the one before
                 overridden, equal = self.labels[key], self.given[key] == value
-                note = Message("given again as {key}, which counts", key=label)
+                note = Message("{key} sets it again and takes precedence", key=label)
                 self.lists["none"].append(_entry(overridden, self.given[key], note=note, off=equal))
             self.given[key], self.labels[key] = value, label
 
@@ -212,7 +212,7 @@ class Draft:
             if existing is None and name and self.source.reach(beside / name) and (beside / name).is_file():
                 self.notes.append(
                     Message(
-                        "{path} is not here; {name} beside {file} was read instead",
+                        "{path} was not found; {name} beside {file} was read instead",
                         path=path,
                         name=name,
                         file=self.source.path.name,
@@ -226,17 +226,10 @@ class Draft:
         return existing
 
     def refer(self, key: str, path: str) -> Any:
-        """Read a settings file that this one refers to; return None, and add a note, if it does not exist here."""
+        """Read a settings file that this one refers to; return None, and add a note, if it was not found."""
         file = self.find(path)
         if file is None or not file.is_file():
-            self.notes.append(
-                Message(
-                    "{key} = {path} is not here: put it beside {file} and import again",
-                    key=key,
-                    path=repr(path),
-                    file=self.source.path.name,
-                )
-            )
+            self.notes.append(remarks.PUT_BESIDE(key=key, path=repr(path), file=self.source.path.name))
             return None
         return read_source(file).data
 
@@ -260,7 +253,7 @@ class Draft:
         self.todo.append(Message("{key}: {line}", key=setting, line=what))
 
     def mapped(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = "") -> None:
-        """Report that these keys mean the same here."""
+        """Report that these keys have the same meaning in our settings."""
         self._account("mapped", keys, settings or {}, note)
 
     def differs(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None, note: str) -> None:
@@ -308,7 +301,7 @@ class Draft:
                 self.lists["none"].append(_entry(self.labels[key], self.given[key], note=remarks.EMPTY, off=True))
 
     def report_default(self, key: str, value: Any, written: str, note: str = "") -> None:
-        """Report a default of the tool that was written, although the file does not say it.
+        """Report a default of the tool that was written because the file does not set it.
 
         Args:
             key: the tool's key, as shown.
@@ -328,7 +321,7 @@ class Draft:
         self._set_defaults()
         if not self.folders:
             self.folders = [Folder("TODO")]
-            self.need("dataset.folders", Message("the folder of your pictures; the file names none"))
+            self.need("dataset.folders", Message("the file names no folder of images; add yours"))
         self._shorten_warmup()
         self._set_missing_caption()
         self._name_waiting()
@@ -351,7 +344,7 @@ class Draft:
         )
 
     def _set_defaults(self) -> None:
-        """Set what the file does not say to the tool's defaults, and to those of `assume`."""
+        """Set the tool's defaults, and those of `assume`, where the file sets nothing."""
         for key, value in self.defaults.items():
             rule = self.tool.rules.get(key)
             if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
@@ -359,26 +352,27 @@ class Draft:
         for setting, (value, key, note) in self.assumed.items():
             if setting not in self.settings:
                 self.report_default(key, value, _assigned(setting, value), note)
-                self.set(setting, value, Message("not in the file: {line}", line=note))
+                self.set(setting, value, Message("not in the file; {line}", line=note))
 
     def _name_waiting(self) -> None:
         """Add a TODO for the keys that were not converted because the architecture is unknown."""
         if self.waiting:
             what = Message(
-                "import again with --family NAME: {names} depend on the architecture, and were not written",
+                "{names} depend on the architecture and were not written. Import again with --family NAME",
                 names=", ".join(dict.fromkeys(self.waiting)),
             )
             self.need("model.family", what)
 
     def _shorten_warmup(self) -> None:
-        """Keep the warm-up shorter than the training, which ours has to be."""
+        """Keep the warm-up shorter than the training, as our settings require."""
         warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
         if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps <= warmup:
             self.settings["schedule.warmup"] = steps - 1
             self.need(
                 "schedule.warmup",
                 Message(
-                    "it is {warmup} steps in the file, the training {steps}: choose a shorter one",
+                    "the file has {warmup} warm-up steps, but the training has only {steps} steps; choose a "
+                    "shorter warm-up",
                     warmup=warmup,
                     steps=steps,
                 ),
@@ -390,11 +384,14 @@ class Draft:
             return
         if all(folder.trigger or folder.regularization for folder in self.folders):
             self.set(
-                "dataset.missing_caption", "trigger", Message("a folder's words are the captions it lacks, as there")
+                "dataset.missing_caption",
+                "trigger",
+                Message("the trigger of a folder is the caption of images that have none, as in the other trainer"),
             )
         else:
             self.need(
-                "dataset.folders", Message("captions, or a trigger for each and dataset.missing_caption = 'trigger'")
+                "dataset.folders",
+                Message("add captions, or a trigger for each folder and dataset.missing_caption = 'trigger'"),
             )
 
     def _apply(self, key: str, value: Any) -> None:
@@ -406,13 +403,13 @@ class Draft:
         if not self.has(key):
             self.none(key, remarks.EMPTY, off=True)
         elif rule is JOINT:
-            self.none(key, Message("has no effect beside the other settings of this file"))
+            self.none(key, Message("this setting has no effect with the other settings of this file"))
         elif rule.kind in ("none", "idle"):
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
             self.none(key, rule.note, off=off)
         elif not rule.to:
             if value is False and False not in rule.off:
-                self.differs(key, {}, Message("cannot be switched off here: {line}", line=rule.note))
+                self.differs(key, {}, Message("this trainer cannot switch it off: {line}", line=rule.note))
             else:
                 self.mapped(key, {}, rule.note)
         else:
@@ -449,7 +446,7 @@ def _toml(value: Any) -> str:
 
 
 def _tidy(repeats: float) -> float:
-    """Round to four digits behind the point, without one where none is left; at least what the setting allows."""
+    """Round to four decimals, or to a whole number if that is the same; at least the setting's minimum."""
     rounded = max(0.01, round(repeats, 4))
     return int(rounded) if float(rounded).is_integer() else rounded
 

@@ -73,7 +73,7 @@ def _chosen_blocks(choices: dict[str, str], kind: str, total: int) -> set[int]:
 
 
 def _ranks_of_chosen(name: str, chosen: set[int], total: int, rank: int) -> dict[str, int]:
-    """Return the entries of adapter.ranks that train only the chosen blocks, by name those of which there are fewer."""
+    """Return the entries of adapter.ranks that train only the chosen blocks, as few entries as possible."""
     others = set(range(total)) - chosen
     if len(chosen) < len(others):
         return {f"{name}.{i}": rank for i in sorted(chosen)} | {name: 0}
@@ -124,7 +124,7 @@ def set_blocks(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     keys = [key for key in used if key not in given] + spend(given, used)
     (draft.differs if note else draft.mapped)(keys, ours, note)
-    draft.mapped("enable_block_weights", {}, "on")
+    draft.mapped("enable_block_weights", {}, remarks.IS_ON(name="enable_block_weights"))
 
 
 def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -133,7 +133,7 @@ def _block_settings(draft: Draft, source: dict[str, str]) -> tuple[dict[str, Any
     ranks, note = _ranks(draft, source, weights)
     rates = {name: float(f"{weight:.10g}") for name, weight in weights.items() if weight not in (0, 1)}
     if rates and _finds_its_rate(draft):
-        raise Unfit(Message("the optimizer finds its learning rate"))
+        raise Unfit(Message("the optimizer finds its learning rate by itself"))
     tables: dict[str, Any] = {"adapter.ranks": ranks, "optimizer.lrs": rates}
     return {setting: entries for setting, entries in tables.items() if entries}, note
 
@@ -156,8 +156,8 @@ def _ranks(draft: Draft, source: dict[str, str], weights: dict[str, float]) -> t
         return entries, ""
     if len(scales) == 1:  # the scale of all blocks; text encoders have network_dim
         draft.set("adapter.alpha", scales.pop() * rank)
-        return entries, Message("text encoders are scaled as the blocks are")
-    return entries, Message("alpha goes with the rank here: all layers are scaled by alpha / rank")
+        return entries, Message("text encoders are scaled by the same alpha / rank as the blocks")
+    return entries, Message("this trainer scales all layers by the same alpha / rank")
 
 
 def _weights(source: dict[str, str], family: str) -> dict[str, float]:
@@ -183,7 +183,7 @@ def _weights(source: dict[str, str], family: str) -> dict[str, float]:
             falling = {"cosine": rising["sine"][::-1], "reverse_linear": steps[::-1]}
             weights = [weight + number(lift or 0.0) for weight in (rising | falling).get(shape.strip()) or ()]
             if not weights:
-                raise Unfit(Message("{word} is no shape of rates", word=repr(text)))
+                raise Unfit(Message("{word} is not a shape of learning rates", word=repr(text)))
         else:
             weights = [number(part) if part.strip() else 0.0 for part in text.split(",")][:length]
             weights += [1.0] * (length - len(weights))
@@ -207,7 +207,10 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
         return
     keys = [name for name in source if name not in given] + spend(given, LORAPLUS)
     if own != ratio and (not draft.family or model_settings.trains_text(draft.family)):
-        note = Message("{ratio} for text encoders there; one ratio here for all that is trained", ratio=f"{own or 1:g}")
+        note = Message(
+            "the other trainer uses {ratio} for text encoders; this trainer has one ratio for all trained weights",
+            ratio=f"{own or 1:g}",
+        )
         draft.differs(keys, {"optimizer.loraplus_lr_ratio": ratio}, note)
     else:
         draft.mapped(keys, {"optimizer.loraplus_lr_ratio": ratio})
@@ -215,7 +218,7 @@ def set_loraplus(draft: Draft, given: dict[str, str], plain: bool) -> None:
 
 
 def _finds_its_rate(draft: Draft) -> bool:
-    """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that does not exist here."""
+    """Return True if the optimizer finds its own learning rate: Prodigy, or a similar one that ours lacks."""
     return any(
         word in common_values.plain(draft.get("optimizer_type") or "") for word in optimizer_settings.FINDS_ITS_RATE
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import families
-from ..errors import Template
+from ..errors import Message, Template
 from . import adapter_settings
 from .import_draft import Draft
 from .kohya_blocks import BLOCKS, spend
@@ -18,7 +18,10 @@ BESIDE_THEM = ("conv_shortcut", "time_emb_proj")
 LYCORIS_CONVOLUTIONS = ("conv_in", "conv_out")
 LYCORIS_BESIDE_THEM = ("time_embedding.linear_1", "time_embedding.linear_2")
 """What LyCORIS' preset "full", its default, adds at both ends of the UNet."""
-ONE_SCALE = Template("alpha / rank is {ours} for all layers here; there it was {theirs} for these convolutions")
+ONE_SCALE = Template(
+    "this trainer scales all layers by alpha / rank = {ours}; the other trainer uses {theirs} for these convolutions"
+)
+BY_DEFAULT = Message("LyCORIS trains convolutions by default")
 KEYS = ("conv_dim", "conv_alpha")
 PRESETS = ("preset", "LyCORIS_preset")
 
@@ -38,7 +41,7 @@ def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: 
     left_out = preset != "full" if lycoris else is_off(source.get("conv_dim"))
     if left_out or draft.family not in BLOCKS or own == "oft":
         return
-    if "adapter.ranks" in draft.settings:  # ranks of blocks, which say nothing of blocks without attention
+    if "adapter.ranks" in draft.settings:  # ranks of blocks do not cover blocks without attention
         return
     try:
         settings, note = _find_settings(draft, source, lycoris)
@@ -46,7 +49,7 @@ def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: 
         return  # the caller reports these arguments by name
     used = [key for key in (*KEYS, *PRESETS) if key in source]
     if not used:
-        draft.assume("adapter.targets", settings["adapter.targets"], "preset", "")
+        draft.assume("adapter.targets", settings["adapter.targets"], "preset", BY_DEFAULT)
         return
     keys = [key for key in used if key not in given] + spend(given, used)
     (draft.differs if note else draft.mapped)(keys, settings, note)

@@ -30,7 +30,7 @@ def dataset(data: Mapping[str, Any], file: str = "") -> Iterator[tuple[str, str,
 
 
 def datasets_of(draft: Draft, rows: list[tuple[str, str, Any]]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the rows of the dataset TOML that dataset_config names, if it is here."""
+    """Yield the rows of the dataset TOML that dataset_config names, if it was found."""
     for _, key, value in rows:
         if key == "dataset_config" and value:
             data = draft.refer(key, str(value))
@@ -66,7 +66,7 @@ def collect_values(draft: Draft, name: str, places: list[str]) -> tuple[list[str
     """Return the keys that apply to the folders, and each folder's value. Overridden keys are reported."""
     keys = list(dict.fromkeys(counting(draft, place, name) for place in places or [""]))
     draft.none(
-        [key for key in everywhere(draft, name) if key not in keys], Message("overridden by a folder's own"), off=True
+        [key for key in everywhere(draft, name) if key not in keys], Message("each folder sets its own value"), off=True
     )
     return keys, [effective(draft, place, name) for place in places or [""]]
 
@@ -81,7 +81,7 @@ SAID_BY_DATASET += ("max_bucket_reso", "keep_tokens")
 
 
 def set_absent_dataset(draft: Draft) -> None:
-    """Add TODOs for what a missing dataset file would say, instead of taking the tool's defaults."""
+    """Add TODOs for the settings of a missing dataset file, instead of taking the tool's defaults."""
     file = draft.get("dataset_config")
     for key in SAID_BY_DATASET:
         draft.defaults.pop(key, None)
@@ -89,7 +89,9 @@ def set_absent_dataset(draft: Draft) -> None:
     draft.need("dataset.folders", remarks.FOLDERS_OF(file=file))
     draft.need(
         "dataset.resolution",
-        Message("it stands in {file}, which is not here, and buckets and the batch size with it", file=file),
+        Message(
+            "{file} sets the resolution, the buckets and the batch size, but was not found; fill them in", file=file
+        ),
     )
 
 
@@ -98,7 +100,10 @@ def set_only_pictures(draft: Draft, places: list[str]) -> None:
     kept = ("keep_tokens", "enable_bucket", "resolution")
     draft.defaults = {name: value for name, value in draft.defaults.items() if name in kept}
     model_settings.set_family(
-        draft, (), "", Message("the file holds only the pictures: import the training's file with this beside it")
+        draft,
+        (),
+        "",
+        Message("the file describes only the images; import the settings of the training with this file beside them"),
     )
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     dataset_settings.share(draft, *collect_values(draft, "batch_size", places), "train.batch_size", whole)
@@ -114,7 +119,7 @@ def set_folders(draft: Draft) -> None:
     draft.none(everywhere(draft, "is_reg"), remarks.OFF, off=True)
     for name in ("num_repeats", "class_tokens", "dataset_repeats", "caption_prefix", "caption_suffix"):
         draft.mapped(everywhere(draft, name), {}, remarks.IN_EACH_FOLDER)
-    draft.mapped("dataset_config", {}, Message("read as well") if subset_keys else Message("not here"))
+    draft.mapped("dataset_config", {}, remarks.READ_TOO if subset_keys else remarks.FILE_NOT_FOUND)
     _set_root_folders(draft, bool(subset_keys))
     dataset_settings.balance_regularization(draft)
     dataset_settings.weigh_regularization(draft, "prior_loss_weight")
@@ -124,8 +129,12 @@ def set_folders(draft: Draft) -> None:
             _set_texts_around(draft, "", folder)
     dataset_settings.set_unmasked(draft)
     if any(folder.mask for folder in draft.folders):
-        draft.mapped("masked_loss", {}, Message("folders with a mask"))
-    draft.none([*everywhere(draft, "alpha_mask"), "masked_loss"], Message("off, or it names no masks"), off=True)
+        draft.mapped("masked_loss", {}, Message("this applies to the folders with masks"))
+    draft.none(
+        [*everywhere(draft, "alpha_mask"), "masked_loss"],
+        Message("this setting is off, or the file names no masks"),
+        off=True,
+    )
 
 
 def _add_folder(draft: Draft, subset: str) -> None:
@@ -136,8 +145,12 @@ def _add_folder(draft: Draft, subset: str) -> None:
         return
     folder = Folder(path, positive(effective(draft, subset, "num_repeats") or 1))
     dataset_settings.look_into(draft, folder, deep=False)
-    draft.mapped(f"{subset}image_dir", {}, f"dataset.folders.{len(draft.folders)}.path")
-    draft.mapped(f"{subset}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}")
+    draft.mapped(f"{subset}image_dir", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
+    draft.mapped(
+        f"{subset}num_repeats",
+        {},
+        remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.repeats = {folder.repeats}"),
+    )
     tokens = effective(draft, subset, "class_tokens")
     if common_values.on(effective(draft, subset, "is_reg")):
         _regularize(draft, folder, str(tokens or ""))
@@ -149,7 +162,7 @@ def _add_folder(draft: Draft, subset: str) -> None:
 
 
 def _set_texts_around(draft: Draft, subset: str, folder: Folder) -> None:
-    """Set the texts before and after a folder's captions, which are joined with spaces there, too."""
+    """Set the texts before and after a folder's captions, which kohya joins with spaces, too."""
     folder.prefix = str(effective(draft, subset, "caption_prefix") or "").strip()
     folder.suffix = str(effective(draft, subset, "caption_suffix") or "").strip()
 
@@ -158,14 +171,14 @@ def _set_root_folders(draft: Draft, has_subsets: bool) -> None:
     """Set folders from train_data_dir and reg_data_dir, which count only without a dataset file's folders."""
     root = draft.get("train_data_dir", text)
     if root and has_subsets:
-        draft.none("train_data_dir", Message("dataset_config counts"), off=True)
+        draft.none("train_data_dir", remarks.COUNTS(key="dataset_config"), off=True)
     elif root:
         _folders_by_name(draft, root)
     elif draft.get("dataset_config") and not has_subsets:
         set_absent_dataset(draft)
     others = draft.get("reg_data_dir", text)
     if others and has_subsets:
-        draft.none("reg_data_dir", Message("dataset_config counts"), off=True)
+        draft.none("reg_data_dir", remarks.COUNTS(key="dataset_config"), off=True)
     elif others:
         _folders_by_name(draft, others, "reg_data_dir")
 
@@ -174,10 +187,10 @@ def _mask_of(draft: Draft, subset: str, number: int) -> str:
     """Return the folder of a folder's masks, "alpha" if the images' transparency is the mask, or "" without masks."""
     masks, alpha = (counting(draft, subset, name) for name in ("conditioning_data_dir", "alpha_mask"))
     if common_values.on(draft.get("masked_loss")) and (path := draft.get(masks, text)):
-        draft.mapped(masks, {}, f"dataset.folders.{number}.mask")
+        draft.mapped(masks, {}, remarks.SETS(setting=f"dataset.folders.{number}.mask"))
         return dataset_settings.as_mask_folder(path)
     if common_values.on(draft.get(alpha)):
-        draft.mapped(alpha, {}, Message("mask = 'alpha' in each of these folders"))
+        draft.mapped(alpha, {}, Message("each of these folders has mask = 'alpha'"))
         return "alpha"
     return ""
 
@@ -186,16 +199,10 @@ def _regularize(draft: Draft, folder: Folder, words_of_it: str) -> None:
     """Make a folder a regularization folder, which holds images without the subject."""
     folder.regularization = True
     if folder.captionless:
-        given = f" ({words_of_it!r} there)" if words_of_it else ""
-        draft.need(
-            "dataset.folders",
-            Message(
-                "{folder}: {count} pictures need a caption file{given}",
-                folder=folder.path,
-                count=folder.captionless,
-                given=given,
-            ),
-        )
+        what = Message("{folder}: {count} images need a caption file", folder=folder.path, count=folder.captionless)
+        if words_of_it:
+            what = Message("{line}; kohya uses {caption} as their caption", line=what, caption=repr(words_of_it))
+        draft.need("dataset.folders", what)
 
 
 def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> None:
@@ -205,10 +212,10 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
     others = key == "reg_data_dir"
     if place is None or not place.is_dir():
         draft.folders.append(Folder(root, regularization=others))
-        note = Message("kohya reads repeats from the names of its subfolders (10_name), and the folder is not here")
+        note = Message("kohya reads repeats from the names of subfolders (10_name), but the folder was not found")
         draft.differs(key, {}, note)
         draft.need(
-            "dataset.folders", Message("one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
+            "dataset.folders", Message("add one [[dataset.folders]] for each subfolder: 10_name becomes repeats = 10")
         )
         return
     written = []
@@ -217,7 +224,7 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         if not match:
             draft.notes.append(
                 Message(
-                    "{path}: no number in front of its name, so kohya skips it too",
+                    "{path}: kohya skips this folder, because its name does not begin with a number; it was left out",
                     path=f"{root}{separator}{inner.name}",
                 )
             )
@@ -236,13 +243,13 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         draft.folders.append(folder)
     if not written:
         draft.folders.append(Folder(root, regularization=others))
-        draft.differs(key, {}, Message("no subfolder is named 10_name there, so kohya would find no pictures"))
-        draft.need("dataset.folders", Message("check the folder and its repeats"))
+        draft.differs(key, {}, Message("no subfolder has a name such as 10_name, so kohya would find no images"))
+        draft.need("dataset.folders", Message("check the folder, and set its repeats"))
         return
     if others:
         draft.differs(key, {}, remarks.SHOWN_ALIKE)
         return
-    note = Message("repeats are written out here: {lines}", lines=Joined("; ", written))
+    note = Message("each folder has its own repeats: {lines}", lines=Joined("; ", written))
     if not any(folder.captionless for folder in draft.folders):
         draft.mapped(key, {}, note)
         return
@@ -250,18 +257,20 @@ def _folders_by_name(draft: Draft, root: str, key: str = "train_data_dir") -> No
         key,
         {},
         Message(
-            "{line}. The words behind the number caption pictures without a caption there; here `check` asks for a "
-            "caption or a trigger",
+            "{line}. kohya uses the words after the number as the caption of images that have none; this trainer "
+            "needs a caption or a trigger for them (see `lora-fp8 check`)",
             line=note,
         ),
     )
 
 
-COLOURS = Message("brightness, contrast and saturation here; a third of the pictures gets another hue or gamma there")
+COLOURS = Message(
+    "this trainer changes brightness, contrast and saturation; sd-scripts changes hue or gamma of a third of the images"
+)
 
 
 def _read_colours(value: Any) -> float:
-    return 0.05 if flag(value) else 0.0  # gamma from 0.95 to 1.05 there
+    return 0.05 if flag(value) else 0.0  # kohya's gamma is from 0.95 to 1.05
 
 
 def set_pictures(draft: Draft) -> None:
@@ -283,7 +292,7 @@ def set_pictures(draft: Draft) -> None:
     for name, setting, read in shared:
         tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
         if name in ("keep_tokens", "keep_tokens_separator") and not tags:
-            draft.none(everywhere(draft, name), Message("means nothing without {key}", key="shuffle_caption"), off=True)
+            draft.none(everywhere(draft, name), remarks.UNUSED_WITHOUT(key="shuffle_caption"), off=True)
             continue
         dataset_settings.share(draft, *collect_values(draft, name, places), setting, read)
     for name, setting, read, note in (
@@ -314,8 +323,8 @@ def _reads_captions(value: Any) -> bool:
 
 
 OWN_SHAPE = Message(
-    "sd-scripts keeps the aspect ratio of every image and crops small images to their bucket; here dataset.max_aspect "
-    "is the limit, and images are scaled to their bucket"
+    "sd-scripts keeps the aspect ratio of every image and crops small images to their bucket; this trainer "
+    "limits it with dataset.max_aspect and scales images to their bucket"
 )
 
 
@@ -329,7 +338,7 @@ def set_upscale(draft: Draft, places: list[str], note: str) -> None:
     """
     keys, values = collect_values(draft, "bucket_no_upscale", places)
     if draft.settings.get("dataset.buckets") is False:
-        draft.none(keys, Message("means nothing without {key}", key="enable_bucket"), off=True)
+        draft.none(keys, remarks.UNUSED_WITHOUT(key="enable_bucket"), off=True)
         return
     try:
         kept = any(map(common_values.on, values))
@@ -343,11 +352,11 @@ def _set_aspect(draft: Draft) -> None:
     small, large = everywhere(draft, "min_bucket_reso"), everywhere(draft, "max_bucket_reso")
     side = draft.settings.get("dataset.resolution")
     if draft.settings.get("dataset.upscale") is False:
-        draft.none([*small, *large], Message("means nothing with {key}", key="bucket_no_upscale"), off=True)
+        draft.none([*small, *large], remarks.UNUSED_BESIDE(key="bucket_no_upscale"), off=True)
         draft.set("dataset.max_aspect", float(common_values.bounds("dataset.max_aspect")[1]), "bucket_no_upscale")
         return
     if not draft.settings.get("dataset.buckets") or not side:
-        draft.none([*small, *large], Message("means nothing without {key}", key="buckets"), off=True)
+        draft.none([*small, *large], remarks.UNUSED_WITHOUT(key="buckets"), off=True)
         return
     first = (subsets(draft) or [""])[0]
     narrow = effective(draft, first, "min_bucket_reso", positive) or 256
@@ -359,7 +368,8 @@ def _set_aspect(draft: Draft) -> None:
         [*small, *large] or ["min_bucket_reso", "max_bucket_reso"],
         {"dataset.max_aspect": float(min(most, max(least, tall / narrow)))},
         Message(
-            "the widest bucket there is {wide} x {high}; here buckets keep the whole area, and {limit} is the limit",
+            "kohya's widest bucket is {wide} x {high}; buckets of this trainer keep the whole area, with an "
+            "aspect ratio of at most {limit}",
             limit=f"{most:g}",
             wide=tall,
             high=narrow,

@@ -23,7 +23,7 @@ def set_previews(draft: Draft) -> None:
     pictures: list[dict[str, Any]] = []
     notes: list[str] = []
     off = draft.has("enable_preview") and not common_values.on(draft.given["enable_preview"])
-    draft.mapped("enable_preview", {}, Message("preview.prompts says it"))
+    draft.mapped("enable_preview", {}, Message("preview.prompts switches previews on"))
     if draft.has("sample_prompts"):
         pictures, notes = read_prompts(draft, str(draft.given["sample_prompts"]))
     elif draft.has("positive_prompts"):
@@ -43,7 +43,7 @@ def set_previews(draft: Draft) -> None:
         if not draft.has("sample_at_first"):
             draft.set("preview.at_start", False, remarks.TOOLS_DEFAULT(tool=draft.tool.name))
     elif keys:
-        draft.none(keys, Message("the prompts are not here"))
+        draft.none(keys, Message("the prompt file was not found"))
     draft.none([*fields, "sample_prompts", "sample_at_first"], remarks.NOT_PROMPTED, off=True)
     if not pictures or off:
         draft.settings.pop("preview.every", None)
@@ -55,14 +55,7 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
     if len(lines) == 1 and re.search(r"\.(txt|json|toml)$", given.strip(), re.IGNORECASE):
         place = draft.find(given.strip())
         if place is None:
-            draft.notes.append(
-                Message(
-                    "{key} = {path} is not here: put it beside {file}",
-                    key="sample_prompts",
-                    path=repr(given),
-                    file=draft.source.path.name,
-                )
-            )
+            draft.notes.append(remarks.PUT_BESIDE(key="sample_prompts", path=repr(given), file=draft.source.path.name))
             return [], []
         file = place.name
         if place.suffix.lower() != ".txt":
@@ -79,15 +72,15 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
 
 
 def name_unknown_flags(flags: Iterable[str]) -> list[str]:
-    """Return the remark that names the flags of prompts that have no meaning here; [] if there are none."""
+    """Return the remark that names the unknown flags of prompts; [] if there are none."""
     names = ", ".join(dict.fromkeys(flags))
-    return [Message("{names} mean nothing here", names=names)] if names else []
+    return [Message("this trainer does not use these prompt options: {names}", names=names)] if names else []
 
 
 def parse_prompt(
     line: str, known: Mapping[str, str] = PROMPT_FLAGS, any_case: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Parse a line of a prompt file; return its values, and its flags that mean nothing here.
+    """Parse a line of a prompt file; return its values, and its unknown flags.
 
     Whatever begins with -- is no text of the prompt in these tools, misspelt flags such as --w=64 neither.
 
@@ -136,7 +129,7 @@ def _prompt_tables(data: Any, file: str) -> tuple[list[dict[str, Any]], list[str
             picture = {PROMPT_KEYS.get(key, key): value for key, value in row.items()}
             picture["flags"] = {PROMPT_KEYS.get(key, key): key for key in row}
         else:
-            notes.append(Message("{where} is no prompt and was left out", where=where))
+            notes.append(Message("{where} is not a prompt and was left out", where=where))
             continue
         pictures.append(picture | {"where": where})
     return pictures, notes + name_unknown_flags(left)
@@ -157,12 +150,12 @@ def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     for picture in pictures:
         scale, inner = picture.pop("scale", None), picture.pop("guide", None)
         if not draft.family and None not in (scale, inner):
-            note = Message("--l and --g: which of them applies depends on the architecture; --l was written")
+            note = Message("the architecture decides whether --l or --g applies; --l was written")
         picture["guidance"] = inner if embedded or not draft.family and scale is None else scale
         flags = picture.get("flags", {})
         picture["flags"] = flags | {
             "guidance": flags.get("guide" if picture["guidance"] is inner else "scale", "guidance")
         }
         if embedded and scale not in (None, "1", "1.0", 1, 1.0):
-            note = Message("--l (classifier-free guidance) is not used for this model here, only --g")
+            note = Message("previews of this model use --g only, not --l (classifier-free guidance)")
     return note

@@ -22,18 +22,18 @@ PAGE_RULES: dict[str, Rule] = {
     "LoRA_type": JOINT,
     "lr_warmup": JOINT,
     "additional_parameters": JOINT,
-    "model_list": idle(Message("the list of models of their page")),
+    "model_list": idle(Message("this is the page's list of models")),
     "save_as_bool": idle(remarks.OF_PAGE),
     "train_on_input": idle(remarks.OF_PAGE),
-    f"{OF_OTHERS}**": idle(Message("belongs to another architecture, which is not chosen")),
-    "unit": none(Message("belongs to DyLoRA"), 1),
+    f"{OF_OTHERS}**": idle(remarks.OTHER_ARCHITECTURE),
+    "unit": none(remarks.BELONGS_TO(key="DyLoRA"), 1),
     "stop_text_encoder_training": none(remarks.TEXT_TO_THE_END),
     "stop_text_encoder_training_pct": none(remarks.TEXT_TO_THE_END),
-    "noise_offset_type": idle(Message("says which of the noise keys counts")),
+    "noise_offset_type": idle(Message("this setting chooses which noise settings are used")),
     "no_token_padding": none(remarks.PADDING),
     "LyCORIS_preset": JOINT,
     "use_wandb": idle(remarks.LOGGING),
-    "extra_accelerate_launch_args": none(Message("give them to `accelerate launch train_lora.py` yourself")),
+    "extra_accelerate_launch_args": none(Message("pass these arguments to `accelerate launch train_lora.py` yourself")),
     **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), JOINT),
     **dict.fromkeys(
         ("bypass_mode", "constrain", "decompose_both", "dora_wd", "factor", "full_matrix", "rescaled", "train_norm")
@@ -97,7 +97,7 @@ def recognise(source: Source) -> str:
     if source.kind != "json" or not isinstance(data, dict):
         return ""
     if "LoRA_type" in data:
-        return Message("LoRA_type, which kohya_ss's page writes")
+        return Message("LoRA_type, a setting of the kohya_ss page")
     keys = ("max_resolution", "train_batch_size")
     return remarks.BOTH(first=keys[0], second=keys[1]) if data.keys() >= set(keys) else ""
 
@@ -109,10 +109,12 @@ def combine(draft: Draft) -> None:
     if not draft.has("LoRA_type") and not draft.has("network_dim"):
         model_settings.set_whole_model(
             draft,
-            Message("the file has no LoRA_type, so the page trains the whole model with it; here a LoRA is trained"),
+            Message(
+                "the file has no LoRA_type, so kohya_ss trains the whole model; this trainer trains a LoRA instead"
+            ),
         )
     sd_scripts.combine(draft)
-    draft.mapped("additional_parameters", {}, Message("read as options of sd-scripts"))
+    draft.mapped("additional_parameters", {}, Message("these arguments were read as options of sd-scripts"))
 
 
 TOOL = Tool(

@@ -9,12 +9,12 @@ from .rules import JOINT, Rule, idle, immaterial, none, to
 
 NO_CONV = remarks.NO_CONV
 NO_PART = remarks.TARGETS
-NO_RATIO = Message("both matrices of an adapter have the same rate here")
-NO_DROPOUT = Message("adapter.dropout drops inputs of the adapter")
-NO_LYCORIS = Message("belongs to LyCORIS")
+NO_RATIO = Message("both matrices of the LoRA have the same learning rate")
+NO_DROPOUT = Message("adapter.dropout drops inputs of the LoRA")
+NO_LYCORIS = Message("this trainer has no counterpart of this LyCORIS setting")
 NO_MODULE = Message(
-    "the file names no network_module: sd-scripts trains the whole model then, unless the command names one; "
-    "here a LoRA is trained"
+    "the file names no network_module, so the other trainer trains the whole model, unless its command names "
+    "one; this trainer trains a LoRA instead"
 )
 NO_VALIDATION = remarks.VALIDATION
 
@@ -42,8 +42,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "fp8_base_unet": JOINT,
     "fp8_scaled": JOINT,
     "fp8_vl": idle(remarks.TEXT_FREED),
-    "full_bf16": none(Message("adapters are bf16 with float32 masters here; optimizer.rounding = 'nearest' has none")),
-    "full_fp16": none(Message("float16 is not used here")),
+    "full_bf16": none(
+        Message("LoRA weights are bf16 with float32 master weights; with optimizer.rounding = 'nearest' they have none")
+    ),
+    "full_fp16": none(Message("this trainer does not use float16")),
     # Adapter
     "network_module": JOINT,
     "network_args": JOINT,
@@ -52,13 +54,13 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "network_alpha": to("adapter.alpha", number),
     "network_dropout": to("adapter.dropout", number),
     "network_train_unet_only": JOINT,
-    "network_train_text_encoder_only": none(Message("the denoiser is always trained here")),
+    "network_train_text_encoder_only": none(remarks.DENOISER),
     "network_weights": to("adapter.init_from", text, remarks.START),
     "dim_from_weights": none(
-        Message("set adapter.rank and adapter.alpha to those of the file: `lora-fp8 inspect` tells them")
+        Message("set adapter.rank and adapter.alpha to the values of that LoRA file (`lora-fp8 inspect` shows them)")
     ),
     "base_weights": none(remarks.MERGE_BEFOREHAND),
-    "base_weights_multiplier": none(Message("belongs to base_weights")),
+    "base_weights_multiplier": none(remarks.BELONGS_TO(key="base_weights")),
     "scale_weight_norms": to("adapter.scale_weight_norms", number),
     "conv_dim": none(NO_CONV),
     "conv_alpha": none(NO_CONV),
@@ -78,7 +80,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "lr_scheduler_min_lr_ratio": JOINT,
     "lr_scheduler_type": none(remarks.NO_OTHER_SCHEDULES),
     "lr_scheduler_args": none(remarks.NO_OTHER_SCHEDULES),
-    "lr_scheduler_timescale": none(Message("belongs to inverse_sqrt")),
+    "lr_scheduler_timescale": none(remarks.BELONGS_TO(key="inverse_sqrt")),
     "lr_decay_steps": JOINT,
     "max_grad_norm": to("train.max_grad_norm", number),
     "fused_backward_pass": none(remarks.SUMMED),
@@ -108,9 +110,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "in_json": none(remarks.CAPTION_FILES),
     "metadata_file": none(remarks.CAPTION_FILES),
     "conditioning_data_dir": none(
-        Message("is for ControlNets, which are not trained here; with masked_loss it has masks")
+        Message("this folder is for ControlNets, which this trainer does not train; with masked_loss it holds masks")
     ),
-    "dataset_class": none(Message("no code of other packages is loaded")),
+    "dataset_class": none(Message("this trainer does not load code of other packages")),
     "cache_info": idle(),
     "resolution": JOINT,
     "enable_bucket": JOINT,
@@ -118,7 +120,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "max_bucket_reso": JOINT,
     "bucket_reso_steps": JOINT,
     "bucket_no_upscale": JOINT,
-    "resize_interpolation": none(Message("pictures are resized with Lanczos")),
+    "resize_interpolation": none(Message("this trainer resizes images with Lanczos")),
     "network_multiplier": none(remarks.FULL_STRENGTH, 1, 1.0),
     "shuffle_caption": JOINT,
     "keep_tokens": JOINT,
@@ -130,9 +132,11 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "caption_prefix": JOINT,
     "caption_suffix": JOINT,
     "keep_tokens_separator": JOINT,
-    "secondary_separator": none(Message("tags have one separator here")),
+    "secondary_separator": none(Message("this trainer has one tag separator")),
     "enable_wildcard": JOINT,
-    "caption_dropout_every_n_epochs": none(Message("captions are dropped by chance only: dataset.caption_dropout")),
+    "caption_dropout_every_n_epochs": none(
+        Message("this trainer drops captions only at random: dataset.caption_dropout")
+    ),
     "caption_tag_dropout_rate": JOINT,
     "token_warmup_min": none(remarks.ALL_TAGS, 1),
     "token_warmup_step": none(remarks.ALL_TAGS),
@@ -167,7 +171,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "multires_noise_iterations": JOINT,
     "multires_noise_discount": JOINT,
     "ip_noise_gamma": JOINT,
-    "ip_noise_gamma_random_strength": none(Message("the strength of objective.input_noise is always the same")),
+    "ip_noise_gamma_random_strength": none(Message("objective.input_noise always has the same strength")),
     "zero_terminal_snr": JOINT,
     "min_timestep": to("objective.t_min", common_values.thousandths),
     "max_timestep": to("objective.t_max", common_values.thousandths),
@@ -193,7 +197,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "blocks_to_swap": JOINT,
     "block_swap_h2d_only": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
     "cpu_offload_checkpointing": none(remarks.RECOMPUTED),
-    "split_mode": none(Message("deprecated there; FP8 storage takes its place")),
+    "split_mode": none(Message("sd-scripts has deprecated this setting; FP8 storage replaces it")),
     "train_blocks": none(NO_PART, "all"),
     "torch_compile": JOINT,
     "dynamo_backend": JOINT,
@@ -223,10 +227,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "metadata_author": to("export.author", text),
     "metadata_description": to("export.description", text),
     "metadata_license": to("export.license", text),
-    "metadata_tags": none(Message("no tags are written into the file")),
+    "metadata_tags": none(Message("this trainer does not write tags into the LoRA file")),
     "metadata_usage_hint": none(remarks.DESCRIPTION),
-    "metadata_thumbnail": none(Message("no picture is written into the file")),
-    "metadata_trigger_phrase": none(Message("the trigger word is written into the file by itself")),
+    "metadata_thumbnail": none(Message("this trainer does not write an image into the LoRA file")),
+    "metadata_trigger_phrase": none(Message("this trainer writes the trigger word into the LoRA file by itself")),
     # Previews
     "sample_prompts": JOINT,
     "sample_every_n_steps": JOINT,
@@ -254,7 +258,9 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
         + ("console_log_simple", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "rdzv_backend"),
         idle(),
     ),
-    "deepspeed": none(Message("memory.shard_base = true splits the frozen base among processes, without DeepSpeed")),
+    "deepspeed": none(
+        Message("memory.shard_base = true splits the frozen base model among processes, without DeepSpeed")
+    ),
     **dict.fromkeys(
         ("zero_stage", "offload_optimizer_device", "offload_optimizer_nvme_path", "offload_param_device")
         + ("offload_param_nvme_path", "zero3_init_flag", "zero3_save_16bit_model")
@@ -264,17 +270,17 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     # Single architectures
     **dict.fromkeys(
         ("llm_adapter_path", "t5_tokenizer_path"),
-        none(Message("it comes with the base model, or with model.components")),
+        none(Message("this comes with the base model, or with model.components")),
     ),
     **dict.fromkeys(
         ("gemma2_max_token_length", "qwen3_max_token_length", "t5_max_token_length"),
         none(remarks.PROMPT_LENGTH),
     ),
     "apply_lg_attn_mask": none(remarks.OWN_ATTENTION),
-    "system_prompt": none(Message("the pipeline's own is put in front of captions")),
+    "system_prompt": none(Message("this trainer puts the system prompt of the model's pipeline in front of captions")),
     **dict.fromkeys(
         ("clip_l_dropout_rate", "clip_g_dropout_rate", "t5_dropout_rate"),
-        none(Message("dataset.caption_dropout drops captions for all text encoders together")),
+        none(remarks.DROPOUT_FOR_ALL),
     ),
     **dict.fromkeys(("pos_emb_random_crop_rate", "enable_scaled_pos_embed"), none(remarks.NOT_HERE)),
     **dict.fromkeys(("use_flash_attn", "use_sage_attn"), immaterial(remarks.ATTENTION)),

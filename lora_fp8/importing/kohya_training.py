@@ -48,7 +48,7 @@ WHOLE_MODEL = {
 OTHER_JOBS = {
     "textual_inversion": remarks.EMBEDDING,
     "control_?net": remarks.CONTROLNET,
-    "leco": Message("it trains a slider from prompts (LECO)"),
+    "leco": Message("these settings train a slider from prompts (LECO)"),
 }
 """Parts of the names of scripts that cannot be converted -> what these scripts train."""
 MODULES = {"lora_flux": "flux", "oft_flux": "flux", "lora_sd3": "sd3", "lora_lumina": "lumina2"} | {
@@ -78,7 +78,7 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
         why = (
             f"model_train_type = {name!r}"
             if kind
-            else Message("{name} trains no LoRA that is known here", name=repr(name))
+            else Message("{name} is not a kind of LoRA training that this trainer knows", name=repr(name))
         )
         return kind, why, "model_train_type"
     module = str(draft.get("network_module") or "").split(".")[-1]
@@ -86,7 +86,7 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
         return MODULES[module], f"network_module = {module!r}", ""
     for key, kind in (("flux1_checkbox", "flux"), ("flux_checkbox", "flux"), ("sd3_checkbox", "sd3"), ("sdxl", "sdxl")):
         if common_values.on(draft.get(key)):
-            return kind, Message("{name} is on", name=key), key
+            return kind, remarks.IS_ON(name=key), key
     v2 = common_values.on(draft.get("v2"))
     script = draft.source.script
     if script in WHOLE_MODEL and not (v2 and WHOLE_MODEL[script] == "sd15"):
@@ -94,14 +94,14 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
     if script in SCRIPTS and not (v2 and SCRIPTS[script] == "sd15"):
         return SCRIPTS[script], script, ""
     if v2:
-        return "sd2", Message("{name} is on", name="v2"), "v2"
+        return "sd2", remarks.IS_ON(name="v2"), "v2"
     if draft.has("t5xxl") and draft.has("ae"):
         flux = draft.has("clip_l")
         if flux:
-            return "flux", Message("t5xxl, ae and clip_l are FLUX's"), ""
-        return "chroma", Message("t5xxl and ae, no clip_l"), ""
+            return "flux", Message("t5xxl, ae and clip_l belong to FLUX"), ""
+        return "chroma", Message("the file has t5xxl and ae, but no clip_l"), ""
     if draft.has("sdxl"):
-        return "sd15", Message("sdxl, v2 and the other families are off"), "sdxl"
+        return "sd15", Message("sdxl, v2 and the other architectures are off"), "sdxl"
     return "", remarks.BY_SCRIPT(tool="sd-scripts"), ""
 
 
@@ -112,11 +112,13 @@ def set_model(draft: Draft) -> None:
     kind, why = model_settings.refined(kind, why, [path])
     named = model_settings.family_of_name(path)
     if not kind and named and not draft.family:
-        model_settings.set_family(draft, (), named, Message("read from the name of the base model"))
+        model_settings.set_family(
+            draft, (), named, Message("the architecture was read from the name of the base model")
+        )
         draft.need(
             "model.family",
             Message(
-                "{family} was read from the name {file}: check it",
+                "{family} was read from the name {file}; check it",
                 family=draft.family,
                 file=repr(PureWindowsPath(path).name),
             ),
@@ -124,7 +126,7 @@ def set_model(draft: Draft) -> None:
     else:
         model_settings.set_family(draft, key or (), kind, why)
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
-    draft.none(keys, Message("another family, or another key that says it"), off=True)
+    draft.none(keys, Message("this setting is for another architecture, or another setting names it"), off=True)
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     model_settings.set_part_files(draft, PART_FILES)
 
@@ -162,7 +164,7 @@ def set_network(draft: Draft) -> None:
         algorithm = other
     if not lycoris and "lorafa" in (common_values.plain(other), algorithm):
         algorithm = "lora"
-        draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains the second matrix only"))
+        draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains only the second matrix"))
     # kohya_ss's page stores dora_wd for every type of LoRA, and uses it with LyCORIS only.
     paged = common_values.on(draft.get("dora_wd")) and (lycoris or draft.tool.name != "kohya_ss")
     decomposed = str(given.get("dora_wd", "")).lower() == "true" or paged
@@ -226,7 +228,7 @@ def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
         elif own:
             draft.none(key, Message("{key}: {line}", key=", ".join(parts), line=reasons))
         else:
-            draft.mapped(key, {}, Message("says only what [adapter] says"))
+            draft.mapped(key, {}, Message("[adapter] says the same as these arguments"))
 
 
 PAGE_KEYS: tuple[str, ...]
@@ -266,20 +268,20 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     """Set what belongs to LoKr alone, and remove it from the network's arguments."""
     keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
     factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
-    draft.mapped(keys, {"adapter.factor": adapter_settings.lokr_factor(factor)}, Message("-1 there is 0 here"))
+    draft.mapped(keys, {"adapter.factor": adapter_settings.lokr_factor(factor)}, remarks.MINUS_ONE)
     both = given.pop("decompose_both", "").lower() == "true" or common_values.on(draft.get("decompose_both"))
     draft.mapped("decompose_both", {"adapter.decompose_both": both})
     full = given.pop("full_matrix", "").lower() == "true" or common_values.on(draft.get("full_matrix"))
     rank = draft.get("network_dim", whole)
     if full or (rank or 0) > adapter_settings.WHOLE_RANK:
         settings = {"adapter.rank": adapter_settings.lokr_rank(rank or 1, full)}
-        draft.mapped(["network_dim", "full_matrix"], settings, Message("whole matrices"))
+        draft.mapped(["network_dim", "full_matrix"], settings, remarks.WHOLE_MATRICES)
 
 
 def _set_oft(draft: Draft) -> None:
-    """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect there either."""
+    """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect in LyCORIS either."""
     draft.mapped("network_dim", {"adapter.block_size": max(draft.get("network_dim", whole) or 4, 2)})
-    draft.none("network_alpha", Message("OFT has no strength"), off=True)
+    draft.none("network_alpha", Message("OFT has no alpha"), off=True)
 
 
 def _set_dropout(draft: Draft, given: dict[str, str], kind: str, lycoris: bool) -> None:
@@ -301,7 +303,9 @@ def _set_dropout(draft: Draft, given: dict[str, str], kind: str, lycoris: bool) 
         draft.mapped("rank_dropout_scale", {"adapter.rank_dropout_scale": True})
 
 
-ROWS_THERE = Message("LyCORIS drops rows of the update there; here ranks of each sample, as sd-scripts' own LoRA does")
+ROWS_THERE = Message(
+    "LyCORIS drops rows of the update; this trainer drops ranks of each sample, as sd-scripts' own LoRA does"
+)
 
 
 def set_precision(draft: Draft) -> None:
@@ -310,8 +314,8 @@ def set_precision(draft: Draft) -> None:
     if not draft.get("mixed_precision"):
         draft.notes.append(
             Message(
-                "the file has no mixed_precision: the other trainer computes in float32 then, here in bf16 "
-                "(model.dtype)"
+                "the file has no mixed_precision, so the other trainer computes in float32; this trainer "
+                "computes in bf16 (model.dtype)"
             )
         )
     scaled = common_values.on(draft.get("fp8_scaled"))
@@ -321,24 +325,21 @@ def set_precision(draft: Draft) -> None:
             ["fp8_scaled", *cast],
             {"quantize.storage": "fp8", "quantize.scale": "1x64"},
             Message(
-                "a scale for each 64 weights of a row, as there; modulation is held in int8 "
-                "(quantize.modulation), and scale = 'auto', one for each row, takes less and is nearly as exact"
+                "each 64 weights of a row share a scale, as in the other trainer. This trainer stores modulation "
+                "layers in int8 (quantize.modulation); scale = 'auto', one per row, takes less memory and is "
+                "nearly as exact"
             ),
         )
     elif cast:
         draft.differs(
             cast,
             {"quantize.storage": "fp8"},
-            Message(
-                "kohya casts every weight without a scale, so that small ones become zero; here each row has a "
-                "scale. quantize.scale = 'none' is the exact equivalent, in a UNet together with "
-                "quantize.convolutions = 'fp8'"
-            ),
+            remarks.CAST_WITHOUT_SCALE(tool="kohya"),
         )
     else:
         model_settings.set_storage(draft, (), "bf16", "kohya")
         draft.comments["quantize.storage"] = [
-            Message("not quantized there either; 'fp8' would halve the base's memory")
+            Message("the other trainer does not quantize the base model either; 'fp8' would halve its memory")
         ]
     draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], remarks.OFF, off=True)
 
@@ -363,19 +364,19 @@ def _set_batch(draft: Draft) -> tuple[int, int]:
     keys, inner = collect_values(draft, "batch_size", subsets(draft))
     outer = draft.get("train_batch_size")
     if all(inner):
-        draft.none("train_batch_size", Message("the dataset's batch_size counts"), off=True)
+        draft.none("train_batch_size", Message("the dataset's batch_size takes precedence"), off=True)
     keys += ["train_batch_size", "num_processes"]
     sizes = {positive(value or outer or 1) for value in inner}
     batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
     note = remarks.BATCH_OF_ALL(batch=batch, processes=processes) if processes > 1 else ""
     if len(sizes) > 1:
-        note = Message("one batch size here, the largest of {sizes}", sizes=sorted(sizes))
+        note = Message("this trainer has one batch size; the largest of {sizes} was written", sizes=sorted(sizes))
     (draft.differs if note else draft.mapped)(keys, {"train.batch_size": batch * processes}, note)
     return batch, processes
 
 
 def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
-    """Set train.steps from epochs or steps; kohya's page says epochs in a key of its own, `epoch`."""
+    """Set train.steps from epochs or steps; kohya's page has a key of its own for epochs, `epoch`."""
     epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
     page_epochs = draft.get("epoch")
     if epochs <= 0 and not draft.has("max_train_steps") and page_epochs:
@@ -387,7 +388,7 @@ def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
         draft.mapped("max_train_steps", {"train.steps": steps})
     elif page_epochs:
         dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
-    draft.none(["epoch", "max_train_epochs", "max_train_steps"], Message("another key counts"), off=True)
+    draft.none(["epoch", "max_train_epochs", "max_train_steps"], remarks.OTHER_KEY, off=True)
 
 
 def _set_optimizer(draft: Draft) -> None:
@@ -415,7 +416,7 @@ def _set_schedule(draft: Draft) -> None:
     warmup_key, warmup, note = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
     if not warmup and draft.has("lr_warmup"):
         warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
-        warmup, note = percent / 100, Message("{percent} % of all steps", percent=f"{percent:g}")
+        warmup, note = percent / 100, Message("this is {percent} % of all steps", percent=f"{percent:g}")
     for key in ("lr_warmup_steps", "lr_warmup"):
         if key != warmup_key:
             draft.none(key, remarks.COUNTS(key=warmup_key), off=True)
@@ -434,7 +435,7 @@ def _set_schedule(draft: Draft) -> None:
         warmup_note=note,
         floor=draft.get("lr_scheduler_min_lr_ratio", number),
     )
-    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], Message("another key counts"), off=True)
+    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], remarks.OTHER_KEY, off=True)
 
 
 def _set_text_encoders(draft: Draft) -> None:
@@ -454,7 +455,7 @@ def _set_text_encoders(draft: Draft) -> None:
     optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
-        draft.mapped(cached, {}, Message("off where text encoders are trained, there and here"))
+        draft.mapped(cached, {}, Message("neither trainer caches captions while text encoders are trained"))
 
 
 def set_noise(draft: Draft) -> None:
@@ -468,7 +469,7 @@ def set_noise(draft: Draft) -> None:
     if not draft.family:
         draft.wait(FLOW_KEYS)
     elif model_settings.predicts_noise(draft.family):
-        draft.none(FLOW_KEYS, Message("means nothing to a model that predicts noise"), off=True)
+        draft.none(FLOW_KEYS, Message("models that predict noise do not use this setting"), off=True)
     else:
         _set_timesteps(draft)
         _set_flow_objective(draft)
@@ -517,18 +518,18 @@ def _read_scheme(draft: Draft, scheme: str, keys: list[str], notes: list[str]) -
         scale = draft.get("mode_scale", number)
         keys.append("mode_scale")
         return {"objective.timesteps": "mode"} | ({} if scale is None else {"objective.mode_scale": scale})
-    if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss there, with uniform timesteps
-        notes.append(Message("weighting_scheme = {scheme} has no counterpart", scheme=scheme))
+    if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss in sd-scripts, with uniform timesteps
+        notes.append(Message("this trainer has no weighting_scheme = {scheme}", scheme=scheme))
     return "uniform"
 
 
 def _remarks_on_method(draft: Draft, method: str) -> list[str]:
-    """Return the remarks on a way to draw timesteps that changes with the image, or that is not known here."""
+    """Return the remarks on a timestep distribution that changes with the image, or that ours lacks."""
     if method in ("flux_shift", "sigmoid"):
         return []
     if method.endswith("_shift"):
-        return [Message("{keys}: the shift of the model's own scheduler here", keys=method)]
-    draft.need("objective.timesteps", Message("choose one for {name}", name=repr(method)))
+        return [Message("{keys}: this trainer uses the shift of the model's own scheduler", keys=method)]
+    draft.need("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(method)))
     return [remarks.LOGIT_NORMAL(method=method)]
 
 
@@ -536,13 +537,17 @@ def _set_flow_objective(draft: Draft) -> None:
     """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
     if prediction == "raw":
-        draft.mapped("model_prediction_type", {}, Message("the velocity as the model gives it"))
+        draft.mapped("model_prediction_type", {}, Message("both trainers train the model's velocity unchanged"))
     elif draft.has("model_prediction_type"):
-        draft.none("model_prediction_type", Message("the model's velocity is trained as it is, which they call raw"))
+        draft.none(
+            "model_prediction_type",
+            Message("this trainer trains the model's velocity unchanged, which the other trainer calls raw"),
+        )
     elif prediction:
         draft.notes.append(
             Message(
-                "model_prediction_type is {type} by default there; here it is what they call raw",
+                "model_prediction_type is {type} by default in the other trainer; this trainer trains the "
+                "velocity unchanged (raw)",
                 type=repr(prediction),
             )
         )

@@ -18,10 +18,10 @@ from .rules import JOINT, Rule, idle, none
 from .source_files import Source, table_in
 
 LORA_SCRIPTS_RULES: dict[str, Rule] = {
-    "metadata.**": idle(Message("tells about the preset")),
+    "metadata.**": idle(Message("this describes the preset")),
     "model_train_type": JOINT,
     "enable_preview": JOINT,
-    "randomly_choice_prompt": none(Message("prompts are drawn in order")),
+    "randomly_choice_prompt": none(Message("this trainer uses preview prompts in their order")),
     "positive_prompts": JOINT,
     "negative_prompts": JOINT,
     "sample_width": JOINT,
@@ -34,7 +34,7 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "ui_custom_params": JOINT,
     "enable_base_weight": none(remarks.MERGE_BEFOREHAND),
     "enable_block_weights": JOINT,
-    "dylora_unit": none(Message("belongs to DyLoRA")),
+    "dylora_unit": none(remarks.BELONGS_TO(key="DyLoRA")),
     "lokr_factor": JOINT,
     "train_norm": JOINT,
     "dropout": JOINT,
@@ -86,7 +86,7 @@ def combine(draft: Draft) -> None:
         model_settings.set_whole_model(draft, remarks.TRAINS_ALL(name=draft.get("model_train_type")))
     sd_scripts.combine(draft)
     optimizer_settings.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
-    draft.mapped("ui_custom_params", {}, Message("read as settings"))
+    draft.mapped("ui_custom_params", {}, Message("these lines were read as settings"))
 
 
 TOOL = Tool(

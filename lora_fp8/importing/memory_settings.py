@@ -32,9 +32,12 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
     share = common_values.clamp("memory.offload", round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
-        draft.none(keys, Message("memory.offload needs a quantized base: quantize.storage = 'fp8' halves it"))
+        draft.none(
+            keys, Message("memory.offload needs a quantized base model; quantize.storage = 'fp8' halves its size")
+        )
         what = Message(
-            "the other trainer offloads about {share} of the base to RAM; with quantize.storage = 'fp8' set this share",
+            "the other trainer offloads about {share} of the base model to RAM. To do the same, set "
+            "quantize.storage = 'fp8' and memory.offload = {share}",
             share=f"{share:g}",
         )
         draft.need("memory.offload", what)
@@ -56,15 +59,17 @@ def set_swap(draft: Draft, key: str) -> None:
     if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
         double = 30
     if number_of > 0 and not double:
-        draft.none(key, Message("how many blocks this architecture has is not known here; memory.offload is a share"))
+        draft.none(key, Message("the number of blocks of this architecture is unknown, but memory.offload is a share"))
         draft.need(
             "memory.offload",
-            Message("the other trainer offloads {number} blocks to RAM; choose a share", number=number_of),
+            Message(
+                "the other trainer offloads {number} blocks to RAM; choose a share of the weights", number=number_of
+            ),
         )
         return
     swapped = number_of if not single else number_of // 2 + 2 * (number_of - number_of // 2)
     note = Message(
-        "about {swapped} of {blocks} blocks; here a share of all frozen weights",
+        "these are about {swapped} of {blocks} blocks; this trainer offloads that share of all frozen weights",
         swapped=min(swapped, double + single),
         blocks=double + single,
     )

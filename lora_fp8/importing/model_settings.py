@@ -47,7 +47,7 @@ FAMILY_NAMES = {
     "hunyuan_image": ("hunyuan_image",),
 }
 """Architectures by the field's names -> the names that our family may have; the first that exists is taken."""
-OF_ANOTHER = Template("{name}, which is not the architecture of {family}")
+OF_ANOTHER = Template("{name} (another architecture than {family})")
 UNLIKE: dict[str, str] = {
     "hunyuan_video_1_5": OF_ANOTHER(name="HunyuanVideo 1.5", family="hunyuan_video"),
     "hunyuan_video_i2v": "HunyuanVideo image-to-video",
@@ -71,12 +71,12 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
     if draft.family:
         given = draft.family
         draft.set("model.family", given, "--family")
-        draft.mapped(keys, {}, Message("--family was given"))
+        draft.mapped(keys, {}, Message("--family sets the architecture"))
         if given not in available:
             draft.need(
                 "model.family",
                 Message(
-                    "{family} is not a family of this version; there are {names}",
+                    "this version does not support the architecture {family}. Possible values: {names}",
                     family=repr(given),
                     names=", ".join(available),
                 ),
@@ -84,7 +84,7 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
         return
     if not kind:
         draft.set("model.family", "TODO")
-        draft.need("model.family", Message("{line}; there are {names}", line=why, names=", ".join(available)))
+        draft.need("model.family", Message("{line}. Possible values: {names}", line=why, names=", ".join(available)))
         return
     spelled = {plain(name): name for name in available}
     name = next((spelled[plain(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if plain(n) in spelled), "")
@@ -95,7 +95,9 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
         what = UNLIKE.get(kind, kind)
         draft.need(
             "model.family",
-            Message("this version has no family for {kind}; there are {names}", kind=what, names=", ".join(available)),
+            Message(
+                "this version does not support {kind}. Possible values: {names}", kind=what, names=", ".join(available)
+            ),
         )
 
 
@@ -104,15 +106,15 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
 
     Args:
         draft: the import.
-        why: what shows it, and that a LoRA is trained here; "" if `keys` show it.
+        why: what shows it, and that a LoRA is written; "" if `keys` show it.
         keys: the tool's keys that say so.
     """
-    draft.none(keys, Message("only LoRAs are trained here; a LoRA was written"))
+    draft.none(keys, Message("this trainer trains only LoRAs; a LoRA was written"))
     if why:
         draft.notes.append(why)
     if not draft.has("network_dim"):
         draft.settings.setdefault("adapter.rank", Adapter().rank)
-    draft.need("adapter.rank", Message("the other trainer trained the whole model: choose the size of a LoRA"))
+    draft.need("adapter.rank", Message("the other trainer trains the whole model; choose the rank of the LoRA"))
 
 
 def refuse(draft: Draft, what: str) -> NoReturn:
@@ -123,8 +125,8 @@ def refuse(draft: Draft, what: str) -> NoReturn:
     """
     raise UserError(
         Message(
-            "{path}: {line}, which has no counterpart here: this trains LoRAs on images with captions. Give the "
-            "settings of a LoRA training",
+            "{path}: {line}, but this trainer only trains LoRAs on images with captions. Give the settings of a "
+            "LoRA training",
             path=draft.source.path,
             line=what,
         )
@@ -198,14 +200,20 @@ def set_model_path(draft: Draft, key: str, note: str = "") -> None:
     path = draft.get(key, text)
     if not path:
         draft.set("model.path", "TODO")
-        draft.need("model.path", Message("the base model: Hugging Face id, diffusers folder or .safetensors file"))
+        draft.need(
+            "model.path",
+            Message("the file names no base model. Give a Hugging Face id, a diffusers folder or a .safetensors file"),
+        )
         return
     draft.mapped(key, {"model.path": path}, note)
     suffix = PureWindowsPath(path).suffix.lower()
     if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
         draft.need(
             "model.path",
-            Message("{suffix} files are not opened here; give the model as .safetensors or a folder", suffix=suffix),
+            Message(
+                "this trainer does not open {suffix} files; give the model as a .safetensors file or a folder",
+                suffix=suffix,
+            ),
         )
 
 
@@ -253,7 +261,7 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
         part = next(filter(None, (find_part(draft.family, name) for name in kind.split("|"))), "")
         suffix = PureWindowsPath(path).suffix.lower()
         if not part:
-            draft.none(key, Message("the model has no part of this kind here"))
+            draft.none(key, Message("this model has no component of this kind"))
         elif suffix not in WEIGHT_ENDINGS:
             draft.none(key, remarks.ONLY_SAFETENSORS)
             draft.need(
@@ -277,10 +285,12 @@ def set_dtype(draft: Draft, key: str) -> None:
         draft.mapped(key, {"model.dtype": "bf16"})
     elif kind in ("fp16", "float16"):
         draft.differs(
-            key, {"model.dtype": "bf16"}, Message("float16 is not used here: bf16, which needs no loss scaling")
+            key,
+            {"model.dtype": "bf16"},
+            Message("this trainer does not use float16; bf16 was written, which needs no loss scaling"),
         )
     else:
-        draft.none(key, Message("{value} is no dtype that is known here", value=repr(value)))
+        draft.none(key, Message("{value} is not a known dtype", value=repr(value)))
 
 
 def set_caption_tokens(draft: Draft) -> None:
@@ -299,7 +309,7 @@ def set_caption_tokens(draft: Draft) -> None:
         if 75 <= given < 300:
             draft.mapped(key, {"model.caption_tokens": tokens}, "" if given == tokens else WHOLE_CHUNKS)
         else:
-            draft.differs(key, {"model.caption_tokens": tokens}, Message("75, 150 or 225 here"))
+            draft.differs(key, {"model.caption_tokens": tokens}, Message("this trainer accepts 75, 150 or 225"))
 
 
 def set_prompt_weights(draft: Draft) -> None:
@@ -310,7 +320,11 @@ def set_prompt_weights(draft: Draft) -> None:
     elif draft.has(key) and common_values.on(draft.given[key]) and _has_trait(draft, "long_captions"):
         draft.mapped(key, {"model.prompt_weights": True}, PREVIEWS_WEIGHTED)
     else:
-        draft.none(key, Message("brackets in captions are text here"), off=not common_values.on(draft.get(key)))
+        draft.none(
+            key,
+            Message("brackets in captions are read as text with this model"),
+            off=not common_values.on(draft.get(key)),
+        )
 
 
 def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
@@ -333,13 +347,13 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
     elif 1 <= (skip := draft.get(key, whole) + from_zero) <= 12:
         draft.mapped(key, {"model.clip_skip": skip}, LAYERS_LEFT_OUT if from_zero else "")
     else:
-        draft.none(key, Message("CLIP has no such layer; its last one is used"))
+        draft.none(key, Message("CLIP has no such layer; its last layer is used"))
 
 
-WHOLE_CHUNKS = Message("the whole chunks of 75 tokens in it, as there")
-PREVIEWS_WEIGHTED = Message("it counts for preview prompts too, as there")
-LAYERS_LEFT_OUT = Message("the last layer is 0 there and 1 here")
-ALWAYS_PENULTIMATE = Message("SDXL's text encoders are always read at the layer before the last")
+WHOLE_CHUNKS = Message("this is the number of tokens in whole chunks of 75, as in sd-scripts")
+PREVIEWS_WEIGHTED = Message("it applies to preview prompts too, as in sd-scripts")
+LAYERS_LEFT_OUT = Message("the last layer is 0 in OneTrainer and 1 in this trainer")
+ALWAYS_PENULTIMATE = Message("SDXL always uses the second-last layer of its text encoders")
 
 
 def _has_trait(draft: Draft, trait: str) -> bool:
@@ -371,31 +385,26 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
     kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
     if kind == "own":
         plain_storage = "bf16" if draft.settings.get("model.dtype", "bf16") == "bf16" else "none"
-        note = Message("the base is not quantized; quantize.storage = 'fp8' would halve its memory")
+        note = Message("the base model is not quantized; quantize.storage = 'fp8' would halve its memory")
         draft.mapped(keys, {"quantize.storage": plain_storage}, note)
     elif kind == "fp8":
         draft.differs(
             keys,
             {"quantize.storage": "fp8"},
             Message(
-                "e4m3 as there; {tool} has scales of its own kind, here each row has one, and modulation is held "
-                "in int8",
+                "both use e4m3, but {tool} scales weights in its own way; this trainer has one scale per row, "
+                "and stores modulation layers in int8",
                 tool=tool,
             )
             if scaled
-            else Message(
-                "{tool} casts the weights without a scale, so that small ones become zero; here each row has "
-                "one. quantize.scale = 'none' is the exact equivalent, in a UNet together with "
-                "quantize.convolutions = 'fp8'",
-                tool=tool,
-            ),
+            else remarks.CAST_WITHOUT_SCALE(tool=tool),
         )
     elif kind == "fp8 matmul":
         draft.differs(
             keys,
             {"quantize.storage": "fp8", "quantize.compute": "fp8"},
             Message(
-                "{tool} multiplies in FP8 too, forward and backward; scales are one per row and per token here",
+                "{tool} also multiplies in FP8, forward and backward; this trainer has one scale per row and per token",
                 tool=tool,
             ),
         )
@@ -403,7 +412,7 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         draft.differs(
             keys,
             {"quantize.storage": "int8"},
-            Message("blocks of 128 share a scale here; {tool} has one per row or tensor", tool=tool),
+            Message("in this trainer 128 weights share a scale; {tool} has one scale per row or tensor", tool=tool),
         )
     elif kind == "nf4":
         draft.mapped(keys, {"quantize.storage": "nf4"})
@@ -412,17 +421,17 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
             keys,
             {"quantize.storage": "nf4"},
             Message(
-                "{word} is not known here; nf4 (4 bits) is the smallest storage, and may take more memory or less",
+                "this trainer has no {word}; nf4 (4 bits) is its smallest storage, and may take more memory or less",
                 word=repr(word),
             ),
         )
     else:
         draft.none(
             keys,
-            Message("{word} is no storage that is known here; quantize.storage = 'fp8' was written", word=repr(word)),
+            Message("this trainer has no storage {word}; quantize.storage = 'fp8' was written", word=repr(word)),
         )
         draft.set("quantize.storage", "fp8")
-        draft.need("quantize.storage", Message("choose one for {name}", name=repr(word)))
+        draft.need("quantize.storage", remarks.CHOOSE_ANOTHER(name=repr(word)))
 
 
 def trains_text(family: str) -> bool:

@@ -27,9 +27,15 @@ from .rules import JOINT, Rule, idle, immaterial, near, none
 from .source_files import Source, flattened, read_source
 
 NO_VIDEO = remarks.NO_FIRST_FRAME
-FRAMES_OF_PARTS = Message("belongs to the other ways of cutting; here a clip's head, middle or chunks: dataset.clip")
-SQUEEZED = Message("there squeezed into the range, unless preserve_distribution_shape is set; here cut off")
-NO_CONTROL = Message("control pictures are shown as the model's pipeline shows them, or see dataset.control_resolution")
+FRAMES_OF_PARTS = Message(
+    "this setting is for other ways to cut clips; this trainer takes the head, middle or chunks (dataset.clip)"
+)
+SQUEEZED = Message(
+    "musubi-tuner squeezes the distribution into the range, unless preserve_distribution_shape is set; this trainer "
+    "cuts it off"
+)
+NO_CONTROL = Message("control images are used as in the model's pipeline; see also dataset.control_resolution")
+ONE_EXPERT = Message("a job trains one expert of Wan 2.2; see objective.t_min and objective.t_max")
 
 RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "dit": JOINT,
@@ -37,7 +43,7 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "model_version": JOINT,
     "edit": JOINT,
     "edit_plus": JOINT,
-    "dit_high_noise": none(Message("a job trains one of Wan 2.2's experts: objective.t_min and t_max")),
+    "dit_high_noise": none(ONE_EXPERT),
     "text_encoder1": JOINT,
     "text_encoder2": JOINT,
     "t5": JOINT,
@@ -64,9 +70,9 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "min_timestep": near("objective.t_min", common_values.thousandths, SQUEEZED),
     "max_timestep": near("objective.t_max", common_values.thousandths, SQUEEZED),
     "preserve_distribution_shape": immaterial(
-        Message("objective.t_min and t_max cut the distribution off, as this has it")
+        Message("objective.t_min and objective.t_max cut off the distribution, as this setting does")
     ),
-    "show_timesteps": idle(Message("shows, and trains nothing")),
+    "show_timesteps": idle(Message("this setting only shows the timesteps, and trains nothing")),
     "compile": JOINT,
     "compile_backend": idle(Message("torch.compile uses inductor")),
     "compile_mode": idle(remarks.ONE_COMPILE_MODE),
@@ -82,9 +88,11 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     ),
     **dict.fromkeys(("video_directory", "target_frames", "frame_extraction"), JOINT),
     **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), none(FRAMES_OF_PARTS)),
-    "video_jsonl_file": none(Message("captions are .txt or .caption files beside the clips here")),
+    "video_jsonl_file": none(Message("this trainer reads captions from .txt or .caption files beside the clips")),
     "source_fps": immaterial(
-        Message("a clip's own times tell its rate, and dataset.fps the one that it is brought to")
+        Message(
+            "the frame rate follows from the clip's timestamps, and dataset.fps is the rate that it is converted to"
+        )
     ),
     "control_directory": JOINT,
     **dict.fromkeys(
@@ -100,11 +108,9 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
         idle(),
     ),
     **dict.fromkeys(
-        ("metadata_reso", "metadata_arch"), idle(Message("size and architecture are read from the file of the model"))
+        ("metadata_reso", "metadata_arch"), idle(Message("size and architecture are read from the model file"))
     ),
-    **dict.fromkeys(
-        ("offload_inactive_dit", "timestep_boundary"), none(Message("a job trains one of Wan 2.2's experts"))
-    ),
+    **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), none(ONE_EXPERT)),
     "base_weights": none(remarks.MERGE_BEFOREHAND),
 }
 
@@ -145,7 +151,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield all settings, whatever their section, and those of the dataset file."""
     source = draft.source
     if not isinstance(source.data, dict):
-        raise UserError(Message("{path}: expected tables", path=source.path))
+        raise UserError(remarks.NO_TABLE(path=source.path))
     if "datasets" in source.data:
         yield from kohya_data.dataset(source.data)
         return
@@ -203,11 +209,11 @@ def _set_model(draft: Draft) -> None:
     kind, why = model_settings.refined(*_variant(draft, kind, why), [draft.get("dit")])
     keys = ["task", "model_version", "edit", "edit_plus"]
     model_settings.set_family(draft, keys, kind, why if kind else remarks.BY_SCRIPT(tool=draft.tool.name))
-    draft.none(keys, Message("family is told by model.family"), off=True)
-    model_settings.set_model_path(draft, "dit", Message("the denoiser's own file"))
+    draft.none(keys, Message("model.family names the architecture"), off=True)
+    model_settings.set_model_path(draft, "dit", Message("this is the denoiser's own file"))
     kinds = {"vae": "vae", "t5": "t5", "text_encoder": "any|llm", "text_encoder1": "t5|llm", "text_encoder2": "clip"}
     model_settings.set_part_files(draft, kinds)
-    draft.none(("clip", "image_encoder"), Message("it is for image-to-video, which is not here"))
+    draft.none(("clip", "image_encoder"), NO_VIDEO)
 
 
 def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
@@ -222,7 +228,7 @@ def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
         kind, why = f"{kind}_i2v", f"task = {task!r}"
     for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
         if kind == "qwen_image" and common_values.on(draft.get(key)):
-            kind, why = edited, Message("{name} is on", name=key)
+            kind, why = edited, remarks.IS_ON(name=key)
     return kind, why
 
 
@@ -240,21 +246,23 @@ def _set_folders(draft: Draft) -> None:
             continue
         repeats = positive(kohya_data.effective(draft, table, "num_repeats") or 1)
         folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
-        draft.mapped(f"{table}{kind}", {}, f"dataset.folders.{len(draft.folders)}.path")
-        draft.mapped(f"{table}num_repeats", {}, f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        draft.mapped(f"{table}{kind}", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
+        draft.mapped(
+            f"{table}num_repeats", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
+        )
         dataset_settings.set_control(
             draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}"
         )
         draft.folders.append(folder)
     draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, remarks.IN_EACH_FOLDER)
-    draft.mapped("dataset_config", {}, Message("read as well") if tables(draft) else Message("not here"))
+    draft.mapped("dataset_config", {}, remarks.READ_TOO if tables(draft) else remarks.FILE_NOT_FOUND)
     if draft.has("dataset_config") and not tables(draft):
         kohya_data.set_absent_dataset(draft)
 
 
 SMALL_ONES = Message(
-    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; here dataset.max_aspect is "
-    "the limit, and images are scaled to their bucket"
+    "musubi-tuner keeps the aspect ratio of small images and crops them to their bucket; this trainer limits it "
+    "with dataset.max_aspect and scales images to their bucket"
 )
 STEP = 16
 """Step of musubi-tuner's buckets, in pixels."""
@@ -291,7 +299,10 @@ def _set_pictures(draft: Draft) -> None:
         [whole(length) for value in given if value for length in listed(value)],
         parts,
         {"head": "head", "chunk": "chunks"}.get(named_ways.pop()) if len(named_ways) == 1 else None,
-        Message("of every folder; there a clip gives a piece of each length, here of the longest that fits"),
+        Message(
+            "the lengths apply to every folder. musubi-tuner takes a piece of each length from a clip; this trainer "
+            "takes the longest that fits"
+        ),
     )
     keys = kohya_data.everywhere(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
@@ -307,7 +318,7 @@ def recognise(source: Source) -> str:
     if source.kind not in ("toml", "command") or not isinstance(data, Mapping):
         return ""
     if source.kind == "command":
-        return Message("it runs {script} with --dit", script=source.script) if "dit" in data else ""
+        return Message("the script {script} with --dit", script=source.script) if "dit" in data else ""
     if isinstance(data.get("datasets"), list):
         inner = {key.rsplit(".", 1)[-1] for key, _ in flattened(data)}
         marks = inner & {"image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"}

@@ -12,10 +12,10 @@ from .import_draft import Draft
 from .model_settings import predicts_noise
 from .readers import number
 
-NO_NOISE = Message("plain Gaussian noise is used here")
+NO_NOISE = Message("this trainer uses plain Gaussian noise")
 
 
-ONE_LOSS = Message("objective.loss knows mse, and huber and smooth_l1 with a sharp or a round corner")
+ONE_LOSS = Message("objective.loss offers mse, huber, smooth_l1, pseudo_huber and pseudo_smooth_l1")
 
 
 def set_huber(draft: Draft) -> None:
@@ -26,7 +26,7 @@ def set_huber(draft: Draft) -> None:
     if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
         draft.none(
             ["loss_type", *more],
-            Message("the other trainer trains flow-matching models with the squared error all the same"),
+            Message("SimpleTuner trains flow-matching models with the squared error, whatever loss_type is"),
         )
     elif kind in ("huber", "smoothl1"):
         schedule = str(draft.get("huber_schedule") or "snr")
@@ -39,17 +39,18 @@ def set_huber(draft: Draft) -> None:
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
             draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
         elif schedule == "snr" and not flow:
-            draft.none("huber_scale", Message("means nothing with {key}", key="huber_schedule = snr"), off=True)
+            draft.none("huber_scale", remarks.UNUSED_BESIDE(key="huber_schedule = snr"), off=True)
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
             draft.mapped(["loss_type", *more], ours)
         else:
             note = Message(
-                "huber_schedule = {schedule} is for no flow-matching model, there or here; constant was written",
+                "huber_schedule = {schedule} does not apply to flow-matching models in either trainer; constant "
+                "was written",
                 schedule=schedule,
             )
             draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, note)
     draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
-    draft.none(more, Message("belongs to the Huber loss"), off=True)
+    draft.none(more, Message("this setting is used only by the Huber loss"), off=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,10 +72,11 @@ def set_timesteps(
         keys: the tool's keys.
         shape: objective.timesteps, or that with the settings of its shape, by their keys.
         shift: objective.shift; "auto" is the sampler's.
-        note, exact: a remark, and whether it is the same here as there.
+        note: a remark.
+        exact: the meaning is the same in both tools.
     """
     if predicts_noise(draft.family):
-        note = Message("means nothing to {family}, which draws its timesteps uniformly", family=draft.family)
+        note = Message("{family} draws timesteps uniformly and does not use this setting", family=draft.family)
         draft.none(keys, note, off=True)
         return
     account = draft.mapped if exact else draft.differs
@@ -93,18 +95,21 @@ def logit_normal(mean: float | None = None, std: float | None = None) -> dict[st
 def set_of_diffusion(
     draft: Draft, keys: str | Sequence[str], ours: dict[str, Any], note: str = "", exact: bool = True
 ) -> None:
-    """Set what only families that predict noise have.
+    """Set a setting that only families that predict noise have.
 
     Args:
         draft: the import.
         keys: the tool's keys.
         ours: our settings; {} if the keys are off.
-        note, exact: a remark, and whether it is the same here as there.
+        note: a remark.
+        exact: the meaning is the same in both tools.
     """
     if not ours:
         draft.none(keys, remarks.OFF, off=True)
     elif draft.family and not predicts_noise(draft.family):
-        note = Message("flow-matching models such as {family} have none of it, there or here", family=draft.family)
+        note = Message(
+            "flow-matching models such as {family} do not use this setting in either trainer", family=draft.family
+        )
         draft.none(keys, note, off=True)
     else:
         (draft.mapped if exact else draft.differs)(keys, ours, note)
@@ -119,7 +124,10 @@ def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
 def set_debiased(draft: Draft, key: str, chosen: bool) -> None:
     """Set objective.weighting = "debiased"; the other tools have other formulas for v prediction."""
     different = draft.settings.get("objective.prediction") == "v"
-    note = Message("for v prediction the weight is sqrt(SNR) / (SNR + 1) here, and another there")
+    note = Message(
+        "for v prediction, this trainer weights the loss by sqrt(SNR) / (SNR + 1); the other trainer has another "
+        "formula"
+    )
     ours = {"objective.weighting": "debiased"} if chosen else {}
     set_of_diffusion(draft, key, ours, note if different else "", exact=not different)
 

@@ -34,11 +34,11 @@ from .source_files import Source, flattened
 
 NO_PART = remarks.TARGETS
 NO_EMBEDDING = remarks.NO_EMBEDDINGS
-PARTS_FREED = Message("text encoders and VAE are used and freed before training")
-NO_OFT = Message("belongs to OFT")
-NO_LOKR = Message("belongs to LoKr")
+PARTS_FREED = Message("this trainer frees text encoders and VAE before training")
+NO_OFT = remarks.BELONGS_TO(key="OFT")
+NO_LOKR = remarks.BELONGS_TO(key="LoKr")
 NO_LOSS = remarks.ONE_LOSS
-CONCEPT_OFF = Message("the concept is off")
+CONCEPT_OFF = Message("this concept is off")
 NO_VALIDATION = remarks.VALIDATION
 NO_COLOUR = remarks.NO_COLOURS
 COLOURS = ("brightness", "contrast", "saturation")
@@ -49,6 +49,7 @@ SWITCHES = ("enable_crop_jitter", ROTATION[0], *COLOUR_SWITCHES)
 LIMITS = (ROTATION[1], *COLOUR_LIMITS)
 """Keys of a concept's image changes: what switches each on, and how far it goes."""
 NO_VIDEO = dataset_settings.NO_CLIPS
+SUBFOLDERS = Message("this trainer always searches subfolders")
 WIDEST = 4.0
 """Aspect ratio of the widest of its buckets."""
 PARTS = ("unet", "prior", "transformer")
@@ -62,10 +63,10 @@ RULES: dict[str, Rule] = {
     "training_method": JOINT,
     "model_type": JOINT,
     "base_model_name": JOINT,
-    "extra_model_name": none(Message("model.components takes a diffusers folder")),
+    "extra_model_name": none(Message("set model.components to a diffusers folder instead")),
     "debug_mode": idle(),
     "debug_dir": idle(),
-    "workspace_dir": idle(Message("the run folder holds everything")),
+    "workspace_dir": idle(Message("the run folder holds all files of a run")),
     "cache_dir": none(remarks.OTHER_CACHE),
     "tensorboard": JOINT,
     "tensorboard_expose": idle(remarks.LOGGING),
@@ -75,13 +76,13 @@ RULES: dict[str, Rule] = {
     "validate_after": idle(NO_VALIDATION),
     "validate_after_unit": idle(NO_VALIDATION),
     "continue_last_backup": none(remarks.RESUMES),
-    "prevent_overwrites": immaterial(Message("a run folder is never overwritten")),
-    "include_train_config": idle(Message("the resolved config is in the run folder")),
+    "prevent_overwrites": immaterial(Message("this trainer never overwrites a run folder")),
+    "include_train_config": idle(Message("the run folder holds the complete settings")),
     "multi_gpu": JOINT,
     "device_indexes": JOINT,
     **dict.fromkeys(
         ("gradient_reduce_precision", "fused_gradient_reduce", "async_gradient_reduce", "async_gradient_reduce_buffer"),
-        idle(Message("train.gradient_exchange says how gradients travel")),
+        idle(Message("train.gradient_exchange sets how processes exchange gradients")),
     ),
     "output_dtype": to("export.dtype", common_values.FILE_DTYPE),
     "output_model_format": none(remarks.FILE_FORMAT, "SAFETENSORS", "KOHYA"),
@@ -101,7 +102,9 @@ RULES: dict[str, Rule] = {
     "image_caching": immaterial(remarks.ALWAYS_CACHED),
     "text_caching": immaterial(remarks.ALWAYS_CACHED),
     "latent_caching_epochs": idle(),
-    "clear_cache_before_training": idle(Message("the cache is kept by content; what changed is encoded again")),
+    "clear_cache_before_training": idle(
+        Message("the cache depends on content, so changed images and captions are encoded again")
+    ),
     "learning_rate": JOINT,
     "learning_rate_scheduler": JOINT,
     "custom_learning_rate_scheduler": none(remarks.NO_OTHER_SCHEDULES),
@@ -116,7 +119,7 @@ RULES: dict[str, Rule] = {
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "clip_grad_norm": to("train.max_grad_norm", number),
     **dict.fromkeys(("ema", "ema_decay", "ema_update_step_interval"), JOINT),
-    "non_ema_sampling": none(Message("previews show the average, which the files have")),
+    "non_ema_sampling": none(Message("previews use the EMA weights, as the LoRA files do")),
     **dict.fromkeys(
         ("dataloader_threads", "caching_threads", "prefetch_next_batch", "train_device", "temp_device")
         + ("enable_autocast_cache", "only_cache"),
@@ -133,11 +136,11 @@ RULES: dict[str, Rule] = {
     "log_cosh_strength": none(NO_LOSS),
     "huber_strength": none(NO_LOSS),
     "huber_delta": JOINT,
-    "vb_loss_strength": idle(Message("belongs to PixArt")),
+    "vb_loss_strength": idle(remarks.BELONGS_TO(key="PixArt")),
     "loss_weight_fn": JOINT,
     "loss_weight_strength": JOINT,
     "min_snr_gamma": JOINT,
-    "loss_scaler": none(Message("the loss is not scaled by the batch"), "NONE"),
+    "loss_scaler": none(Message("this trainer does not scale the loss by the batch size"), "NONE"),
     "dropout_probability": to("adapter.dropout", number),
     "layer_filter": JOINT,
     "layer_filter_preset": JOINT,
@@ -148,7 +151,8 @@ RULES: dict[str, Rule] = {
     "generalized_offset_noise": none(objective_settings.NO_NOISE),
     "perturbation_noise_weight": none(
         Message(
-            "in OneTrainer it is in the target too, so it only makes the noise stronger; objective.input_noise is not"
+            "OneTrainer adds it to the target too, which only makes the noise stronger; objective.input_noise is "
+            "not in the target"
         )
     ),
     "rescale_noise_scheduler_to_zero_terminal_snr": JOINT,
@@ -163,7 +167,7 @@ RULES: dict[str, Rule] = {
     "dynamic_timestep_shifting": JOINT,
     "cep_gamma": none(remarks.NOT_HERE),
     "k_noise_sampling": none(objective_settings.NO_NOISE, 1),
-    "svd_dtype": none(Message("layers are quantized without a low-rank part here"), "NONE"),
+    "svd_dtype": none(Message("this trainer quantizes layers without a low-rank part"), "NONE"),
     "svd_rank": idle(remarks.BELONGS_TO(key="svd_dtype")),
     "quantization.layer_filter": none(remarks.LAYER_STORAGE),
     "quantization.layer_filter_preset": none(remarks.LAYER_STORAGE, "full", "blocks"),
@@ -171,11 +175,11 @@ RULES: dict[str, Rule] = {
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("model_name", "train", "learning_rate", "weight_dtype")},
     **{f"{part}.{name}": JOINT for part in PARTS for name in ("gradient_checkpointing", "guidance_scale")},
     **{f"{part}.offload_fraction": JOINT for part in PARTS},
-    **{f"{part}.**": none(Message("one length of training for all: train.steps")) for part in PARTS},
+    **{f"{part}.**": none(Message("train.steps sets the length of training for all parts")) for part in PARTS},
     **{f"{part}.{name}": idle() for part in PARTS for name in ("include", "stop_training_after")},
     **{f"{part}.stop_training_after_unit": none(remarks.END, "NEVER", "EPOCH") for part in PARTS},
     **{
-        f"{part}.{name}": idle(Message("belongs to text encoders"))
+        f"{part}.{name}": idle(Message("this setting is for text encoders"))
         for part in PARTS
         for name in ("dropout_probability",)
     },
@@ -184,7 +188,7 @@ RULES: dict[str, Rule] = {
     **{f"{part}.activation_offloading": none(remarks.NO_SWAP) for part in PARTS},
     **{f"{part}.{name}": JOINT for part in TEXT_PARTS for name in ("train", "learning_rate", "model_name")},
     "vae.model_name": JOINT,
-    **{f"{part}.dropout_probability": none(Message("dataset.caption_dropout drops captions")) for part in OTHER_PARTS},
+    **{f"{part}.dropout_probability": none(remarks.DROPOUT_FOR_ALL) for part in OTHER_PARTS},
     **{f"{part}.**": idle(PARTS_FREED) for part in OTHER_PARTS},
     "text_encoder.dropout_probability": JOINT,
     "text_encoder_layer_skip": JOINT,
@@ -217,8 +221,8 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("masked_training", "unmasked_weight", "normalize_masked_area_loss"), JOINT),
     "masked_prior_preservation_weight": JOINT,
-    "unmasked_probability": idle(Message("is for inpainting models, which are not trained here")),
-    "custom_conditioning_image": none(Message("not carried over: see dataset.folders.N.control, for editing models")),
+    "unmasked_probability": idle(Message("this setting is for inpainting models, which this trainer does not train")),
+    "custom_conditioning_image": none(remarks.CONTROL_BY_HAND),
     **dict.fromkeys(
         ("embedding_learning_rate", "preserve_embedding_norm", "embedding.**", "embedding_weight_dtype")
         + ("token_count", "initial_embedding_text", "bundle_additional_embeddings"),
@@ -275,30 +279,30 @@ RULES: dict[str, Rule] = {
     "samples.*.cfg_scale": JOINT,
     "samples.*.frames": JOINT,
     "samples.*.enabled": JOINT,
-    "samples.*.random_seed": none(Message("previews keep their seeds")),
+    "samples.*.random_seed": none(Message("previews always keep their seed")),
     "samples.*.noise_scheduler": none(remarks.NO_SAMPLER, "DDIM", "EULER"),
-    "samples.*.**": idle(Message("belongs to other models")),
-    "samples.*.sample_inpainting": none(Message("previews are not inpainted here")),
+    "samples.*.**": idle(Message("this setting is for other models")),
+    "samples.*.sample_inpainting": none(Message("this trainer does not draw inpainting previews")),
     "sample_after": JOINT,
     "sample_after_unit": JOINT,
     "sample_skip_first": JOINT,
     **dict.fromkeys(
         ("sample_image_format", "sample_video_format", "sample_audio_format", "samples_to_tensorboard"),
-        idle(Message("previews are .png in the run folder")),
+        idle(Message("previews are .png files in the run folder")),
     ),
-    "cloud.**": idle(Message("training runs where it is started")),
-    "secrets.**": idle(Message("no accounts are used")),
+    "cloud.**": idle(Message("training runs on the machine where it is started")),
+    "secrets.**": idle(Message("this trainer uses no accounts")),
     "backup_after": JOINT,
     "backup_after_unit": JOINT,
     "rolling_backup": JOINT,
     "rolling_backup_count": JOINT,
-    "backup_before_save": immaterial(Message("a checkpoint is made before the file")),
+    "backup_before_save": immaterial(Message("this trainer saves a checkpoint before each LoRA file")),
     "save_every": JOINT,
     "save_every_unit": JOINT,
     "save_after": JOINT,
     "save_after_unit": JOINT,
     "save_skip_first": idle(),
-    "save_filename_prefix": none(Message("files are named after the job")),
+    "save_filename_prefix": none(Message("LoRA files are named after the job")),
     "concepts": JOINT,
     "concepts.*.path": JOINT,
     "concepts.*.enabled": JOINT,
@@ -315,10 +319,10 @@ RULES: dict[str, Rule] = {
     "concepts.*.text.tag_dropout_probability": JOINT,
     "concepts.*.text.tag_dropout_mode": JOINT,
     "concepts.*.text.tag_dropout_special_tags_mode": JOINT,
-    "concepts.*.text.**": idle(Message("belongs to tag dropout and capitals")),
-    "concepts.*.text.caps_randomize_enable": none(Message("captions are not changed to capitals here")),
+    "concepts.*.text.**": idle(Message("this setting is used only by tag dropout and random capitals")),
+    "concepts.*.text.caps_randomize_enable": none(Message("this trainer does not change captions to capitals")),
     "concepts.*.image.enable_random_flip": JOINT,
-    "concepts.*.image.enable_fixed_flip": none(Message("pictures are mirrored at random or not at all")),
+    "concepts.*.image.enable_fixed_flip": none(Message("this trainer mirrors images at random or not at all")),
     "concepts.*.image.enable_crop_jitter": JOINT,
     "concepts.*.image.enable_random_rotate": JOINT,
     "concepts.*.image.random_rotate_max_angle": JOINT,
@@ -331,14 +335,14 @@ RULES: dict[str, Rule] = {
     "concepts.*.image.enable_random_hue": none(NO_COLOUR),
     "concepts.*.image.enable_random_circular_mask_shrink": none(remarks.NO_MASK),
     "concepts.*.image.enable_random_mask_rotate_crop": none(remarks.NO_MASK),
-    "concepts.*.image.**": idle(Message("belongs to a change of colours or of the angle, which is off")),
+    "concepts.*.image.**": idle(Message("this setting is for a change of colours or angle that is off")),
     "concepts.*.validation_concept": none(NO_VALIDATION),
     "concepts.*.type": JOINT,
     "concepts.*.loss_weight": JOINT,
     "concepts.*.image_variations": JOINT,
     "concepts.*.text_variations": JOINT,
-    "concepts.*.name": idle(Message("the concept's name")),
-    "concepts.*.seed": idle(Message("the job's seed counts")),
+    "concepts.*.name": idle(Message("this is the concept's name")),
+    "concepts.*.seed": idle(Message("this trainer uses the job's seed")),
     "concepts.*.__version": idle(remarks.VERSION),
     "concepts.*.concept_stats.**": idle(remarks.COUNTED),
     "concepts.*.concept_stats": idle(remarks.COUNTED),
@@ -369,7 +373,7 @@ MODELS = {
 
 OTHER_METHODS = {
     "EMBEDDING": remarks.EMBEDDING,
-    "FINE_TUNE_VAE": Message("it trains the VAE"),
+    "FINE_TUNE_VAE": Message("these settings train the VAE"),
 }
 """Training methods that cannot be converted -> what they train."""
 
@@ -380,7 +384,8 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(data, dict):
         raise UserError(
             Message(
-                "{path}: expected one table; give the configuration, not the list of concepts", path=draft.source.path
+                "{path}: the file holds a list, not settings. Give the configuration instead of the list of concepts",
+                path=draft.source.path,
             )
         )
     yield from ((key, key, value) for key, value in flattened(data))
@@ -427,7 +432,7 @@ def combine(draft: Draft) -> None:
     destination = draft.get("output_model_destination", text)
     if destination:
         common_values.set_name(
-            draft, "output_model_destination", common_values.stem(destination), Message("the file's name")
+            draft, "output_model_destination", common_values.stem(destination), Message("this is the file's name")
         )
 
 
@@ -480,7 +485,7 @@ def _set_lokr(draft: Draft, kind: str) -> None:
         draft.mapped(
             "lokr_decompose_factor",
             {"adapter.factor": adapter_settings.lokr_factor(factor)},
-            Message("-1 there is 0 here"),
+            remarks.MINUS_ONE,
         )
     draft.mapped("lokr_decompose_both", {"adapter.decompose_both": common_values.on(both)})
     if rank is not None or common_values.on(full):
@@ -489,7 +494,9 @@ def _set_lokr(draft: Draft, kind: str) -> None:
         draft.none("lora_rank", remarks.COUNTS(key="lokr_dim"), off=True)
     draft.none("lokr_full_matrix", remarks.OFF, off=True)
     for key in more:
-        draft.none(key, Message("LoKr has no such form here"), off=not common_values.on(draft.get(key)))
+        draft.none(
+            key, Message("LoKr does not have this setting in this trainer"), off=not common_values.on(draft.get(key))
+        )
 
 
 def _set_adapter(draft: Draft) -> None:
@@ -502,7 +509,7 @@ def _set_adapter(draft: Draft) -> None:
     for part in PARTS:
         if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
             draft.mapped(f"{part}.train", {}, remarks.DENOISER)
-        draft.none(f"{part}.train", Message("the denoiser is what is trained here"))
+        draft.none(f"{part}.train", remarks.DENOISER)
     dtype = draft.get("lora_weight_dtype")
     if dtype:
         ours = common_values.FILE_DTYPE(dtype)
@@ -520,9 +527,12 @@ def _set_adapter(draft: Draft) -> None:
 def _set_masks(draft: Draft) -> None:
     keys = ["unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"]
     if common_values.on(draft.get("masked_training")):
-        draft.mapped("masked_training", {}, Message("mask = '*-masklabel' in each folder"))
+        draft.mapped("masked_training", {}, Message("each folder has mask = '*-masklabel'"))
         weight = draft.get("unmasked_weight", number)
-        note = Message("greys are shares of the way from this weight to 1; there what is darker than it counts as it")
+        note = Message(
+            "this trainer reads grey as a share of the way from this weight to 1; OneTrainer raises darker grey to "
+            "this weight"
+        )
         draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
         if common_values.on(draft.get("normalize_masked_area_loss")):
             draft.mapped("normalize_masked_area_loss", {"objective.normalize_mask": True})
@@ -544,7 +554,7 @@ def _set_folders(draft: Draft) -> None:
         else:
             kept.append(table)
             _add_folder(draft, table)
-    draft.mapped(["concept_file_name"], {}, Message("read as well") if tables else Message("not here"))
+    draft.mapped(["concept_file_name"], {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     _set_masks(draft)
     draft.none("concepts", remarks.EMPTY, off=True)
     if not kept and draft.has("concept_file_name"):
@@ -590,11 +600,11 @@ def _add_folder(draft: Draft, table: str) -> None:
     masked = common_values.on(draft.get("masked_training"))
     folder = Folder(draft.get(f"{table}path", text), 1 if by_samples else repeats, mask="*-masklabel" if masked else "")
     dataset_settings.look_into(draft, folder, deep=deep)
-    draft.mapped(f"{table}path", {}, f"{at}.path")
+    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
     if by_samples and folder.images:
         folder.repeats = repeats / folder.images
         note = Message(
-            "{at}.repeats = {repeats}: {samples} samples of {images} images an epoch",
+            "{at}.repeats = {repeats} gives {samples} samples per epoch from {images} images",
             at=at,
             repeats=f"{folder.repeats:.4g}",
             samples=f"{repeats:g}",
@@ -603,24 +613,24 @@ def _add_folder(draft: Draft, table: str) -> None:
         draft.mapped([counted, f"{table}balancing_strategy"], {}, note)
     elif by_samples:
         note = Message(
-            "{at}.repeats: {samples} samples an epoch, divided by the number of images; the folder is not here",
+            "the folder was not found; set {at}.repeats to {samples} samples per epoch divided by the number of images",
             at=at,
             samples=f"{repeats:g}",
         )
         draft.none(counted, note)
     else:
-        draft.mapped(counted, {}, f"{at}.repeats = {repeats:g}")
-    draft.none(f"{table}balancing_strategy", Message("belongs to balancing"), off=not by_samples)
+        draft.mapped(counted, {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
+    draft.none(f"{table}balancing_strategy", remarks.BELONGS_TO(key="balancing"), off=not by_samples)
     if deep:
-        draft.mapped(f"{table}include_subdirectories", {}, Message("subfolders are always searched"))
+        draft.mapped(f"{table}include_subdirectories", {}, SUBFOLDERS)
     elif draft.has(f"{table}include_subdirectories"):
-        draft.differs(f"{table}include_subdirectories", {}, Message("subfolders are always searched here"))
+        draft.differs(f"{table}include_subdirectories", {}, SUBFOLDERS)
     _report_caption_source(draft, table, at)
     if draft.get(f"{table}type") == "PRIOR_PREDICTION":
         folder.regularization = True
         draft.mapped(f"{table}type", {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
     for name in ("type", "enabled"):
-        draft.mapped(f"{table}{name}", {}, "on")
+        draft.mapped(f"{table}{name}", {}, Message("this trainer uses this concept"))
     dataset_settings.weigh(draft, f"{table}loss_weight", folder, at)
     draft.folders.append(folder)
 
@@ -629,7 +639,7 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
     """Report where a concept's captions come from; `at` is our name of its folder."""
     source = draft.get(f"{table}text.prompt_source") or "sample"
     if source == "sample":
-        note = Message("captions are files beside the pictures, and of several lines one is drawn each time")
+        note = Message("captions are files beside the images; of several lines, one is drawn each time")
         if draft.has(f"{table}text.prompt_source"):
             draft.mapped(f"{table}text.prompt_source", {"dataset.caption_lines": "one"}, note)
         else:
@@ -638,7 +648,7 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
         draft.none(f"{table}text.prompt_source", remarks.CAPTION_FILES)
         draft.todo.append(
             Message(
-                "{key}: captions come from {source} there; here from .txt files beside the pictures",
+                "{key}: OneTrainer takes captions from {source}; write them as .txt files beside the images",
                 key=at,
                 source=repr(source),
             )
@@ -661,11 +671,11 @@ def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
         keys, values = draft.collect(name, tables)
         if tags:
             dataset_settings.share(draft, keys, values, setting, read)
-        draft.none(keys, Message("means nothing without tag shuffling"), off=True)
+        draft.none(keys, Message("this setting has no effect without tag shuffling"), off=True)
 
 
 def _set_variants(draft: Draft, tables: list[str]) -> None:
-    """Set the variants of images, if several versions of each are cached there."""
+    """Set the variants of images, if OneTrainer caches several versions of each."""
     keys, counts = draft.collect("image_variations", tables)
     if max([whole(count) for count in counts if count not in (None, "")], default=1) > 1:
         is_used = [_set_random_crop(draft, tables), _set_rotation(draft, tables), _set_color_jitter(draft, tables)]
@@ -679,7 +689,7 @@ def _set_variants(draft: Draft, tables: list[str]) -> None:
 
 
 def _set_random_crop(draft: Draft, tables: list[str]) -> bool:
-    """Set dataset.random_crop, which is on there by default. Return True if a concept uses it."""
+    """Set dataset.random_crop, which OneTrainer has on by default. Return True if a concept uses it."""
     keys, values = draft.collect("image.enable_crop_jitter", tables)
     switches = [True if value is None else value for value in values]
     dataset_settings.share(draft, keys, switches, "dataset.random_crop", flag)
@@ -704,7 +714,7 @@ def _set_color_jitter(draft: Draft, tables: list[str]) -> bool:
     if not any(strengths):
         return False
     keys = [f"{table}image.{name}" for table in tables for name in (*COLOUR_SWITCHES, *COLOUR_LIMITS)]
-    note = Message("one strength here for brightness, contrast and saturation")
+    note = Message("this trainer has one strength for brightness, contrast and saturation")
     dataset_settings.share(draft, keys, strengths, "dataset.color_jitter", lambda strength: min(strength, 0.9), note)
     return True
 
@@ -721,7 +731,12 @@ def _set_frames(draft: Draft) -> None:
     lengths = [whole(part) for part in str(draft.get("frames") or "").split(",") if part.strip()]
     if draft.family in families.available() and any(families.get(draft.family).clips):
         dataset_settings.set_clips(
-            draft, ["frames"], lengths, [], "head", Message("of every folder; here a clip's head, see dataset.clip")
+            draft,
+            ["frames"],
+            lengths,
+            [],
+            "head",
+            Message("the lengths apply to every folder; this trainer takes the head of a clip (dataset.clip)"),
         )
     draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
 
@@ -753,7 +768,7 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
         own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
         if part not in TEXT_PARTS[:clips]:
             on = any(common_values.on(draft.given[key]) for key in switches)
-            draft.none([*switches, *own], Message("T5 and language models are not trained here"), off=not on)
+            draft.none([*switches, *own], Message("this trainer does not train T5 or language models"), off=not on)
             continue
         keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
         used = next((key for key in own if draft.has(key)), "learning_rate")
@@ -777,11 +792,12 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
     unit = str(draft.get(keys[1]) or "EPOCH")
     end = {"EPOCH": draft.get("epochs", number), "STEP": draft.settings.get("train.steps")}.get(unit)
     if unit == "NEVER" or isinstance(end, int | float) and count >= end:
-        draft.none(keys, Message("trained to the end, there and here"), off=True)
+        draft.none(keys, Message("both trainers train text encoders until the end"), off=True)
         return
-    draft.differs(keys, {}, Message("text encoders are trained to the end here"))
+    draft.differs(keys, {}, remarks.TEXT_TO_THE_END)
     what = Message(
-        "OneTrainer stops training {part} after {count} {unit}s; here it trains to the end: lower its rate",
+        "OneTrainer stops training {part} after {count} {unit}s, but this trainer trains it until the end; "
+        "choose a lower learning rate",
         part=part,
         count=f"{count:g}",
         unit=unit.lower(),
@@ -799,7 +815,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note)
     else:
         draft.mapped("batch_size", {"train.batch_size": batch})
-    draft.none(["multi_gpu", "device_indexes"], Message("one process"), off=True)
+    draft.none(["multi_gpu", "device_indexes"], Message("the training has one process"), off=True)
     accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
     per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
     dataset_settings.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
@@ -812,9 +828,9 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     optimizer_settings.set_optimizer(draft, name, [used], draft.get(used, number), scale)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     if scale != 1:
-        note = Message("the rate times the root of {number}", number=factors[scaler])
+        note = remarks.TIMES_ROOT(number=factors[scaler])
         draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, note)
-    draft.mapped("learning_rate_scaler", {}, Message("the rate is not scaled"))
+    draft.mapped("learning_rate_scaler", {}, Message("the learning rate is not scaled"))
     _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
     draft.none([*rates, *others], remarks.RATE_OF_DENOISER(rate_key=used), off=True)
@@ -831,11 +847,14 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
         floor=draft.get("learning_rate_min_factor", number),
         constant_warms_up=True,
     )
-    backup = Message("a checkpoint to go on from; the model is not in it")
+    backup = Message("this trainer saves a checkpoint to resume from, without the base model")
     _set_every(draft, "checkpoint.every", "backup_after", per_epoch, backup, False)
     done = False
     for key in ("save_every", "save_after"):
-        done = _set_every(draft, "export.every", key, per_epoch, Message("the LoRA files"), done) or done
+        done = (
+            _set_every(draft, "export.every", key, per_epoch, Message("this trainer saves the LoRA files"), done)
+            or done
+        )
     keep = draft.get("rolling_backup_count", whole)
     if common_values.on(draft.get("rolling_backup")) and keep:
         draft.mapped(
@@ -843,7 +862,9 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
             {"checkpoint.keep": common_values.clamp("checkpoint.keep", keep)},
         )
     draft.none(
-        ["rolling_backup_count", "rolling_backup"], Message("the newest checkpoint.keep are always kept"), off=True
+        ["rolling_backup_count", "rolling_backup"],
+        Message("this trainer always keeps the newest checkpoints (checkpoint.keep)"),
+        off=True,
     )
     return per_epoch
 
@@ -864,7 +885,7 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
     if not draft.has(key) and not draft.has(unit_key):
         return False
     if done or not count or unit in ("NEVER", "ALWAYS"):
-        note = Message("another key is {setting}", setting=setting) if done else remarks.OFF
+        note = Message("another setting became {setting}", setting=setting) if done else remarks.OFF
         draft.none([key, unit_key], note, off=True)
         return False
     if unit == "STEP":
@@ -876,7 +897,7 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
         return True
     draft.none(
         [key, unit_key],
-        Message("{setting} counts steps, not {unit}s; its default was left", setting=setting, unit=unit.lower()),
+        Message("{setting} counts steps, not {unit}s; its default is used", setting=setting, unit=unit.lower()),
     )
     return False
 
@@ -895,12 +916,16 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
         if chance
     }
     if modes - {"RANDOM"}:
-        draft.none(keys, Message("each tag is left out by itself here, as with RANDOM"))
+        draft.none(keys, Message("this trainer drops each tag independently, as OneTrainer does with RANDOM"))
     elif modes:
         dataset_settings.share(draft, keys, chances, "dataset.tag_dropout", number)
     draft.none(keys, remarks.OFF, off=True)
     chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
-    draft.none(special, Message("keep_tokens and the trigger word stay here"), off=not (modes and chosen))
+    draft.none(
+        special,
+        Message("this trainer always keeps the first keep_tokens tags and the trigger word"),
+        off=not (modes and chosen),
+    )
 
 
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
@@ -930,7 +955,7 @@ def _set_loss(draft: Draft) -> None:
     weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
     if weight == "MIN_SNR_GAMMA":
         objective_settings.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
-        draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma says it"))
+        draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma sets this weighting"))
     elif weight == "DEBIASED_ESTIMATION":
         objective_settings.set_debiased(draft, "loss_weight_fn", True)
         draft.none("loss_weight_strength", remarks.BELONGS_TO(key="MIN_SNR_GAMMA"), off=True)
@@ -964,7 +989,7 @@ def _set_timesteps(draft: Draft) -> None:
         objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
     elif kind != "UNIFORM" or shift != 1:
         if shift != 1:
-            notes.append(Message("a model that predicts noise has no shift here"))
+            notes.append(Message("models that predict noise have no shift in this trainer"))
         (draft.differs if notes else draft.mapped)(keys, shape, remarks.join(notes))
     draft.none(keys, remarks.OFF, off=True)
 
@@ -977,18 +1002,27 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
     ):
         level = draft.get(key, number)
         if level is None or level == end:
-            draft.none(key, Message("the whole range"), off=True)
+            draft.none(key, Message("this is the whole range"), off=True)
         elif kind != "UNIFORM":
             draft.differs(
-                key, {setting: level}, Message("there the distribution is squeezed into the range; here cut off")
+                key,
+                {setting: level},
+                Message("OneTrainer squeezes the distribution into the range; this trainer cuts it off"),
             )
         elif isinstance(shift, str):  # "auto"
             draft.differs(
-                key, {setting: level}, Message("there before the shift, which changes with the size; here after it")
+                key,
+                {setting: level},
+                Message(
+                    "OneTrainer applies this limit before the shift, which depends on the image size; this trainer "
+                    "applies it after the shift"
+                ),
             )
         else:
             moved = shift * level / (1 + (shift - 1) * level)
-            draft.mapped(key, {setting: round(moved, 6)}, "" if shift == 1 else Message("after the shift"))
+            draft.mapped(
+                key, {setting: round(moved, 6)}, "" if shift == 1 else Message("this is the value after the shift")
+            )
 
 
 def _set_memory(draft: Draft, part: str) -> None:
@@ -1009,10 +1043,15 @@ def _set_memory(draft: Draft, part: str) -> None:
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
     own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"
     if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
-        draft.none(own, Message("used with gradient_checkpointing = CPU_OFFLOADED only"), off=True)
+        draft.none(own, remarks.BELONGS_TO(key="gradient_checkpointing = CPU_OFFLOADED"), off=True)
     elif draft.has(own):
         memory_settings.set_offload(
-            draft, own, draft.get(own, number), Message("a share of the layers there, of the frozen weights here")
+            draft,
+            own,
+            draft.get(own, number),
+            Message(
+                "OneTrainer offloads a share of the layers; this trainer offloads that share of the frozen weights"
+            ),
         )
     draft.none(shares, remarks.ANOTHER_PART, off=True)
 
@@ -1023,20 +1062,18 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
     keys: dict[str, str] = {}
     for table in tables:
         if draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"]):
-            draft.none([key for key in draft.given if key.startswith(table)], Message("the sample is off"), off=True)
+            draft.none([key for key in draft.given if key.startswith(table)], Message("this sample is off"), off=True)
             continue
         names = {"prompt": "prompt", "negative_prompt": "negative", "width": "width", "height": "height"}
         names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance", "frames": "frames"}
         pictures.append({ours: draft.get(f"{table}{name}") for name, ours in names.items()})
         keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
-        draft.mapped(f"{table}enabled", {}, "on")
+        draft.mapped(f"{table}enabled", {}, Message("this sample is on"))
     if pictures:
         preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
-        draft.set("preview.at_start", False, Message("OneTrainer draws after training has begun"))
-    draft.mapped(
-        "sample_definition_file_name", {}, Message("read as well") if tables else Message("not here: no previews")
-    )
+        draft.set("preview.at_start", False, Message("OneTrainer draws the first preview after training has begun"))
+    draft.mapped("sample_definition_file_name", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
     draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], remarks.NOT_PREVIEWED, off=True)
 

@@ -17,7 +17,7 @@ from .import_draft import Draft
 from .model_settings import trains_text
 from .readers import Unfit, flag, listed, number, text, whole
 
-NO_TEXT_ENCODER = Message("no text encoder of this architecture is trained here; only the denoiser is")
+NO_TEXT_ENCODER = Message("this trainer does not train text encoders of this architecture, only the denoiser")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -31,11 +31,11 @@ ALIKE = {
         "adamw8bit",
         remarks.MASTERS(what_else=remarks.KAHAN),
     ),
-    "aoadamw8bit": ("adamw8bit", Message("bitsandbytes' instead of torchao's")),
-    "adamw8": ("adamw8bit", Message("bitsandbytes' instead of a build of its own")),
+    "aoadamw8bit": ("adamw8bit", Message("this trainer uses bitsandbytes instead of torchao")),
+    "adamw8": ("adamw8bit", Message("this trainer uses bitsandbytes instead of the other trainer's own build")),
     "adam8bit": ("adamw8bit", remarks.DECOUPLED),
     "bnbadam8bit": ("adamw8bit", remarks.DECOUPLED),
-    "aoadamw4bit": ("adamw8bit", Message("8 bits of state instead of 4")),
+    "aoadamw4bit": ("adamw8bit", Message("the optimizer state has 8 bits instead of 4")),
     "aoadamwfp8": ("adamw8bit", remarks.BLOCKS_NOT_FP8),
     "bnbadamw": ("adamw", ""),
     "pagedadamw": ("adamw", remarks.NOT_PAGED),
@@ -53,7 +53,7 @@ ALIKE = {
         remarks.MASTERS(what_else=Message("stochastic rounding")),
     ),
     "adam": ("adamw", remarks.DECOUPLED),
-    "adamwadv": ("adamw", Message("its additions are not known here")),
+    "adamwadv": ("adamw", Message("this trainer does not have the additions to AdamW")),
     "torchoptimadamw": ("adamw", ""),
     "bitsandbytesoptimadamw8bit": ("adamw8bit", ""),
     "lion": ("lion8bit", remarks.EIGHT_BITS),
@@ -132,7 +132,7 @@ def set_text_encoders(
         return
     if left_out:
         why = Message(
-            "the other trainer leaves {names} as it is; here all of the CLIPs are trained or none",
+            "the other trainer does not train {names}; this trainer trains all CLIP text encoders or none",
             names=" and ".join(left_out),
         )
         draft.differs(keys, {"adapter.text_encoder": True}, why)
@@ -147,13 +147,19 @@ def set_text_encoders(
         else:
             draft.none(rate_keys, remarks.ONE_RATE)
     elif not 0 < rate < 1:  # learning rates for optimizers that find their own
-        draft.none(rate_keys, Message("{rate} is no rate for AdamW; half of optimizer.lr is taken", rate=f"{rate:g}"))
+        draft.none(
+            rate_keys,
+            Message("AdamW cannot use {rate} as a learning rate; half of optimizer.lr is used", rate=f"{rate:g}"),
+        )
     elif len(set(rates.values())) > 1:
         listed_rates = ", ".join(f"{name} {value:g}" for name, value in rates.items())
         draft.differs(
             rate_keys,
             {"optimizer.text_encoder_lr": rate},
-            Message("one rate for all here, the first of {told}", told=listed_rates),
+            Message(
+                "this trainer has one learning rate for all text encoders; the first of {told} was written",
+                told=listed_rates,
+            ),
         )
     else:
         draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
@@ -175,27 +181,23 @@ def set_optimizer(
     unlike = _set_optimizer_name(draft, name_key)
     finds_rate = any(word in plain(unlike) for word in FINDS_ITS_RATE)
     if unlike and (finds_rate or rate is None or not 0 < rate < 1):
-        draft.none(rate_keys, Message("{name} finds its rate by itself; AdamW8bit needs one", name=unlike))
+        draft.none(rate_keys, Message("{name} finds its learning rate by itself, but AdamW8bit needs one", name=unlike))
         draft.set("optimizer.lr", 1e-4)
-        draft.need(
-            "optimizer.lr",
-            Message(
-                "a rate for AdamW8bit; {rate} was {name}'s",
-                rate=rate if rate is not None else Message("the file"),
-                name=unlike,
-            ),
-        )
+        what = Message("the file has no learning rate for AdamW8bit; choose one")
+        if rate is not None:
+            what = Message("choose a learning rate for AdamW8bit; {rate} is for {name}", rate=rate, name=unlike)
+        draft.need("optimizer.lr", what)
     elif draft.settings.get("optimizer.name") == "prodigy":
         _set_factor(draft, rate_keys, rate, least)
     elif rate is None:
         draft.set("optimizer.lr", 1e-4)
-        draft.need("optimizer.lr", Message("the file has no learning rate"))
+        draft.need("optimizer.lr", Message("the file has no learning rate; choose one"))
     else:
         note = (
             ""
             if scale == 1
             else Message(
-                "{rate} x {factor} = {result}, as there",
+                "the learning rate is {rate} x {factor} = {result}, as in the other trainer",
                 rate=f"{rate:g}",
                 factor=f"{scale:g}",
                 result=f"{rate * scale:g}",
@@ -203,17 +205,21 @@ def set_optimizer(
         )
         draft.mapped(rate_keys, {"optimizer.lr": rate}, note)
         if unlike:
-            draft.need("optimizer.lr", Message("this is {name}'s rate; AdamW8bit may need another", name=unlike))
+            draft.need(
+                "optimizer.lr", Message("this learning rate is for {name}; AdamW8bit may need another", name=unlike)
+            )
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
     draft.set(
-        "optimizer.lr_scale", "none" if scale == 1 else float(scale), Message("the rate of the other trainer, unscaled")
+        "optimizer.lr_scale",
+        "none" if scale == 1 else float(scale),
+        Message("the learning rate is not scaled, as in the other trainer"),
     )
     if scale != 1:
-        note = Message("{rate} x {factor}: the rate as they scale it", rate=rate, factor=f"{scale:g}")
+        note = Message("the other trainer scales the learning rate: {rate} x {factor}", rate=rate, factor=f"{scale:g}")
         draft.comments["optimizer.lr_scale"] = [note]
     written = draft.settings.get("optimizer.name", "")
     for key, value in OWN_DEFAULTS.get(written, {}).items():
-        draft.assume(f"optimizer.{key}", value, key, Message("the optimizer's own"))
+        draft.assume(f"optimizer.{key}", value, key, Message("this is the optimizer's own default"))
 
 
 def _set_optimizer_name(draft: Draft, key: str) -> str:
@@ -222,29 +228,36 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
     kind = plain(name)
     own = {plain(word): word for word in accepted("optimizer.name")}
     if kind == "prodigy" and draft.tool.name == "simpletuner":
-        draft.differs(key, {"optimizer.name": kind}, Message("its authors' package instead of a build of its own"))
+        draft.differs(
+            key,
+            {"optimizer.name": kind},
+            Message("this trainer uses the package of Prodigy's authors instead of SimpleTuner's own build"),
+        )
     elif kind == "adafactor" and draft.tool.name in OF_KOHYA and not _has_fixed_rate(draft):
         why = Message(
-            "the other trainer sets the rate by itself (relative_step, scale_parameter); here optimizer.lr counts"
+            "the other trainer sets the learning rate by itself (relative_step, scale_parameter); this trainer "
+            "uses optimizer.lr"
         )
         draft.differs(key, {"optimizer.name": "adafactor"}, why)
-        draft.need("optimizer.lr", Message("check the rate: the other trainer set it by itself"))
+        draft.need("optimizer.lr", Message("check the learning rate, which the other trainer sets by itself"))
     elif kind in own and kind not in ALIKE:
         draft.mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
         (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
     elif draft.tool.name in OF_KOHYA and CLASS_PATH.fullmatch(name):
-        draft.mapped(key, {"optimizer.name": name}, Message("the class itself; its package must be installed"))
+        draft.mapped(
+            key, {"optimizer.name": name}, Message("this trainer uses the class itself; its package must be installed")
+        )
     elif kind:
-        draft.none(key, Message("there is no {name} here; AdamW8bit was written instead", name=name))
-        draft.set("optimizer.name", "adamw8bit", Message("instead of {name}", name=name))
+        draft.none(key, Message("this trainer has no {name}; AdamW8bit was written", name=name))
+        draft.set("optimizer.name", "adamw8bit", Message("AdamW8bit replaces {name}", name=name))
         return name
     return ""
 
 
 def _has_fixed_rate(draft: Draft) -> bool:
-    """Return True if kohya's arguments switch off what Adafactor makes of the learning rate."""
+    """Return True if kohya's arguments keep Adafactor from setting the learning rate."""
     given = "".join(str(draft.given.get(key, "")) for key in ("optimizer_args", "optimizer_args_custom"))
     return all(re.search(rf"{name}\s*=\s*False", given, re.IGNORECASE) for name in ("relative_step", "scale_parameter"))
 
@@ -252,16 +265,17 @@ def _has_fixed_rate(draft: Draft) -> bool:
 def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float) -> None:
     """Set optimizer.lr for Prodigy: a factor on the learning rate that it finds."""
     if rate is None:
-        draft.set("optimizer.lr", 1.0, Message("Prodigy's own factor"))
+        draft.set("optimizer.lr", 1.0, Message("this is Prodigy's default factor"))
     elif rate < least:
         draft.mapped(
             rate_keys,
             {"optimizer.lr": 1.0},
-            Message("the other trainer takes 1 for rates below {least} with Prodigy", least=f"{least:g}"),
+            Message("with Prodigy, the other trainer uses 1 for learning rates below {least}", least=f"{least:g}"),
         )
     elif not LEAST_FACTOR <= rate <= MOST_LR:
         note = Message(
-            "with Prodigy it is a factor on the rate that is found, which {rate} is not; 1 was written",
+            "Prodigy multiplies the learning rate that it finds by this factor, and {rate} is out of range; 1 "
+            "was written",
             rate=f"{rate:g}",
         )
         draft.differs(rate_keys, {"optimizer.lr": 1.0}, note)
@@ -278,7 +292,7 @@ def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
     """Set Prodigy's own settings; `keys` maps our names to the tool's keys."""
     for name, key in keys.items():
         if draft.settings.get("optimizer.name") != "prodigy":
-            draft.none(key, Message("belongs to Prodigy"), off=True)
+            draft.none(key, remarks.BELONGS_TO(key="Prodigy"), off=True)
         elif draft.has(key):
             draft.mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
 
@@ -288,9 +302,9 @@ OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
     "growth_rate": growth_rate,
 }
-"""Prodigy's own settings, which have the same names here."""
+"""Prodigy's own settings, which have the same names in ours."""
 FIXED_RATE = ("relative_step", "scale_parameter", "warmup_init")
-"""Arguments of Adafactor that are off here."""
+"""Arguments of Adafactor that are always off in ours."""
 OPTIMIZER_ARGUMENTS = {
     "weight_decay": ("optimizer.weight_decay", number),
     "eps": ("optimizer.eps", number),
@@ -318,7 +332,7 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
                 first, second = (number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
             elif name in FIXED_RATE and not flag(value):
-                continue  # as here
+                continue  # always off in ours
             elif name in known:
                 setting, read = known[name]
                 settings[setting] = read(value)
@@ -327,7 +341,9 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
         except (Unfit, ValueError):
             left.append(str(argument))
     if left and settings:
-        draft.differs(key, settings, Message("not known here: {names}", names=", ".join(left)))
+        draft.differs(
+            key, settings, Message("this trainer does not have these arguments: {names}", names=", ".join(left))
+        )
     elif left:
         draft.none(key, remarks.NOT_AN_ARGUMENT)
     else:
@@ -352,7 +368,11 @@ def _set_class_arguments(draft: Draft, key: str, arguments: Sequence[Any]) -> No
         else:
             left.append(str(argument))
     if left:
-        draft.differs(key, {"optimizer.arguments": values}, Message("not read: {names}", names=", ".join(left)))
+        draft.differs(
+            key,
+            {"optimizer.arguments": values},
+            Message("these arguments could not be read: {names}", names=", ".join(left)),
+        )
     else:
         draft.mapped(key, {"optimizer.arguments": values})
 
@@ -390,7 +410,7 @@ def set_schedule(
     """
     if draft.settings.get("optimizer.name") == "adamw_schedulefree" and draft.tool.name in OF_KOHYA:
         named = [keys.name, keys.warmup, keys.cycles, keys.power, keys.decay, keys.floor]
-        draft.none(named, Message("schedule-free optimizers get no schedule there"), off=True)
+        draft.none(named, Message("the other trainer uses no schedule with schedule-free optimizers"), off=True)
         draft.set("schedule.name", "constant")
         return
     name = draft.get(keys.name, text) or "constant"
@@ -401,7 +421,11 @@ def set_schedule(
     if keys.warmup:
         ignored = plain(name) == "constant" and not constant_warms_up
         if warmup and ignored:
-            draft.none(keys.warmup, Message("'constant' does not warm up there, so it does not here"), off=True)
+            draft.none(
+                keys.warmup,
+                Message("the other trainer does not warm up with 'constant', so no warm-up was written"),
+                off=True,
+            )
         elif warmup:
             steps = float(warmup) if warmup < 1 else round(warmup)
             draft.mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
@@ -415,7 +439,7 @@ def set_schedule(
 
 
 def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
-    """Set schedule.name, and what belongs to that schedule; return the keys besides the name that counted."""
+    """Set schedule.name, and what belongs to that schedule; return the other keys that were used."""
     kind = plain(name)
     cycles = draft.get(keys.cycles, number) if keys.cycles else None
     power = draft.get(keys.power, number) if keys.power else None
@@ -423,7 +447,9 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
     if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
         if cycles is None or cycles == 1:
             draft.mapped(
-                [keys.name, keys.cycles], {"schedule.name": "cosine"}, Message("one cycle of restarts is the cosine")
+                [keys.name, keys.cycles],
+                {"schedule.name": "cosine"},
+                Message("one cycle of cosine_with_restarts equals cosine"),
             )
         else:
             settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
@@ -431,7 +457,7 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
         return (keys.cycles,)
     if kind == "polynomial" and (power is None or power == 1):
         draft.mapped(
-            [keys.name, keys.power], {"schedule.name": "linear"}, Message("a polynomial of power 1 is the line")
+            [keys.name, keys.power], {"schedule.name": "linear"}, Message("polynomial with power 1 equals linear")
         )
         return (keys.power,)
     if kind == "polynomial":
@@ -445,30 +471,41 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
     ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
     if kind == "sine":
         draft.differs(
-            keys.name, {"schedule.name": "cosine"}, Message("a falling cosine instead of a sine that rises again")
+            keys.name,
+            {"schedule.name": "cosine"},
+            Message("SimpleTuner's sine rises again; a falling cosine was written"),
         )
     elif ours in own:
         draft.mapped(keys.name, {"schedule.name": own[ours]})
     else:
-        draft.none(keys.name, Message("there is no schedule {name} here; constant was written", name=repr(name)))
+        draft.none(keys.name, Message("this trainer has no schedule {name}; constant was written", name=repr(name)))
         draft.set("schedule.name", "constant")
         draft.need(
-            "schedule.name", Message("choose one of {names} for {name}", names=", ".join(own.values()), name=repr(name))
+            "schedule.name",
+            Message(
+                "this trainer has no schedule {name}; choose one of {names}",
+                names=", ".join(own.values()),
+                name=repr(name),
+            ),
         )
     return ()
 
 
 def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple[str, ...]:
-    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the keys that counted."""
+    """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the used keys."""
     decay = draft.get(keys.decay, number) if keys.decay else None
     if not decay:
-        draft.mapped([keys.name, keys.decay], {"schedule.name": "constant"}, Message("without a decay it is constant"))
+        draft.mapped(
+            [keys.name, keys.decay],
+            {"schedule.name": "constant"},
+            Message("the schedule is constant, because it has no decay"),
+        )
         return (keys.decay,)
     settings = {"schedule.name": "wsd", "schedule.decay": float(decay) if decay < 1 else round(decay)}
     if cycles in (None, 1):
         draft.mapped([keys.name, keys.decay, keys.cycles], settings)
     else:
-        note = Message("the decay is one fall instead of {count} cosine cycles", count=f"{cycles:g}")
+        note = Message("the decay falls once instead of in {count} cosine cycles", count=f"{cycles:g}")
         draft.differs([keys.name, keys.decay, keys.cycles], settings, note)
     return (keys.decay, keys.cycles)
 

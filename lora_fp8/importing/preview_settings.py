@@ -23,7 +23,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "steps": whole,
     "guidance": number,
 }
-"""What a prompt may have of its own, and how it is read."""
+"""Options of a single prompt -> how each is read."""
 
 
 def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mapping[str, Any]], note: str = "") -> None:
@@ -51,8 +51,8 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     if marked := [value for value in own_texts if has_options(value)]:
         notes.append(
             Message(
-                "{prompt}: {tool} reads a word after -- as text, and here it would be an option of the prompt. One "
-                "hyphen was removed",
+                "{prompt}: {tool} reads a word after -- as text, but this trainer reads it as a prompt option; "
+                "one hyphen was removed",
                 prompt=quote(marked[0]),
                 tool=draft.tool.name,
             )
@@ -119,11 +119,13 @@ def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]
     """
     if name == "seed" and any(value is not None and value < 0 for value in values):
         values = [None if value is None or value < 0 else value for value in values]
-        notes.append(Message("a negative seed means a random one there; previews here keep their seed"))
+        notes.append(
+            Message("a negative seed is random in the other trainer; previews of this trainer keep their seed")
+        )
     if name in ("width", "height"):
         rounded = [None if value is None else round(value / 16) * 16 for value in values]
         if rounded != values:
-            notes.append(Message("{name} is a multiple of 16 here", name=name))
+            notes.append(Message("{name} was rounded to a multiple of 16", name=name))
         values = rounded
     if not values or all(value is None for value in values):
         return {}
@@ -137,7 +139,7 @@ def _share_values(name: str, values: list[Any], options: Sequence[dict[str, Any]
 
 
 def _write_options(prompt: str, values: Mapping[str, Any]) -> str:
-    """Return a prompt with its options; what the tool means as text is not read as another one."""
+    """Return a prompt with its options; text that looks like an option is changed so that it stays text."""
     letters = {name: letter for letter, name in reversed(OPTIONS.items())}
     own = (f"--{letters[name]} {neutralize_options(str(value))}" for name, value in values.items())
     return " ".join([neutralize_options(prompt), *own])
@@ -150,21 +152,23 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
         return {}
     known = draft.family in families.available()
     if draft.family and not (known and any(families.get(draft.family).controls)):
-        notes.append(Message("previews are shown no control images here"))
+        notes.append(Message("this trainer draws previews of this model without control images"))
         return {}
     if not all(given):
-        notes.append(Message("one control image for each prompt here, and some prompts of the file have none"))
-        draft.need("preview.controls", Message("a control image for each prompt, or none at all"))
+        notes.append(
+            Message("this trainer needs a control image for each prompt, and some prompts of the file have none")
+        )
+        draft.need("preview.controls", Message("give every prompt a control image, or remove all control images"))
         return {}
     written = [_one_control(draft, [text(image) for image in images]) for images in given]
     if several := [" + ".join(map(text, images)) for images, path in zip(given, written, strict=True) if not path]:
-        notes.append(Message("several control images of one prompt are a folder here, and none was written"))
+        notes.append(Message("several control images of one prompt must be in a folder, so none was written"))
         images = ", ".join(several[:3]) + (" ..." if len(several) > 3 else "")
         draft.need(
             "preview.controls",
             Message(
-                "prompts with several control images ({images}): put those of each into a folder that holds just "
-                "them, and name the folders here",
+                "some prompts have several control images ({images}). Put those of each prompt into a folder of "
+                "their own, and list the folders here",
                 images=images,
             ),
         )
@@ -194,5 +198,5 @@ def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: 
     if not step or max(lengths, default=1) <= 1:
         return {}
     if len(set(lengths)) > 1:
-        notes.append(Message("one length for all previews here"))
+        notes.append(Message("all previews have the same length in this trainer; that of the first was written"))
     return {"preview.frames": (lengths[0] - 1) // step * step + 1}

@@ -50,7 +50,7 @@ def same(value: Any) -> Any:
 def text(value: Any) -> str:
     """Return the value as text."""
     if isinstance(value, dict | list):
-        raise Unfit(Message("is not text"))
+        raise Unfit(Message("the value is not text"))
     return str(value)
 
 
@@ -66,7 +66,7 @@ def number(value: Any) -> float:
         parsed = math.inf
     if not abs(parsed) <= MOST_NUMBER:  # NaN fails this comparison too
         raise Unfit(
-            Message("is not a number that can be used") if math.isfinite(parsed) else Message("is not a finite number")
+            Message("the number is too large") if math.isfinite(parsed) else Message("the value is not a finite number")
         )
     return parsed
 

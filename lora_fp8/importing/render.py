@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import config
-from ..errors import Joined, Message, Template, UserError, first_few
+from ..errors import Joined, Message, Plural, UserError, first_few
 from ..settings import WRITTEN, path_places
 from . import remarks
 from .import_draft import Entry, Import
@@ -24,12 +24,14 @@ def to_toml(made: Import, say: Callable[[str], str] = str) -> str:
     """
     heads = [
         Message(
-            "From {file}, a file of {tool}, by `lora-fp8 import-config`.", file=made.source.name, tool=made.tool.title
+            "`lora-fp8 import-config` wrote this file from {file} ({tool}).",
+            file=made.source.name,
+            tool=made.tool.title,
         ),
-        Message("Only what it says is set; `lora-fp8 new` writes every setting with its meaning."),
+        Message("This file holds only what that file sets; `lora-fp8 new` writes every setting with its meaning."),
     ]
     if made.todo:
-        heads.append(Message("Lines marked TODO are yours to fill in or to check."))
+        heads.append(Message("Complete or check the lines marked TODO."))
     heads += [Message("TODO: {line}", line=text) for text in _unplaced(made)]
     lines = [f"# {_on_a_line(say(head))}" for head in heads]
 
@@ -141,10 +143,16 @@ def verdict(made: Import) -> Message:
     if not names_by_kind:
         return Message("same training: yes")
     labels = {
-        "todo": Template("{count} to do ({names})"),
-        "differs": Template("{count} differ in meaning ({names})"),
-        "none": Template("{count} have no counterpart ({names})"),
-        "unknown": Template("{count} are not known ({names})"),
+        "todo": Plural(
+            "{count} setting needs your attention ({names})", "{count} settings need your attention ({names})"
+        ),
+        "differs": Plural(
+            "{count} setting differs in meaning ({names})", "{count} settings differ in meaning ({names})"
+        ),
+        "none": Plural(
+            "{count} setting has no counterpart ({names})", "{count} settings have no counterpart ({names})"
+        ),
+        "unknown": Plural("{count} setting is unknown ({names})", "{count} settings are unknown ({names})"),
     }
     reasons = [labels[kind](count=len(names), names=few(names)) for kind, names in names_by_kind.items()]
     return Message("same training: no, because {lines}", lines=Joined(", ", reasons))
@@ -173,25 +181,25 @@ def report(made: Import, verbose: bool = False) -> list[str]:
     lines: list[str] = [
         Message("{path}: {tool} ({why})", path=made.source, tool=made.tool.title, why=made.why),
         *_list_texts(Message("to do"), [*made.todo, *_untold(made)]),
-        *_list_texts(Message("to know"), made.notes),
-        *_list_entries(Message("differs in meaning"), made.differs),
+        *_list_texts(Message("notes"), made.notes),
+        *_list_entries(Message("different meaning"), made.differs),
         *_list_entries(Message("no counterpart"), [entry for entry in made.no_counterpart if not entry.off]),
-        *_list_entries(Message("not known to this tool's table"), made.unknown),
+        *_list_entries(Message("unknown settings"), made.unknown),
     ]
-    defaults = Message("not in the file, so {tool}'s own was written", tool=made.tool.name)
+    defaults = Message("defaults of {tool} that were written, because the file does not set them", tool=made.tool.name)
     off = [entry for entry in made.no_counterpart if entry.off]
     if verbose:
-        needless = Message("no counterpart and none needed: off, empty or without effect")
-        lines += _list_entries(Message("mapped"), made.mapped)
+        needless = Message("no counterpart needed: off, empty or without effect")
+        lines += _list_entries(Message("converted"), made.mapped)
         lines += [*_list_entries(defaults, made.defaults), *_list_entries(needless, off)]
         return [*lines, verdict(made)]
     if made.mapped:
-        lines.append(Message("mapped ({count}): --verbose lists them", count=len(made.mapped)))
+        lines.append(Message("converted ({count}); --verbose lists them", count=len(made.mapped)))
     lines += _list_texts(defaults, [entry.to or entry.key for entry in made.defaults])
     if off:
         lines.append(
             Message(
-                "no counterpart and none needed ({count}): off, empty or without effect; --verbose lists them",
+                "no counterpart needed ({count}): off, empty or without effect; --verbose lists them",
                 count=len(off),
             )
         )
@@ -274,7 +282,8 @@ def relocate(made: Import, start: Path) -> None:
     if moved:
         made.notes.append(
             Message(
-                "relative paths begin at {folder} here: {names} stand beside {file}",
+                "relative paths start at {folder} in this trainer, so paths to files beside {file} were changed: "
+                "{names}",
                 folder=start,
                 names=few(moved),
                 file=made.source.name,

@@ -31,26 +31,26 @@ class Rule:
 
 
 JOINT = Rule("joint")
-OF_MACHINE = Message("says how the machine is used, not what is learned")
+OF_MACHINE = Message("this setting affects how the machine is used, not what is learned")
 
 
 def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
-    """Return the rule of a key that means the same here."""
+    """Return the rule of a key that means the same in our settings."""
     return Rule("mapped", setting, read, note)
 
 
 def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
-    """Return the rule of a key whose counterpart here differs in meaning."""
+    """Return the rule of a key whose counterpart in our settings differs in meaning."""
     return Rule("differs", setting, read, note)
 
 
 def always(note: str) -> Rule:
-    """Return the rule of a feature that is always on here; switching it off, which changes what is learned, differs."""
+    """Return the rule of a feature that is always on in ours; switching it off changes what is learned."""
     return Rule("mapped", "", same, note)
 
 
 def immaterial(note: str) -> Rule:
-    """Return the rule of a feature that is always on here, and that can be off without changing what is learned."""
+    """Return the rule of a feature that is always on in ours; switching it off does not change what is learned."""
     return Rule("mapped", "", same, note, (False,))
 
 

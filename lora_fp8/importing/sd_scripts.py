@@ -39,7 +39,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield all settings, whatever their section, and those of the files that a command and its settings name."""
     source = draft.source
     if not isinstance(source.data, dict):
-        raise UserError(Message("{path}: expected tables", path=source.path))
+        raise UserError(remarks.NO_TABLE(path=source.path))
     if "datasets" in source.data:
         yield from dataset(source.data)
         return
@@ -51,7 +51,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         if named is None or not named.is_file():
             draft.notes.append(
                 Message(
-                    "--config_file {path} is not here: put it beside {file} and import again",
+                    "--config_file {path} was not found. Put the file beside {file}, and import again",
                     path=inner,
                     file=source.path.name,
                 )
@@ -121,7 +121,7 @@ def _recognise_command(script: str, options: Mapping[str, Any]) -> str:
     """Recognise a command by the script that it runs."""
     known = script in SCRIPTS or script in WHOLE_MODEL or other_job(script)
     runs = known or "train_network" in script and _no_musubi(options)
-    return Message("it runs {script}", script=script) if runs else ""
+    return Message("the script {script}", script=script) if runs else ""
 
 
 def module_name(data: Mapping[str, Any]) -> str:

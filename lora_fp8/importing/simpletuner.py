@@ -30,9 +30,10 @@ from .source_files import Source, flattened
 
 NO_VALIDATION = remarks.VALIDATION
 STARTS = ("default", "gaussian", "pissa", "olora")
-"""Initial values of a LoRA that exist here, which are peft's."""
-NO_CONTROL = Message("not carried over: for an editing model name the control pictures in dataset.folders.N.control")
-NO_CLOUD = Message("pictures are read from folders of this machine")
+"""Initial values of a LoRA that ours has, which are peft's."""
+NO_CONTROL = remarks.CONTROL_BY_HAND
+BY_BACKENDS = Message("the data backends set this value")
+NO_CLOUD = Message("this trainer reads images from folders on this machine")
 
 RULES: dict[str, Rule] = {
     "model_type": JOINT,
@@ -42,9 +43,9 @@ RULES: dict[str, Rule] = {
     "pretrained_transformer_model_name_or_path": JOINT,
     "pretrained_unet_model_name_or_path": JOINT,
     "pretrained_vae_model_name_or_path": JOINT,
-    "pretrained_t5_model_name_or_path": none(Message("the base's own encoders are used, or those of model.components")),
+    "pretrained_t5_model_name_or_path": none(remarks.OWN_ENCODERS),
     "revision": to("model.revision", text),
-    "variant": idle(Message("the files of full precision come first")),
+    "variant": idle(Message("this trainer prefers the files in full precision")),
     "prediction_type": JOINT,
     "base_model_precision": JOINT,
     "base_model_default_dtype": idle(remarks.DTYPE),
@@ -59,11 +60,11 @@ RULES: dict[str, Rule] = {
         "adapter.init",
         common_values.choice({name: name for name in STARTS}, Message("default, gaussian, pissa and olora")),
     ),
-    "lora_format": none(Message("export.formats says which key names are written"), "diffusers"),
+    "lora_format": none(Message("export.formats sets the layout of the LoRA file"), "diffusers"),
     "init_lora": to("adapter.init_from", text, remarks.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
-    "init_lokr_norm": none(Message("belongs to LoKr")),
+    "init_lokr_norm": none(remarks.BELONGS_TO(key="LoKr")),
     "peft_lora_mode": none(remarks.NOT_HERE, "standard"),
     "flux_lora_target": none(remarks.TARGETS),
     "fuse_qkv_projections": idle(Message("q, k and v share one quantized input")),
@@ -81,7 +82,7 @@ RULES: dict[str, Rule] = {
     "adam_epsilon": to("optimizer.eps", number),
     "adam_bfloat16": idle(remarks.ROUNDING),
     "optimizer_release_gradients": none(remarks.SUMMED),
-    "optimizer_cpu_offload_method": none(Message("the optimizer's state stays where the adapters are"), "none"),
+    "optimizer_cpu_offload_method": none(Message("the optimizer state stays on the device of the LoRA"), "none"),
     "optimizer_offload_gradients": idle(),
     "fuse_optimizer": idle(),
     "learning_rate": JOINT,
@@ -101,21 +102,23 @@ RULES: dict[str, Rule] = {
     "num_processes": JOINT,
     "gradient_accumulation_steps": to("train.accumulate", whole),
     "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
-    "gradient_checkpointing_interval": none(Message("every block is recomputed"), 1),
+    "gradient_checkpointing_interval": none(Message("this trainer recomputes every block"), 1),
     "seed": JOINT,
-    "seed_for_each_device": idle(Message("noise belongs to the sample, whatever process draws it")),
+    "seed_for_each_device": idle(Message("the noise depends on the sample, not on the process")),
     **dict.fromkeys(("use_ema", "ema_decay", "ema_update_interval"), JOINT),
     **dict.fromkeys(
         ("ema_device", "ema_cpu_only", "ema_foreach_disable", "ema_validation"),
         idle(remarks.BELONGS_TO(key="use_ema")),
     ),
     "snr_gamma": JOINT,
-    "use_soft_min_snr": none(Message("SimpleTuner has a formula of its own; see objective.weighting = 'soft_min_snr'")),
+    "use_soft_min_snr": none(
+        Message("SimpleTuner uses a formula of its own; see objective.weighting = 'soft_min_snr'")
+    ),
     **dict.fromkeys(("loss_type", "huber_schedule", "huber_c"), JOINT),
     "noise_offset": none(objective_settings.NO_NOISE),
     "noise_offset_probability": idle(remarks.BELONGS_TO(key="noise_offset")),
     "offset_noise": none(
-        Message("SimpleTuner's is for a share of the samples, objective.noise_offset for all of them")
+        Message("SimpleTuner uses it for a share of the samples, but objective.noise_offset applies to all samples")
     ),
     "conditioning_multidataset_sampling": none(NO_CONTROL, "random", "combined"),
     "input_perturbation": JOINT,
@@ -128,7 +131,7 @@ RULES: dict[str, Rule] = {
     "flow_use_uniform_schedule": JOINT,
     **dict.fromkeys(("flow_use_beta_schedule", "flow_beta_schedule_alpha", "flow_beta_schedule_beta"), JOINT),
     "flux_fast_schedule": none(remarks.TIMESTEPS),
-    "flux_guidance_mode": none(Message("one guidance while training: objective.guidance"), "constant"),
+    "flux_guidance_mode": none(Message("this trainer trains with one guidance value: objective.guidance"), "constant"),
     "flux_guidance_value": to("objective.guidance", number),
     "flux_guidance_min": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
     "flux_guidance_max": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
@@ -143,7 +146,7 @@ RULES: dict[str, Rule] = {
     "minimum_image_size": none(remarks.UPSCALE),
     "maximum_image_size": none(remarks.SCALED),
     "target_downsample_size": none(remarks.SCALED),
-    "disable_bucket_pruning": always(Message("no picture is left out of an epoch")),
+    "disable_bucket_pruning": always(Message("this trainer uses every image in every epoch")),
     "caption_strategy": JOINT,
     "instance_prompt": JOINT,
     "data_backend_config": JOINT,
@@ -156,14 +159,16 @@ RULES: dict[str, Rule] = {
     "checkpointing_steps": JOINT,
     "checkpoint_epoch_interval": JOINT,
     "checkpoints_total_limit": JOINT,
-    "resume_from_checkpoint": none(Message("`lora-fp8 resume` goes on with our own runs"), "latest"),
+    "resume_from_checkpoint": none(Message("`lora-fp8 resume` continues only runs of this trainer"), "latest"),
     "validation_prompt": JOINT,
     "validation_prompt_library": none(remarks.PROMPTS_WRITTEN),
     "user_prompt_library": none(remarks.PROMPTS_WRITTEN),
     "validation_negative_prompt": JOINT,
     "validation_guidance": JOINT,
-    "validation_guidance_real": none(Message("one guidance for previews: preview.guidance"), 1, 1.0),
-    "validation_adapter_strength": none(Message("previews are drawn at a strength of 1"), 1.0),
+    "validation_guidance_real": none(
+        Message("this trainer draws previews with one guidance value: preview.guidance"), 1, 1.0
+    ),
+    "validation_adapter_strength": none(remarks.PREVIEW_STRENGTH, 1.0),
     "validation_guidance_rescale": none(remarks.NO_RESCALE),
     "validation_num_inference_steps": JOINT,
     "validation_num_video_frames": JOINT,
@@ -174,13 +179,13 @@ RULES: dict[str, Rule] = {
     "validation_epoch_interval": JOINT,
     "validation_on_startup": JOINT,
     "validation_disable": JOINT,
-    "num_validation_images": none(Message("one preview for each prompt"), 1),
+    "num_validation_images": none(Message("this trainer draws one preview per prompt"), 1),
     **dict.fromkeys(
         ("validation_torch_compile", "validation_torch_compile_mode", "validation_randomize", "validation_seed_source")
         + ("validation_disable_unconditional", "validation_noise_scheduler", "validation_using_datasets")
         + ("validation_method", "validation_preview", "validation_preview_steps")
         + ("validation_multigpu", "validation_no_cfg_until_timestep", "validation_adapter_path"),
-        idle(Message("says how previews are drawn there")),
+        idle(Message("this setting is about how SimpleTuner draws previews")),
     ),
     **dict.fromkeys(
         ("num_eval_images", "eval_steps_interval", "eval_epoch_interval", "eval_timesteps", "eval_dataset_pooling")
@@ -206,7 +211,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("group_offload_type", "group_offload_blocks_per_group", "group_offload_use_stream", "ramtorch_target_modules")
         + ("group_offload_to_disk_path", "ramtorch_text_encoder", "ramtorch_vae"),
-        idle(Message("belongs to offloading")),
+        idle(Message("this setting is used only by offloading")),
     ),
     "attention_mechanism": immaterial(remarks.ATTENTION),
     "sageattention_usage": idle(remarks.BELONGS_TO(key="attention_mechanism")),
@@ -214,7 +219,7 @@ RULES: dict[str, Rule] = {
     "dynamo_mode": idle(remarks.ONE_COMPILE_MODE),
     "dynamo_fullgraph": idle(),
     "dynamo_dynamic": idle(),
-    "dynamo_use_regional_compilation": idle(Message("memory.compile = 'blocks' is regional")),
+    "dynamo_use_regional_compilation": idle(Message("memory.compile = 'blocks' is regional compilation")),
     **dict.fromkeys(
         ("cache_dir", "cache_dir_text", "cache_dir_vae", "compress_disk_cache", "preserve_data_backend_cache")
         + ("vae_cache_ondemand", "vae_cache_scan_behaviour", "vae_cache_disable", "skip_file_discovery")
@@ -237,10 +242,10 @@ RULES: dict[str, Rule] = {
         + ("hub_download_timeout", "local_rank", "delete_model_after_load", "text_encoder_batch_size"),
         idle(),
     ),
-    "data.*.id": idle(Message("the backend's name")),
+    "data.*.id": idle(Message("this is the backend's name")),
     "data.*.type": JOINT,
     "data.*.dataset_type": JOINT,
-    "data.*.default": idle(Message("belongs to caches")),
+    "data.*.default": idle(Message("this setting is used only by caches")),
     "data.*.disabled": JOINT,
     "data.*.disable": JOINT,
     "data.*.instance_data_dir": JOINT,
@@ -265,9 +270,9 @@ RULES: dict[str, Rule] = {
     "data.*.caption_shuffle.count": JOINT,
     "data.*.caption_shuffle.position_start": JOINT,
     "data.*.caption_shuffle.split_on": JOINT,
-    "data.*.caption_shuffle.**": idle(Message("shuffles are drawn from the job's seed")),
+    "data.*.caption_shuffle.**": idle(Message("this trainer shuffles tags with the job's seed")),
     "data.*.probability": none(remarks.FOLDER_WEIGHTS, 1, 1.0),
-    "data.*.metadata_backend": none(Message("pictures are read themselves"), "discovery", "json"),
+    "data.*.metadata_backend": none(Message("this trainer reads the images themselves"), "discovery", "json"),
     "data.*.is_regularisation_data": JOINT,
     "data.*.is_regularization_data": JOINT,
     "data.*.conditioning_data": none(NO_CONTROL),
@@ -345,7 +350,10 @@ def combine(draft: Draft) -> None:
         _set_precision(draft)
     else:
         model_settings.set_family(
-            draft, (), "", Message("the file holds only the pictures: import {file} beside it", file="config.json")
+            draft,
+            (),
+            "",
+            Message("the file describes only the images; import {file} with this file beside it", file="config.json"),
         )
         model_settings.set_model_path(draft, "pretrained_model_name_or_path")
         draft.defaults.clear()
@@ -365,7 +373,7 @@ def _set_model(draft: Draft) -> None:
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
     known = _variant(FAMILIES.get(kind, kind), flavour)
-    why = f"model_family = {kind!r}" if kind else Message("the file names none")
+    why = f"model_family = {kind!r}" if kind else Message("the file has no model_family")
     model_settings.set_family(
         draft, "model_family", *model_settings.refined(known, why, [draft.get("pretrained_model_name_or_path")])
     )
@@ -374,7 +382,7 @@ def _set_model(draft: Draft) -> None:
     else:
         model_settings.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
-    draft.mapped("model_flavour", {}, Message("model.path says it"))
+    draft.mapped("model_flavour", {}, Message("model.path names the model"))
     draft.none("controlnet", remarks.OFF, off=True)
     draft.none(DENOISERS, remarks.ANOTHER_PART, off=True)
 
@@ -402,7 +410,7 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
     elif draft.has(whole_model):
         model_settings.set_model_path(draft, whole_model)
     elif (kind, flavour) in BASES:
-        draft.set("model.path", BASES[kind, flavour], Message("what SimpleTuner takes when no path is given"))
+        draft.set("model.path", BASES[kind, flavour], Message("SimpleTuner uses this model if no path is given"))
     else:
         model_settings.set_model_path(draft, whole_model)
     model_settings.set_part_files(draft, {"pretrained_vae_model_name_or_path": "vae"})
@@ -438,8 +446,8 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
     known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
-        note = Message("adapter.targets names the layers, which all have one factor and one rank")
-        draft.notes.append(Message("lycoris_config: {names} is not read; {line}", names=", ".join(rest), line=note))
+        note = Message("adapter.targets lists the target modules, which share one factor and one rank")
+        draft.notes.append(Message("lycoris_config: {names} was not read; {line}", names=", ".join(rest), line=note))
     draft.none(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
 
 
@@ -465,7 +473,7 @@ def _set_adapter(draft: Draft) -> None:
     if draft.has("lora_alpha"):
         draft.mapped("lora_alpha", {"adapter.alpha": draft.get("lora_alpha", number)})
     else:
-        draft.set("adapter.alpha", float(rank), Message("not in the file: the rank, as there"))
+        draft.set("adapter.alpha", float(rank), Message("not in the file; alpha equals the rank, as in SimpleTuner"))
 
 
 def _set_precision(draft: Draft) -> None:
@@ -483,16 +491,21 @@ def _set_offload(draft: Draft) -> None:
     if common_values.on(draft.get("ramtorch")):
         percent = draft.get("ramtorch_transformer_percent", number)
         share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
-        note = Message("a share of the linear layers there, of the frozen weights here")
+        note = Message(
+            "SimpleTuner offloads a share of the linear layers; this trainer offloads that share of the frozen weights"
+        )
         memory_settings.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, note)
     elif common_values.on(draft.get("enable_group_offload")):
         memory_settings.set_offload(
-            draft, "enable_group_offload", 1.0, Message("all blocks there; here all frozen weights")
+            draft,
+            "enable_group_offload",
+            1.0,
+            Message("SimpleTuner offloads all blocks; this trainer offloads all frozen weights"),
         )
     else:
         memory_settings.set_swap(draft, "musubi_blocks_to_swap")
     rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
-    draft.none(rest, Message("off, or another way of offloading is on"), off=True)
+    draft.none(rest, Message("this setting is off, or another way of offloading is on"), off=True)
 
 
 def _set_folders(draft: Draft) -> None:
@@ -506,7 +519,7 @@ def _set_folders(draft: Draft) -> None:
             kept.append(table)
             _add_folder(draft, table, conditioning)
     dataset_settings.set_unmasked(draft)
-    draft.mapped("data_backend_config", {}, Message("read as well") if tables else Message("not here"))
+    draft.mapped("data_backend_config", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]
         draft.need(
@@ -515,7 +528,7 @@ def _set_folders(draft: Draft) -> None:
         )
     _set_sizes(draft, kept)
     _set_shuffling(draft, kept)
-    draft.none(["caption_strategy", "instance_prompt"], Message("the backend says it"), off=True)
+    draft.none(["caption_strategy", "instance_prompt"], BY_BACKENDS, off=True)
 
 
 @dataclass(frozen=True)
@@ -557,15 +570,15 @@ def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) ->
     path = draft.get(f"{table}instance_data_dir", text)
     used_for = conditioning.settings.get(table)
     if kind in ("text_embeds", "image_embeds") or disabled:
-        draft.none(own, Message("the backend is off") if disabled else remarks.OTHER_CACHE, off=True)
+        draft.none(own, Message("this backend is off") if disabled else remarks.OTHER_CACHE, off=True)
     elif used_for == "mask":
-        draft.mapped(own, {}, Message("the masks of the backends that name it"))
+        draft.mapped(own, {}, Message("these are the masks of the backends that name this one"))
     elif used_for == "control":
-        draft.mapped(own, {}, Message("the control pictures of the backends that name it"))
+        draft.mapped(own, {}, Message("these are the control images of the backends that name this one"))
     elif kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
-        draft.none(own, NO_CLOUD if kind == "image" else Message("only pictures are trained on here"))
+        draft.none(own, NO_CLOUD if kind == "image" else Message("only backends of images are converted"))
         draft.todo.append(
-            Message("dataset.folders: the backend {name} was left out", name=repr(draft.get(f"{table}id")))
+            Message("dataset.folders: the backend {name} was not converted", name=repr(draft.get(f"{table}id")))
         )
     else:
         return False
@@ -578,10 +591,13 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     # SimpleTuner counts repetitions after the first use: with 0, each image is used once.
     repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
     folder = dataset_settings.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
-    draft.mapped([f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, f"{at}.path")
+    draft.mapped(
+        [f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, remarks.SETS(setting=f"{at}.path")
+    )
     if draft.has(f"{table}repeats"):
         note = Message(
-            "{at}.repeats = {repeats}: SimpleTuner counts the showings after the first; here all of them count",
+            "{at}.repeats = {repeats}: SimpleTuner counts repeats after the first use, and this trainer counts "
+            "all uses",
             at=at,
             repeats=repeats,
         )
@@ -591,7 +607,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     setting = conditioning.settings.get(named) if named else None
     if setting and (path := draft.get(f"{named}instance_data_dir", text)):
         setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
-        draft.mapped(f"{table}conditioning_data", {}, f"{at}.{setting}")
+        draft.mapped(f"{table}conditioning_data", {}, remarks.SETS(setting=f"{at}.{setting}"))
     reg = [f"{table}is_regularisation_data", f"{table}is_regularization_data"]
     if any(common_values.on(draft.get(key)) for key in reg):
         folder.regularization = True
@@ -602,7 +618,7 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     draft.folders.append(folder)
 
 
-LINES = Message("each line of a caption file is a caption of its own")
+LINES = Message("each line of a caption file is one caption")
 
 
 def _set_shuffling(draft: Draft, tables: list[str]) -> None:
@@ -624,7 +640,7 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
         keys, values = draft.collect(name, tables)
         if draft.settings.get("dataset.shuffle_tags"):
             dataset_settings.share(draft, keys, values, setting, read)
-        draft.none(keys, Message("means nothing without {key}", key="caption_shuffle"), off=True)
+        draft.none(keys, remarks.UNUSED_WITHOUT(key="caption_shuffle"), off=True)
 
 
 def _separator(value: Any) -> str:
@@ -644,33 +660,34 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
     if alone:
         folder.trigger, folder.trigger_is_caption = prompt, True
         note: str = Message(
-            "{at}.trigger, with missing_caption = 'trigger'; caption files beside the pictures are read too", at=at
+            "{at}.trigger is the caption, with missing_caption = 'trigger'; caption files beside the images are "
+            "still read",
+            at=at,
         )
         draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, note)
     elif strategy == "textfile":
-        draft.mapped(
-            key, {}, Message(".txt files beside the pictures; their lines are joined here, and one caption each there")
-        )
+        draft.mapped(key, {}, Message("captions are .txt files beside the images"))
     else:
         draft.none(
             key,
             Message(
-                "captions come from {strategy} there, and from .txt files beside the pictures here", strategy=strategy
+                "SimpleTuner takes captions from {strategy}; this trainer reads .txt files beside the images",
+                strategy=strategy,
             ),
         )
         draft.todo.append(
             Message(
-                "{key}: write the captions as .txt files beside the pictures ({strategy} there)",
+                "{key}: write the captions as .txt files beside the images; SimpleTuner takes them from {strategy}",
                 key=at,
                 strategy=strategy,
             )
         )
     if common_values.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
-        note = Message("{key}: put in front only where it is missing", key=f"{at}.trigger")
+        note = Message("{key}: this trainer adds it only to captions that lack it", key=f"{at}.trigger")
         draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, note)
     rest = [f"{table}{name}" for name in ("instance_prompt", "prepend_instance_prompt", "only_instance_prompt")]
-    draft.none(rest, Message("not used"), off=True)
+    draft.none(rest, Message("this setting is not used"), off=True)
 
 
 def _set_sizes(draft: Draft, tables: list[str]) -> None:
@@ -690,7 +707,7 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
         dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, remarks.join(notes))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
     draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
-    draft.none("resolution", Message("the backends say it"), off=True)
+    draft.none("resolution", BY_BACKENDS, off=True)
     _set_buckets(draft, tables)
 
 
@@ -702,12 +719,16 @@ def _square_side(value: float, kind: Any) -> tuple[int, str]:
         kind: the resolution's type.
     """
     if value < 0:
-        raise Unfit(Message("{value} is no resolution", value=f"{value:g}"))
+        raise Unfit(Message("{value} is not a resolution", value=f"{value:g}"))
     if kind == "area":
         side = round(math.sqrt(value * 1e6) / 64) * 64
-        return side, Message("{count} megapixels are the area of a square of {side}", count=f"{value:g}", side=side)
+        return side, Message(
+            "{count} megapixels are the area of a square with side {side}", count=f"{value:g}", side=side
+        )
     if kind == "pixel":
-        return round(value), Message("the shorter side there, the side of a square of the same area here")
+        return round(value), Message(
+            "this is the shorter side in SimpleTuner, and the side of a square of the same area in this trainer"
+        )
     return round(value), ""
 
 
@@ -723,7 +744,9 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     elif any(square):
         draft.differs(keys, {"dataset.buckets": True}, remarks.FOR_ALL_FOLDERS)
     elif tables:
-        note = Message("pictures are cropped to their bucket, by less than one bucket_step where the bucket fits")
+        note = Message(
+            "this trainer crops images to their bucket, by less than one dataset.bucket_step where the bucket fits"
+        )
         draft.differs(keys, {"dataset.buckets": True}, note)
     if not all(square):
         dataset_settings.keep_aspects(draft, "crop")
@@ -743,7 +766,7 @@ def _set_length_and_rate(draft: Draft) -> None:
         draft.none("num_train_epochs", remarks.COUNTS(key="max_train_steps"), off=True)
     elif epochs > 0:
         dataset_settings.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
-    draft.none(["max_train_steps", "num_train_epochs"], Message("another key counts"), off=True)
+    draft.none(["max_train_steps", "num_train_epochs"], remarks.OTHER_KEY, off=True)
     _set_rate(draft, batch, accumulate, processes)
     _set_clipping(draft)
     _set_intervals(draft, per_epoch)
@@ -757,9 +780,10 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
         root = common_values.on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
         values = {"processes": processes, "accumulate": accumulate, "batch": batch}
-        note = Message("{processes} processes x {accumulate} accumulated x {batch} in a batch", **values)
+        counts = Message("{processes} processes x {accumulate} accumulation steps x batch size {batch}", **values)
+        note = Message("the learning rate is multiplied by {number}", number=counts)
         if root:
-            note = Message("the root of {line}", line=note)
+            note = remarks.TIMES_ROOT(number=counts)
     rate = draft.get("learning_rate", number)
     optimizer_settings.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
     own = draft.get("text_encoder_lr", number) or rate
@@ -790,7 +814,8 @@ def _set_clipping(draft: Draft) -> None:
         draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
         return
     note = Message(
-        "each gradient is cut at this value there; here the norm of all of them together, so the default was left"
+        "SimpleTuner clips each gradient at this value; this trainer clips the norm of all gradients together, "
+        "so its default is used"
     )
     draft.none(["grad_clip_method", "max_grad_norm"], note)
 
@@ -799,7 +824,7 @@ def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     """Set how often checkpoints are saved and previews are drawn, and how many checkpoints are kept."""
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
     dataset_settings.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, remarks.SAVED)
-    draft.none(["checkpoint_step_interval", "checkpointing_steps"], Message("another key counts"), off=True)
+    draft.none(["checkpoint_step_interval", "checkpointing_steps"], remarks.OTHER_KEY, off=True)
     keep = draft.get("checkpoints_total_limit", whole)
     if keep:
         ours = common_values.clamp("checkpoint.keep", keep)
@@ -807,7 +832,7 @@ def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
         (draft.differs if note else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": ours}, note)
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
     dataset_settings.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
-    draft.none(["validation_step_interval", "validation_steps"], Message("another key counts"), off=True)
+    draft.none(["validation_step_interval", "validation_steps"], remarks.OTHER_KEY, off=True)
 
 
 def _set_timesteps(draft: Draft) -> None:
@@ -846,7 +871,7 @@ def _set_timesteps(draft: Draft) -> None:
 def _set_noise(draft: Draft) -> None:
     """Set input noise and zero-terminal SNR."""
     share, last = draft.get("input_perturbation", number), draft.get("input_perturbation_steps", number)
-    note = Message("SimpleTuner's falls to 0 within input_perturbation_steps; here it stays")
+    note = Message("SimpleTuner lowers it to 0 within input_perturbation_steps; this trainer keeps it")
     ours = {"objective.input_noise": share} if share else {}
     keys = ["input_perturbation", "input_perturbation_steps"]
     objective_settings.set_of_diffusion(draft, keys, ours, note if last else "", exact=not last)
@@ -871,7 +896,7 @@ def _set_previews(draft: Draft) -> None:
         picture |= {"width": size[1] or size[3], "height": size[2] or size[3]}
     note = ""
     if "," in str(draft.get("validation_resolution") or ""):
-        note = Message("several validation_resolution: one size here, the training resolution")
+        note = Message("validation_resolution has several sizes; previews use the training resolution")
     own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
     preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], note)
     first = common_values.on(draft.get("validation_on_startup"))
@@ -886,7 +911,7 @@ def _set_names(draft: Draft) -> None:
         common_values.set_name(draft, "tracker_run_name")
         draft.mapped("output_dir", {"output_dir": path or "runs"}, remarks.RUN_FOLDER)
     elif last:
-        common_values.set_name(draft, "output_dir", last, Message("the last part of output_dir"))
+        common_values.set_name(draft, "output_dir", last, Message("this is the last part of output_dir"))
         draft.set("output_dir", parent or ".", "output_dir")
 
 

@@ -82,7 +82,7 @@ def read_source(path: Path) -> Source:
             if len(content) > MOST_YAML:
                 raise UserError(
                     Message(
-                        "{path}: more than {number} characters, too many for a settings file",
+                        "{path}: the file has more than {number} characters, too many for a settings file",
                         path=path,
                         number=MOST_YAML,
                     )
@@ -91,7 +91,9 @@ def read_source(path: Path) -> Source:
             if not _countable([data], MOST_VALUES):
                 raise UserError(
                     Message(
-                        "{path}: more than {most} values, too many for a settings file", path=path, most=MOST_VALUES
+                        "{path}: the file has more than {most} values, too many for a settings file",
+                        path=path,
+                        most=MOST_VALUES,
                     )
                 )
             return Source(path, "yaml", data)
@@ -175,7 +177,7 @@ def _read_command(path: Path, content: str) -> Source:
         parts = split_commands(line, suffix)
         if parts is None:
             if TRAINING_SCRIPT.search(line):
-                raise UserError(Message("{path}: a command cannot be read: a quotation mark is not closed", path=path))
+                raise UserError(Message("{path}: a quotation mark of the training command is not closed", path=path))
             other += 1
             continue
         # Documents print commands over several lines without marking the continuation.
@@ -191,25 +193,26 @@ def _read_command(path: Path, content: str) -> Source:
     if not commands:
         raise UserError(
             Message(
-                "{path}: no command in it runs a training script (...train...py) by its name. Variables and "
-                "conditions of a script are not evaluated: write the command out with its values, or give the "
-                "TOML that it uses",
+                "{path}: no command runs a training script (...train...py) by its name. Variables and conditions "
+                "are not evaluated: write the command with its values, or give the TOML file that it uses",
                 path=path,
             )
         )
     if len(commands) > 1:
         raise UserError(
-            Message("{path}: {count} training commands; give a file with one", path=path, count=len(commands))
+            Message(
+                "{path}: the file has {count} training commands; give a file with one", path=path, count=len(commands)
+            )
         )
     script, options, unknown = _command_options(commands[0], variables)
     notes: list[str] = (
-        [Message("{file} has other commands too ({count}), which were not read", file=path.name, count=other)]
+        [Message("{file} also has other commands ({count}), which were not read", file=path.name, count=other)]
         if other
         else []
     )
     if unknown:
         notes.append(
-            Message("{names}: what the script puts in there is not known, and was not read", names=", ".join(unknown))
+            Message("{names}: the script fills these in when it runs, so they were not read", names=", ".join(unknown))
         )
     return Source(path, "command", options, script, notes)
 

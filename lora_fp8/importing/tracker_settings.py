@@ -38,7 +38,7 @@ def set_tracker(draft: Draft, key: str, name: str, project: str = "", run_name: 
 
 
 def _set(draft: Draft, key: str, taken: list[str], names: list[str], texts: dict[str, str]) -> None:
-    note = Message("accepted are {names}", names=", ".join(common_values.accepted("tracking.to")))
+    note = Message("this trainer can log to {names}", names=", ".join(common_values.accepted("tracking.to")))
     if taken:
         is_whole = set(names) in ({"all"}, set(taken))
         (draft.mapped if is_whole else draft.differs)(key, {"tracking.to": taken}, "" if is_whole else note)
