@@ -162,7 +162,8 @@ def _without_folder(line: str, folder: Path) -> str:
 
 def _render_row(ui: "Ui", group: list[Entry]) -> str:
     """Render a group of their keys, and beside them ours with the remark that the group shares."""
-    theirs = "<br>".join(sanitize.escape(f"{entry.key} = {ui.translate(entry.value)}") for entry in group)
+    keys = [f"{entry.key} = {ui.translate(entry.value)}" if entry.value else entry.key for entry in group]
+    theirs = "<br>".join(map(sanitize.escape, keys))
     lines = [*dict.fromkeys(entry.to for entry in group), group[0].note]
     ours = "<br>".join(sanitize.escape(ui.translate(text)) for text in lines if text)
     return f"<tr><td>{theirs}</td><td>{ours}</td></tr>"

@@ -66,7 +66,7 @@ class Entry:
 
     Attributes:
         key: as in the file, preceded by the file's name if it is another file.
-        value: as shown; secrets are hidden.
+        value: as shown; secrets are hidden. Empty if the tool has no such value.
         to: our settings with their values, such as 'adapter.rank = 16'; empty if there are none.
         note: the remark, the difference, or the reason.
         off: the key switches something off, is empty, or does not affect what is learned.
@@ -351,7 +351,8 @@ class Draft:
                 self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
         for setting, (value, key, note) in self.assumed.items():
             if setting not in self.settings:
-                self.report_default(key, value, _assigned(setting, value), note)
+                # The value is in our units: the tool's own may be a flag, or not exist.
+                self.lists["defaults"].append(Entry(key, "", _assigned(setting, value), note))
                 self.set(setting, value, Message("not in the file; {line}", line=note))
 
     def _name_waiting(self) -> None:

@@ -221,8 +221,9 @@ def _list_entries(title: Message, entries: Sequence[Entry]) -> list[Message]:
     lines = [Message("{title} ({count})", title=title, count=len(entries))] if entries else []
     for group in grouped(entries):
         for entry in group:
-            line = Message("  {key} = {value}", key=entry.key, value=entry.value)
-            lines.append(Message("{line} -> {ours}", line=line, ours=entry.to) if entry.to else line)
+            given = Message("{key} = {value}", key=entry.key, value=entry.value) if entry.value else entry.key
+            line = Message("{line} -> {ours}", line=given, ours=entry.to) if entry.to else given
+            lines.append(Message("  {line}", line=line))
         lines += [Message("      {line}", line=group[0].note)] if group[0].note else []
     return lines
 
