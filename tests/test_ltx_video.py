@@ -91,7 +91,7 @@ def test_previews_with_such_a_decoder(last_step):
     ("name", "header", "kind", "said"),
     [
         ("ltx-video-2b-v0.9", prefixed(TRANSFORMER, **VAE), "ltx-video", ""),
-        ("ltx-video-2b-v0.9.1", prefixed(TRANSFORMER, **VAE, **LAST_STEP), "ltx-video-0.9.1", "another autoencoder"),
+        ("ltx-video-2b-v0.9.1", prefixed(TRANSFORMER, **VAE, **LAST_STEP), "ltx-video-0.9.1", "another VAE"),
         ("some-transformer", TRANSFORMER, "ltx-video", ""),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_run_without_a_marker_is_gone_on_with_and_gets_one(tmp_path):
     run.close()
     marker = tmp_path / "r/.lora-fp8-run"
     marker.unlink()
-    with pytest.raises(UserError, match="a run was here already; `lora-fp8 resume"):
+    with pytest.raises(UserError, match="this folder already contains a run; continue it with `lora-fp8 resume"):
         Run.create(run.path, CONFIG)
     run.request("stop")
     assert not marker.exists()
