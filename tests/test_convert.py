@@ -193,7 +193,7 @@ def test_filling_reports_every_problem():
     assert text.count(".attn.") == 8
     assert "1 do not belong to this model: extra.weight" in text
     assert "1 occur twice: proj_out.bias" in text
-    assert "x_embedder.weight [3, 3], expected [32, 16]" in text
+    assert "x_embedder.weight is [3, 3], expected [32, 16]" in text
 
 
 def test_filling_refuses_non_finite_weights_by_name():

@@ -80,7 +80,7 @@ def test_a_run_writes_what_was_reckoned(
     mine = job("train.steps=2", f"dataset.cache_dir='{tmp_path / 'cache'}'", *settings, family=family)
     result = train.run(mine, progress=False)
     saved, files, _, cached = (
-        next(need for need in asked[0] if what in need.what) for what in ("checkpoints", "LoRA", "previews", "cached")
+        next(need for need in asked[0] if what in need.what) for what in ("checkpoints", "LoRA", "previews", "cache of")
     )
     folder = run_of(mine)
     # Names weigh a lot in a miniature, and prodigyopt holds a single number for what begins as zeros.
@@ -175,7 +175,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     other = mine.model_copy(update={"name": "other"})
     free(10**9)
     train.run(other, progress=False)
-    assert [need.likely for need in asked[0] if "cached" in need.what] == [0]  # what is there does not count again
+    assert [need.likely for need in asked[0] if "cache of" in need.what] == [0]  # what is there does not count again
     assert not any("disk" in event.get("text", "") for event in Run.open(run_of(other)).events())
 
 

@@ -588,14 +588,14 @@ def test_broken_files_are_named(tmp_path):
     for name, content, message in [
         ("cut", raw[:-3], "incomplete"),
         ("tail", raw + b"x", "belong to no tensor"),
-        ("short", raw[:5], "not a complete safetensors"),
+        ("short", raw[:5], "safetensors file is incomplete"),
         ("json", raw[:8] + b"x" + raw[9:], "not JSON"),
         ("list", struct.pack("<Q", 24) + b'{"__metadata__": ["a"]}  ', "metadata is not a JSON object"),
         ("deep", struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
         ("large", struct.pack("<Q", 10**8 + 1) + b" " * 8, "but at most 100000000 are read"),
-        ("twice", struct.pack("<Q", 40) + b'{"a": {}, "__metadata__": {}, "a": {}}  ', "names 'a' twice"),
+        ("twice", struct.pack("<Q", 40) + b'{"a": {}, "__metadata__": {}, "a": {}}  ', "lists 'a' twice"),
         ("half", struct.pack("<Q", 33) + b'{"__metadata__": {"a": "\\ud800"}}', r"not UTF-8: '\\ud800'"),
-        ("pickle", b"\x80\x02}q\x00." * 40, "not a complete safetensors"),
+        ("pickle", b"\x80\x02}q\x00." * 40, "not a safetensors|incomplete"),
     ]:
         broken = tmp_path / f"{name}.safetensors"
         broken.write_bytes(content)

@@ -703,7 +703,7 @@ def test_truncated_and_padded_weights_are_refused(Stored, stored, tmp_path):
         whole = weights.read_bytes()
         for content in (whole[:-100], whole + b"\0"):
             weights.write_bytes(content)
-            with pytest.raises(UserError, match=f"the file has {len(content)} bytes, its header says {len(whole)}"):
+            with pytest.raises(UserError, match=f"the file has {len(content)} bytes, but its header says {len(whole)}"):
                 make(Stored, broken)
         for content in (whole[:1000], b"", b"<html>not found</html>" * 9):
             weights.write_bytes(content)

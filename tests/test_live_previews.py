@@ -157,7 +157,7 @@ def test_a_prompt_is_encoded_on_the_cpu_where_the_gpu_has_no_room(job, monkeypat
 def test_requests_are_refused_where_no_run_is_and_when_too_many_wait(tmp_path, job):
     (tmp_path / "notes").mkdir()
     for ask in (preview_requests.request_sample, preview_requests.write_changes):
-        with pytest.raises(UserError, match="no run folder"):
+        with pytest.raises(UserError, match="not a run folder"):
             ask(Run(tmp_path / "notes"), {"prompts": ["a"]})
     assert list((tmp_path / "notes").iterdir()) == []
     created = Run.create(tmp_path / "run", 'name = "x"\n')

@@ -169,7 +169,7 @@ def test_the_hub_is_asked_with_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
         hub.use(monkeypatch, tmp_path / "home")
         told = examine(tmp_path)
         assert told.hub["error"] == "" and told.hub["endpoint"].startswith("http://127.0.0.1"), told.hub
-        assert any("answers" in line for line in told.lines())
+        assert any("responds" in line for line in told.lines())
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
     told = examine(tmp_path)
     assert told.hub["error"] and any("hf-mirror.com" in line for line in told.warnings) and told.problems == []

@@ -70,7 +70,9 @@ def test_a_new_run_needs_a_folder_that_holds_nothing(tmp_path, name):
     put(tmp_path / "r", (name, "config.toml", "events.jsonl"))
     before = tree(tmp_path)
     for resume in (False, True):
-        with pytest.raises(UserError, match=f"holds . entries: .*{name.partition('/')[0]}.*|no run folder of this"):
+        with pytest.raises(
+            UserError, match=f"contains . entries: .*{name.partition('/')[0]}.*|not a run folder of this"
+        ):
             Run.create(tmp_path / "r", CONFIG, resume=resume)
         assert tree(tmp_path) == before
 

@@ -260,6 +260,6 @@ def test_table_and_json():
     lines = plan.table().splitlines()
     assert lines[0].split() == ["layer", "shape", "storage", "compute", "reason"]
     assert lines[3].split() == ["to_q", "1024x1024", "fp8", "row", "fp8"]
-    assert "of 7 linear layers 1 in int8 1x128, 4 in fp8 row" in plan.table()
+    assert "7 linear layers: 1 in int8 1x128, 4 in fp8 row" in plan.table()
     data = json.loads(json.dumps(plan.to_json()))
     assert data["layers"][2]["compute"] == "fp8" and data["gb"] == plan.num_bytes / 1e9

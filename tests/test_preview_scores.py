@@ -155,13 +155,13 @@ def test_a_model_without_some_of_its_weights_gives_no_scores(
 
 def test_scores_are_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     for scores, text in (({"likeness": 0.5, "prompt_fit": 0.25}, "image similarity 0.500, prompt match 0.250"),
-                         ({"likeness": 0.5}, "likeness 0.500")):  # fmt: skip
+                         ({"likeness": 0.5}, "image similarity 0.500")):  # fmt: skip
         print_event({"event": "score", "step": 2, "references": 3, **scores})
         assert capsys.readouterr().out.strip() == f"scores of the previews at step 2: {text}"
 
 
 def test_what_is_no_score_model_is_told_before_training(job: Callable[..., Job], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'a/b': no such folder.*`hf download a/b`"):
+    with pytest.raises(UserError, match=r"'a/b': there is no such folder.*`hf download a/b`"):
         find_score_model("a/b")
     with pytest.raises(UserError, match="not a Hugging Face id"):
         find_score_model("a/b/c/d")

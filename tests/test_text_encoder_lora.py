@@ -648,7 +648,7 @@ def test_a_single_file_without_text_encoders_is_told(tmp_path):
     save_file(original_layout(Family, base), tmp_path / "one.safetensors")
     family = make(Family, base)
     file = as_file(family, text_and_denoiser_lora(family), tmp_path / "lora.safetensors")
-    with pytest.raises(UserError, match="one.safetensors holds no text_encoder, .* merge into a diffusers folder"):
+    with pytest.raises(UserError, match="one.safetensors has no text_encoder, .* merge into a diffusers folder"):
         merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), tmp_path / "x.safetensors", components=str(base))
 
 

@@ -131,7 +131,9 @@ def test_what_is_wrong_with_it_is_said_before_anything_is_loaded(
             planning.make(job(f"model.training_adapter='{file}'", family=family))
         return str(raised.value)
 
-    assert "model.training_adapter" in failure(tmp_path / "none") and "no such file" in failure(tmp_path / "none")
+    assert "model.training_adapter" in failure(tmp_path / "none") and "this file does not exist" in failure(
+        tmp_path / "none"
+    )
     file = tmp_path / "flux.safetensors"
     write_adapter(tiny("flux"), "flux", file)
     assert "model.training_adapter" in failure(file)

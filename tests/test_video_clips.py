@@ -209,7 +209,7 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
     path, settings = captioned(tmp_path / "a.mp4"), {}
     if what == "hdr":
         write_video(path, steadily(9, 16), color_trc=18)
-        expected = r"a\.mp4 is HDR \(HLG\).*convert it to SDR"
+        expected = r"a\.mp4: the file is HDR \(HLG\).*convert it to SDR"
     elif what == "oblong":
         write_video(path, steadily(9, 16), sample_aspect_ratio=Fraction(4, 3))
         expected = "non-square pixels"
@@ -248,7 +248,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     write_video(captioned(tmp_path / "short.mp4"), steadily(7, 16))
     Image.new("RGB", (48, 32), "red").save(captioned(tmp_path / "still.png"))
     report = images.scan(section(tmp_path, frames=[5, 9], clip="chunks"), clip_rate=16)
-    shorter, slower = sorted(report.warnings)
+    slower, shorter = sorted(report.warnings)
     assert "1 clip is shorter" in shorter and "short.mp4 (5 of 7)" in shorter
     assert "fewer frames per second" in slower and "slow.mp4 (20 for 40)" in slower
     assert [(one.relative, len(one.frames)) for one in report.examples] == [
@@ -294,9 +294,9 @@ def test_who_takes_no_clips_says_so(tmp_path):
     text = "[model]\nfamily='{}'\npath='x'\n[dataset]\nfolders=[{{path='x'}}]\nframes={}\n[preview]\nframes={}"
     every = re.escape(" | ".join(FAMILIES))
     for family, lengths, drawn, lines in (
-        ("sdxl", [1], 5, [rf"dataset.frames: .* draws pictures; .*: {every}$", "preview.frames: "]),
+        ("sdxl", [1], 5, [rf"dataset.frames: .* generates images only; .*: {every}$", "preview.frames: "]),
         ("wan", [16, 33], 1, ["dataset.frames: .* accepts clips of 1, 5, 9 ... frames, got 16; use 17"]),
-        ("hunyuan_video", [5, 5], 8, ["preview.frames: .*near is 9", "dataset.frames: a length is listed twice"]),
+        ("hunyuan_video", [5, 5], 8, ["preview.frames: .*use 9", "dataset.frames: a length is listed twice"]),
     ):
         with pytest.raises(UserError) as error:
             config.loads(text.format(family, lengths, drawn))
