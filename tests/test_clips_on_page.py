@@ -182,7 +182,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     counts = [(folder, image_folders.count_files(folder), 1, "")]
     assert [key for key, _ in form.problems._find_clip_problems(values, counts)] == ["dataset.folders"]
     ((_, line),) = form.problems._find_clip_problems(values, counts)
-    assert "torn.mp4 (cannot be decoded" in line
+    assert "torn.mp4 (the file cannot be decoded" in line
     for family, key, part in (
         ("wan", "dataset.frames", "4 videos, but no clip lengths"),
         ("sd15", "dataset.folders", "trains on images only"),

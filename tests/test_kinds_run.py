@@ -169,7 +169,7 @@ def test_the_average_of_checkpoints_is_that_of_their_parameters(runs, kind):
     for name, tensor in state.items():
         wanted = (held[0][name].double() + held[1][name].double()) / 2
         torch.testing.assert_close(tensor.double(), wanted.reshape(tensor.shape), rtol=2**-7, atol=1e-6)
-    with pytest.raises(UserError, match="--average delta: the mean of .* use --average factors"):
+    with pytest.raises(UserError, match="--average delta: the average of .* use --average factors"):
         average.run(result.run.path, what="delta", half_life=0.0, last=2)
 
 

@@ -415,7 +415,7 @@ def test_a_read_only_place_is_the_users_mistake_and_readers_still_read(tmp_path,
             Run.create(tmp_path / name, CONFIG, resume=resume)
     run = Run.open(tmp_path / "old")
     assert [event["step"] for event in run.events()] == [1] and not run.alive()
-    with pytest.raises(UserError, match="control/stop: cannot be written .Read-only file system"):
+    with pytest.raises(UserError, match="control/stop: the file cannot be written .Read-only file system"):
         run.request("stop")
 
 
