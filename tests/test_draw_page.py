@@ -43,7 +43,7 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     in_turn = views[f"--out={ui.place.home / 'drawings' / '000002'}"]
     assert (in_turn.gpus, in_turn.priority) == ("", 1)
     assert [drawing.id for drawing in drawings.list_drawings(ui)] == ["000002", "000001"]
-    with pytest.raises(UserError, match="not finished"):
+    with pytest.raises(UserError, match="still in progress"):
         drawings.delete(ui, "000001")
 
 
