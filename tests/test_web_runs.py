@@ -95,7 +95,7 @@ def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: P
     chinese = Ui("zh-CN", ui.place)
     with pytest.raises(UserError) as told:
         run_monitor.run_action(ui, "stop", "a")
-    assert "无法读取" in chinese.translate(str(told.value)) and "请以该训练所属的用户" in chinese.translate(
+    assert "无法读取" in chinese.translate(str(told.value)) and "请以启动该训练的用户" in chinese.translate(
         str(told.value)
     )
 
