@@ -172,8 +172,8 @@ def first_few(names: Sequence[str], most: int = 3) -> Message:
 
 
 def about(path: Path | str, line: str | Exception) -> Message:
-    """Return a message with the file that it is about in front: "a.txt is empty"."""
-    return Message("{path} {line}", path=path, line=reason(line) if isinstance(line, Exception) else line)
+    """Return a message with the file that it is about in front: "a.txt: the file is empty"."""
+    return Message("{path}: {line}", path=path, line=reason(line) if isinstance(line, Exception) else line)
 
 
 class UserError(Exception):
@@ -187,13 +187,18 @@ class UserError(Exception):
 
 def cannot_read(path: Path | str, error: Exception) -> UserError:
     """Return the error for a file of the user's that could not be read."""
-    return UserError(Message("{path}: cannot be read ({why})", path=path, why=reason(error)))
+    return UserError(Message("{path}: the file cannot be read ({why})", path=path, why=reason(error)))
+
+
+def missing_file(path: Path | str) -> UserError:
+    """Return the error for a file that does not exist."""
+    return UserError(Message("{path}: there is no such file", path=path))
 
 
 def not_utf8(path: Path | str, error: UnicodeDecodeError) -> UserError:
     """Return the error for a text file in another encoding."""
     return UserError(
-        Message("{path}: not UTF-8 text (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
+        Message("{path}: the text is not UTF-8 (byte {byte}); save the file as UTF-8", path=path, byte=error.start)
     )
 
 
@@ -218,7 +223,7 @@ def lacks_weights(path: Path, kind: str, count: int, names: str) -> UserError:
     """Return the error for a model's file or folder in which weights are missing."""
     return UserError(
         Message(
-            "{path} has not all weights of a {kind}: {count} are missing, {names}; it is another model's, or not whole",
+            "{path} lacks {count} weights of a {kind}: {names}; it belongs to another model, or is incomplete",
             path=path,
             kind=kind,
             count=count,
@@ -229,12 +234,12 @@ def lacks_weights(path: Path, kind: str, count: int, names: str) -> UserError:
 
 def cannot_write(path: Path | str, error: OSError) -> UserError:
     """Return the error for a file or folder that could not be written."""
-    return UserError(Message("{path}: cannot be written ({why})", path=path, why=reason(error)))
+    return UserError(Message("{path}: the file cannot be written ({why})", path=path, why=reason(error)))
 
 
 def exists_already(path: Path) -> UserError:
     """Return the error for an output file that would replace another one."""
-    return UserError(Message("{path}: exists already; choose another name with --output", path=path))
+    return UserError(Message("{path}: the file exists already; choose another name with --output", path=path))
 
 
 class UserErrors(UserError):

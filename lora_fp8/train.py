@@ -184,7 +184,7 @@ def _log_ending(session: Session, resume: bool) -> Iterator[None]:
             yield
     except (Stopped, KeyboardInterrupt) as error:
         with contextlib.suppress(OSError):  # on a full disk the log fails too, and must not hide the reason
-            run.log_event("stopped", text=str(error) or Message("interrupted; the newest checkpoint is as it was"))
+            run.log_event("stopped", text=str(error) or Message("interrupted; the newest checkpoint is unchanged"))
         raise
     except Exception as error:
         refused = resume and isinstance(error, UserError) and not run.is_accepted

@@ -138,15 +138,15 @@ def test_alpha_as_a_tensor_goes_before_the_header(tmp_path):
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ("[1]", "no JSON object"),
-        ("{", "no JSON object"),
-        ('{"unet.r": 0}', "is no r"),
-        ('{"unet.r": 4, "unet.lora_alpha": "big"}', "is no lora_alpha"),
-        ('{"unet.r": 8, "unet.lora_alpha": 8}', "unet.a has rank 4 and the header says 8"),
-        ('{"unet.r": 4, "unet.alpha_pattern": {"(a+)+b": 3}}', "which is not read"),
-        ('{"unet.r": 4, "unet.alpha_pattern": {".*.*.*.*a": 3}}', "which is not read"),
-        ('{"unet.r": 4, "unet.alpha_pattern": {"a": NaN}}', "which is not read"),
-        ('{"unet.r": 4, "unet.rank_pattern": [4]}', "no list of layers"),
+        ("[1]", "not a JSON object"),
+        ("{", "not a JSON object"),
+        ('{"unet.r": 0}', "is not a valid r"),
+        ('{"unet.r": 4, "unet.lora_alpha": "big"}', "is not a valid lora_alpha"),
+        ('{"unet.r": 8, "unet.lora_alpha": 8}', "unet.a has rank 4, but the header says 8"),
+        ('{"unet.r": 4, "unet.alpha_pattern": {"(a+)+b": 3}}', "which is not supported"),
+        ('{"unet.r": 4, "unet.alpha_pattern": {".*.*.*.*a": 3}}', "which is not supported"),
+        ('{"unet.r": 4, "unet.alpha_pattern": {"a": NaN}}', "which is not supported"),
+        ('{"unet.r": 4, "unet.rank_pattern": [4]}', "not a readable list of layers"),
     ],
 )
 def test_headers_that_cannot_be_read_are_one_line(tmp_path, told, words):

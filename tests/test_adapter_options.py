@@ -387,8 +387,8 @@ def test_a_limited_run_resumes_to_the_bit_and_logs_what_was_scaled(make_job, tmp
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("adamw_schedulefree", "averages the weights itself, and they cannot be limited"),
-        ("pytorch_optimizer.ScheduleFreeAdamW", "holds the weights a second time, which would not be limited"),
+        ("adamw_schedulefree", "averages the weights itself, so their norm cannot be limited"),
+        ("pytorch_optimizer.ScheduleFreeAdamW", "stores the weights a second time, and these cannot be limited"),
     ],
 )
 def test_weights_that_are_held_twice_cannot_be_limited(make_job, tmp_path, name, why):
@@ -502,7 +502,7 @@ def test_a_rank_above_the_weight_s_own_is_filled_with_zeros():
     report = adapters.inject(model, Adapter(rank=5, alpha=5.0, init="pissa", dtype="fp32"), ["0"], 0)
     start = adapters.frozen_starts(model)
     torch.testing.assert_close(start["0.lora_B.weight"] @ start["0.lora_A.weight"], before)
-    assert "is more than 0 can use (3)" in str(report.warnings[0]) and model(x).isfinite().all()
+    assert "exceeds the largest rank of 0 (3)" in str(report.warnings[0]) and model(x).isfinite().all()
 
 
 SPLIT = (*SMALL, "adapter.init=pissa", "adapter.rank=4", "adapter.alpha=3.0", "adapter.ranks={'attn1.to_q' = 2}")
@@ -573,7 +573,7 @@ def test_files_of_such_a_start_are_loras_of_twice_the_rank(make_job, tmp_path, i
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (("adapter.init=pissa", "adapter.type=dora"), "'pissa' is not known with adapter.type = 'dora'"),
+        (("adapter.init=pissa", "adapter.type=dora"), "'pissa' is not available with adapter.type = 'dora'"),
         (("adapter.init=olora", "adapter.scale_weight_norms=1.0"), "excludes adapter.scale_weight_norms"),
         (("adapter.init=gaussian", "adapter.init_from='a'"), "excludes adapter.init_from"),
         (("adapter.init=pissa", "adapter.freeze_a=true"), "excludes adapter.freeze_a"),
@@ -585,7 +585,7 @@ def test_starts_that_other_settings_exclude_are_refused(make_job, tmp_path, more
 
 
 def test_a_convolution_in_groups_has_no_such_start():
-    with pytest.raises(UserError, match="adapter.init = 'pissa': 0 is a convolution in 4 groups"):
+    with pytest.raises(UserError, match="adapter.init = 'pissa': 0 is a grouped convolution .4 groups."):
         adapters.inject(nn.Sequential(nn.Conv2d(8, 8, 3, groups=4)), Adapter(rank=4, init="pissa"), ["0"], 0)
 
 

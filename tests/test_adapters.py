@@ -227,7 +227,7 @@ def test_ranks_of_layers_are_peft_s_and_scaled_alike(kind):
 def test_ranks_that_mean_nothing():
     names = ["blocks.0.attn.to_q", "blocks.0.attn.to_k", "blocks.1.ff"]
     for entry, hint in (("to_w", "did you mean 'to_q' or 'to_k'"), ("^attn", "did you mean 'attn.to_")):
-        with pytest.raises(UserError, match=f"matches no layer that is adapted; {hint}"):
+        with pytest.raises(UserError, match=f"matches no trained layer; {hint}"):
             adapters.ranks(settings.Adapter(ranks={entry: 3}), names)
     found, notes = adapters.ranks(settings.Adapter(rank=5, ranks={"attn": 2, "to_q": 3}), names)
     assert found == dict(zip(names, (2, 2, 5), strict=True)) and "'to_q' adds nothing" in notes[0]
@@ -241,7 +241,7 @@ def test_a_layer_of_rank_0_has_no_adapter():
     kept = [name for name in kept if name.startswith("transformer_blocks") and name.count(".") == 3]
     kept = [name for name in kept if not name.startswith("transformer_blocks.0.") or name.endswith("to_q")]
     assert kept and list(report.names) == kept == list(adapters.modules(mine))
-    with pytest.raises(UserError, match="adapter.ranks: leaves no layer to train"):
+    with pytest.raises(UserError, match="adapter.ranks: no layer is left to train"):
         adapters.inject(flux(), settings.Adapter(ranks={"*": 0}), ["to_q"], seed=0)
 
 
@@ -277,12 +277,12 @@ def test_warnings():
     report = adapters.inject(
         flux(), settings.Adapter(rank=64), ["attn.to_q", "to_q", "transformer_blocks.0.attn.to_q"], 0
     )
-    wide = [note for note in report.warnings if "adapter.rank 64 is more than" in note]
-    assert len(wide) == 1 and "layers can use, transformer_blocks.0.attn.to_q (32) among them" in wide[0]
+    wide = [note for note in report.warnings if "adapter.rank 64 exceeds" in note]
+    assert len(wide) == 1 and "layers, such as transformer_blocks.0.attn.to_q (32)" in wide[0]
     assert any("'transformer_blocks.0.attn.to_q' adds nothing" in note for note in report.warnings)
 
 
-@pytest.mark.parametrize(("kind", "rank", "told"), [("lora", 4, "multiple of 8"), ("loha", 8, "only 'lora' adapts")])
+@pytest.mark.parametrize(("kind", "rank", "told"), [("lora", 4, "multiple of 8"), ("loha", 8, "only 'lora' can train")])
 def test_convolutions_in_groups_that_peft_cannot_adapt(kind, rank, told):
     model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8))
     with pytest.raises(UserError, match=told):

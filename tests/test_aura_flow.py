@@ -75,7 +75,7 @@ def test_an_image_beyond_the_positions_is_one_line_before_anything_is_encoded(jo
     Family = families.get("aura_flow")
     monkeypatch.setattr(Family, "load_vae", lambda self: pytest.fail("too late"))
     mine = job("dataset.resolution=256", family="aura_flow")
-    with pytest.raises(UserError, match=r"dataset\.resolution: .* positions for 128 pixels a side, and a bucket is"):
+    with pytest.raises(UserError, match=r"dataset\.resolution: .* accepts up to 128 pixels a side, but a bucket is"):
         train.run(mine)
     family = make(Family, mine.model.path)
     family.check_bucket(128, 64)

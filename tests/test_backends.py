@@ -211,7 +211,7 @@ def test_torchao_holds_zeros_and_refuses_nan(form):
     assert model[0].weight.isfinite().all() and (model[0].weight[7] == 0).all()
     with torch.no_grad():
         source[0].weight[3, 4] = float("nan")
-    with pytest.raises(UserError, match="0: weight has NaN or infinity"):
+    with pytest.raises(UserError, match="0: the weight has NaN or infinity"):
         filled(source, Quantize(scale=scale, backend="torchao"))
 
 
@@ -344,7 +344,7 @@ REFUSED = [
     (("scale=none",), "quantize.scale: torchao has no fp8 with scale 'none'"),
     (("override={'to_q' = 'fp8 none'}",), "quantize.override: torchao has no fp8 with scale 'none'"),
     (("sensitivity=auto",), "quantize.sensitivity: 'auto' needs quantize.backend = 'own'"),
-    (("kernels=triton",), "quantize.kernels: 'triton' is for this project's own layers; use 'torch'"),
+    (("kernels=triton",), "quantize.kernels: 'triton' works with this program's own layers only; use 'torch'"),
 ]
 
 
@@ -359,7 +359,7 @@ def test_torchao_that_is_not_installed(job, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else real(name))
     with pytest.raises(
-        UserError, match=r"torchao is not installed; pip install 'lora-fp8\[torchao\]', or use quantize"
+        UserError, match=r"torchao is not installed; run pip install 'lora-fp8\[torchao\]', or use quantize"
     ):
         train.run(job("quantize.backend=torchao"), progress=False)
 
@@ -553,7 +553,7 @@ def test_what_te_does_not_multiply_is_ours_or_bf16(te):
         one.name: (str(one.form or one.storage), one.backend, one.compute_reason or one.reason) for one in plan.layers
     }
     assert found == {
-        "odd": ("bf16", "", "a side is no multiple of 16, as TransformerEngine needs"),
+        "odd": ("bf16", "", "a side is not a multiple of 16, which TransformerEngine needs"),
         "after": ("fp8 tensor", "te", ""),
         "mod": ("int8 1x64", "own", "sees one row per image"),
         "small": ("fp8 row", "own", "a side is below quantize.fp8_min_features = 64"),
@@ -563,7 +563,7 @@ def test_what_te_does_not_multiply_is_ours_or_bf16(te):
     }
     with torch.device("meta"):
         mxfp8 = precision.decide(nn.Sequential(nn.Linear(64, 48)), te_section(recipe="mxfp8"), (), BF16)
-    assert mxfp8.layers[0].reason == "a side is no multiple of 32, as TransformerEngine needs"
+    assert mxfp8.layers[0].reason == "a side is not a multiple of 32, which TransformerEngine needs"
 
 
 def test_a_job_on_te_is_trained_and_verified(te, job, monkeypatch):
@@ -604,8 +604,11 @@ def test_te_refuses_a_checkpoint_without_its_history(te, job, monkeypatch):
 
 
 CONFIG_REFUSALS = [
-    (("quantize.storage=int8",), "quantize.storage: TransformerEngine holds FP8 only, not 'int8'; use 'fp8', or quant"),
-    (("quantize.storage=nf4",), "quantize.storage: TransformerEngine holds FP8 only, not 'nf4'"),
+    (
+        ("quantize.storage=int8",),
+        "quantize.storage: TransformerEngine stores FP8 only, not 'int8'; use 'fp8', or quant",
+    ),
+    (("quantize.storage=nf4",), "quantize.storage: TransformerEngine stores FP8 only, not 'nf4'"),
     (
         ("quantize.compute=upcast",),
         "quantize.compute: TransformerEngine multiplies in FP8, not 'upcast'; use 'fp8', or",
@@ -614,12 +617,18 @@ CONFIG_REFUSALS = [
     (("quantize.scale=row",), "quantize.scale: quantize.recipe decides TransformerEngine's scales; use 'auto', or"),
     (("quantize.fast_accum=false",), "quantize.fast_accum: TransformerEngine decides"),
     (("quantize.sensitivity=auto",), "quantize.sensitivity: 'auto' needs quantize.backend = 'own'"),
-    (("quantize.kernels=triton",), "quantize.kernels: 'triton' is for this project's own layers; use 'torch'"),
-    (("memory.compile=blocks",), "memory.compile: 'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.b"),
-    (("memory.compile=blocks", "quantize.recipe=delayed"), "memory.compile: 'blocks' excludes quantize.backend = 'te'"),
+    (("quantize.kernels=triton",), "quantize.kernels: 'triton' works with this program's own layers only; use 'torch'"),
+    (
+        ("memory.compile=blocks",),
+        "memory.compile: 'blocks' does not work with quantize.backend = 'te'; use 'off', or quantize.b",
+    ),
+    (
+        ("memory.compile=blocks", "quantize.recipe=delayed"),
+        "memory.compile: 'blocks' does not work with quantize.backend = 'te'",
+    ),
     (
         ("memory.gradient_checkpointing=true", "quantize.recipe=delayed"),
-        "memory.gradient_checkpointing: true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use f",
+        "memory.gradient_checkpointing: gradient checkpointing does not work with quantize.recipe = 'delayed'",
     ),
 ]
 
@@ -632,7 +641,9 @@ def test_what_te_cannot_is_refused_in_one_line(job, settings, expected):
 
 
 def test_mxfp8_is_for_te_only(job):
-    with pytest.raises(UserErrors, match="quantize.recipe: 'mxfp8' needs quantize.backend = 'te'; or use 'current'"):
+    with pytest.raises(
+        UserErrors, match="quantize.recipe: 'mxfp8' needs quantize.backend = 'te'; use that, or 'current'"
+    ):
         job("quantize.recipe=mxfp8", "quantize.compute=fp8")
 
 
@@ -642,21 +653,26 @@ MACHINES = [
         "current",
         (8, 6),
         "12.9",
-        "has compute capability 8.6, FP8 needs 8.9; use quantize.backend = 'own' with quantize.comp",
+        "has compute capability 8.6, but FP8 needs 8.9; use quantize.backend = 'own' with quantize.comp",
     ),
-    ("delayed", (8, 0), "12.9", "has compute capability 8.0, FP8 needs 8.9"),
+    ("delayed", (8, 0), "12.9", "has compute capability 8.0, but FP8 needs 8.9"),
     (
         "block",
         (8, 9),
         "12.9",
-        "has compute capability 8.9, recipe 'block' needs 9.0; use quantize.recipe = 'current', or quant",
+        "has compute capability 8.9, but recipe 'block' needs 9.0; use quantize.recipe = 'current', or quant",
     ),
-    ("block", (9, 0), "12.8", "runs CUDA 12.8, recipe 'block' needs 12.9; use quantize.recipe = 'current'"),
+    ("block", (9, 0), "12.8", "runs CUDA 12.8, but recipe 'block' needs 12.9; use quantize.recipe = 'current'"),
     ("block", (9, 0), "12.9", ""),
     ("block", (9, 0), "13.0", ""),
-    ("mxfp8", (9, 0), "12.9", "has compute capability 9.0, recipe 'mxfp8' needs 10.x; use quantize.recipe = 'current'"),
+    (
+        "mxfp8",
+        (9, 0),
+        "12.9",
+        "has compute capability 9.0, but recipe 'mxfp8' needs 10.x; use quantize.recipe = 'current'",
+    ),
     ("mxfp8", (10, 0), "12.9", ""),
-    ("mxfp8", (12, 0), "13.0", "has compute capability 12.0, recipe 'mxfp8' needs 10.x"),
+    ("mxfp8", (12, 0), "13.0", "has compute capability 12.0, but recipe 'mxfp8' needs 10.x"),
 ]
 
 
@@ -669,10 +685,10 @@ def test_what_te_needs_of_a_machine(te, monkeypatch, recipe, capability, cuda, e
 
 
 def test_te_that_is_not_there_or_cannot_be_imported(job, te, monkeypatch):
-    with pytest.raises(UserError, match="needs a CUDA GPU, and this job runs on a cpu; use quantize.backend = 'own'"):
+    with pytest.raises(UserError, match="needs a CUDA GPU, but this job runs on a cpu; use quantize.backend = 'own'"):
         train.run(job(*TE), progress=False)
     cuda = torch.device("cuda")
-    assert "delayed' trains in one process, not in 2" in precision.problem(te_section(recipe="delayed"), cuda, 2)
+    assert "delayed' trains in one process only, not in 2" in precision.problem(te_section(recipe="delayed"), cuda, 2)
     assert precision.problem(te_section(recipe="delayed"), cuda) == ""
 
     def broken(name):
@@ -683,4 +699,4 @@ def test_te_that_is_not_there_or_cannot_be_imported(job, te, monkeypatch):
         text = precision.problem(te_section(), cuda)
     assert "cannot be imported (OSError: libtransformer_engine.so: undefined symbol); use quantize" in text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "TransformerEngine is not installed; pip install" in precision.problem(te_section(), cuda)
+    assert "TransformerEngine is not installed; run pip install" in precision.problem(te_section(), cuda)

@@ -288,7 +288,7 @@ def test_the_command_writes_the_best_again(job, plant, capsys):
     )
     drawn = {path: safetensors_file.payload_hash(path) for path in folder.glob("export/step-000003/*")}
     assert sorted(drawn.values()) == sorted(before.values())
-    with pytest.raises(UserError, match="--best is a step of its own"):
+    with pytest.raises(UserError, match="--best and --step each choose a step"):
         command(step=2, best=True, preview_metadata=False)
 
 
@@ -300,15 +300,15 @@ def test_a_damaged_best_lora_does_not_hold_up_the_last_one(job, plant):
     result = run(mine, resume=True)
     assert [path.name for path in result.files] == ["lora_diffusers.safetensors", "lora_kohya.safetensors"]
     (text,) = [event["text"] for event in events_of(folder, "warning") if "best step" in event["text"]]
-    assert text.startswith("the LoRA of the best step is not written: ") and "is not whole" in text
-    with pytest.raises(RunFailure, match="is not whole"):
+    assert text.startswith("the LoRA of the best step was not written: ") and "is incomplete" in text
+    with pytest.raises(RunFailure, match="is incomplete"):
         finish.export_run(folder, [], best=True)
 
 
 def test_without_validation_there_is_no_best(job, capsys):
     folder = run(job(*SMALL, "train.steps=2")).run.path
     assert not (folder / "validation.json").exists() and not events_of(folder, "verdict")
-    with pytest.raises(UserError, match=r"no best LoRA is kept\. Train with validation"):
+    with pytest.raises(UserError, match=r"the run has no best LoRA\. Train with validation"):
         finish.export_run(folder, [], best=True)
 
 
@@ -320,8 +320,8 @@ def test_other_held_out_images_begin_a_series_of_their_own(job, plant, other):
     folder = run(mine).run.path
     run(job(*HELD, "train.steps=6", other), resume=True)
     texts = [event["text"] for event in events_of(folder, "warning")]
-    assert any("only later validations are compared" in text for text in texts)
-    assert any(f"applies from now on: {other.partition('=')[0]}: " in text for text in texts)
+    assert any("only validations from now on are compared" in text for text in texts)
+    assert any(f"used from now on: {other.partition('=')[0]}: " in text for text in texts)
     assert {event["best"] for event in events_of(folder, "verdict") if event["step"] > 4} == {4}
 
 

@@ -199,7 +199,7 @@ def test_assign_and_group():
         "0/1.png"
     ]
     examples.append(SimpleNamespace(width=5, height=50, path="sliver.png", folder_index=0))
-    with pytest.raises(UserError, match="sliver.png is 5 x 50"):
+    with pytest.raises(UserError, match="sliver.png: the image has 5 x 50"):
         buckets.assign(examples, section, resolution=64, step=8)
 
 

@@ -141,7 +141,10 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
         assert report.encoded == encoded + bool(encoded) and family.judged == [*captions, ""], "each text once"
         assert [(cut.prompt, cut.num_lost) for cut in report.truncated] == [(captions[1], 1), (captions[2], 30)]
         (line,) = report.warnings()
-        assert line.startswith("2 of 4 captions and prompts are longer than the 3 tokens") and "up to 30" in line
+        assert (
+            line.startswith("2 of 4 captions and prompts exceed the limit of the text encoder, 3 tokens")
+            and "up to 30" in line
+        )
         assert "'four' of 'one two three four'" in line and "\n" not in line and len(line) < 500
         (line,) = caption_variants.truncation_warnings(report.truncated, 4, most=1)
         assert line.endswith("'four' of 'one two three four' and 1 more")
@@ -358,7 +361,7 @@ def test_picture_edited_between_scan_and_fill_is_noticed(folder):
 
 def test_reading_what_was_never_filled_is_a_clear_failure(folder):
     cache, placed, _ = make(folder, Family())
-    with pytest.raises(RunFailure, match=r"0\.png is not in the cache"):
+    with pytest.raises(RunFailure, match=r"0\.png is no longer in the cache"):
         cache.latents(placed[0])
 
 
@@ -419,7 +422,7 @@ def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
     assert family.calls == (0, 0), "all that is used is still there"
     with pytest.raises(UserError, match="at least 1"):
         cache_cleanup.prune(folder / "cache", 0.5)
-    with pytest.raises(UserError, match="nowhere: no such folder"):
+    with pytest.raises(UserError, match="nowhere: there is no such folder"):
         cache_cleanup.prune(folder / "nowhere", 30)
 
 
@@ -475,7 +478,7 @@ def test_a_cache_that_cannot_take_what_is_missing_is_the_users_mistake(folder, t
     Cache(filled.root, Family(), filled.section).fill(placed, [])  # nothing is missing
     for root in (filled.root, tmp_path / "theirs" / "cache", tmp_path / "file"):
         family = Family()
-        with pytest.raises(UserError, match=f"dataset.cache_dir = '{root}': cannot be written"):
+        with pytest.raises(UserError, match=f"dataset.cache_dir = '{root}': the folder cannot be written"):
             Cache(root, family, filled.section).fill(placed, ["a caption that nobody has encoded"])
     filled.root.chmod(0o755)
 

@@ -310,7 +310,7 @@ def test_pictures_that_cannot_be_read_keep_no_other_waiting(made, folder: Path) 
     (folder / "b.jpg").write_bytes((folder / "b.jpg").read_bytes()[:300])
     (folder / "d.txt").write_bytes("红".encode("gb18030"))  # a caption, whatever its encoding
     result = captioner.run(folder, captioner.Settings(str(made("blip")), max_tokens=12, batch_size=2))
-    assert result.written == 2 and result.kept == 2 and "b.jpg cannot be decoded" in result.problems[0]
+    assert result.written == 2 and result.kept == 2 and "b.jpg: the file cannot be decoded" in result.problems[0]
     assert not (folder / "b.txt").exists()
 
 
@@ -324,21 +324,21 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
         (tmp_path / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return tmp_path / name
 
-    refused(tmp_path / "none", "no such folder, and no Hugging Face id")
-    refused(folder, "no config.json")
+    refused(tmp_path / "none", "there is no such folder, and this is not a Hugging Face id")
+    refused(folder, "config.json")
     (tmp_path / "wd14").mkdir()
     (tmp_path / "wd14/model.onnx").write_bytes(b"x")
-    refused(tmp_path / "wd14", "not both files of a WD tagger")
-    refused(written("timm", architecture="swinv2_base", num_classes=9), "made for timm")
+    refused(tmp_path / "wd14", "nor both files of a WD tagger")
+    refused(written("timm", architecture="swinv2_base", num_classes=9), "this is a timm model")
     refused(
         written("own", model_type="moondream9", auto_map={"AutoModel": "x.X"}), "code that comes with a model is never"
     )
     refused(written("words", model_type="gpt2"), "does not describe pictures")
-    refused(written("empty", model_type="blip"), "cannot be loaded by transformers")
+    refused(written("empty", model_type="blip"), "cannot load it")
     refused(made("florence"), "Florence-2 writes sentences", kind="tags")
-    refused(made("blip"), "accepted are bf16", dtype="fp8")
-    refused(made("blip"), "no use for --threshold, --exclude;", threshold=0.5, exclude=("red",))
-    refused("nobody/nothing", "cannot be fetched from the hub")  # the tests are offline
+    refused(made("blip"), "accepted: bf16", dtype="fp8")
+    refused(made("blip"), "does not use --threshold, --exclude;", threshold=0.5, exclude=("red",))
+    refused("nobody/nothing", "cannot be downloaded from Hugging Face")  # the tests are offline
     for name, kind in (("blip", "text"), ("tagger", "tags")):
         torn = tmp_path / f"torn-{name}"
         shutil.copytree(made(name), torn)
@@ -347,7 +347,7 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
         save_file(
             {k: v for k, v in tensors.items() if k != gone}, torn / "model.safetensors", metadata={"format": "pt"}
         )
-        refused(torn, f"not all weights of a .*: 1 are missing, {re.escape(gone)}", kind=kind)
+        refused(torn, f"lacks 1 weights of a .*: {re.escape(gone)}", kind=kind)
     assert texts(folder) == {"c.txt": "a cat, blue, standing"}
 
 

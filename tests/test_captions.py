@@ -144,7 +144,7 @@ def test_a_preview_writes_nothing_and_tells_all(folder: Path) -> None:
         ("a.txt", "a girl, red hair, girl, smile", "a girl, red hair, girl, smile, x"),
         ("f.txt", "", "x"),
     ]
-    assert edit.problems == ["g.txt is not UTF-8 at byte 0 (0xba); save it as UTF-8"]
+    assert edit.problems == ["g.txt: the text is not UTF-8 at byte 0 (0xba); save it as UTF-8"]
     assert {name: raw for name, raw in raws(folder).items() if name[0] != "g"} == before
     assert not (folder / room.JOURNAL).exists()
 
@@ -163,7 +163,7 @@ def test_what_somebody_else_changed_is_never_overwritten(folder: Path) -> None:
     edit = room.preview(folder, [caption_operations.Append("!")])
     (folder / "a.txt").write_bytes(b"mine")
     before = raws(folder)
-    with pytest.raises(UserError, match="a.txt was changed by somebody else since the preview"):
+    with pytest.raises(UserError, match="a.txt was changed by another program since the preview"):
         room.apply(folder, edit)
     assert raws(folder) == before
     edited(folder, caption_operations.Append("!"))
@@ -237,7 +237,7 @@ def test_nothing_outside_of_the_folder_is_read_or_written(folder: Path, tmp_path
     (folder / "a.txt").unlink()
     (folder / "a.txt").symlink_to(outside)
     edit = room.preview(folder, [caption_operations.AddTag("x")])
-    assert edit.problems == ["a.txt is a link to outside of the folder; edit what it points to"]
+    assert edit.problems == ["a.txt: this link leads out of the folder; edit the file that it points to"]
     assert "a.txt" not in [change.file for change in edit.changes]
     # A journal may come with a dataset from anywhere.
     for name in ("../outside.txt", str(outside), "a.txt", "../../etc/passwd", "b.png"):
@@ -269,17 +269,17 @@ def test_two_names_of_one_file_are_one_caption(folder: Path) -> None:
     assert (folder / "f.txt").is_symlink() and (folder / "a.txt").read_bytes() == CAPTIONS["a.txt"] + b", x"
     room.undo(folder)
     assert raws(folder) == before
-    with pytest.raises(UserError, match="f.txt is the same file as a.txt"):
+    with pytest.raises(UserError, match="f.txt and a.txt are the same file"):
         room.apply(folder, room.assign(folder, {"a.txt": "one", "f.txt": "other"}, "two captions"))
     assert raws(folder) == before
 
 
 def test_a_pipe_is_no_caption_to_wait_for(folder: Path) -> None:
     os.mkfifo(folder / "f.txt")
-    assert room.preview(folder, [caption_operations.AddTag("x")]).problems == ["f.txt is not a regular file"]
+    assert room.preview(folder, [caption_operations.AddTag("x")]).problems == ["f.txt: this is not a regular file"]
     (folder / room.JOURNAL).unlink(missing_ok=True)
     os.mkfifo(folder / room.JOURNAL)
-    with pytest.raises(UserError, match="is no journal of caption edits"):
+    with pytest.raises(UserError, match="this is not a journal of caption edits"):
         room.history(folder)
 
 
@@ -288,14 +288,14 @@ def test_patterns_have_limits(folder: Path) -> None:
     monkey = caption_operations.REGEX_SECONDS
     try:
         caption_operations.REGEX_SECONDS = 1
-        with pytest.raises(UserError, match="takes longer than 1 s"):
+        with pytest.raises(UserError, match="did not finish within 1 s"):
             room.preview(folder, [caption_operations.ReplacePattern(r"(a+)+$", "b")])
     finally:
         caption_operations.REGEX_SECONDS = monkey
-    for find, by, why in (("(", "", "unterminated"), ("a", r"\7", "group"), ("a", "b" * 9999, "at most 65,536")):
+    for find, by, why in (("(", "", "unterminated"), ("a", r"\7", "group"), ("a", "b" * 9999, "the limit is 65,536")):
         with pytest.raises(UserError, match=why):
             room.preview(folder, [caption_operations.ReplacePattern(find, by)])
-    with pytest.raises(UserError, match="at most 300"):
+    with pytest.raises(UserError, match="the limit is 300"):
         room.preview(folder, [caption_operations.ReplacePattern("a" * 301, "")])
     edit = room.preview(
         folder, [caption_operations.ReplacePattern(r"^(a)\1+", r"\1"), caption_operations.Append("é")], ["a.png"]
@@ -327,7 +327,7 @@ def test_selections(folder: Path) -> None:
     assert room.select(folder, having=["girl"]) == ["a.png", "b.png", "deep/e.png"]
     assert room.select(folder, having=["girl"], lacking=["red hair"]) == ["deep/e.png"]
     assert room.select(folder, glob="deep/*") == ["deep/d.png", "deep/e.png"]
-    with pytest.raises(UserError, match="no picture 'z.png' here"):
+    with pytest.raises(UserError, match="the images 'z.png' and 0 more are not in this folder"):
         room.preview(folder, [caption_operations.AddTag("x")], only=["z.png"])
     with pytest.raises(UserError, match="does not exist"):
         room.listed(folder / "none")

@@ -223,11 +223,11 @@ def test_a_disk_that_fails_changes_nothing_or_says_what_it_changed(prepared, fau
             repaired = shutil.copytree(copy, tmp_path / f"repaired-{at}")
             room.repair(repaired)
             follow(repaired, states)
-            back = re.search(rf"`lora-fp8 dataset (undo|redo) {copy}` brings them back", said)[1]
+            back = re.search(rf"`lora-fp8 dataset (undo|redo) {copy}` restores them", said)[1]
             (room.undo if back == "undo" else room.redo)(copy)
             assert state_of(copy) == before
         elif said:
-            assert "no caption was changed" in said or "are not changed without it" in said
+            assert "no caption was changed" in said or "without it no caption is changed" in said
             assert after == before
             if fault == "full":
                 assert leftovers(copy) == []
@@ -399,7 +399,7 @@ def test_real_changes_are_refused_by_name_and_survive_a_repair(folder: Path, tmp
     (folder / "a.txt").write_bytes(b"a girl, red")
     (folder / "deep/b.txt").write_bytes(b"mine")
     for step in (room.undo, room.redo):
-        with pytest.raises(UserError, match=r"deep/b.txt was changed by somebody else") as refused:
+        with pytest.raises(UserError, match=r"deep/b.txt was changed by another program") as refused:
             step(folder)
         assert "a.txt" not in str(refused.value)
     found = room.repair(folder)
@@ -408,7 +408,7 @@ def test_real_changes_are_refused_by_name_and_survive_a_repair(folder: Path, tmp
     # The same half of a caption whose edit was acknowledged: somebody has shortened it.
     edit(folder, "two")
     (folder / "a.txt").write_bytes(b"a girl, red")
-    with pytest.raises(UserError, match="a.txt was changed by somebody else"):
+    with pytest.raises(UserError, match="a.txt was changed by another program"):
         room.undo(folder)
     assert not room.repair(folder).needed
 

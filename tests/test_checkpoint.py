@@ -103,11 +103,11 @@ def test_a_damaged_bundle_is_passed_over_and_told(two, name, damage):
     damage(two / "step-000004" / name)
     found, skipped = checkpoint.latest(two)
     assert found.step == 2 and torch.equal(found.adapter["b.lora_A.weight"], content(2)[0]["b.lora_A.weight"])
-    assert len(skipped) == 1 and "\n" not in skipped[0] and skipped[0].startswith("step-000004 passed over: ")
+    assert len(skipped) == 1 and "\n" not in skipped[0] and skipped[0].startswith("step-000004 was skipped: ")
     if damage is remove:
         assert f"{name} is missing" in skipped[0]
     assert (two / "step-000004").exists()  # evidence is not removed by reading
-    with pytest.raises(RunFailure, match="step-000004 is not whole"):
+    with pytest.raises(RunFailure, match="step-000004 is incomplete"):
         checkpoint.read(two / "step-000004")
 
 
@@ -150,7 +150,7 @@ def test_none_whole_is_a_failure_and_nothing_is_overwritten(two, tree_hash):
     with pytest.raises(RunFailure) as failure:
         checkpoint.latest(two)
     text = str(failure.value)
-    assert "none is whole" in text and "step-000004" in text and "step-000002" in text and "\n" not in text
+    assert "checkpoints are incomplete" in text and "step-000004" in text and "step-000002" in text and "\n" not in text
     assert tree_hash(two) == before
 
 
@@ -202,7 +202,10 @@ def test_a_bundle_of_the_same_step_is_replaced(two):
 
 
 NOTES = ("notes.txt", "backup/state.json", "state.json.bak")
-TOLD = "step-000002 was removed, except what this program did not write (3 entries: backup, notes.txt, state.json.bak)"
+TOLD = (
+    "step-000002 was removed, except for files that this program did not write (3 entries: backup, notes.txt, "
+    "state.json.bak)"
+)
 
 
 def put_notes(folder):
@@ -303,7 +306,7 @@ def test_a_full_disk_is_one_line_and_earlier_bundles_stay(two, tree_hash, limit)
         text = pipe.read().decode()
     os.waitpid(child, 0)
     assert str(two / "step-000006") in text and "could not be written (File too large)" in text
-    assert "MiB are free" in text and text.endswith("the newest before it, step-000004, is intact")
+    assert "MiB are free" in text and text.endswith("the previous checkpoint, step-000004, is intact")
     assert "\n" not in text
     assert tree_hash(two) == before and names(two) == ["step-000002", "step-000004"]
     save(two, 6)  # and when there is room again, it goes on
@@ -317,7 +320,7 @@ def test_no_space_left_is_named(two, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunFailure, match="No space left on device"):
         save(two, 6)
-    with pytest.raises(RunFailure, match="nothing was saved before it$"):  # of the very first nothing is intact
+    with pytest.raises(RunFailure, match="there is no earlier checkpoint$"):  # of the very first nothing is intact
         save(two / "new", 2)
     monkeypatch.undo()
     assert checkpoint.latest(two)[0].step == 4
@@ -331,7 +334,7 @@ def test_what_reads_back_differently_is_not_acknowledged(two, monkeypatch):
         return real(path.with_name("elsewhere")) if path.name == "adapter.safetensors" else real(path)
 
     monkeypatch.setattr(checkpoint, "write_synced", rotten)
-    with pytest.raises(RunFailure, match="read back"):
+    with pytest.raises(RunFailure, match="differs from what was written"):
         save(two, 6)
     monkeypatch.undo()
     found, skipped = checkpoint.latest(two)
@@ -479,7 +482,7 @@ def test_tables_of_layers_are_compared_with_their_order_and_with_the_lists_of_ol
     refused, told = checkpoint.compare(old, remembered("adapter.ranks={a = 4, b = 8}", rates, storage))
     assert refused == ["adapter.ranks: was ['b = 8', 'a = 4'], is ['a = 4', 'b = 8']"] and not told
     assert checkpoint.compare(old, remembered(ranks, storage))[1] == [
-        "changed since the checkpoint, applies from now on: optimizer.lrs: ['a = 0.5', 'b = 2'] -> []"
+        "changed since the checkpoint and used from now on: optimizer.lrs: ['a = 0.5', 'b = 2'] -> []"
     ]
     del old["settings"]["optimizer.lrs"]  # a bundle from before the setting
     assert checkpoint.compare(old, remembered(ranks, storage)) == ([], [])

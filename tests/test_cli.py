@@ -155,7 +155,9 @@ def test_new_writes_a_file_that_check_accepts(
         assert missing.code == 2 and missing.err.startswith(f"{path}: 2 problems") and "my_pictures" in missing.err
         (tmp_path / "my_pictures").symlink_to(pictures)
         accepted = ask("check", path, "--set", f"model.path='{tiny(family)}'")
-        assert accepted.code == 0 and "5 images" in accepted.out and accepted.out.endswith("all right\n"), accepted
+        assert accepted.code == 0 and "5 images" in accepted.out and accepted.out.endswith("no problems found\n"), (
+            accepted
+        )
         (tmp_path / "my_pictures").unlink()
         job = config.load(path)
         assert (job.name, job.model.family, job.preset) == (family, family, [preset, "vram_12gb"])
@@ -202,11 +204,11 @@ def test_names_that_are_no_utf8_work_or_are_one_line(
     assert ask("check", good, *given).code == 0
     monkeypatch.chdir(here)
     placed = ask("submit", good, "--no-worker", *given)  # which writes down where the run will be
-    assert placed.code == 2 and "the queue takes text in UTF-8 only" in placed.err and "\n" not in placed.err.strip()
+    assert placed.code == 2 and "the queue accepts UTF-8 text only" in placed.err and "\n" not in placed.err.strip()
     shutil.copytree(pictures, here / "pictures")
     assert ask("dataset", "edit", here / "pictures", "--add-tag", "new").code == 0
     (here / "config.toml").write_text("", encoding="utf-8")
-    assert "nothing is training here" in ask("stop", here).out
+    assert "no training is running in this folder" in ask("stop", here).out
     assert ask("jobs", "show", here).code == 0
     assert ask("jobs", "run", "verify", "--no-worker", "--", "x").code == 2  # that folder is where it would run
     monkeypatch.chdir(tmp_path)
@@ -222,7 +224,7 @@ def test_what_the_system_refuses_is_one_line(
     deep = tmp_path / ("x" * 300) / "new.toml"
     for path, reason in ((folder / "new.toml", "Permission denied"), (deep, "File name too long")):
         refused = ask("new", path)
-        assert refused.code == 2 and refused.err == f"{path}: cannot be written ({reason})\n"
+        assert refused.code == 2 and refused.err == f"{path}: the file cannot be written ({reason})\n"
 
 
 @pytest.fixture
@@ -244,10 +246,10 @@ def five_faults(tmp_path: Path) -> Path:
 
 FAULTS = {
     "torn.jpg": "cannot be decoded",
-    "empty.png": "is empty (0 bytes)",
-    "latin.txt": "is not UTF-8 at byte 5",
-    "lonely.png": "no caption (lonely.txt)",
-    "text.png": "is not a readable image",
+    "empty.png": "the file is empty (0 bytes)",
+    "latin.txt": "the text is not UTF-8 at byte 5",
+    "lonely.png": "has no caption (lonely.txt)",
+    "text.png": "this is not a readable image",
 }
 
 
@@ -284,7 +286,10 @@ def test_check_lists_all_todos_and_looks_for_files_beside_wrong_settings(
         f"[[dataset.folders]]\npath = 'TODO'\n[[dataset.folders]]\npath = '{nowhere}'\n",
         encoding="utf-8",
     )
-    todos = [f"{key}: still to be filled in (TODO)" for key in ("train.steps", "model.path", "dataset.folders.0.path")]
+    todos = [
+        f"{key}: this setting must still be filled in (TODO)"
+        for key in ("train.steps", "model.path", "dataset.folders.0.path")
+    ]
     answer = ask("check", path)
     first, *lines = answer.err.splitlines()
     assert answer.code == 2 and first == f"{path}: 4 problems"
@@ -297,13 +302,13 @@ def test_check_lists_all_todos_and_looks_for_files_beside_wrong_settings(
     assert "model.path = 'no.safetensors' does not exist" in base.err and "repeats" in base.err
     # The base is not looked for by a family that does not exist.
     other = ask("check", path, "--set", "model.path=no.safetensors", "--set", "model.family=sdx1")
-    assert "unknown family 'sdx1'" in other.err and "'no.safetensors'" not in other.err
+    assert "unknown architecture 'sdx1'" in other.err and "'no.safetensors'" not in other.err
 
 
 def test_check_names_the_file_of_targets_that_no_layer_has(
     ask: Callable[..., Answer], job_file: Callable[..., Path]
 ) -> None:
-    path, line = job_file(), "adapter.targets: 'to_qq' is the ending of no layer of Stable Diffusion 1.5"
+    path, line = job_file(), "adapter.targets: 'to_qq' is not the ending of any layer of Stable Diffusion 1.5"
     assert ask("check", path, "--set", 'adapter.targets=["to_qq"]').err == f"{path}: 1 problem\n  {line}\n"
     report = json.loads(ask("check", path, "--json", "--set", 'adapter.targets=["to_qq"]').out)
     assert report["problems"] == [line]
@@ -315,7 +320,7 @@ def test_two_values_of_one_setting_are_refused(
     ask: Callable[..., Answer], job_file: Callable[..., Path], command: str
 ) -> None:
     answer = ask(command, job_file(), "--set", "train.steps=4", "--set", "train.steps = 5")
-    assert answer.code == 2 and answer.err == "--set train.steps: given as 4 and as 5. Keep one\n"
+    assert answer.code == 2 and answer.err == "--set train.steps: the setting is given twice, as 4 and as 5. Keep one\n"
     again = ask("check", job_file(), "--set", "train.steps=4", "--set", "train.steps = 4")
     assert again.code == 0
 
@@ -325,7 +330,7 @@ def test_plan_tells_that_sensitivity_will_move_layers(
 ) -> None:
     plain, path = ask("plan", job_file()), job_file("quantize.sensitivity='auto'", "quantize.sensitivity_bound=0.02")
     assert plain.code == 0 and "sensitivity" not in plain.out
-    assert "layers on its pictures, and holds those above 0.02 in int8 or bf16" in ask("plan", path).out
+    assert "layers on its images, and stores those with an error above 0.02 in int8 or bf16" in ask("plan", path).out
     (note,) = json.loads(ask("plan", path, "--json").out)["notes"]
     assert f"lora-fp8 precision {path}" in note
 
@@ -353,7 +358,7 @@ def test_check_tells_what_has_no_effect_and_what_the_base_predicts(
     facts = ("quantize.compute=fp8", "quantize.fp8_min_features=99999", "model.revision=v2")
     given = [word for one in facts for word in ("--set", one)]
     for line in (
-        "quantize.compute has no effect: no layer can be multiplied in FP8",
+        "quantize.compute has no effect: no layer can use an FP8 matmul",
         "model.revision has no effect: model.path is a local path",
     ):
         assert f"warning: {line}" in ask("check", job_file(), *given).out
@@ -371,7 +376,7 @@ def test_check_finds_what_would_stop_the_training_later(
         "model.path=model.safetensors": "does not exist",
         "model.path=~no-such-user/models/x": "does not exist",
         "model.path=models/misspelt.safetensors": "does not exist",
-        "dataset.bucket_step=64": "dataset.resolution = 48 is less than the bucket step",
+        "dataset.bucket_step=64": "dataset.resolution = 48 is smaller than the bucket step",
         "dataset.folders.0.path=nowhere": "folder nowhere does not exist",
         "dataset.max_pixels=4096": "more than dataset.max_pixels = 4,096",
         "train.stepz=4": "did you mean train.steps?",
@@ -391,9 +396,9 @@ def test_check_finds_what_would_stop_the_training_later(
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         for command in ("check", "train"):
             answer = ask(command, path)
-            assert answer.code == 2 and "the disk has no room for this job" in answer.err, answer
+            assert answer.code == 2 and "the disk is too full for this job" in answer.err, answer
         answer = ask("estimate", path)
-        assert answer.code == 0 and "\nnote: " in answer.out and "the disk has no room for this job" in answer.out
+        assert answer.code == 0 and "\nnote: " in answer.out and "the disk is too full for this job" in answer.out
     # What training refuses before it encodes anything, all of it at once.
     more = (
         "adapter.init_from=none.safetensors",
@@ -402,7 +407,7 @@ def test_check_finds_what_would_stop_the_training_later(
         "quantize.keep=['nope']",
     )
     later = ask("check", path, *(part for one in more for part in ("--set", one)))
-    told = ("no such file", "of 5 pictures none would be left", "quantize.keep")
+    told = ("this file does not exist", "none of 5 images would be left", "quantize.keep")
     assert later.code == 2 and all(words in later.err for words in told), later
     # What the family alone knows: another architecture, sides that it cannot have, its own resolution for "auto".
     other = ask("check", path, "--set", "model.family=sdxl")
@@ -411,16 +416,21 @@ def test_check_finds_what_would_stop_the_training_later(
     assert uneven.code == 2 and "needs a multiple of 16" in uneven.err, uneven
     path = job_file()
     auto = ask("check", path, "--set", "dataset.resolution=auto", "--set", "dataset.bucket_step=auto")
-    assert auto.code == 0 and "5 images with less than a quarter of the pixels" in auto.out
+    assert auto.code == 0 and "5 images have less than a quarter of the pixels" in auto.out
     assert "buckets 320x640: 1, 512x512: 3, 640x320: 1" in auto.out, auto.out
     Image.new("RGB", (48, 48)).save(tmp_path / "long.png")
     (tmp_path / "long.txt").write_text("a photo of a red cat, " * 20 + "and the end", encoding="utf-8")
     long = ask("check", path, "--set", f"dataset.folders=[{{path='{tmp_path}'}}]")
-    assert long.code == 0 and "warning: 1 of 1 captions and prompts are longer than the 75 tokens" in long.out, long
+    assert (
+        long.code == 0
+        and "warning: 1 of 1 captions and prompts exceed the limit of the text encoder, 75 tokens" in long.out
+    ), long
     negative = f"preview.negative='{'blurry, ' * 60}'"
     drawn = ask("check", path, "--set", "preview.prompts=['a']", "--set", negative, "--set", "adapter.rank=600")
-    assert drawn.code == 0 and "captions and prompts are longer than the 75 tokens" in drawn.out, drawn
-    assert drawn.out.count("adapter.rank 600 is more than") == 1 and "layers can use" in drawn.out
+    assert drawn.code == 0 and "captions and prompts exceed the limit of the text encoder, 75 tokens" in drawn.out, (
+        drawn
+    )
+    assert drawn.out.count("adapter.rank 600 exceeds") == 1 and "layers, such as" in drawn.out
     hub = ask("check", path, "--set", "model.path=somebody/something")
     assert hub.code == 2 and "cannot be looked up: HF_HUB_OFFLINE forbids connections" in hub.err
     fine = ask("check", path, "--json")
@@ -436,7 +446,9 @@ def test_check_finds_what_would_stop_the_training_later(
 def test_a_language_that_there_is_not_is_refused(ask: Callable[..., Answer], words: list[str]) -> None:
     given = words[words.index("--lang") + 1]
     answer = ask(*words)
-    assert answer.code == 2 and f"--lang: no language '{given}'; accepted are en, zh" in answer.err
+    assert (
+        answer.code == 2 and f"--lang: there are no messages in the language '{given}'; accepted: en, zh" in answer.err
+    )
 
 
 def test_a_language_of_the_environment_may_be_any(ask: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,10 +512,10 @@ def test_train_stop_resume_export_verify(
 
     again = ask("train", path)  # the name is taken: nothing is overwritten
     before = tree_hash(folder)
-    assert again.code == 2 and "a run was here already" in again.err and "lora-fp8 resume" in again.err
+    assert again.code == 2 and "this folder already contains a run" in again.err and "lora-fp8 resume" in again.err
 
     idle = ask("stop", folder)
-    assert idle.code == 0 and "nothing is training here" in idle.out
+    assert idle.code == 0 and "no training is running in this folder" in idle.out
     assert tree_hash(folder) == before and not (folder / "control" / "stop").exists()
 
     # With another dtype: the same numbers, rounded differently, in the same files.
@@ -527,7 +539,7 @@ def test_train_stop_resume_export_verify(
     assert "comfy'" in ask("export", folder, "--format", "comfy").err
     again = tmp_path / "again 😀.toml"
     refused = ask("new", again, "--from-lora", files[0], "--preset", "style", "--trigger", "zibo", "--controls", folder)
-    assert refused.code == 2 and "Leave out --controls, --trigger, --preset" in refused.err and not again.exists()
+    assert refused.code == 2 and "Remove --controls, --trigger, --preset" in refused.err and not again.exists()
     assert ask("new", again, "--from-lora", files[0]).code == 0
     assert config.load(again).train == config.load(folder / "config.toml").train
     assert config.load(again).name == "again 😀"
@@ -555,7 +567,11 @@ def test_train_stop_resume_export_verify(
         assert str(tmp_path) not in (folder / "report.html").read_text(encoding="utf-8")
     for change in ("name=other", f"output_dir={tmp_path}"):
         refused = ask("resume", folder, "--set", change)
-        assert refused.code == 2 and "goes on in its own folder" in refused.err and not (tmp_path / "other").exists()
+        assert (
+            refused.code == 2
+            and "a run keeps its settings and its folder" in refused.err
+            and not (tmp_path / "other").exists()
+        )
 
     # The folder is moved; more steps than before are wanted there.
     moved = tmp_path / "elsewhere 🦊"
@@ -600,12 +616,15 @@ def test_a_config_in_place_of_its_run(
     path, run = job_file(), tmp_path / "runs" / "lora"
     for command in ("resume", "stop"):
         answer = ask(command, path)
-        assert answer.code == 2 and f"its run {run} does not exist. `lora-fp8 train {path}` starts it" in answer.err
+        assert (
+            answer.code == 2
+            and f"its run folder {run} does not exist yet. `lora-fp8 train {path}` starts the run" in answer.err
+        )
     run.mkdir(parents=True)
     (run / "config.toml").touch()
-    assert ask("resume", path).err == f"{path}: this is a config; give the folder of its run: {run}\n"
+    assert ask("resume", path).err == f"{path}: this is a config; give its run folder: {run}\n"
     path.write_text("no config", encoding="utf-8")
-    assert ask("resume", path).err == f"{path}: this is a file; give the folder of a run\n"
+    assert ask("resume", path).err == f"{path}: this is a file; give a run folder\n"
 
 
 @pytest.mark.parametrize("command", ["resume", "stop", "export"])
@@ -619,7 +638,7 @@ def test_a_folder_that_is_no_run(ask: Callable[..., Answer], tmp_path: Path, com
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_config_that_is_not_there(ask: Callable[..., Answer], tmp_path: Path, command: str) -> None:
     answer = ask(command, tmp_path / "absent.toml")
-    assert answer.code == 2 and "no such config file" in answer.err and answer.err.count("\n") == 1
+    assert answer.code == 2 and "this config file does not exist" in answer.err and answer.err.count("\n") == 1
     (tmp_path / "character.toml").touch()
     (tmp_path / "zibo.toml").touch()
     for given in ("character", "charcter.toml"):
@@ -639,7 +658,7 @@ def test_a_base_that_cannot_be_had_is_one_line(
         "model.path=somebody/no-such-model": "'somebody/no-such-model' is not on this machine, and cannot be looked up",
         "model.path=/nowhere/model.safetensors": "does not exist",
         "model.family=sdxl": "model.family = 'sdxl'",
-        "model.family=sd51": "unknown family 'sd51', did you mean 'sd15'?",
+        "model.family=sd51": "unknown architecture 'sd51', did you mean 'sd15'?",
     }.items():
         answer = ask("train", path, "--set", override)
         assert answer.code == 2 and words in answer.err, (override, answer)

@@ -93,7 +93,7 @@ def test_videos_are_taken_in_after_every_frame_was_decoded(tmp_path: Path, monke
     assert count == 1 and sorted(path.name for path in kept.iterdir()) == ["walk.mp4", "walk.txt"]
     assert (kept / "walk.mp4").read_bytes() == good.read_bytes()
     assert [line.partition(": ")[0] for line in refused] == ["torn.mp4", "list.mp4", "old.avi"]
-    assert all("not a video that can be read" in line and "\n" not in line for line in refused[:2])
+    assert all("the video cannot be read" in line and "\n" not in line for line in refused[:2])
     assert "not one of .mp4 .mov .mkv .webm" in refused[1] and ".avi cannot be read; convert it to MP4" in refused[2]
     assert (
         "视频无法读取" in translations.translate("zh-CN", refused[1])
@@ -135,9 +135,9 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
         ("one.png", True, "1 frames"),
         ("a.mp4", True, "cannot identify"),
     ):
-        with pytest.raises(UserError, match=f"^{name}: not a .* that can be read .*{why}"):
+        with pytest.raises(UserError, match=f"^{name}: the .* cannot be read .*{why}"):
             decoders.encode_webp(tmp_path / name, 96, moving)
-    with pytest.raises(ValueError, match="48 x 32 = 1,536 pixels, more than 1,000"):
+    with pytest.raises(ValueError, match="48 x 32 = 1,536 pixels; the limit is 1,000"):
         monkeypatch.setattr(decoder, "MOST_PIXELS", 1000)
         decoder.encode_still(str(tmp_path / "a.mp4"), 96)
 
@@ -182,7 +182,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     counts = [(folder, image_folders.count_files(folder), 1, "")]
     assert [key for key, _ in form.problems._find_clip_problems(values, counts)] == ["dataset.folders"]
     ((_, line),) = form.problems._find_clip_problems(values, counts)
-    assert "torn.mp4 (cannot be decoded" in line
+    assert "torn.mp4 (the file cannot be decoded" in line
     for family, key, part in (
         ("wan", "dataset.frames", "4 videos, but no clip lengths"),
         ("sd15", "dataset.folders", "trains on images only"),

@@ -280,7 +280,7 @@ def test_recomputed_blocks_keep_what_they_must(aot_eager):  # noqa: ARG001
     kept = {}
     for keeps in (False, True):
         model, runs = flux(), ATTENTIONS * (1 if keeps else 2)
-        assert ("attention is kept" in memory.apply_(model, Memory(keep_attention=keeps)).lines()[0]) == keeps
+        assert ("attention results kept" in memory.apply_(model, Memory(keep_attention=keeps)).lines()[0]) == keeps
         with Count() as count:
             got = gradients(model)
         assert all(map(torch.equal, got, expected)) and count.num == runs
@@ -391,7 +391,7 @@ def test_compiled_blocks_with_another_gradient_are_refused_before_training(job, 
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(memory._Compiled, "__call__", broken)
-        with pytest.raises(RunFailure, match="memory.compile = 'blocks': on this machine, the gradient differs"):
+        with pytest.raises(RunFailure, match="memory.compile = 'blocks': on this machine, it changes the gradient"):
             train.run(job(*SHORT, "memory.compile=blocks"), progress=False, echo=seen.append)
     assert not any(event["event"] == "step" for event in seen)
     train.run(job(*SHORT, "memory.compile=blocks", "name=right"), progress=False, echo=seen.append)
@@ -410,7 +410,7 @@ def test_training_does_without_attention_of_cudnn(job):
 
 
 def test_a_denoiser_without_repeated_blocks_is_refused():
-    with pytest.raises(UserError, match="Linear names no repeated blocks; use memory.compile = 'off'"):
+    with pytest.raises(UserError, match="Linear has no list of repeated blocks; use memory.compile = 'off'"):
         memory.apply_(nn.Linear(2, 2), Memory(gradient_checkpointing=False, compile="blocks"))
 
 
@@ -426,10 +426,12 @@ def test_what_this_machine_cannot_do_is_told(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    assert "no C compiler" in memory.problem(blocks, gpu)  # Triton's own first kernel would say so after the caching
+    assert "needs a C compiler" in memory.problem(
+        blocks, gpu
+    )  # Triton's own first kernel would say so after the caching
     kernels = Quantize(compute="fp8", kernels="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "no C compiler" in precision.problem(kernels, gpu)
+    assert "needs a C compiler" in precision.problem(kernels, gpu)
     assert memory.problem(Memory(), cpu) == memory.problem(Memory(), gpu) == ""
 
 

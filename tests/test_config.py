@@ -115,7 +115,7 @@ def test_eight_mistakes_are_eight_lines() -> None:
         "optimizer.name": "| muon | ademamix8bit, got 'adamw8bits', did you mean 'adamw8bit'?",
         "optimizer.lr": "must be above 0 and at most 10, got 30",
         "preset": "no preset 'charactr', did you mean 'character'?",
-        "model.family": "unknown family 'sdx1', did you mean 'sdxl'?",
+        "model.family": "unknown architecture 'sdx1', did you mean 'sdxl'?",
         "dataset.missing_caption": "'trigger' needs dataset.trigger or a trigger in every folder",
     }
     assert len(found) == 8, found
@@ -137,8 +137,8 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
     [
         ("[adapter]\nsteps = 5", "adapter.steps: unknown setting, did you mean train.steps?"),
         ("[train]\nlearning_rate = 1e-4", "train.learning_rate: unknown setting; here it is optimizer.lr (kohya"),
-        ("[train]\nseed = 1", "train.seed: unknown setting here; `seed` belongs before the first [section]"),
-        ("[adapter]\nname = 'a'", "adapter.name: unknown setting here; `name` belongs before the first [section]"),
+        ("[train]\nseed = 1", "train.seed: unknown setting here; move `seed` before the first [section]"),
+        ("[adapter]\nname = 'a'", "adapter.name: unknown setting here; move `name` before the first [section]"),
         ("[adapter]\nstep = 5", "adapter.step: unknown setting, did you mean train.steps?"),
         ("rank = 4", "rank: unknown setting, did you mean adapter.rank?"),
         ("train = 5", "train: expected a table, got 5"),
@@ -146,18 +146,24 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[quantize]\nkeep = [1]", "quantize.keep.0: expected text in quotes, got 1"),
         ("[export]\nformats = 'kohya'", "export.formats: expected a list in [ ], got 'kohya'"),
         ("[export]\nformats = ['komfy']", "export.formats.0: expected auto | diffusers | comfy | kohya, got 'komfy'"),
-        ("[export]\nformats = []", "export.formats: is empty"),
-        ("[export]\nformats = ['auto', 'kohya']", "export.formats: auto chooses the layouts and cannot stand beside"),
-        ("[export]\nformats = ['kohya', 'kohya']", "export.formats: names a format twice"),
+        ("[export]\nformats = []", "export.formats: the list is empty"),
+        (
+            "[export]\nformats = ['auto', 'kohya']",
+            "export.formats: auto chooses the layouts itself and cannot be combined",
+        ),
+        ("[export]\nformats = ['kohya', 'kohya']", "export.formats: a layout is listed twice"),
         ("[memory]\ngradient_checkpointing = 1", "memory.gradient_checkpointing: expected auto | true | false, got 1"),
         ("[adapter]\nrank = 0", "adapter.rank: must be at least 1 and at most 1024, got 0"),
         ("[adapter]\nranks = {attn = -1}", "adapter.ranks.attn: must be at least 0 and at most 1024, got -1"),
         ("[optimizer]\nlrs = {attn = 0}", "optimizer.lrs.attn: must be above 0 and at most 100, got 0"),
         ("[optimizer]\nlrs = ['attn']", "optimizer.lrs.attn: expected a number, got ''"),
         ("[optimizer]\nlrs = ['attn = 1e9']", "optimizer.lrs.attn: must be above 0 and at most 100, got 1000000000.0"),
-        ("[optimizer]\nname = 'prodigy'\nlrs = {attn = 2}", "optimizer.lrs: 'prodigy' finds one rate"),
+        ("[optimizer]\nname = 'prodigy'\nlrs = {attn = 2}", "optimizer.lrs: 'prodigy' finds one learning rate"),
         ("[optimizer]\nname = 'prodigy'\nloraplus_lr_ratio = 2.0", "optimizer.loraplus_lr_ratio: 'prodigy' finds"),
-        ("[optimizer]\nloraplus_lr_ratio = 2.0\n[adapter]\ntype = 'lokr'", "loraplus_lr_ratio: is of LoRA's second"),
+        (
+            "[optimizer]\nloraplus_lr_ratio = 2.0\n[adapter]\ntype = 'lokr'",
+            "loraplus_lr_ratio: LoRA+ needs the two matrices",
+        ),
         ("[optimizer]\ngrowth_rate = 1.0", "optimizer.growth_rate: must be above 1 and at most 1000, got 1"),
         ("[adapter]\nranks = ['attn 4']", "adapter.ranks.attn 4: expected a whole number, got ''"),
         ("[adapter]\nranks = {attn = 1.5}", "adapter.ranks.attn: expected a whole number, got 1.5"),
@@ -165,9 +171,9 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[adapter]\nranks = [4]", "adapter.ranks: expected a table, got [4]"),
         ("[quantize]\noverride = {a = 'fp8 5x5'}", "quantize.override.a: expected bf16 | fp8 | fp8 row | fp8 tensor"),
         ("[quantize]\noverride = {a = 8}", "quantize.override.a: expected bf16 | fp8 | fp8 row | fp8 tensor"),
-        ("[optimizer]\nname = 'prodigy'\nlr = 1e-4", "optimizer.lr: 0.0001 would train next to nothing"),
+        ("[optimizer]\nname = 'prodigy'\nlr = 1e-4", "optimizer.lr: 0.0001 would train almost nothing"),
         ("[optimizer]\nname = 'prodigy'\ntext_encoder_lr = 1e-4", "optimizer.text_encoder_lr: 'prodigy' finds one"),
-        ("[optimizer]\nlr = 1.0", "optimizer.lr: must be below 1, got 1; from 1 on it is a factor"),
+        ("[optimizer]\nlr = 1.0", "optimizer.lr: must be below 1, got 1; values from 1 on are a factor"),
         ("[optimizer]\nbeta2 = 1.0", "optimizer.beta2: must be at least 0 and below 1, got 1"),
         ("[adapter]\nalpha = 0", "adapter.alpha: must be above 0, got 0"),
         ("[dataset2]", "dataset2: unknown setting, did you mean dataset?"),
@@ -177,14 +183,14 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
         ("[objective]\nshift = 0", "objective.shift: must be above 0, got 0"),
         ("[preview]\nguidance = -1.0", "preview.guidance: must be at least 0, got -1"),
         ("[preview]\nwidth = 500", "preview.width: must be 0 to 8192, and a multiple of 16, got 500"),
-        ("[schedule]\nwarmup = 1500", "schedule.warmup: 1500 steps, but train.steps is 1500"),
+        ("[schedule]\nwarmup = 1500", "schedule.warmup: the warm-up has 1500 steps, but train.steps is 1500"),
         ("[schedule]\nwarmup = 1.5", "of at least 0, or a fraction of at least 0 and below 1, got 1.5"),
         ("[checkpoint]\nkeep = 1", "checkpoint.keep: must be at least 2, got 1"),
-        ("name = 'a/b'", "name: 'a/b' cannot name a folder"),
-        ("name = '..'", "name: '..' cannot name a folder"),
-        ('name = "a\\tb"', "cannot name a folder"),
-        ('output_dir = "a\\u0000b"', "output_dir: 'a\\x00b' cannot be a path"),
-        ("preset = ['style', 'style']", "preset: names a preset twice"),
+        ("name = 'a/b'", "name: 'a/b' is not a valid folder name"),
+        ("name = '..'", "name: '..' is not a valid folder name"),
+        ('name = "a\\tb"', "is not a valid folder name"),
+        ('output_dir = "a\\u0000b"', "output_dir: 'a\\x00b' is not a valid path"),
+        ("preset = ['style', 'style']", "preset: a preset is listed twice"),
         ("preset = 'style'", "preset: expected a list in [ ], got 'style'"),
         ("preset = [3]", "preset.0: expected text in quotes, got 3"),
         ("seed = -1", "seed: must be at least 0 and at most 4294967295, got -1"),
@@ -249,7 +255,7 @@ def test_what_is_required_is_said_with_what_it_is() -> None:
     ]
     folder = problems(LEAST.replace('path = "pictures"', "repeats = 2"))
     assert len(folder) == 1 and folder[0].startswith("dataset.folders.0.path: required. Folder with images")
-    assert "no picture folder given" in problems("model = {family = 'sd15', path = 'demo'}")[0]
+    assert "no image folder is given" in problems("model = {family = 'sd15', path = 'demo'}")[0]
 
 
 def test_a_contradiction_is_told_beside_a_mistake_but_not_because_of_one() -> None:
@@ -424,7 +430,7 @@ def test_a_preset_says_what_is_only_for_some_families(tmp_path: Path) -> None:
         assert "for" not in tables and (name != "one.toml" or tables["dataset"]["flip"] is False)
     (tmp_path / "one.toml").write_text("[for.tgas.dataset]\nflip = true", encoding="utf-8")
     (line,) = problems(whole, folder=tmp_path)
-    assert line.startswith("preset one.toml: for.tgas is no table of a kind of families; accepted: tags | ")
+    assert line.startswith("preset one.toml: for.tgas names no kind of architectures; accepted: tags | ")
 
 
 @pytest.mark.parametrize("family", families.available())
@@ -444,7 +450,7 @@ def test_presets_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "nested.toml").write_text("preset = ['style']", encoding="utf-8")
     for name, words in {
         "torn.toml": "preset torn.toml: not valid TOML",
-        "latin.toml": "preset latin.toml: not UTF-8 text (byte 5)",
+        "latin.toml": "preset latin.toml: the text is not UTF-8 (byte 5)",
         "nested.toml": "preset nested.toml: a preset cannot name presets",
         "absent.toml": "no preset 'absent.toml'",
         "": "no preset ''",
@@ -503,8 +509,8 @@ def test_set_takes_toml_and_bare_words() -> None:
         ("dataset.folders.1.repeats=2", "dataset.folders has 1 entries, counted from 0"),
         ("dataset.folders.².repeats=2", "dataset.folders has 1 entries, counted from 0"),
         ("dataset.folders.x.repeats=2", "dataset.folders has 1 entries"),
-        ("dataset.folders.0=pictures", "give the entry's setting too"),
-        ("preset.0=style", "give the entry's setting too"),
+        ("dataset.folders.0=pictures", "the setting of the entry is missing"),
+        ("preset.0=style", "the setting of the entry is missing"),
         ("train.steps=" + "9" * (DIGITS + 1), "train.steps: expected a whole number"),
         ("quantize.keep=" + "[" * 3000, "quantize.keep: expected a list"),
         ("name=caf\udce9", "name: expected text in UTF-8, got 'caf\\udce9'"),
@@ -537,19 +543,21 @@ def test_files_as_editors_and_mistakes_leave_them(tmp_path: Path) -> None:
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "not UTF-8 text (byte 7)" in refused(b'name = "caf\xe9"'.replace(b"caf", b""[:0]).replace(b'= "', b'="'))
+    assert "the text is not UTF-8 (byte 7)" in refused(
+        b'name = "caf\xe9"'.replace(b"caf", b""[:0]).replace(b'= "', b'="')
+    )
     assert "not valid TOML" in refused(b"name = 'a'\n[train\n") and "line 2" in refused(None)
     assert "not valid TOML" in refused(b"seed = 1\nseed = 2")
     assert "Cannot declare train twice" in refused(b"[train]\n[train]")
     assert "not valid TOML" in refused(b"seed = " + b"9" * (DIGITS + 1))
     assert "not valid TOML" in refused(b"seed = 0x" + b"f" * DIGITS)
     assert "not valid TOML" in refused(b"name = " + b"[" * 5000)
-    assert "not valid TOML: nested more than 20 deep" in refused(b"name = " + b"[" * 25 + b"]" * 25)
-    assert "not valid TOML: a key of more than 20 parts" in refused(b".".join([b"a"] * 2000) + b" = 1")
+    assert "not valid TOML: tables are nested more than 20 deep" in refused(b"name = " + b"[" * 25 + b"]" * 25)
+    assert "not valid TOML: a key has more than 20 parts" in refused(b".".join([b"a"] * 2000) + b" = 1")
     assert problems(LEAST, f"{'a.' * 2000}a=1", f"seed=0x{'f' * DIGITS}")[0].startswith("--set 'a.a.")
     assert "not valid TOML" in refused(b"\0")
     path.unlink()
-    assert "no such config file" in refused(None)
+    assert "this config file does not exist" in refused(None)
     path.mkdir()
     assert "a folder" in refused(None)
 
@@ -721,16 +729,18 @@ def test_tables_of_layers_and_the_lists_of_older_files_are_the_same(caplog: pyte
     assert not caplog.messages and job.adapter.ranks == {"^mid_block": 4, "ff.net.2": 0}
     assert config.loads(LEAST + LINES, where="old.toml") == job
     assert caplog.messages == [
-        "old.toml: adapter.ranks is a list of texts, the form of older versions; write it as a table: "
+        "old.toml: adapter.ranks is a list of strings, as in older versions; write it as a table: "
         'ranks = {"^mid_block" = 4, "ff.net.2" = 0}',
-        "old.toml: optimizer.lrs is a list of texts, the form of older versions; write it as a table: "
-        "lrs = {attn2 = 0.5}",
-        "old.toml: quantize.override is a list of texts, the form of older versions; write it as a table: "
+        (
+            "old.toml: optimizer.lrs is a list of strings, as in older versions; write it as a table: lrs = "
+            "{attn2 = 0.5}"
+        ),
+        "old.toml: quantize.override is a list of strings, as in older versions; write it as a table: "
         'override = {"ff.net.2" = "int8 1x128", to_q = "bf16"}',
     ]
     assert config.loads(LEAST + LINES, where="old.toml") == job and len(caplog.messages) == 3, "once"
     config.loads(LEAST + "[adapter]\nranks = ['a = 1', 'a = 2']", where="twice.toml")
-    assert caplog.messages[-1].endswith("ranks = {a = 1}; where a name stands twice, its first line counts")
+    assert caplog.messages[-1].endswith("ranks = {a = 1}; if a name occurs twice, its first line counts")
     assert "ranks = {" in config.dumps(job) and config.loads(config.dumps(job)) == job
 
 
@@ -864,5 +874,5 @@ def test_of_very_many_problems_the_first_are_listed_and_the_rest_counted(text: s
 
 
 def test_very_many_presets_are_counted_and_not_looked_for() -> None:
-    with pytest.raises(errors.UserErrors, match="at most 20 are laid under a config, got 50000"):
+    with pytest.raises(errors.UserErrors, match="at most 20 presets, got 50000"):
         config.loads(f"preset = {['nobody'] * 50_000}")

@@ -82,7 +82,7 @@ def test_each_picture_gets_the_control_picture_of_its_name(pictures, controls):
     assert not problems
     assert [one.controls[0].path.stem for one in examples] == [one.path.stem for one in examples]
     assert [(one.controls[0].width, one.controls[0].height) for one in examples if one.path.stem == "c"] == [(60, 30)]
-    assert len(warnings) == 1 and "1 control picture of another shape" in warnings[0]
+    assert len(warnings) == 1 and "1 control image has another aspect ratio" in warnings[0]
 
 
 def test_everything_wrong_with_control_pictures_is_told_at_once(pictures, controls, tmp_path):
@@ -97,13 +97,13 @@ def test_everything_wrong_with_control_pictures_is_told_at_once(pictures, contro
     problems, warnings, examples = small(section_of(pictures, bad), (0, 1))
     text = "\n".join(problems)
     assert len(problems) == 4 and [one.path.stem for one in examples] == ["e"]
-    assert "a.png has no control picture a.png" in text
-    assert "b.png is not a readable image" in text and "control picture" in text
-    assert "c.png has several candidates for one control picture, c.jpg, c.png" in text
-    assert "d.jpg has 2 control pictures, and this model takes at most 1" in text
+    assert "a.png: there is no control image a.png" in text
+    assert "b.png: this is not a readable image" in text and "control image" in text
+    assert "c.png: there are several candidates for one control image, c.jpg, c.png" in text
+    assert "d.jpg: there are 2 control images, but this model accepts at most 1" in text
     for line in [*problems, *warnings]:
-        assert "控制图" in translations.translate("zh-CN", line) or "is not a readable image" in line
-    lonely = next(line for line in warnings if "belong to no picture" in line)
+        assert "控制图" in translations.translate("zh-CN", line) or "this is not a readable image" in line
+    lonely = next(line for line in warnings if "have no matching image" in line)
     assert "nobody.png" in lonely and "d_4.png" in lonely and "2 control" in lonely
 
 
@@ -118,7 +118,7 @@ def test_several_control_pictures_are_numbered_and_not_mistaken_for_another_pict
     problems, warnings, examples = small(section_of(tmp_path / "pictures", tmp_path / "controls"))
     found = {one.relative: [control.path.name for control in one.controls] for one in examples}
     assert found == {"x.png": ["x_1.png", "x_2.webp"], "y_1.png": ["y_1.png"], "sub/x.png": ["x.bmp"]}
-    assert len(problems) == 1 and "y.png has no control picture" in problems[0]
+    assert len(problems) == 1 and "y.png: there is no control image" in problems[0]
     assert any("x_10.png" in line for line in warnings)
 
 
@@ -127,7 +127,7 @@ def test_a_control_folder_that_cannot_be_one(pictures, tmp_path, where):
     shutil.copytree(pictures, tmp_path / "pictures")
     shutil.copytree(pictures, tmp_path / "pictures" / "control")
     problems, _, examples = small(section_of(tmp_path / "pictures", tmp_path / where))
-    word = {"nowhere": "does not exist", "pictures/a.png": "is a file"}.get(where, "all of which is trained on")
+    word = {"nowhere": "does not exist", "pictures/a.png": "is a file"}.get(where, "whose images are all trained")
     assert len(problems) == 1 and word in problems[0] and not examples
     assert "控制图文件夹" in translations.translate("zh-CN", problems[0])
 
@@ -141,9 +141,11 @@ def test_what_the_config_says_of_control_pictures_is_checked_before_anything_is_
     with_control = "dataset.folders=[{path='x', control='y'}]"
     found = problems("model.family=sd15", with_control, "preview.controls=['a.png']", "preview.prompts=['a']")
     assert len(found) == 2 and "dataset.folders.0.control" in found[0] and "flux_kontext" in found[0]
-    assert "preview.controls: Stable Diffusion 1.5 is shown no control pictures" in found[1]
+    assert "preview.controls: Stable Diffusion 1.5 does not use control images" in found[1]
     found = problems("model.family=flux_kontext", with_control, "preview.controls=['a.png']")
-    assert found == ["preview.controls: has 1 entries for 0 in preview.prompts; give one for each prompt (from --set)"]
+    assert found == [
+        ("preview.controls: the list has 1 entries, but preview.prompts has 0; give one for each prompt (from --set)")
+    ]
     assert (
         "at least 32 and at most 8192"
         in problems("model.family=flux_kontext", with_control, "dataset.control_resolution=8")[0]
@@ -585,7 +587,8 @@ def test_a_single_file_of_kontext_is_read_as_flux_and_told_by_its_name(tiny, tmp
     assert "model.family = 'flux_kontext'" in as_flux.warnings[0]
     (tmp_path / "flux1-kontext-dev.safetensors").rename(tmp_path / "other.safetensors")
     assert (
-        "Kontext in its name" in make(Family, tmp_path / "other.safetensors", components=str(tiny("flux"))).warnings[0]
+        "does not contain Kontext"
+        in make(Family, tmp_path / "other.safetensors", components=str(tiny("flux"))).warnings[0]
     )
     with pytest.raises(UserError, match="set model.family = 'flux_kontext'"):
         make(families.get("flux"), tiny("flux_kontext"))

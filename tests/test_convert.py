@@ -71,8 +71,8 @@ def test_report_and_what_is_kept():
     assert {layer.name: torch.Size(layer.shape) for layer in report.layers} == linears
     kept = {layer.name: layer.reason for layer in report.kept}
     assert kept == {
-        "proj_out": "'^proj_out' is precise in this family",
-        "transformer_blocks.0.norm1.linear": "'norm1' is precise in this family",
+        "proj_out": "'^proj_out' is kept in high precision for this architecture",
+        "transformer_blocks.0.norm1.linear": "'norm1' is kept in high precision for this architecture",
         "transformer_blocks.0.attn.to_out.0": "'attn.to_out' in quantize.keep",
     }
     for name, module in model.named_modules():
@@ -191,9 +191,9 @@ def test_filling_reports_every_problem():
     text = str(error.value)
     assert f"{len(removed)} missing: " in text and f"and {len(removed) - 8} more" in text
     assert text.count(".attn.") == 8
-    assert "1 not part of this model: extra.weight" in text
-    assert "1 given twice: proj_out.bias" in text
-    assert "x_embedder.weight [3, 3], expected [32, 16]" in text
+    assert "1 do not belong to this model: extra.weight" in text
+    assert "1 occur twice: proj_out.bias" in text
+    assert "x_embedder.weight is [3, 3], expected [32, 16]" in text
 
 
 def test_filling_refuses_non_finite_weights_by_name():

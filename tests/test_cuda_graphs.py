@@ -133,7 +133,7 @@ def test_a_recording_with_another_gradient_is_refused_before_training(
 ) -> None:
     """As where a tensor moved after it was recorded: replays would read what is there now."""
     monkeypatch.setattr(Graph, "replay", lambda graph: None)
-    with pytest.raises(RunFailure, match="memory.cuda_graphs = true: on this machine, the gradient differs"):
+    with pytest.raises(RunFailure, match="memory.cuda_graphs = true: on this machine, it changes the gradient"):
         train.run(job(*SHORT, "memory.cuda_graphs=true"), progress=False)
 
 

@@ -138,21 +138,21 @@ def test_json_beside_each_image(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     report = import_captions(find_source(tmp_path))
     assert texts(tmp_path) == {"a.txt": "1girl, solo", "b.txt": "a first\na second", "c.txt": "1girl solo"}
-    assert report.form == "json" and "is not an object" in report.problems[0]
+    assert report.form == "json" and "the record is not a JSON object" in report.problems[0]
 
 
 def test_the_column_is_chosen_and_named_where_none_is_known(tmp_path: Path) -> None:
     write_images(tmp_path, "a.jpg", "b.jpg")
     rows = [{"file_name": f"{name}.jpg", "de": f"auf {name}", "score": 3} for name in "ab"]
     as_jsonl(tmp_path, rows)
-    with pytest.raises(UserError, match=r"none of its columns.*: de, score; name one with --caption"):
+    with pytest.raises(UserError, match=r"no column has a known name.*: de, score; name one with --caption"):
         import_captions(find_source(tmp_path))
-    with pytest.raises(UserError, match=r"metadata.jsonl: has no column 'nope'; it has de, score"):
+    with pytest.raises(UserError, match=r"metadata.jsonl: there is no column 'nope'; the columns are de, score"):
         import_captions(find_source(tmp_path, "nope"))
     assert not texts(tmp_path)
     import_captions(find_source(tmp_path, "de"))
     assert texts(tmp_path) == {"a.txt": "auf a", "b.txt": "auf b"}
-    with pytest.raises(UserError, match="column score has no text"):
+    with pytest.raises(UserError, match="column score contains no text"):
         import_captions(find_source(tmp_path, "score"), overwrite=True)
 
 
@@ -186,9 +186,11 @@ def test_lines_that_are_none(tmp_path: Path) -> None:
     report = import_captions(find_source(tmp_path))
     assert texts(tmp_path) == {"a.txt": "good"}
     said = [line.split(", line ")[1] for line in report.problems]
-    assert [line[0] for line in said] == list("1235") and "is not JSON" in said[0] and "names no image" in said[2]
+    assert (
+        [line[0] for line in said] == list("1235") and "the line is not JSON" in said[0] and "names no image" in said[2]
+    )
     (tmp_path / "metadata.jsonl").write_bytes(b"x" * (2 << 20))
-    with pytest.raises(UserError, match="line 1: is too long"):
+    with pytest.raises(UserError, match="line 1: the line is too long"):
         import_captions(find_source(tmp_path))
     (tmp_path / "metadata.jsonl").write_bytes(b"")
     with pytest.raises(UserError, match="has no records"):
@@ -224,14 +226,14 @@ def test_of_an_image_that_is_listed_twice_the_first_caption_is_taken(tmp_path: P
     report = import_images(find_source(given), tmp_path / "new")
     expected = {"a.txt": "first", "b.txt": "one", "c.txt": "shared"}
     assert texts(tmp_path / "new") == expected and len(list((tmp_path / "new").iterdir())) == 6
-    twice = "metadata.jsonl, line 3: names ./a.jpg again with another caption; the first is taken"
+    twice = "metadata.jsonl, line 3: ./a.jpg is listed again with another caption; the first caption is used"
     assert report.images == 3 and [line.split("given/")[1] for line in report.problems] == [twice]
     with open(given / "metadata.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"file_name": "c.png", "text": "another"}))
     report = import_captions(find_source(given))
     assert texts(given) == expected and report.images == 4
     assert [line.split("given/")[1] for line in report.problems] == [twice]
-    assert report.caption_problems == ["c.png: another image has the same caption file; its caption is taken"]
+    assert report.caption_problems == ["c.png: another image has the same caption file; its caption is used"]
 
 
 def test_a_caption_in_another_encoding_stays_and_the_others_are_taken(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_caption_in_another_encoding_stays_and_the_others_are_taken(tmp_path: 
         assert (tmp_path / "b.txt").read_text("utf-8") == "b" and (tmp_path / "c.txt").read_bytes() == b"\0"
         command = f"`lora-fp8 dataset edit {tmp_path} --recode ENCODING`"
         for name, line in zip("ac", report.caption_problems, strict=True):
-            assert line.startswith(f"{tmp_path}: {name}.txt ") and command in line
+            assert line.startswith(f"{tmp_path}: {name}.txt: ") and command in line
 
 
 @pytest.mark.parametrize("write", [as_jsonl, as_csv, as_table])
@@ -265,13 +267,13 @@ def test_a_row_of_csv_in_another_encoding_is_told_with_its_line(tmp_path: Path) 
     table = tmp_path / "metadata.csv"
     table.write_bytes("file_name,text\na.jpg,one\nb.jpg,中\nc.jpg,three\n".encode("gbk"))
     report = import_captions(find_source(tmp_path))
-    assert report.problems == [f"{table}, line 3: is not UTF-8 text; save the file as UTF-8"]
+    assert report.problems == [f"{table}, line 3: the text is not UTF-8; save the file as UTF-8"]
     assert texts(tmp_path) == {"a.txt": "one", "c.txt": "three"}
     table.write_bytes("file_name,text,标签\na.jpg,two,x\n".encode("gbk"))
-    with pytest.raises(UserError, match="metadata.csv, line 1: is not UTF-8 text"):
+    with pytest.raises(UserError, match="metadata.csv, line 1: the text is not UTF-8"):
         import_captions(find_source(tmp_path))
     table.write_text(f'file_name,text\na.jpg,one\nb.jpg,"{"x" * 200_000}"\n', encoding="utf-8")
-    assert f"{table}, line 3: is not CSV" in import_captions(find_source(tmp_path)).problems[0]
+    assert f"{table}, line 3: the line is not CSV" in import_captions(find_source(tmp_path)).problems[0]
 
 
 # ----------------------------------------------------------------------------------------------- into a new folder
@@ -319,7 +321,7 @@ def test_an_import_goes_on_and_replaces_nothing(tmp_path: Path) -> None:
     assert import_images(find_source(source), target).images == 7
     assert {path: path.stat().st_mtime_ns for path in before} == before and len(list(target.iterdir())) == 14
     (target / "evil.txt").write_text("edited", encoding="utf-8")
-    with pytest.raises(UserError, match=r"evil.txt: exists already with other content; name a new folder"):
+    with pytest.raises(UserError, match=r"evil.txt: the file exists already with other content; name a new folder"):
         import_images(find_source(source), target)
     assert (target / "evil.txt").read_text("utf-8") == "edited"
     (target / "evil.txt").unlink()
@@ -342,7 +344,9 @@ def test_an_import_takes_over_no_folder_of_the_users(tmp_path: Path, theirs: str
     target = tmp_path / "mine"
     (target / theirs).parent.mkdir(parents=True)
     (target / theirs).write_text("mine", encoding="utf-8")
-    with pytest.raises(UserError, match=r"exists already with other content|has other files than this import writes"):
+    with pytest.raises(
+        UserError, match=r"exists already with other content|contains files that this import does not write"
+    ):
         import_images(find_source(tmp_path / "given"), target)
     assert [path.name for path in target.rglob("*") if path.is_file()] == [Path(theirs).name]
     assert (target / theirs).read_text("utf-8") == "mine"
@@ -415,26 +419,28 @@ def test_images_beside_metadata_into_a_new_folder(tmp_path: Path) -> None:
 
 def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
     write_table(tmp_path / "links.parquet", [{"url": "https://x/a.jpg", "caption": "a"}])
-    with pytest.raises(UserError, match=r"has no images; its columns are url, caption"):
+    with pytest.raises(UserError, match=r"the file contains no images; its columns are url, caption"):
         import_images(find_source(tmp_path / "links.parquet"), tmp_path / "new")
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "links.parquet").read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"torn.parquet: is no parquet file, or is damaged"):
+    with pytest.raises(UserError, match=r"torn.parquet: this is not a parquet file, or it is damaged"):
         import_images(find_source(tmp_path / "torn.parquet"), tmp_path / "new")
     (tmp_path / "torn.tar").write_bytes(b"\x01" * 700)
-    with pytest.raises(UserError, match=r"torn.tar: is no tar file, or is damaged"):
+    with pytest.raises(UserError, match=r"torn.tar: this is not a tar file, or it is damaged"):
         import_images(find_source(tmp_path / "torn.tar"), tmp_path / "new")
     os.mkfifo(tmp_path / "pipe.parquet")
     with pytest.raises(UserError, match=r"pipe.parquet: no dataset|pipe.parquet: no such|cannot be read"):
         import_images(find_source(tmp_path / "pipe.parquet"), tmp_path / "new")
     write_table(tmp_path / "empty.parquet", [{"image": {"bytes": None, "path": "a.jpg"}, "text": "a"}],
                 pyarrow.schema([("image", HF_IMAGE), ("text", pyarrow.string())]))  # fmt: skip
-    with pytest.raises(UserError, match=r"no image could be taken: .*row 1: has no image in column image"):
+    with pytest.raises(
+        UserError, match=r"no image could be imported: .*row 1: the record has no image in column image"
+    ):
         import_images(find_source(tmp_path / "empty.parquet"), tmp_path / "new")
     published(tmp_path / "given")
-    with pytest.raises(UserError, match="has the images in it; name a new folder to unpack it into"):
+    with pytest.raises(UserError, match="the file contains the images; name a new folder to unpack them into"):
         import_captions(find_source(tmp_path / "given"))
     (tmp_path / "nothing").mkdir()
-    for path, line in (("nothing", "accepted are metadata.jsonl"), ("nowhere", "no such file or folder")):
+    for path, line in (("nothing", "accepted: metadata.jsonl"), ("nowhere", "no such file or folder")):
         with pytest.raises(UserError, match=line):
             find_source(tmp_path / path)
 
@@ -456,14 +462,14 @@ def test_of_a_damaged_shard_what_can_be_read_is_taken_and_the_next_one(tmp_path:
     report = import_images(find_source(tmp_path / "given"), tmp_path / "new")
     taken = (0, 1, 2, 3) if damage == "none" else (0, 2, 3)
     assert texts(tmp_path / "new") == {f"{n}.txt": f"caption {n}" for n in taken} and report.images == len(taken)
-    assert [f"{first}: is damaged near " in line for line in report.problems] == [True] * (damage != "none")
+    assert [f"{first}: the file is damaged near " in line for line in report.problems] == [True] * (damage != "none")
 
 
 def test_of_damaged_tables_the_others_are_taken(tmp_path: Path) -> None:
     published(tmp_path / "given")
     (tmp_path / "given/data/train-00000-of-00002.parquet").write_bytes(b"PAR1 torn")
     report = import_images(find_source(tmp_path / "given"), tmp_path / "new")
-    assert report.images == 3 and "is no parquet file, or is damaged" in report.problems[0]
+    assert report.images == 3 and "this is not a parquet file, or it is damaged" in report.problems[0]
 
 
 def test_few_rows_are_held_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +513,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     as_jsonl(tmp_path / "plain", [{"file_name": "a.jpg", "text": "a"}, {"file_name": "b.jpg", "text": "b"}])
     code, out, _ = ask(str(tmp_path / "plain"))
     assert code == 0 and "1 image, 0 of them" in out
-    assert "warning: 1 record or file was left out" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
+    assert "warning: 1 record or file was skipped" in out and texts(tmp_path / "plain") == {"a.txt": "a"}
     for wrong in (["--limit", "3"], ["--overwrite", str(tmp_path / "new")]):
         code, _, err = ask(str(tmp_path / "plain"), *wrong)
         assert code == 2 and wrong[0] in err and "Traceback" not in err
@@ -516,19 +522,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_scan_says_that_there_is_a_dataset_of_another_form(tmp_path: Path) -> None:
     published(tmp_path / "given")
     (problem,) = images.scan(Dataset(folders=[Folder(path=str(tmp_path / "given"))], resolution=32)).problems
-    assert "has its images inside of train-00000-of-00002.parquet" in problem
+    assert "has its images inside train-00000-of-00002.parquet" in problem
     assert f"`lora-fp8 dataset import {tmp_path / 'given'} FOLDER`" in problem
     assert "dataset import" in translate("zh-CN", problem) and translate("zh-CN", problem) != problem
     plain = tmp_path / "plain"
     write_images(plain, "a.jpg", "b.jpg")
     as_jsonl(plain, [{"file_name": "a.jpg", "text": "a"}])
     report = images.scan(Dataset(folders=[Folder(path=str(plain))], resolution=32))
-    assert any(f"`lora-fp8 dataset import {plain}` writes them" in line for line in report.warnings)
+    assert any(f"`lora-fp8 dataset import {plain}` saves them" in line for line in report.warnings)
     for name in "ab":
         (plain / f"{name}.txt").write_text("x", encoding="utf-8")
     report = images.scan(Dataset(folders=[Folder(path=str(plain))], resolution=32))
     assert not any("dataset import" in line for line in report.warnings)
-    assert any("not read: metadata.jsonl" in line for line in report.warnings)
+    assert any("ignored: metadata.jsonl" in line for line in report.warnings)
 
 
 def test_long_names_are_cut_to_what_file_systems_take(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_run_writes_what_was_reckoned(
     mine = job("train.steps=2", f"dataset.cache_dir='{tmp_path / 'cache'}'", *settings, family=family)
     result = train.run(mine, progress=False)
     saved, files, _, cached = (
-        next(need for need in asked[0] if what in need.what) for what in ("checkpoints", "LoRA", "previews", "cached")
+        next(need for need in asked[0] if what in need.what) for what in ("checkpoints", "LoRA", "previews", "cache of")
     )
     folder = run_of(mine)
     # Names weigh a lot in a miniature, and prodigyopt holds a single number for what begins as zeros.
@@ -176,7 +176,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     other = mine.model_copy(update={"name": "other"})
     free(10**9)
     train.run(other, progress=False)
-    assert [need.likely for need in asked[0] if "cached" in need.what] == [0]  # what is there does not count again
+    assert [need.likely for need in asked[0] if "cache of" in need.what] == [0]  # what is there does not count again
     assert not any("disk" in event.get("text", "") for event in Run.open(run_of(other)).events())
 
 
@@ -185,7 +185,7 @@ def test_resuming_asks_as_well(job: Callable[..., Job], free: Callable[[int], No
     train.run(mine, progress=False)
     free(0)
     more = mine.model_copy(update={"train": mine.train.model_copy(update={"steps": 4})})
-    with pytest.raises(UserError, match="no room for this job.*of checkpoints"):
+    with pytest.raises(UserError, match="too full for this job.*of checkpoints"):
         train.run(more, resume=True, progress=False)
     assert checkpoint.latest(run_of(mine) / "checkpoints")[0].step == 2
 
@@ -205,10 +205,10 @@ def test_each_disk_is_asked_for_what_comes_onto_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: SimpleNamespace(free=room[disk_of(path)]))
     runs, cache = Need(tmp_path / "a/runs/x", "checkpoints", 6 * MIB, 6 * MIB), tmp_path / "b" / "cache" / "deep"
 
-    assert disk_space.shortages([runs, Need(cache, "cached pictures and captions", 3 * MIB, 3 * MIB)]) == ([], [])
-    (problem,), warnings = disk_space.shortages([runs, Need(cache, "cached pictures and captions", 4 * MIB, 4 * MIB)])
+    assert disk_space.shortages([runs, Need(cache, "cache of images and captions", 3 * MIB, 3 * MIB)]) == ([], [])
+    (problem,), warnings = disk_space.shortages([runs, Need(cache, "cache of images and captions", 4 * MIB, 4 * MIB)])
     assert problem.startswith(f"{cache}: ") and "4 MiB" in problem and "3 MiB are free" in problem and not warnings
-    together = [runs, Need(tmp_path / "a" / "cache", "cached pictures and captions", 4 * MIB, 5 * MIB)]
+    together = [runs, Need(tmp_path / "a" / "cache", "cache of images and captions", 4 * MIB, 5 * MIB)]
     problems, (warned,) = disk_space.shortages(together)
     assert not problems and "up to 11 MiB" in warned and "10 MiB are free" in warned
     with pytest.raises(UserErrors):
@@ -290,7 +290,7 @@ def test_the_last_whole_checkpoint_never_goes(job: Callable[..., Job], monkeypat
     with pytest.raises(RunFailure) as failure:
         train.run(mine, progress=False)
     assert "step-000004: the checkpoint could not be written (No space left on device)" in str(failure.value)
-    assert str(failure.value).endswith("the newest before it, step-000002, is intact")
+    assert str(failure.value).endswith("the previous checkpoint, step-000002, is intact")
     assert [path.name for path in folder.iterdir()] == ["step-000002"]
     small.room = 10**12
     train.run(mine, resume=True, progress=False)

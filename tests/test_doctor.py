@@ -343,7 +343,9 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     assert "...: 1" in out and 20 * "long " not in out
     (folder / "good0.txt").write_text("zibo, number 0", encoding="utf-8")
     code, out, _ = ask(monkeypatch, capfd, "dataset", folder, "--trigger", "zibo")
-    assert code == 2 and "512x512" not in out and "1024x1024: 5 pictures" in out and "no caption (odd.txt)" in out
+    assert (
+        code == 2 and "512x512" not in out and "1024x1024: 5 images" in out and "there is no caption (odd.txt)" in out
+    )
     helped = ("--trigger", "zibo 😀", "--set", "dataset.missing_caption=trigger")
     assert ask(monkeypatch, capfd, "dataset", folder, *helped)[0] == 0
     code, out, err = ask(monkeypatch, capfd, "dataset", folder, "--json", "--resolution", "512")
@@ -375,8 +377,8 @@ def test_the_command_tells_and_edits(folder: Path, tmp_path: Path, monkeypatch, 
     assert "no caption needs repair" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
     journal = folder / ".lora_fp8_captions.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))  # the redo never ended
-    assert "half done" in ask(monkeypatch, capfd, "dataset", "history", folder)[1]
-    assert "taken back in 5 files" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
+    assert "(incomplete; " in ask(monkeypatch, capfd, "dataset", "history", folder)[1]
+    assert "undone in 5 files" in ask(monkeypatch, capfd, "dataset", "repair", folder)[1]
     assert ask(monkeypatch, capfd, "dataset", "redo", folder)[0] == 0
     for wrong in (
         ["edit", folder],

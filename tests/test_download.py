@@ -137,7 +137,7 @@ def test_a_server_without_ranges_sends_all_again(hub: HubServer, repository: Rep
 def test_cancelling_keeps_what_has_arrived(hub: HubServer, repository: Repository, home: Path) -> None:
     repository.faults.stall_after = 1 << 20
     seen: list[Progress] = []
-    with pytest.raises(Stopped, match="next one continues"):
+    with pytest.raises(Stopped, match="the next download continues"):
         download(describe(repository, home), seen.append, is_cancelled=lambda: seen[-1].done >= 2 << 20)
     repository.faults.stall_after = None
     repository.faults.released.set()
@@ -185,7 +185,7 @@ def test_rate_limits_are_waited_for(hub: HubServer, repository: Repository, home
     ("attributes", "token", "sentence"),
     [
         ({"gated": "auto"}, None, "is gated. Accept its licence at https://huggingface.co/org/tiny, then .*`hf auth"),
-        ({"gated": "manual"}, STRANGER, "is gated, and the account of your token may not read it"),
+        ({"gated": "manual"}, STRANGER, "is gated, and the account of your token has no access"),
         ({"private": True}, None, "was not found"),
         ({}, "hf_wrong", "does not accept the token.*`hf auth login`"),
         ({"files": {}}, None, "model.revision = .* does not exist"),
@@ -213,7 +213,7 @@ def test_nothing_is_transferred_that_has_no_room(
 ) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=repository.weights - SIZE // 2))
-    with pytest.raises(UserError, match=r"no room for the download: 6 MiB .* 4\.5 MiB are free.*HF_HOME"):
+    with pytest.raises(UserError, match=r"too full for the download: 6 MiB .* 4\.5 MiB are free.*HF_HOME"):
         download(describe(repository, home))
     assert hub.seen() == []
     # What has arrived before counts.
@@ -393,7 +393,10 @@ def test_an_interrupted_command_is_continued_by_the_next(
     out, err = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == code, err
     if code == 75:
-        assert err.strip() == "the download was stopped; what has arrived is kept, and the next one continues"
+        assert (
+            err.strip()
+            == "the download was stopped; the downloaded part is kept, and the next download continues from it"
+        )
     kept = {path.name.partition(".")[0]: path.stat().st_size for path in home.rglob("*.incomplete")}
     miniature.faults.stall_after = None
     miniature.faults.released.set()

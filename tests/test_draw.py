@@ -142,7 +142,7 @@ def test_everything_wrong_is_told_before_a_folder_is_made(trained, tmp_path, tin
     assert "name it with --family" in problems(model=str(tiny("sd15")))
     assert "at most 4" in problems(trained.path, strengths=(9.0,))
     assert "torch finds no GPU" in problems(trained.path, device="cuda") or torch.cuda.is_available()
-    assert "accepted are auto, cpu, cuda" in problems(trained.path, device="tpu")
+    assert "accepted: auto, cpu, cuda" in problems(trained.path, device="tpu")
     assert "too many for one drawing" in problems(trained.path, strengths=tuple(i / 500 for i in range(1, 500)))
     assert "with --prompt" in problems(trained.path, overrides=("preview.prompts=[' ']",))
     assert "a drawing has one prompt" in problems(trained.path, overrides=("preview.prompts=['a', 'b']",))
@@ -196,11 +196,11 @@ def test_a_drawing_is_deleted_without_what_others_put_there(tmp_path):
     assert drawings.remove(folder) == ["001.png", "notes.txt"]
     assert sorted(path.name for path in folder.iterdir()) == ["001.png", "notes.txt"]
     for stranger in (folder, tmp_path):
-        with pytest.raises(UserError, match="no drawing"):
+        with pytest.raises(UserError, match="not a drawing"):
             drawings.remove(stranger)
     whole = tmp_path / "whole"
     drawings.create(whole)
-    with pytest.raises(UserError, match="absent or empty"):
+    with pytest.raises(UserError, match="new or empty"):
         drawings.create(whole)
     (tmp_path / "link").symlink_to(whole)
     assert not drawings.is_drawing(tmp_path / "link")

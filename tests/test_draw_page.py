@@ -28,7 +28,7 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     (run / "checkpoints" / "step-000500").mkdir(parents=True)
     (run / "export" / "step-000250").mkdir(parents=True)
     assert drawings.list_steps(run) == [500, 250]
-    with pytest.raises(UserError, match="--out=/etc; is no option of a prompt"):
+    with pytest.raises(UserError, match="a prompt has no option --out=/etc;"):
         drawings.start(ui, {**FORM, "source": str(run), "steps": [0], "prompt": "--out=/etc; $(x)"})
     form = {**FORM, "source": str(run), "steps": [0, 250], "prompt": "-o=/etc; $(x)", "seed": "7", "guidance": "3.5"}
     first, second = (drawings.start(ui, {**form, "where": where}) for where in ("beside", "turn"))
@@ -43,7 +43,7 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     in_turn = views[f"--out={ui.place.home / 'drawings' / '000002'}"]
     assert (in_turn.gpus, in_turn.priority) == ("", 1)
     assert [drawing.id for drawing in drawings.list_drawings(ui)] == ["000002", "000001"]
-    with pytest.raises(UserError, match="not finished"):
+    with pytest.raises(UserError, match="still in progress"):
         drawings.delete(ui, "000001")
 
 
@@ -63,7 +63,7 @@ def test_checkpoints_that_somebody_has_chosen_stay_when_the_pages_own_choice_is_
         ({"source": "/etc/passwd"}, "/etc/passwd"),
         ({"base": ""}, "name a base model"),
         ({"base": "/etc"}, "/etc"),
-        ({"seed": "seven"}, "seed: seven is no number"),
+        ({"seed": "seven"}, "seed: seven is not a number"),
         ({"guidance": "nan"}, "guidance: nan"),
         ({"seed": "-1"}, "seed: -1"),
         ({"strengths": ["9"]}, "accepted"),

@@ -162,7 +162,7 @@ def test_another_number_of_processes_takes_over_what_is_still_to_come():
     held = []
     for rank in range(3):
         of, warnings = taken_up("fp8", rank, 3, saved)
-        assert len(warnings) == 1 and "is of 2 processes, now there are 3" in warnings[0] and "\n" not in warnings[0]
+        assert len(warnings) == 1 and "has 2 processes, this run has 3" in warnings[0] and "\n" not in warnings[0]
         held.append(of.residual_BE.view(-1)[:300])
     assert torch.equal(sum(held), saved["residual.0"] + saved["residual.1"])
     for kind, world in (("fp8", 1), ("fp32", 2)):

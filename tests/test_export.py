@@ -514,7 +514,7 @@ def test_what_is_kept_back(tmp_path, level):
         assert told.get("modelspec.author") == ("Me" if level == "private" else None)
         assert ("modelspec.trigger_phrase" in told) == (level == "private")
         assert set(HEADER_KEYS) <= set(told)
-        with pytest.raises(UserError, match="holds no config.*export.metadata"):
+        with pytest.raises(UserError, match="contains no config.*export.metadata"):
             export_metadata.config_of(path)
 
 
@@ -578,7 +578,7 @@ def test_what_does_not_fit_fp16_is_refused(tmp_path):
 def test_half_a_pair_is_refused(tmp_path):
     state = random_state(LAYERS, rank=3)
     del state["mid_block.attentions.0.proj_in.lora_B.weight"]
-    with pytest.raises(UserError, match="has lora_A but not the other half"):
+    with pytest.raises(UserError, match="has lora_A, but not the other half"):
         write(tmp_path, state)
 
 
@@ -586,16 +586,16 @@ def test_broken_files_are_named(tmp_path):
     path = write(tmp_path)[0]
     raw = path.read_bytes()
     for name, content, message in [
-        ("cut", raw[:-3], "cut short"),
+        ("cut", raw[:-3], "incomplete"),
         ("tail", raw + b"x", "belong to no tensor"),
-        ("short", raw[:5], "not a whole safetensors"),
+        ("short", raw[:5], "safetensors file is incomplete"),
         ("json", raw[:8] + b"x" + raw[9:], "not JSON"),
-        ("list", struct.pack("<Q", 24) + b'{"__metadata__": ["a"]}  ', "metadata are not a JSON object"),
+        ("list", struct.pack("<Q", 24) + b'{"__metadata__": ["a"]}  ', "metadata is not a JSON object"),
         ("deep", struct.pack("<Q", 200_000) + b"[" * 200_000, "not JSON"),
-        ("large", struct.pack("<Q", 10**8 + 1) + b" " * 8, "at most 100000000 are read"),
-        ("twice", struct.pack("<Q", 40) + b'{"a": {}, "__metadata__": {}, "a": {}}  ', "names 'a' twice"),
+        ("large", struct.pack("<Q", 10**8 + 1) + b" " * 8, "but at most 100000000 are read"),
+        ("twice", struct.pack("<Q", 40) + b'{"a": {}, "__metadata__": {}, "a": {}}  ', "lists 'a' twice"),
         ("half", struct.pack("<Q", 33) + b'{"__metadata__": {"a": "\\ud800"}}', r"not UTF-8: '\\ud800'"),
-        ("pickle", b"\x80\x02}q\x00." * 40, "not a whole safetensors"),
+        ("pickle", b"\x80\x02}q\x00." * 40, "not a safetensors|incomplete"),
     ]:
         broken = tmp_path / f"{name}.safetensors"
         broken.write_bytes(content)

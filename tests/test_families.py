@@ -703,7 +703,7 @@ def test_truncated_and_padded_weights_are_refused(Stored, stored, tmp_path):
         whole = weights.read_bytes()
         for content in (whole[:-100], whole + b"\0"):
             weights.write_bytes(content)
-            with pytest.raises(UserError, match=f"the file has {len(content)} bytes, its header says {len(whole)}"):
+            with pytest.raises(UserError, match=f"the file has {len(content)} bytes, but its header says {len(whole)}"):
                 make(Stored, broken)
         for content in (whole[:1000], b"", b"<html>not found</html>" * 9):
             weights.write_bytes(content)
@@ -818,7 +818,7 @@ def test_what_encoders_lack_is_never_made_up(tmp_path):
         tensors = load_file(path)
         (gone, *_) = sorted(tensors)
         save_file({name: tensor for name, tensor in tensors.items() if name != gone}, path, metadata={"format": "pt"})
-        with pytest.raises(UserError, match=f"{path.parent} has not all weights.*1 are missing, {re.escape(gone)}"):
+        with pytest.raises(UserError, match=f"{path.parent} lacks 1 weights.*{re.escape(gone)}"):
             load_encoders(make(Family, tmp_path))
         save_file(tensors, path, metadata={"format": "pt"})
     for broken, words in (("tokenizer/tokenizer.json", "tokenizer.*cannot be read"), ("scheduler", "as JSON")):
@@ -891,7 +891,7 @@ def test_paths_that_lead_nowhere(Family, folder, tmp_path):
     with pytest.raises(UserError, match=f"no {Family.index_name}"):
         make(Family, tmp_path)
     (tmp_path / "one.safetensors").touch()
-    with pytest.raises(UserError, match="not a whole safetensors file"):
+    with pytest.raises(UserError, match="not a complete safetensors file"):
         make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "nothing"))
 
 
@@ -1024,7 +1024,7 @@ def test_a_book_that_cannot_be_written_is_said_and_the_hash_is_right(book, tmp_p
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
     assert _files.digest([("x", path)]) == hashed(path)
-    assert "hashes.json cannot be written (" in caplog.text and "read once more" in caplog.text
+    assert "hashes.json cannot be written (" in caplog.text and "read the base model again" in caplog.text
 
 
 def test_the_book_keeps_large_files_only_that_have_lain_still_and_not_for_ever(book, tmp_path, monkeypatch):
@@ -1199,7 +1199,7 @@ def test_a_file_that_is_v_prediction_by_its_name_alone_is_asked_about(single, tm
     if Family.objective != "Diffusion":
         family.check_parts()  # a flow is predicted whatever the name says
         return
-    with pytest.raises(UserError, match="Set it to 'v', or to 'epsilon' if the name is wrong"):
+    with pytest.raises(UserError, match="Set 'v', or 'epsilon' if the name is wrong"):
         family.check_parts()
     model = Model(family=Family.name, path=str(called), components=str(rest))
     for prediction in ("v", "epsilon"):
@@ -1243,7 +1243,7 @@ def test_full_size_checkpoints_are_told_apart_by_their_headers(single, tmp_path,
         shutil.copytree(folder, tmp_path / "rest")
         (tmp_path / "rest" / "unet" / "config.json").unlink()  # then the released model's config is meant
         write_header(path, shapes)
-        with pytest.raises(UserError, match="not of one model"):  # its text encoders are a miniature's
+        with pytest.raises(UserError, match="belong to different models"):  # its text encoders are a miniature's
             make(Family, path, components=str(tmp_path / "rest"))
         monkeypatch.setattr("lora_fp8.families._checks.check_fit", lambda family: None)
         family = make(Family, path, components=str(tmp_path / "rest"))
@@ -1260,9 +1260,9 @@ SD3 = "model.diffusion_model.joint_blocks.0.context_block.adaLN_modulation.1.bia
     ("shapes", "words"),
     [
         ({"lora_unet_down_blocks_0.lora_up.weight": (4, 4)}, "a LoRA, not a base model"),
-        ({"some.other.weight": (4, 4)}, "not a checkpoint of a kind that is known"),
+        ({"some.other.weight": (4, 4)}, "not a checkpoint of a known kind"),
         ({SD3: (9216,), "model.diffusion_model.pos_embed": (1, 36864, 1536)}, "'sd3' .as diffusers calls it"),
-        ({SD3: (9216,)}, "not a checkpoint of a kind that is known"),
+        ({SD3: (9216,)}, "not a checkpoint of a known kind"),
         ({"down_blocks.0.resnets.0.conv1.weight": (4, 4, 3, 3)}, "diffusers' naming"),
     ],
 )

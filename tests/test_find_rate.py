@@ -105,5 +105,5 @@ def test_a_target_of_the_base_itself_is_no_loss_of_the_base(job: Callable[..., J
     session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
     data, loaded = cache.cache(session), load.load(session)
     assert find_rate._measure_base(session, data, loaded, 1) == 0.0
-    with pytest.raises(UserError, match="every image is a regularization image"):
+    with pytest.raises(UserError, match="all images are regularization images"):
         find_rate.find_rate(mine, steps=3)

@@ -131,26 +131,26 @@ def test_resumed_in_the_middle_is_the_same_to_the_bit(name: str, rounding: str) 
 @pytest.mark.parametrize(
     ("name", "arguments", "problem"),
     [
-        ("nowhere.Adam", {}, "optimizer.name = 'nowhere.Adam': there is no module nowhere here; install its package"),
+        ("nowhere.Adam", {}, "optimizer.name = 'nowhere.Adam': there is no module nowhere; install its package"),
         ("torch.optim.Adm", {}, "torch.optim has no Adm, did you mean 'torch.optim.Adam'?"),
-        ("torch.nn.Linear", {}, "it is no torch.optim.Optimizer"),
-        ("os.path", {}, "it is no torch.optim.Optimizer"),
-        (f"{__name__}.WithoutRate", {}, "it takes no lr"),
+        ("torch.nn.Linear", {}, "it is not a torch.optim.Optimizer"),
+        ("os.path", {}, "it is not a torch.optim.Optimizer"),
+        (f"{__name__}.WithoutRate", {}, "it has no argument lr"),
         (
             "torch.optim.Adam",
             {"beta": 1},
-            "optimizer.arguments: torch.optim.Adam has no argument 'beta'; it takes betas",
+            "optimizer.arguments: torch.optim.Adam has no argument 'beta'; its arguments are betas",
         ),
         ("pytorch_optimizer.Adan", {"bettas": [1]}, "has no argument 'bettas'"),  # although it takes **kwargs
-        ("torch.optim.Adam", {"lr": 1.0}, "'lr' is given by the trainer; set optimizer.lr"),
+        ("torch.optim.Adam", {"lr": 1.0}, "the trainer sets 'lr' itself; set optimizer.lr"),
         ("torch.optim.Adam", {"betas": [0.9, 2.0]}, "does not accept them (Invalid beta parameter at index 1: 2.0)"),
         ("torch.optim.LBFGS", {}, "it needs a closure"),
-        ("pytorch_optimizer.AliG", {}, "it takes no lr"),
-        ("pytorch_optimizer.SOAP", {}, "keeps 'GG' (list), neither a tensor nor a number"),
-        (f"{__name__}.Listing", {}, "keeps 'history' (list), neither a tensor nor a number"),
+        ("pytorch_optimizer.AliG", {}, "it has no argument lr"),
+        ("pytorch_optimizer.SOAP", {}, "'GG' (list) is neither a tensor nor a number"),
+        (f"{__name__}.Listing", {}, "'history' (list) is neither a tensor nor a number"),
         (f"{__name__}.Infinite", {}, "its state cannot be saved"),
-        (f"{__name__}.Forgetful", {}, "its state does not restore"),
-        (f"{__name__}.Drawing", {}, "its state does not restore"),
+        (f"{__name__}.Forgetful", {}, "its state cannot be restored"),
+        (f"{__name__}.Drawing", {}, "its state cannot be restored"),
     ],
 )
 def test_what_cannot_train_is_refused_with_the_reason(name: str, arguments: dict, problem: str) -> None:

@@ -116,7 +116,7 @@ def test_a_problem_at_its_setting_does_not_repeat_its_key(tmp_path: Path) -> Non
     assert told["adapter.rank"] == f"必须在 1 到 1024 之间，实际为 0（来自预设 {mine}）"
     assert told["train.steps"] == "必须不小于 1，实际为 0" and "model.path" not in told["model.path"]
     ((key, line),) = page.problems.find('preset = ["/etc/hosts.toml"]\n' + form.START)
-    assert key == "preset" and line.startswith("/etc/hosts.toml：不在允许使用的文件夹内")
+    assert key == "preset" and line.startswith("/etc/hosts.toml：页面无权使用该路径")
 
 
 def test_a_name_that_a_run_has_is_a_problem_with_a_free_one(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_windows_path_of_an_imported_config_is_not_taken_as_relative(tmp_path:
         page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     text = form.START.replace('path = ""', 'path = "D:/models/sd_xl.safetensors"')
     problem = dict(page.problems.find(text))["model.path"]
-    assert problem.startswith("D:/models/sd_xl.safetensors: not a path of this computer")
+    assert problem.startswith("D:/models/sd_xl.safetensors: this is not a path of this computer")
 
 
 def test_a_path_that_leads_nowhere_is_told_as_what_it_should_be(tmp_path: Path) -> None:
@@ -473,7 +473,7 @@ def test_a_single_file_is_recognised_by_its_header_at_once(tmp_path: Path) -> No
     lora = write_header(tmp_path / "lora.safetensors", {"lora_unet_mid_block.lora_up.weight": (4, 4)})
     short = write_header(tmp_path / "short.safetensors", SDXL, missing=7)
     (tmp_path / "old.ckpt").write_bytes(b"PK")
-    for path, wrong in ((fill, "kind that is known"), (lora, "a LoRA"), (short, "damaged"), ("old.ckpt", "pickles")):
+    for path, wrong in ((fill, "known kind"), (lora, "a LoRA"), (short, "damaged"), ("old.ckpt", "pickles")):
         found = base_models.inspect_base(tmp_path / path)
         assert wrong in found.wrong and not found.family and found.single
     # The file is replaced by another: it is looked at anew.
@@ -608,7 +608,7 @@ def test_files_beside_settings_are_text_and_of_one_training(tmp_path: Path) -> N
     with pytest.raises(UserError, match="100000 values"):
         importer.import_files(ui, [strange[3]])
     other = file("o.toml", main.read_bytes())
-    with pytest.raises(UserError, match=r"k\.toml, o\.toml: each is a training of its own"):
+    with pytest.raises(UserError, match=r"k\.toml, o\.toml: each of these is a training of its own"):
         importer.import_files(ui, [main, other])
     with pytest.raises(UserError, match="21 files"):
         importer.import_files(ui, [main] * 21)

@@ -122,6 +122,6 @@ def test_the_words_of_the_system_have_their_chinese(tmp_path: Path) -> None:
         assert CHINESE.search(translations.translate("zh-CN", reason(error))), error
     assert reason(OSError(errno.ENOSPC, "x")) == "No space left on device"
     assert reason(OSError(12345, "what only this system knows")) == "what only this system knows"
-    own = Message("is a link or a file now, and was a folder of this run")
+    own = Message("this was a folder of the run, but is now a link or a file")
     assert reason(NotADirectoryError(errno.ENOTDIR, own, "a")) is own
     assert reason(ValueError("broken")) == "broken"

@@ -184,7 +184,7 @@ def test_a_block_does_not_touch_the_others(form):
 
 
 def test_nf4_refuses_weights_that_would_be_nan():
-    with pytest.raises(ValueError, match="a.layer: weight is too large for nf4"):
+    with pytest.raises(ValueError, match="a.layer: the weight is too large for nf4"):
         encode(torch.full((64, 64), 3e38), Format("nf4", "64"), "a.layer")
     assert round_trip(torch.full((64, 64), 1e30), Format("nf4", "64"), torch.float32).isfinite().all()
 
@@ -222,7 +222,7 @@ def test_extreme_values_in_every_format(form):
     assert decoded.isfinite().all() and torch.equal(decoded[3], torch.zeros(256))
     for bad in (float("nan"), float("inf"), float("-inf")):
         weight[9, 1] = bad
-        with pytest.raises(ValueError, match=r"^some\.layer: weight has NaN or infinity"):
+        with pytest.raises(ValueError, match=r"^some\.layer: the weight has NaN or infinity"):
             encode(weight, form, "some.layer")
 
 

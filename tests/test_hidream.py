@@ -56,7 +56,7 @@ def test_a_bucket_with_too_many_patches_is_refused_before_anything_is_encoded(jo
     Family = families.get("hidream")
     monkeypatch.setattr(Family, "load_vae", lambda self: pytest.fail("too late"))
     mine = job("dataset.resolution=256", "export.formats=['diffusers']", family="hidream")
-    with pytest.raises(UserError, match=r"dataset\.resolution: .* at most 256 patches .*; lower it to 1024"):
+    with pytest.raises(UserError, match=r"dataset\.resolution: .* at most 256 patches.*; lower the resolution to 1024"):
         train.run(mine)
     family = make(Family, mine.model.path)
     with pytest.raises(UserError, match="128 x 144 has 18 x 16"):
@@ -78,7 +78,7 @@ def test_what_is_distilled_is_told(tmp_path):
     for name, words, guidance in (
         ("hidream_i1_full_fp16", [], 5.0),
         ("hidream_i1_dev_bf16", ["distilled"], 1.0),
-        ("hidream_e1_full_bf16", ["edits pictures"], 5.0),
+        ("hidream_e1_full_bf16", ["an editing model"], 5.0),
         ("other", ["distilled"], 1.0),
     ):
         (tmp_path / "one.safetensors").replace(tmp_path / f"{name}.safetensors")

@@ -218,7 +218,9 @@ def test_images_are_inlined_within_a_limit_that_is_said(folder: Path, monkeypatc
     shown = {given["alt"]: len(given["src"].partition(",")[2]) for tag, given in reader.tags if tag == "img"}
     assert sum(shown.values()) <= 4 * max(sizes) and len(shown) < 9
     assert {"Step 20: a red fox", "Step 20: a blue fox", "Before training: a red fox"} <= shown.keys()
-    assert re.search(rf"{9 - len(shown)} images are left out: a report holds .+ of images\.", reader.text("previews"))
+    assert re.search(
+        rf"{9 - len(shown)} images are not included: a report contains at most .+ of images\.", reader.text("previews")
+    )
 
 
 def test_a_large_preview_is_reduced(folder: Path) -> None:
@@ -284,7 +286,7 @@ def write_verified_file(folder: Path) -> bytes:
     checks = [
         {"name": "file", "ok": True, "detail": "318 tensors", "judged": True},
         {"name": "prediction", "ok": False, "detail": "relative error 0.5", "judged": True},
-        {"name": "plain prediction", "ok": True, "detail": "relative gap 1.33e-02", "judged": False},
+        {"name": "plain prediction", "ok": True, "detail": "relative difference 1.33e-02", "judged": False},
     ]
     content = {"fox_kohya.safetensors": {"ok": False, "checks": checks}}
     (folder / "verify.json").write_text(json.dumps(content), encoding="utf-8")
@@ -303,7 +305,7 @@ def test_files_are_listed_with_size_hash_step_and_verification(folder: Path) -> 
     assert "other" not in reader.text("files")
     assert "fox_kohya.safetensors: 1 of 2 checks failed." in reader.text("verification")
     assert ["Prediction", "✗ failed", "relative error 0.5"] in reader.rows
-    assert "relative gap 1.33e-02" in reader.text("quantization") and "gap" not in reader.text("verification")
+    assert "relative difference 1.33e-02" in reader.text("quantization") and "gap" not in reader.text("verification")
 
 
 def test_settings_are_those_that_differ_with_their_reason_and_no_path_is_whole(folder: Path) -> None:

@@ -98,11 +98,11 @@ def test_what_is_wrong_is_told_before_anything_is_transferred(
     assert "has no images, tables (.parquet) or shards (.tar) to read; its files: README.md" in fails("ada/cats", "new")
     write_images(dataset.folder, "a.png")
     dataset.reread()
-    assert "no such file or folder here" in fails("ada/cats")
+    assert "there is no file or folder of this name here" in fails("ada/cats")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/photo.png").write_bytes(b"mine")
-    assert "mine: has files already" in fails("ada/cats", "mine")
-    assert "are for a dataset on Hugging Face" in fails("repository", "new", "--files", "*.png")
+    assert "mine: the folder already contains files" in fails("ada/cats", "mine")
+    assert "these options apply to datasets on Hugging Face" in fails("repository", "new", "--files", "*.png")
     assert "SOURCE = 'ada/dogs' was not found" in fails("ada/dogs", "new")
     assert "--revision = 'v9' does not exist" in fails("ada/cats", "new", "--revision", "v9")
     assert "no images" in fails("ada/cats", "new", "--files", "data/*")
@@ -110,10 +110,10 @@ def test_what_is_wrong_is_told_before_anything_is_transferred(
     assert "Accept its licence at https://huggingface.co/datasets/ada/cats" in fails("ada/cats", "new")
     dataset.gated = False
     dataset.files["../../evil.png"] = dataset.files["a.png"]
-    assert "names a file outside of it: ../../evil.png" in fails("ada/cats", "new")
+    assert "it lists a file outside the dataset: ../../evil.png" in fails("ada/cats", "new")
     del dataset.files["../../evil.png"]
     monkeypatch.setattr("lora_fp8.run.disk_space.find_free", lambda path: 3)
-    assert "the disk has no room for the download" in fails("ada/cats", "new")
+    assert "the disk is too full for the download" in fails("ada/cats", "new")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE forbids connections" in fails("ada/cats", "new")
     assert list_asked(hub) == set() and not (tmp_path / "new").exists()

@@ -54,7 +54,7 @@ def test_image_to_video_with_the_same_tensors_is_told_by_its_name(tmp_path):
         header |= {"double_blocks.0.img_attn_qkv.weight": (96, 32), "vector_in.in_layer.weight": (32, 32)}
         write_header(tmp_path / f"{name}.safetensors", header)
         found = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path)).warnings
-        assert ["image-to-video by its name" in warning for warning in found] == [True] * num
+        assert ["suggests an image-to-video model" in warning for warning in found] == [True] * num
 
 
 def test_image_to_video_is_another_model():

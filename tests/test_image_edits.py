@@ -209,7 +209,7 @@ def test_masks_and_control_images_of_excluded_images_are_not_left_over(tmp_path:
     folder = Folder(path=f"{tmp_path}/images", mask=f"{tmp_path}/masks", control=f"{tmp_path}/controls")
     section = Dataset(folders=[folder], resolution=64)
     report = images.scan(section, num_controls=(1, 1))
-    assert [line.partition(" has no control")[0] for line in report.problems] == [f"{tmp_path}/images/0.png"]
+    assert [line.partition(": there is no control")[0] for line in report.problems] == [f"{tmp_path}/images/0.png"]
     strays = [f"{tmp_path}/masks/stray.png", f"{tmp_path}/controls/stray.png"]
     assert sorted(line.rpartition(": ")[2] for line in report.warnings) == sorted(strays)
     found = [str(line) for line in doctor.examine(section, doctor.Target(64, 16)).findings]

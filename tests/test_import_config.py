@@ -175,7 +175,7 @@ def test_a_file_that_could_be_of_two_tools_is_asked_about(tmp_path: Path) -> Non
         ("a.json", '{"a": 1,}', "not valid JSON: line 1"),
         ("a.yaml", "a: [1", "not valid YAML"),
         ("a.json", "[1, 2]", "not a settings file of a known trainer"),
-        ("a.json", "[" * 100_000, "nested too deeply"),
+        ("a.json", "[" * 100_000, "it is nested too deeply"),
         ("a.ini", "[x]\ny=1", "expected a .toml, .json, .yaml"),
         ("a.sh", "python cache.py --dit x", "no command runs a training script"),
         ("a.yaml", "job: extension\nconfig: {process: []}", "expected one process"),
@@ -1010,7 +1010,9 @@ STEPS = ["train.steps=1500"]
 
 def find_problems(made: importing.Import) -> list[str]:
     """Why our file would not load, apart from steps that cannot be counted."""
-    return [line for line in importing.problems(made) if line != "train.steps: still to be filled in (TODO)"]
+    return [
+        line for line in importing.problems(made) if line != "train.steps: this setting must still be filled in (TODO)"
+    ]
 
 
 def job_of(made: importing.Import) -> Job:
@@ -2008,7 +2010,7 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     path.write_text("pretrained_model_name_or_path = 'models/mine.safetensors'\nnetwork_dim = 8\n", encoding="utf-8")
     made = importing.import_file(path)
     assert 'family = "TODO"  # TODO: the file does not name the architecture' in importing.to_toml(made)
-    assert any(line.startswith("model.family: unknown family 'TODO'") for line in importing.problems(made))
+    assert any(line.startswith("model.family: unknown architecture 'TODO'") for line in importing.problems(made))
     chosen = importing.import_file(path, family="sdxl")
     assert settings(chosen)["model"]["family"] == "sdxl" and not importing.problems(chosen)
     named = tmp_path / "b.toml"
@@ -2028,8 +2030,8 @@ def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
     for text, told in (
         ("x" * 500_000 + " " * 500_000, "no command runs"),  # a pattern that takes its square takes hours
         (f"network_dim = 0x{'f' * 5000}", "not valid TOML"),
-        (f"network_dim = 1\n{'a.' * 2000}a = 1", "a key of more than 20 parts"),
-        ('{"network_dim": ' + '{"a":' * 2000 + "1" + "}" * 2001, "nested too deeply"),
+        (f"network_dim = 1\n{'a.' * 2000}a = 1", "a key has more than 20 parts"),
+        ('{"network_dim": ' + '{"a":' * 2000 + "1" + "}" * 2001, "it is nested too deeply"),
     ):
         path = path.with_suffix(".sh" if text[0] == "x" else ".json" if text[0] == "{" else ".toml")
         path.write_text(text, encoding="utf-8")
@@ -2150,7 +2152,7 @@ def test_families_are_those_of_this_version(
     made = bring("musubi_qwen.toml")
     assert 'family = "qwen_image"  # network_module' in importing.to_toml(made)
     assert any("this version does not support qwen_image" in text for text in made.todo)
-    assert any("unknown family 'qwen_image'" in line for line in importing.problems(made))
+    assert any("unknown architecture 'qwen_image'" in line for line in importing.problems(made))
     monkeypatch.setattr(families, "available", lambda: ["qwen"])
     monkeypatch.setattr(families, "get", lambda name: renamed)
     made = bring("musubi_qwen.toml")

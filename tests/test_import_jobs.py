@@ -171,7 +171,7 @@ def test_a_relative_of_another_architecture_stays_unknown(
     tmp_path: Path, name: str, content: str, family: str | None
 ) -> None:
     found = made(tmp_path / name, content)
-    unknown = [line for line in importing.problems(found) if line.startswith("model.family: unknown family")]
+    unknown = [line for line in importing.problems(found) if line.startswith("model.family: unknown architecture")]
     todo = [line for line in found.todo if line.startswith("model.family: this version does not support")]
     assert (bool(unknown), bool(todo)) == (family is not None, family is not None)
     assert family is None or settings(found)["model"]["family"] == family

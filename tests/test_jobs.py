@@ -148,20 +148,20 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
         )
     assert len(found.value.problems) == 2
     first = add("zibo")
-    with pytest.raises(UserError, match=f"job {first} writes there already"):
+    with pytest.raises(UserError, match=f"job {first} already uses this folder"):
         add("zibo")
-    with pytest.raises(UserError, match="no group of GPUs"):
+    with pytest.raises(UserError, match="not a group of GPUs"):
         add("other", gpus="all")
     with pytest.raises(UserError, match="max_attempts"):
         add("other", max_attempts=0)
     Run.create(tmp_path / "runs/there", "x = 1").close()
     (tmp_path / "runs/there/checkpoints/step-000004").mkdir()
-    with pytest.raises(UserError, match="a run was here already"):
+    with pytest.raises(UserError, match="this folder already contains a run"):
         add("there")
     assert len(queue.view(shell=False)) == 1
     # The index holds where two who asked at the same time have both seen nothing.
     row = queue.store.row(first)
-    with pytest.raises(UserError, match="another job writes there"):
+    with pytest.raises(UserError, match="another job already uses this folder"):
         values = {"text": "", "command": "[]", "cwd": "", "priority": 0, "gpus": "", "created": 0.0, "max_attempts": 1}
         queue.store.insert(name="y", kind="train", folder=row.folder, **values)
     over(queue, first)
@@ -234,7 +234,7 @@ def test_the_order_of_the_queue(queue: Queue, add: Callable[..., int]) -> None:
 
 def test_again_and_copies(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
     id = add("zibo", priority=3)
-    with pytest.raises(UserError, match="waits in the queue"):
+    with pytest.raises(UserError, match="is waiting in the queue"):
         queue.requeue(id)
     over(queue, id, "stopped", wanted="stop", crashes=2, asked=1.0, killed=1.0)
     queue.requeue(id)
@@ -270,7 +270,7 @@ def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
     for id in ids[2:4]:
         with pytest.raises(UserError, match="does not look like a run"):
             queue.delete(id, with_run=True)
-    with pytest.raises(UserError, match="is training now"):
+    with pytest.raises(UserError, match="a training is running in this folder"):
         queue.delete(ids[4], with_run=True)
     held.close()
     assert folders[0].joinpath("config.toml").exists() and folders[2].exists()
@@ -571,11 +571,11 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
     assert run.requested("stop") and queue.job(str(folder)).state == "stopping"
     run.close()  # as if killed
     assert queue.job(str(folder)).state == "lost"
-    with pytest.raises(UserError, match="nothing is training"):
+    with pytest.raises(UserError, match="no training is running"):
         queue.stop(str(folder))
     for event, fields, state in (
         ("stopped", {}, "stopped"),
-        ("error", {"text": "no room"}, "failed"),
+        ("error", {"text": "too full"}, "failed"),
         ("done", {"files": ["export/x.safetensors"]}, "done"),
     ):
         run = Run.create(folder, "", resume=True)
@@ -590,7 +590,7 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
 
 
 def test_the_reason_of_a_failed_run_is_in_the_readers_language(queue: Queue, add: Callable[..., int]) -> None:
-    reason = Message("{key}: no such folder; give the cache folder (dataset.cache_dir) of your runs", key="x")
+    reason = Message("{key}: there is no such folder; give the cache folder (dataset.cache_dir) of your runs", key="x")
     folder = queue.home.parent / "runs/failed"
     with contextlib.closing(Run.create(folder, "")) as run:
         run.log_event("error", kind="UserError", text=reason)
@@ -612,7 +612,7 @@ def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: C
     assert queue.job(first).resumable
     config = (folder / "config.toml").read_bytes()
     (folder / "config.toml").write_bytes(b"\xff" + config)
-    with pytest.raises(UserError, match="not UTF-8 text"):
+    with pytest.raises(UserError, match="not UTF-8"):
         queue.submit_run(folder)
     (folder / "config.toml").write_bytes(config)
     second = queue.submit_run(folder)
@@ -637,7 +637,7 @@ def test_a_job_that_a_shell_goes_on_with(queue: Queue, add: Callable[..., int]) 
     assert run.requested("stop") and queue.job(id).state == "stopping"
     run.close()
     assert queue.job(id).state == "stopped"
-    with pytest.raises(UserError, match="neither running nor waiting"):
+    with pytest.raises(UserError, match="neither running nor queued"):
         queue.stop(id)
 
 
@@ -667,10 +667,10 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
     [
         (["0,1", "1"], "two groups"),
         (["0,0"], "twice"),
-        (["gpu"], "no group"),
-        (["-1"], "no group"),
-        ([""], "no group"),
-        (["beside"], "no group"),
+        (["gpu"], "not a group"),
+        (["-1"], "not a group"),
+        ([""], "not a group"),
+        (["beside"], "not a group"),
     ],
 )
 def test_groups_that_cannot_be(given: list[str], wrong: str) -> None:
@@ -731,7 +731,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         found = {job.name: job for job in queue.view()}
         assert {name: job.assigned for name, job in found.items() if job.assigned} == {"two": "1,2", "any": "0"}
         text = found["nowhere"].sentence.text
-        assert text.startswith("waits for GPUs 7") and "0; 1,2" in text
+        assert text.startswith("waiting for GPUs 7") and "0; 1,2" in text
         running = f"{found['any'].id} (any)", f"{found['two'].id} (two)"
         assert sorted(found["waits"].sentence.args["jobs"].split(", ")) == sorted(running)
         assert found["waits"].sentence.key == "after_any" and found["waits"].place == 2
@@ -750,8 +750,8 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         finish(queue)
         one.tick()
         said = Sentence(**json.loads(queue.store.row(found["two"].id).sentence))
-        assert said.text.startswith("its processes disappeared without a message")
-        assert said.text.endswith("; attempt 2 of 3 follows")
+        assert said.text.startswith("the processes disappeared without a message")
+        assert said.text.endswith("; attempt 2 of 3 is next")
         assert queue.job(found["two"].id).attempts == 2
     finally:
         finish(queue)
@@ -939,7 +939,7 @@ def test_one_worker_for_all_who_ask(home: Path, monkeypatch: pytest.MonkeyPatch)
     pid = found[0].pid
     assert procs.find_parent(pid) != os.getpid() and os.getsid(pid) != os.getsid(0)
     assert procs.find_members("of-a-job-that-submits") == []  # or stopping that job would end the worker
-    with pytest.raises(UserError, match=f"a worker is there already.*{pid}"):
+    with pytest.raises(UserError, match=f"a worker is already running.*{pid}"):
         jobs.Worker(home, report=lambda line: None).run()
     Queue(home).cancel(waits)
     wait_until(lambda: not jobs.find_worker(home))  # it has nothing to do
@@ -977,7 +977,7 @@ def test_a_worker_that_cannot_start_says_why(home: Path) -> None:
         jobs.ensure_worker(home)
     (home / "worker.toml").unlink()
     (home / "worker.json").mkdir()
-    with pytest.raises(UserError, match="the worker did not start.*worker.log ends with"):
+    with pytest.raises(UserError, match="the worker did not start; the last lines of .*worker.log"):
         jobs.ensure_worker(home)
 
 
@@ -1006,14 +1006,14 @@ def test_the_queue_from_a_shell(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.toml").write_text(TEXT.format(name="x"), encoding="utf-8")
-    assert "nothing here yet" in ask("jobs")[1]
+    assert "there are no jobs yet" in ask("jobs")[1]
     told = json.loads(ask("submit", "x.toml", "--set", "train.steps=9", "--priority", 2, "--no-worker", "--json")[1])
     assert told["id"] == 1 and told["sentence"]["key"] == "no_worker"
     assert ask("jobs", "clone", 1, "--set", "train.steps=5", "--no-worker")[1].startswith("job 2 (x-2): queued")
     assert ask("jobs", "move", 2, 1)[1] == "job 2: place 1\n"
     assert [(job["id"], job["priority"]) for job in json.loads(ask("jobs", "--json")[1])] == [(2, 2), (1, 2)]
-    assert "taken out of the queue" in ask("jobs", "cancel", 2)[1]
-    assert "taken out of the queue" in ask("stop", 1)[1]
+    assert "removed from the queue" in ask("jobs", "cancel", 2)[1]
+    assert "removed from the queue" in ask("stop", 1)[1]
     assert ask("jobs")[1].count("cancelled") == 2
     for arguments in (("stop", 1), ("jobs", "cancel", 9), ("jobs", "move", 1, 1), ("jobs", "run", "rm", "--", "x")):
         code, _, err = ask(*arguments)
@@ -1025,7 +1025,7 @@ def test_the_queue_from_a_shell(
     assert ask("stop", "runs/shell")[0] == 0 and run.requested("stop")
     assert "stopping" in ask("jobs")[1]
     run.close()
-    assert "nothing is training" in ask("stop", "runs/shell")[1]
+    assert "no training is running" in ask("stop", "runs/shell")[1]
     # Going on with a run that the queue does not know.
     saved = config.dumps(config.loads(TEXT.format(name="before-it-was-moved")))
     (tmp_path / "runs/shell/config.toml").write_text(saved, encoding="utf-8")

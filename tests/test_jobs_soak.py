@@ -78,7 +78,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         refused = queue.job(wrong)
         assert (refused.state, refused.exit_code, refused.attempts) == ("failed", 2, 1)
         assert str(tmp_path / "none") in refused.sentence.text and refused.sentence.text in "\n".join(
-            ["something given is wrong: " + "\n".join(queue.log_tail(wrong))]
+            ["invalid settings or input: " + "\n".join(queue.log_tail(wrong))]
         )
         # So many steps as are left take too long for a test: the end comes sooner now.
         run = Run(stopped.folder)

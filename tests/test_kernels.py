@@ -132,7 +132,7 @@ def test_auto_goes_on_without_what_fails(job, monkeypatch):
     monkeypatch.setattr(preflight, "switch_compute", fails)
     seen = events_of(job(*IN_FP8, "quantize.compute=auto", "train.steps=1"))
     assert seen["compute"][0]["chosen"] == "upcast" and list(seen["compute"][0]["seconds"]) == ["upcast"]
-    told = [event["text"] for event in seen["warning"] if "is left out" in event["text"]]
+    told = [event["text"] for event in seen["warning"] if "is not used" in event["text"]]
     assert [any(f"{mode} failed" in text and "no kernel" in text for text in told) for mode in broken] == [True, True]
     assert len(peaks) == 2  # the peak that is told is that of the one that is taken
     broken.add("upcast")
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_takes_only_kernels_that_are_asked_for():
 def test_a_machine_that_cannot_run_them_says_so_before_loading(job, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for compute in ("fp8", "auto"):
-        with pytest.raises(UserError, match=r"^quantize\.kernels = 'triton': a cpu cannot .*'torch'$"):
+        with pytest.raises(UserError, match=r"^quantize\.kernels = 'triton': these kernels .*'torch'$"):
             train.run(job(*IN_FP8, f"quantize.compute={compute}", TRITON), progress=False)
     cuda, section = torch.device("cuda"), Quantize(compute="auto", kernels="triton")
     assert precision.problem(section, cuda) == ""
@@ -172,7 +172,7 @@ def test_a_recipe_without_kernels_is_refused(job):
 
 
 def test_another_librarys_layers_have_no_kernels_of_ours(job):
-    with pytest.raises(UserErrors, match="'triton' is for this project's own layers; use 'torch'"):
+    with pytest.raises(UserErrors, match="'triton' works with this program's own layers only; use 'torch'"):
         job(*IN_FP8, TRITON, "quantize.backend=te")
 
 
@@ -181,7 +181,7 @@ def test_without_effect_is_a_warning():
     mine = config.loads("model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}", given)
     plan = precision.decide(nn.Sequential(nn.Linear(32, 32)), mine.quantize, (), torch.bfloat16)
     (line,) = config.find_unused_settings(mine, plan.facts)
-    assert line == "quantize.compute, quantize.kernels have no effect: no layer can be multiplied in FP8"
+    assert line == "quantize.compute, quantize.kernels have no effect: no layer can use an FP8 matmul"
 
 
 def test_a_dry_step_on_the_meta_device_runs_none(monkeypatch):

@@ -72,7 +72,7 @@ def test_from_training_to_a_verified_file(job, kind, layout, storage):
     assert report.measured["delta_error"] < 1e-5 and report.measured["prediction_error"] < 1e-5
     assert report.measured["effect"] > 1e-3 and report.measured["preview_psnr"] > 60
     lines = {check.name: check.detail for check in report.checks}
-    assert ("made from the file" in lines["load"]) == (kind != "dora")
+    assert ("computed from the file" in lines["load"]) == (kind != "dora")
     metadata = safetensors_file.read_header(file).metadata
     assert metadata["ss_network_module"] == ("networks.lora" if kind == "dora" else "lycoris.kohya")
     told = {"dora": {}, "lokr": {"algo": "lokr", "factor": "8", "decompose_both": "False"}, "loha": {"algo": "loha"}}
@@ -196,15 +196,19 @@ def test_comfyui_knows_flux_layers_by_diffusers_names():
         (
             "sd15",
             ("dora", "['kohya']"),
-            r"kohya layout .* carries no DoRA: .*A1111.*set export.formats = \['diffusers'\]",
+            r"kohya layout .* does not support DoRA: .*A1111.*set export.formats = \['diffusers'\]",
         ),
-        ("sd15", ("lokr", "['diffusers']"), r"nothing reads LoKr .*; set export.formats = \['kohya'\]"),
+        ("sd15", ("lokr", "['diffusers']"), r"no program reads LoKr .*; set export.formats = \['kohya'\]"),
         (
             "flux",
             ("loha", "['kohya', 'diffusers']"),
-            r"it holds 3 layers as one \(lora_unet_double_blocks_0_img_attn_qkv\)",
+            r"it stores 3 layers as one \(lora_unet_double_blocks_0_img_attn_qkv\)",
         ),
-        ("lumina2", ("lokr", "['auto']"), r"(?s)comfy layout.*holds 3.*none carries it: .*adapter.type = 'lora'"),
+        (
+            "lumina2",
+            ("lokr", "['auto']"),
+            r"(?s)comfy layout.*stores 3.*no layout supports it: .*adapter.type = 'lora'",
+        ),
     ],
 )
 def test_what_nothing_could_read_is_refused_before_a_run_folder_exists(job, tmp_path, family, given, message):
@@ -253,7 +257,7 @@ def test_transformers_from_training_to_a_verified_file(job, kind, family, by_dif
     assert report.ok and result.files[0].name == "lora_diffusers.safetensors"
     assert report.measured["delta_error"] < 1e-5 and report.measured["prediction_error"] < 1e-5
     load = next(check.detail for check in report.checks if check.name == "load")
-    assert ("made from the file" not in load) == by_diffusers
+    assert ("computed from the file" not in load) == by_diffusers
 
 
 def test_a_wrong_strength_and_a_lost_length_are_found(job):
@@ -269,9 +273,9 @@ def test_a_wrong_strength_and_a_lost_length_are_found(job):
     changed = {key: tensor * 1.02 if key.endswith("lokr_w1") else tensor for key, tensor in tensors.items()}
     safetensors_file.write_file(file, changed, metadata, hashes=True)
     (failed,) = verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).failed()
-    assert failed.startswith("delta: relative error 2.0")
+    assert failed.startswith("delta: largest relative error 2.0")
     first = next(key for key in tensors if key.endswith("lokr_w1"))
     safetensors_file.write_file(
         file, {key: tensor for key, tensor in tensors.items() if key != first}, metadata, hashes=True
     )
-    assert any("pairs" in line and "not a whole LoKr" in line for line in verify.check(file, family).failed())
+    assert any("pairs" in line and "the LoKr is incomplete" in line for line in verify.check(file, family).failed())

@@ -72,12 +72,12 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
     for layer, parts in kinds.grouped(begun(*ranked)).items():
         ours = kinds.delta(kinds.grouped(held)[layer], 2.0)
         torch.testing.assert_close(kinds.delta(parts, 2.0), ours, rtol=2e-2, atol=1e-3)
-    with pytest.raises(UserError, match="has rank 8 in .*attn.to_q, .* ask for 2; 4 layers"):
+    with pytest.raises(UserError, match=".*attn.to_q has rank 8, .* give 2; 4 layers"):
         begun("adapter.rank=4", "adapter.ranks={'single_transformer_blocks' = 2}")
-    with pytest.raises(UserError, match="has rank 2, 8, and adapter.rank is 4"):
+    with pytest.raises(UserError, match="the file has rank 2, 8, but adapter.rank is 4"):
         begun("adapter.rank=4")
     wrong = make_job(tmp_path / "third", "adapter.ranks={'attn.to_w' = 8}", family="flux")
-    with pytest.raises(UserError, match="adapter.ranks: 'attn.to_w' matches no layer"):
+    with pytest.raises(UserError, match="adapter.ranks: 'attn.to_w' matches no"):
         train.run(wrong, progress=False)
     assert not folder_of(wrong).exists()  # found before anything is made
 
@@ -103,7 +103,7 @@ def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path
         given = make_job(tmp_path / "next", *ranked, f"adapter.init_from='{path}'", family="flux")
         assert set(kinds.grouped(planning.make(given).start)) == set(held)
     wrong = make_job(tmp_path / "third", "optimizer.lrs={'attn.to_w' = 2}", family="flux")
-    with pytest.raises(UserError, match="optimizer.lrs: 'attn.to_w' matches no layer"):
+    with pytest.raises(UserError, match="optimizer.lrs: 'attn.to_w' matches no"):
         train.run(wrong, progress=False)
     assert not folder_of(wrong).exists()
 
@@ -169,7 +169,7 @@ def test_the_average_of_checkpoints_is_that_of_their_parameters(runs, kind):
     for name, tensor in state.items():
         wanted = (held[0][name].double() + held[1][name].double()) / 2
         torch.testing.assert_close(tensor.double(), wanted.reshape(tensor.shape), rtol=2**-7, atol=1e-6)
-    with pytest.raises(UserError, match="--average delta: the mean of .* use --average factors"):
+    with pytest.raises(UserError, match="--average delta: the average of .* use --average factors"):
         average.run(result.run.path, what="delta", half_life=0.0, last=2)
 
 
@@ -219,10 +219,10 @@ def test_inspect_tells_the_kind_and_the_other_tools_refuse_it(runs, tmp_path, ki
         lambda: resize_tool.resize(file, tmp_path / "x.safetensors", rank=2, energy=0.0, uniform=False, dtype=""),
         lambda: merge.merge([(file, 1.0), (file, 1.0)], tmp_path / "x.safetensors", rank=0, energy=0.0, dtype=""),
     ):
-        with pytest.raises(UserError, match=r"not a LoRA of pairs|not part of a plain LoRA") as error:
+        with pytest.raises(UserError, match=r"not a LoRA with pairs|does not belong to a plain LoRA") as error:
             refused()
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError, match="carries no|no comfy layout"):
+    with pytest.raises(UserError, match="does not support|no comfy layout"):
         files.convert(file, tmp_path / "x.safetensors", "kohya" if kind == "dora" else "diffusers", family="sd15")
     assert not (tmp_path / "x.safetensors").exists()
 

@@ -227,13 +227,18 @@ def test_limits_are_checked_against_the_file(file: Path, tmp_path: Path) -> None
     facts = kit.facts_of(file, {})
     host = {"extensions": [".safetensors"], "max_mb": 1, "max_header_mb": 1, "root_safetensors": 1}
     assert kit.problems(host, facts, file) == [
-        "its name for Stable Diffusion XL is not known here: choose it on its page"
+        "the host's name for Stable Diffusion XL is unknown; choose it on the page"
     ]
     (tmp_path / "second.safetensors").write_bytes(b"")
     large = tmp_path / "large.safetensors"
     save_file({"x.lora_A.weight": torch.zeros(600, 600)}, large, {"x": "y" * (2 << 20)})
     said = kit.problems(host | {"base_models": {"sdxl": "not offered"}}, facts, large)
-    assert "limit of 1 MB" in said[0] and "header" in said[1] and "takes one" in said[2] and "not offered" in said[3]
+    assert (
+        "limit of 1 MB" in said[0]
+        and "header" in said[1]
+        and "only one is accepted" in said[2]
+        and "does not offer" in said[3]
+    )
     assert len(said) == 4 and len(kit.problems(host | {"extensions": [".ckpt"]}, facts, file)) == 3
 
 
@@ -247,7 +252,7 @@ def test_pages_to_paste_from(ask: Callable, file: Path, tmp_path: Path) -> None:
     assert "- Trigger words: zibo" in english and "- 触发词: zibo" in chinese
     hub = english.partition("## Hugging Face Hub")[2].partition("##")[0]
     assert "- base_model: owner/sdxl" in hub and "!" not in hub  # given by hand: there is nothing to choose
-    assert "! base model: choose the one that you trained on: SDXL 1.0 | Pony | Illustrious | NoobAI" in english
+    assert "! choose the base model that you trained on: SDXL 1.0 | Pony | Illustrious | NoobAI" in english
     assert "! 底模请按训练所用选择其一：SDXL 1.0 | Pony | Illustrious | NoobAI" in chinese
     assert f"- Hash (AutoV3): {safetensors_file.payload_hash(file)[:12].upper()}" in english
 

@@ -212,7 +212,7 @@ def test_it_trains_stops_resumes_in_the_queue_and_the_page_answers(windows: Path
         # Paths are those of Linux here, which no Windows has, so that the page can only refuse one.
         with pytest.raises(urllib.error.HTTPError) as refusal:
             urllib.request.urlopen(f"{address}picture?path={images / 'zibo_01.png'}", timeout=LONG_SECONDS)
-        assert b"write it whole, from C:" in refusal.value.read()
+        assert b"write the full path, beginning with C:" in refusal.value.read()
     finally:
         page.kill()
         page.wait()
@@ -310,7 +310,7 @@ def test_the_page_takes_paths_of_windows(monkeypatch: pytest.MonkeyPatch) -> Non
     hostile += (r"C:\a\CON", r"C:\nul.txt\b", r"C:\file.txt:hidden", r"C:\secret.", r"C:\secret \a", r"C:\a*", "COM1")
     assert [given for given in hostile if sanitize.write_windows_path(given) is not None] == []
     monkeypatch.setattr(system, "WINDOWS", True)
-    with pytest.raises(UserError, match=r"write it whole, from C:"):
+    with pytest.raises(UserError, match=r"write the full path, beginning with C:"):
         sanitize.resolve_path(r"\\server\share")
 
 
@@ -331,7 +331,7 @@ def test_a_decoder_without_a_limit_is_watched(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(decoder, "MOST_MEMORY", 2**20)  # which any process exceeds
     monkeypatch.setattr(decoder, "WATCH_SECONDS", 0.0)
     Image.effect_noise((4000, 4000), 50).save(tmp_path / "large.png")
-    with pytest.raises(UserError, match="its decoder ended on it"):
+    with pytest.raises(UserError, match="its decoder crashed"):
         decoders.encode_webp(tmp_path / "large.png")
 
 

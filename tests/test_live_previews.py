@@ -112,17 +112,17 @@ def test_what_cannot_be_drawn_is_a_warning_and_the_run_goes_on(job, monkeypatch)
     path = folder_of(mine)
 
     def ask():
-        for content in ("no JSON", "[]", '{"prompts": 5}', '{"prompts": ["a"], "steps": 0}', '{"every": 1}'):
+        for content in ("not a JSON", "[]", '{"prompts": 5}', '{"prompts": ["a"], "steps": 0}', '{"every": 1}'):
             preview_requests.request_sample(Run.open(path), {}).write_text(content, encoding="utf-8")
         (path / "previews.json").write_text('{"prompts": ["a", 7], "width": 13}', encoding="utf-8")
 
     result = run(mine, (1, ask), (4, lambda: (path / "previews.json").write_text("{", encoding="utf-8")))
     told = [event["text"] for event in events(mine, "warning")]
-    dropped = [text for text in told if text.startswith("a request for an image was dropped")]
-    assert len(dropped) == 5 and sum("no JSON object with a list of prompts" in text for text in dropped) == 4
+    dropped = [text for text in told if text.startswith("a request for an image was ignored")]
+    assert len(dropped) == 5 and sum("not a JSON object with a list of prompts" in text for text in dropped) == 4
     assert not any("\n" in text for text in told)
     assert dropped[3].endswith("at most 500, got 0"), "no option gave it"
-    kept = [text for text in told if text.startswith("the previews stay as they were")]
+    kept = [text for text in told if text.startswith("the previews are unchanged")]
     assert len(kept) == 2 and "preview.prompts" in kept[0] and "previews.json" in kept[1]
     assert [event["prompts"] for event in events(mine, "preview")] == [["a cat", "a dog"]] * 3
     assert len(result.files) == 2 and not list((path / "control").iterdir())
@@ -157,13 +157,13 @@ def test_a_prompt_is_encoded_on_the_cpu_where_the_gpu_has_no_room(job, monkeypat
 def test_requests_are_refused_where_no_run_is_and_when_too_many_wait(tmp_path, job):
     (tmp_path / "notes").mkdir()
     for ask in (preview_requests.request_sample, preview_requests.write_changes):
-        with pytest.raises(UserError, match="no run folder"):
+        with pytest.raises(UserError, match="not a run folder"):
             ask(Run(tmp_path / "notes"), {"prompts": ["a"]})
     assert list((tmp_path / "notes").iterdir()) == []
     created = Run.create(tmp_path / "run", 'name = "x"\n')
     names = [preview_requests.request_sample(created, {"prompts": [str(i)]}).name for i in range(100)]
     assert [path.name for path in preview_requests.list_samples(created)] == names == sorted(names)
-    with pytest.raises(UserError, match="100 images are waiting"):
+    with pytest.raises(UserError, match="100 images are already waiting"):
         preview_requests.request_sample(created, {"prompts": ["more"]})
     assert [request["prompts"] for request in preview_requests.take_samples(created)] == [[str(i)] for i in range(100)]
     preview_requests.request_sample(created, {"prompts": ["never read"]})

@@ -142,7 +142,7 @@ def test_what_is_cut_at_225_tokens_is_told(tiny: Any) -> None:
         middle, over = make(name, tiny(name)).overlong(CAPTIONS)
         assert (middle.prompt, middle.caption_tokens, over.caption_tokens) == (CAPTIONS[2], 150, 225)
         (line,) = truncation_warnings([middle, over], 4)
-        assert "75 tokens that the text encoder reads" in line and "set model.caption_tokens = 225, shorten" in line
+        assert "the limit of the text encoder, 75 tokens" in line and "set model.caption_tokens = 225, shorten" in line
 
 
 # -- clip skip
@@ -188,8 +188,10 @@ def test_more_layers_than_there_are_are_refused(tiny: Any) -> None:
 def test_other_families_say_that_it_has_no_effect(job: Any, tiny: Any) -> None:
     both = ("model.caption_tokens=225", "model.clip_skip=2")
     warnings = "\n".join(config.find_unused_settings(job(*both, family="flux")))
-    assert re.search(r"model\.caption_tokens has no effect with \S+, which has no CLIP that reads captions", warnings)
-    assert re.search(r"model\.clip_skip has no effect with \S+, whose text encoders are always read", warnings)
+    assert re.search(
+        r"model\.caption_tokens has no effect with \S+, whose text encoders do not read captions", warnings
+    )
+    assert re.search(r"model\.clip_skip has no effect with \S+, whose text encoders always use", warnings)
     (warning,) = [line for line in config.find_unused_settings(job(*both, family="sdxl")) if "model." in line]
     assert warning.startswith("model.clip_skip has no effect with")
     assert make("flux", tiny("flux"), caption_tokens=225).num_chunks == 1
@@ -293,7 +295,7 @@ def test_a_run_with_225_tokens_resumes_and_verifies(text: str, long_job: Any, tr
     events = list(Run.open(folder_of(whole)).events())
     verified = [event for event in events if event["event"] == "verify"]
     assert len(verified) == 2 and all(event["ok"] for event in verified), verified
-    (cut,) = [event["text"] for event in events if event["event"] == "warning" and "longer than the" in event["text"]]
+    (cut,) = [event["text"] for event in events if event["event"] == "warning" and "exceed the limit" in event["text"]]
     assert "1 of" in cut and "225 tokens" in cut
 
 
@@ -393,5 +395,5 @@ def test_it_starts_from_a_file_with_all_layers_of_the_text_encoder(long_job: Any
     onward = long_job(*options, f"adapter.init_from='{theirs}'", "name='onward'")
     train.run(onward, progress=False)
     refused = long_job(*options, f"adapter.init_from='{file}'", "name='refused'")
-    with pytest.raises(UserError, match="12 tensors have no place here"):
+    with pytest.raises(UserError, match="12 tensors have no matching layer"):
         train.run(refused, progress=False)

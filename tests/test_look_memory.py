@@ -168,7 +168,7 @@ def test_what_else_a_look_depends_on(folder: Path, scan: Scan, decoded: list[str
     changes = [
         ({"max_pixels": 95 * 80}, "has 96 x 80"),
         ({"frames": []}, "several frames"),
-        ({"folders": [{"path": str(folder), "mask": "alpha"}]}, "without a mask"),
+        ({"folders": [{"path": str(folder), "mask": "alpha"}]}, "no mask"),
     ]
     for change, line in changes:
         assert flat(scan(**change)) == flat(scan(remember=False, **change)), change
@@ -243,7 +243,7 @@ def test_a_memory_that_cannot_be_written_is_logged_and_does_no_harm(
     assert [record.levelname for record in caplog.records] == [
         "WARNING"
     ] * 2  # of the images and of the masks, not of each
-    assert "cannot be written" in caplog.text and "decoded once more" in caplog.text
+    assert "cannot be written" in caplog.text and "decodes the images again" in caplog.text
     assert (tmp_path / "memory").read_text() == "in the way"
 
 

@@ -91,7 +91,7 @@ def test_previews_with_such_a_decoder(last_step):
     ("name", "header", "kind", "said"),
     [
         ("ltx-video-2b-v0.9", prefixed(TRANSFORMER, **VAE), "ltx-video", ""),
-        ("ltx-video-2b-v0.9.1", prefixed(TRANSFORMER, **VAE, **LAST_STEP), "ltx-video-0.9.1", "another autoencoder"),
+        ("ltx-video-2b-v0.9.1", prefixed(TRANSFORMER, **VAE, **LAST_STEP), "ltx-video-0.9.1", "another VAE"),
         ("some-transformer", TRANSFORMER, "ltx-video", ""),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_folder_of_a_later_version_is_refused_by_its_pipeline(tmp_path):
     path = other / "model_index.json"
     edited = json.loads(path.read_text(encoding="utf-8")) | {"_class_name": "LTXConditionPipeline"}
     path.write_text(json.dumps(edited), encoding="utf-8")
-    with pytest.raises(UserError, match="made for LTXConditionPipeline"):
+    with pytest.raises(UserError, match="a model for LTXConditionPipeline"):
         make(Family, other)
 
 

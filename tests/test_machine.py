@@ -90,7 +90,7 @@ def test_a_card_without_fp8_cores_says_what_to_use(tmp_path: Path, driver: Calla
     driver("NVIDIA GeForce RTX 3090")
     card("NVIDIA GeForce RTX 3090", (8, 6))
     found = examine(tmp_path)
-    assert found.problems == [] and "they came with 8.9" in found.abilities["GPU 0"]["quantize.compute = 'fp8'"]
+    assert found.problems == [] and "8.9 and newer have" in found.abilities["GPU 0"]["quantize.compute = 'fp8'"]
     assert found.abilities["GPU 0"]["quantize.storage = 'fp8', 'int8', 'nf4', 'bf16'"] == ""
 
 
@@ -126,7 +126,7 @@ def test_a_torch_without_cuda_beside_a_card(tmp_path: Path, driver: Callable, mo
 
 
 @pytest.mark.parametrize(
-    ("cuda", "line"), [(11080, "newer CUDA than the NVIDIA driver"), (12060, "CUDA_VISIBLE_DEVICES")]
+    ("cuda", "line"), [(11080, "newer CUDA version than the NVIDIA driver"), (12060, "CUDA_VISIBLE_DEVICES")]
 )
 def test_a_torch_that_cannot_use_the_card(
     cuda: int, line: str, tmp_path: Path, driver: Callable, monkeypatch: pytest.MonkeyPatch
@@ -169,7 +169,7 @@ def test_the_hub_is_asked_with_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
         hub.use(monkeypatch, tmp_path / "home")
         told = examine(tmp_path)
         assert told.hub["error"] == "" and told.hub["endpoint"].startswith("http://127.0.0.1"), told.hub
-        assert any("answers" in line for line in told.lines())
+        assert any("responds" in line for line in told.lines())
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
     told = examine(tmp_path)
     assert told.hub["error"] and any("hf-mirror.com" in line for line in told.warnings) and told.problems == []
@@ -179,7 +179,7 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=GIB))
     (tmp_path / "locked").mkdir(mode=0o500)
     found = machine.examine({"output_dir": tmp_path / "locked" / "runs"})
-    assert any("only 1 GiB are free for output_dir" in line for line in found.warnings)
+    assert any("1 GiB are free for output_dir, which is too little" in line for line in found.warnings)
     assert any("cannot be written" in line and "Permission denied" in line for line in found.problems)
 
 

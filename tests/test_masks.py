@@ -78,8 +78,8 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
             not report.problems and report.counts["masked"] == 3 and "3 images with a mask" in images.describe(report)
         )
         lines = told(report.warnings).splitlines()
-        assert lines[0] == f"1 image without a mask, trained whole: {folder / 'none.png'}"
-        assert lines[1].startswith("1 mask belongs to no image") and "stray" in lines[1] and len(lines) == 2
+        assert lines[0] == f"1 image has no mask and is trained whole: {folder / 'none.png'}"
+        assert lines[1].startswith("1 mask has no matching image") and "stray" in lines[1] and len(lines) == 2
         found[str(mask)] = {one.relative: one.mask and one.mask.path for one in report.examples}
         for name in ("a-masklabel.png", "deep/b-masklabel.png", "c.x-masklabel.png", "stray-masklabel.png"):
             put(folder / name, drawn((64, 48), (0, 0, 32, 48)), caption=False)
@@ -97,15 +97,15 @@ def test_masks_are_found_where_the_folder_says(folder, tmp_path):
     assert {one.relative for one in report.examples} == {"a.png", "c.x.png", "deep/b.jpg", "none.png"}
     assert report.counts["skipped"] == 1 and image_folders.count_files(folder).pictures == 5
     line, rest = told(report.warnings).split("; ", 1)
-    assert line.startswith("4 files named as OneTrainer's masks") and "stray" not in rest
-    assert rest.startswith("dataset.folders.0.mask = '*-masklabel' takes the masks: ") and "a-condlabel.png" in rest
+    assert line.startswith("4 files with names of OneTrainer's masks") and "stray" not in rest
+    assert rest.startswith("to use masks, set dataset.folders.0.mask = '*-masklabel': ") and "a-condlabel.png" in rest
     for path in [*folder.glob("**/*-masklabel.png"), folder / "a-condlabel.png"]:
         path.unlink()
     put(folder / "a.png", clear)
     put(folder / "whole.png", Image.new("RGBA", (64, 48), (9, 9, 9, 255)))  # has an alpha channel and hides nothing
     report, _ = scanned(folder, "alpha")
     assert [one.relative for one in report.examples if one.mask] == ["a.png"]
-    assert told(report.warnings).startswith("4 images without a mask, trained whole: ")
+    assert told(report.warnings).startswith("4 images have no mask and are trained whole: ")
 
 
 def test_what_is_wrong_with_masks_is_told_by_name(folder, tmp_path):
@@ -121,28 +121,31 @@ def test_what_is_wrong_with_masks_is_told_by_name(folder, tmp_path):
     report, _ = scanned(folder, masks)
     problems = told(report.problems)
     for line in (
-        f"mask {masks / 'broken.png'} cannot be used: is not a readable image",
-        f"mask {masks / 'shape.png'} has 64 x 64 pixels, another shape than its image's 64 x 48; draw it on the image",
+        f"mask {masks / 'broken.png'} cannot be used: this is not a readable image",
+        (
+            f"the mask {masks / 'shape.png'} has 64 x 64 pixels, but its image has 64 x 48, with another aspect ratio; "
+            "draw the mask on the image"
+        ),
         f"{folder / 'two.png'} has several candidates for its mask, two.png, two.webp; keep one of them",
     ):
         assert line in problems
     assert len(report.problems) == 3
     black = f"{folder / 'black.png'}, {folder / 'numbers.png'}"
-    assert told(report.warnings) == f"2 masks that are black all over: {black}"
+    assert told(report.warnings) == f"2 masks are black all over: {black}"
     report, _ = scanned(folder, masks, weight=0.0)
-    assert f"{folder / 'black.png'} has a mask that is black all over, and" in told(report.problems)
+    assert f"the mask of {folder / 'black.png'} is black all over, so" in told(report.problems)
     assert len(report.problems) == 5 and not report.warnings
     for mask, line in (
-        (tmp_path / "nowhere", "does not exist"),
-        (masks / "two.png", "is a file, not a folder"),
-        (put(folder / "in/a.png", drawn((9, 9))).parent, "is in the picture folder"),
+        (tmp_path / "nowhere", ": the folder does not exist"),
+        (masks / "two.png", ": this is a file, not a folder"),
+        (put(folder / "in/a.png", drawn((9, 9))).parent, " is inside the image folder"),
     ):
-        assert told(scanned(folder, mask)[0].problems).startswith(f"mask folder {mask} {line}")
+        assert told(scanned(folder, mask)[0].problems).startswith(f"mask folder {mask}{line}")
     for name in ("*", "*.png", "a*b*", "deep/*_mask"):
         with pytest.raises(UserErrors) as caught:
             config.loads("", [f"dataset.folders=[{{path='a', mask='{name}'}}]", "model.family=sd15", "model.path=demo"])
         (line,) = caught.value.problems
-        assert line.startswith(f"dataset.folders.0.mask: '{name}' is no name for masks") and told([line])
+        assert line.startswith(f"dataset.folders.0.mask: '{name}' is not a name pattern of masks") and told([line])
 
 
 def test_one_mask_counts_for_a_clip_whose_transparency_is_none(folder, tmp_path):
@@ -227,7 +230,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
         lines = mask_files.outside_masks([placed])
         assert bool(lines) == (not left and white is not None)
         if lines:
-            assert told(lines) == f"1 image whose mask is white only where the crop cuts it off: {folder / 'a.png'}"
+            assert told(lines) == f"1 image has a mask whose white part lies outside the crop: {folder / 'a.png'}"
 
 
 def test_entries_without_masks_keep_the_keys_that_they_had():
@@ -324,7 +327,7 @@ def test_every_sample_of_a_batch_has_its_own_mask_and_an_edited_one_is_other_dat
     assert edited[2] == 2 and edited[1].fingerprint != data.fingerprint
     before, now = (checkpoint.remember(made, "base", one.fingerprint) for one in (data, edited[1]))
     refused, changed = checkpoint.compare(before, now)
-    assert not refused and "the pictures, captions or buckets changed" in changed[0]
+    assert not refused and "the images, captions or buckets changed" in changed[0]
 
 
 def objective_of(kind, section):

@@ -39,10 +39,10 @@ def test_a_message_is_its_english_text() -> None:
 
 
 def test_an_error_keeps_its_message_and_its_problems() -> None:
-    line = Message("{path}: is training now", path="runs/{a}")
+    line = Message("{path}: a training is running in this folder", path="runs/{a}")
     assert str(UserError(line)) is line
     errors = UserErrors([line, "plain"], "config.toml")
-    assert str(errors) == "config.toml: 2 problems\n  runs/{a}: is training now\n  plain"
+    assert str(errors) == "config.toml: 2 problems\n  runs/{a}: a training is running in this folder\n  plain"
     told = messages.translate("zh-CN", str(errors))
     assert told.split("\n") == ["config.toml：2 个问题", "  " + messages.translate("zh-CN", line), "  plain"]
     assert "{a}" in told and "training" not in told
@@ -50,7 +50,7 @@ def test_an_error_keeps_its_message_and_its_problems() -> None:
 
 @pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_are_messages_too(through) -> None:
-    inner = Message("{path}: is training now", path="{x}")
+    inner = Message("{path}: a training is running in this folder", path="{x}")
     for message in (inner, Joined("; ", [inner, "plain {y}"]), Message("{key}: {line}", key="a", line=inner)):
         again = through(message)
         assert again == message and type(again) is type(message)
@@ -58,10 +58,12 @@ def test_copies_are_messages_too(through) -> None:
 
 
 def test_json_has_the_translations_beside_the_english_text() -> None:
-    inner = Message("{path}: is training now", path="~/{x}")
+    inner = Message("{path}: a training is running in this folder", path="~/{x}")
     content = {"problems": [inner, "plain"], "more": {"line": Joined("; ", [inner, inner])}, "count": 3}
     written = json.loads(json.dumps(messages.add_translations(content), ensure_ascii=False))
-    assert written["problems"] == ["~/{x}: is training now", "plain"], "whoever reads no Chinese reads on as before"
+    assert written["problems"] == ["~/{x}: a training is running in this folder", "plain"], (
+        "whoever reads no Chinese reads on as before"
+    )
     read = messages.restore(written)
     assert read == content and messages.FIELD not in read
     for before, after in ((inner, read["problems"][0]), (content["more"]["line"], read["more"]["line"])):
@@ -74,11 +76,11 @@ def test_json_has_the_translations_beside_the_english_text() -> None:
 
 
 def test_a_run_and_a_job_keep_their_messages(tmp_path: Path) -> None:
-    line = Message("{path}: is training now", path=Path.home() / "runs")
+    line = Message("{path}: a training is running in this folder", path=Path.home() / "runs")
     with contextlib.closing(Run.create(tmp_path / "run", "")) as run:
         run.log_event("warning", text=line)
     (event,) = [event for event in Run(tmp_path / "run").events() if event["event"] == "warning"]
-    assert event["text"] == "~/runs: is training now", "no home folder in logs"
+    assert event["text"] == "~/runs: a training is running in this folder", "no home folder in logs"
     assert messages.translate("zh-CN", event["text"]) == messages.translate("zh-CN", line.map(without_home))
     sentence = Sentence.parse(json.dumps(Sentence("failure", {"message": event["text"]}).to_json()))
     assert messages.translate("zh-CN", sentence.args["message"]).startswith("~/runs")
@@ -140,7 +142,7 @@ def test_what_parsers_say_is_translated_with_its_place(text: str) -> None:
 
 
 def test_bytes_that_are_no_utf8_are_no_json() -> None:
-    with pytest.raises(ValueError, match=r"not UTF-8 text \(byte 7\)"):
+    with pytest.raises(ValueError, match=r"the text is not UTF-8 \(byte 7\)"):
         parse_json('{"a": "\u4e2d"}'.encode("gbk"))
 
 

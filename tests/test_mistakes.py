@@ -47,8 +47,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "web address as a base": (
         JOB.replace("demo", "https://example.com/my/model.safetensors") + "[[dataset.folders]]\npath = 'pics'",
-        "and 'https://example.com/my/model.safetensors' is elsewhere. Download the file and give its path",
-        "'https://example.com/my/model.safetensors' 不在其中。请先下载文件，再填写它的路径",
+        "not from 'https://example.com/my/model.safetensors'. Download the file and give its path",
+        "不能从 'https://example.com/my/model.safetensors' 下载。请先下载文件，再填写它的路径",
     ),
     "one bracket": (
         f"{JOB}[dataset.folders]\npath = 'pics'",
@@ -62,13 +62,13 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "TOML of another trainer": (
         "pretrained_model_name_or_path = 'x'\nnetwork_module = 'networks.lora'\nnetwork_dim = 8",
-        "these are settings of another trainer. Convert them: lora-fp8 import-config ",
-        "这是其他训练器的设置。请转换：lora-fp8 import-config ",
+        "this is a settings file of another trainer. Convert it: lora-fp8 import-config ",
+        "这是其他训练器的配置文件。请转换：lora-fp8 import-config ",
     ),
     "JSON of another trainer": (
         json.dumps({"LoRA_type": "Standard", "network_dim": 8, "pretrained_model_name_or_path": "x"}),
-        "these are settings of another trainer. Convert them: lora-fp8 import-config ",
-        "这是其他训练器的设置。请转换：lora-fp8 import-config ",
+        "this is a settings file of another trainer. Convert it: lora-fp8 import-config ",
+        "这是其他训练器的配置文件。请转换：lora-fp8 import-config ",
     ),
     "JSON of an unknown program": ('{"a": 1}', "this is JSON, not TOML", "这是 JSON，不是 TOML"),
     "YAML": ("job: x\nconfig:\n  a: 1", "this is YAML, not TOML", "这是 YAML，不是 TOML"),
@@ -80,12 +80,12 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "Python's True": (
         f"{FOLDER}path = 'pics'\n[memory]\ngradient_checkpointing = True",
-        "line 7: True is unknown here. Write gradient_checkpointing = true",
-        "第 7 行：这里不认识 True。请写 gradient_checkpointing = true",
+        "line 7: True is not a TOML value. Write gradient_checkpointing = true",
+        "第 7 行：True 不是 TOML 的值。请写 gradient_checkpointing = true",
     ),
     "curly quotation marks": (
         FOLDER + "path = “pics”",
-        "line 5: TOML does not know curly quotation marks. Write path = 'pics'",
+        "line 5: TOML does not accept curly quotation marks. Write path = 'pics'",
         "第 5 行：TOML 不认识弯引号。请写 path = 'pics'",
     ),
 }
@@ -133,7 +133,9 @@ def test_a_wrong_folder_for_dataset(
 ) -> None:
     code, told = ask(monkeypatch, capfd, language, "dataset", "pcis")
     assert code == 2 and str(place) in told
-    assert {"en": "pcis: no such folder or config file", "zh": "pcis：没有这个文件夹或配置文件"}[language] in told
+    assert {"en": "pcis: there is no folder or config file of this name", "zh": "pcis：没有这个文件夹或配置文件"}[
+        language
+    ] in told
 
 
 def test_the_place_is_that_of_relative_paths(
@@ -193,9 +195,9 @@ def test_a_prompt_may_begin_with_a_letter_and_a_colon() -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("lr = 0,0001  # mine", "a number has a decimal point. Write lr = 0.0001"),
-        ("lr = 1,5e-4", "a number has a decimal point. Write lr = 1.5e-4"),
-        ("steps = 1,500", "a number has no comma. Write steps = 1500, or with a decimal point steps = 1.500"),
+        ("lr = 0,0001  # mine", "the decimal separator is a point. Write lr = 0.0001"),
+        ("lr = 1,5e-4", "the decimal separator is a point. Write lr = 1.5e-4"),
+        ("steps = 1,500", "a number cannot contain a comma. Write steps = 1500, or with a decimal point steps = 1.500"),
     ],
 )
 def test_a_number_with_a_comma(given: str, advice: str) -> None:

@@ -86,7 +86,7 @@ def test_a_worker_tells_the_webhook_how_each_job_ended(server: Server, tmp_path:
     ((path, kind, body),) = server.messages
     assert path == "/hooks/secret" and kind.startswith("application/json")
     assert (body["job"], body["name"], body["kind"], body["state"]) == (id, "cat", "train", "failed")
-    assert body["text"] == body["content"] == "cat: failed while running: out of memory"
+    assert body["text"] == body["content"] == "cat: failed: out of memory"
     assert 59 < body["seconds"] < 60 + LONG_SECONDS and body["ended"] == pytest.approx(time.time(), abs=LONG_SECONDS)
     assert webhook.read_result(queue.home)["problem"] == ""
     # A job that is to be started again has not ended, and nobody is told of an image that is awaited on the page.

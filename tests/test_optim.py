@@ -201,7 +201,7 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
     step(3)
     for one, parameter in resumed:
         assert torch.equal(parameter, theirs[one]), one
-    with pytest.raises(UserError, match="optimizer.lrs: 'up' matches no layer that is adapted"):
+    with pytest.raises(UserError, match="optimizer.lrs: 'up' matches no trained layer"):
         optim.build(ours, given.model_copy(update={"lrs": {"up": 2.0}}), base_storage="none", seed=0)
 
 
@@ -299,7 +299,7 @@ def test_the_moving_average_is_diffusers(name: str, rounding: str) -> None:
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     assert all(torch.equal(one, two) for (_, one), (_, two) in zip(params, again, strict=True))
     for given, kept in ((0.0, mine), (0.6, plain)):
-        with pytest.raises(UserError, match="moving average of the weights, and optimizer.ema_decay"):
+        with pytest.raises(UserError, match="moving average of the weights, but optimizer.ema_decay"):
             build(make_params(torch.bfloat16), name=name, rounding=rounding, ema_decay=given).load_state(*kept.state())
 
 
@@ -330,7 +330,7 @@ def test_the_estimate_of_the_state_is_right() -> None:
 
 def test_muon_says_what_it_leaves_to_adamw() -> None:
     assert build(make_params(torch.float32), name="muon").lines() == [
-        "Muon updates 3 matrices; AdamW updates 1 tensors that are no matrices: d"
+        "Muon updates 3 matrices; AdamW updates 1 tensors that are not matrices: d"
     ]
     assert not build(make_params(torch.float32)[:3], name="muon").lines()
     assert not build(make_params(torch.float32), name="came").lines()
@@ -378,7 +378,7 @@ def test_unknown_choices_and_factors():
     for name, rate in rates.items():
         made = optim.build(make_params(torch.float32), Optimizer(name=name), base_storage="fp8", seed=0)
         assert made.base_lr == pytest.approx(rate)
-    assert "3 to 10 times less" in " ".join(optim.cautions(Optimizer(name="lion8bit", lr=1e-4)))
+    assert "3 to 10 times smaller" in " ".join(optim.cautions(Optimizer(name="lion8bit", lr=1e-4)))
     assert not optim.cautions(Optimizer(name="lion8bit")) + optim.cautions(Optimizer(lr=1e-4))
 
 

@@ -70,7 +70,9 @@ def test_a_new_run_needs_a_folder_that_holds_nothing(tmp_path, name):
     put(tmp_path / "r", (name, "config.toml", "events.jsonl"))
     before = tree(tmp_path)
     for resume in (False, True):
-        with pytest.raises(UserError, match=f"holds . entries: .*{name.partition('/')[0]}.*|no run folder of this"):
+        with pytest.raises(
+            UserError, match=f"contains . entries: .*{name.partition('/')[0]}.*|not a run folder of this"
+        ):
             Run.create(tmp_path / "r", CONFIG, resume=resume)
         assert tree(tmp_path) == before
 
@@ -225,7 +227,7 @@ def test_a_run_without_a_marker_is_gone_on_with_and_gets_one(tmp_path):
     run.close()
     marker = tmp_path / "r/.lora-fp8-run"
     marker.unlink()
-    with pytest.raises(UserError, match="a run was here already; `lora-fp8 resume"):
+    with pytest.raises(UserError, match="this folder already contains a run; continue it with `lora-fp8 resume"):
         Run.create(run.path, CONFIG)
     run.request("stop")
     assert not marker.exists()

@@ -148,10 +148,10 @@ def test_files_are_exported_and_downloaded(client: Client, place: Place, address
     ("name", "given", "told"),
     [
         ("/submit", ("nonsense = [",), "not valid TOML"),
-        ("/submit", (CONFIG.format(name="x", folder="/etc"),), "dataset.folders.0.path: /etc: not below"),
+        ("/submit", (CONFIG.format(name="x", folder="/etc"),), "dataset.folders.0.path: /etc: the page may not use"),
         ("/submit", (CONFIG.format(name="../x", folder="datasets/a"),), "name"),
         ("/status", ("999",), "999"),
-        ("/status", ("/etc",), "not below"),
+        ("/status", ("/etc",), "the page may not use"),
         ("/events", ("/etc/../etc",), "without .."),
         ("/stop", ("; reboot",), "not a path"),
         ("/export", ("1e3", []), "not a path"),
@@ -222,12 +222,12 @@ def test_the_same_functions_are_tools_of_an_mcp_server(place: Place) -> None:
             wrong, text = await ask("template", family="flux", presets=["character"])
             assert not wrong and str(root) in text and 'family = "flux"' in text
             wrong, told = await ask("check", text=text)
-            assert wrong and "my_pictures: not below" in told  # the folder that is yet to be named
+            assert wrong and "my_pictures: the page may not use" in told  # the folder that is yet to be named
             text = text.replace("my_pictures", f"{root}/pictures").replace("my-lora", "by-mcp")
             wrong, told = await ask("check", text=text)
             assert not wrong and told.startswith("accepted: ") and "by-mcp" in told
             wrong, told = await ask("submit", config=text.replace(f"{root}/pictures", "/etc"))
-            assert wrong and "dataset.folders.0.path: /etc: not below" in told and "Traceback" not in told
+            assert wrong and "dataset.folders.0.path: /etc: the page may not use" in told and "Traceback" not in told
             wrong, told = await ask("submit", config=text)
             id = json.loads(told)["id"]
             assert jobs.Queue(place.home).job(id).name == "by-mcp"

@@ -57,7 +57,7 @@ def test_a_number_that_does_not_fit_is_one_sentence(tiny, tmp_path, name):
         path.write_text(before)
         problems = getattr(caught.value, "problems", [str(caught.value)])
         assert len(problems) >= 1 and all("\n" not in text and len(text) < 500 for text in problems), place
-        assert any(entry.partition(".")[0] in text and "not of one model" in text for text in problems), (
+        assert any(entry.partition(".")[0] in text and "belong to different models" in text for text in problems), (
             place,
             problems,
         )
@@ -91,4 +91,4 @@ def test_commands_end_with_the_sentence(tiny, tmp_path, pictures, monkeypatch, c
     with pytest.raises(SystemExit) as ended:
         cli.main()
     told = capsys.readouterr()
-    assert ended.value.code == 2 and "not of one model" in told.err and "Traceback" not in told.err
+    assert ended.value.code == 2 and "belong to different models" in told.err and "Traceback" not in told.err

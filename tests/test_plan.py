@@ -162,13 +162,13 @@ def rules(**settings) -> dict[str, tuple[str, str, str]]:
 
 def test_rules_of_the_fp8_matmul():
     assert rules(compute="fp8", fp8_exclude=["narrow"]) == {
-        "embed": ("bf16", "plain", "'embed' is precise in this family"),
+        "embed": ("bf16", "plain", "'embed' is kept in high precision for this architecture"),
         "mod": ("int8 1x128", "upcast", "sees one row per image"),
         "to_q": ("fp8 row", "fp8", ""),
-        "odd": ("fp8 row", "upcast", "a side is no multiple of 16"),
+        "odd": ("fp8 row", "upcast", "a side is not a multiple of 16"),
         "narrow": ("fp8 row", "upcast", "'narrow' in quantize.fp8_exclude"),
         "attn.out_proj": ("bf16", "plain", "NonDynamicallyQuantizableLinear is not a plain nn.Linear"),
-        "out": ("bf16", "plain", "'^out' is precise in this family"),
+        "out": ("bf16", "plain", "'^out' is kept in high precision for this architecture"),
     }
     assert rules(compute="fp8")["narrow"] == ("fp8 row", "upcast", "a side is below quantize.fp8_min_features = 512")
     assert rules(compute="fp8", fp8_min_features=128)["narrow"][1] == "fp8"
@@ -197,7 +197,10 @@ LEAST = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path =
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"compute": "fp8", "fp8_min_features": 9999}, ["quantize.compute has no effect: no layer can be multiplied"]),
+        (
+            {"compute": "fp8", "fp8_min_features": 9999},
+            ["quantize.compute has no effect: no layer can use an FP8 matmul"],
+        ),
         ({"compute": "fp8"}, []),
         ({"modulation": "bf16"}, []),
     ],
@@ -257,6 +260,6 @@ def test_table_and_json():
     lines = plan.table().splitlines()
     assert lines[0].split() == ["layer", "shape", "storage", "compute", "reason"]
     assert lines[3].split() == ["to_q", "1024x1024", "fp8", "row", "fp8"]
-    assert "of 7 linear layers 1 in int8 1x128, 4 in fp8 row" in plan.table()
+    assert "7 linear layers: 1 in int8 1x128, 4 in fp8 row" in plan.table()
     data = json.loads(json.dumps(plan.to_json()))
     assert data["layers"][2]["compute"] == "fp8" and data["gb"] == plan.num_bytes / 1e9

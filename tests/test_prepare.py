@@ -49,7 +49,7 @@ def test_two_processes_encode_half_each_and_tell_the_sum(job, tmp_path: Path):
     own = f"dataset.cache_dir='{tmp_path / 'cache'}'"  # not the one that all tests share
     mine, run = job("train.batch_size=2", "preview.prompts=['a cat']", own), Told()
     second = Rank(1)
-    with pytest.raises(RunFailure, match="not in the cache"):  # the other one's share, who never came
+    with pytest.raises(RunFailure, match="no longer in the cache"):  # the other one's share, who never came
         cached(mine, Told(), second)
     first = Rank(0, second.mine)
     data = cached(mine, run, first)
@@ -67,6 +67,6 @@ def test_a_stop_is_heard_while_caching(job, tmp_path: Path):
         def share(self, items):
             return items
 
-    with pytest.raises(Stopped, match="what was cached stays cached"):
+    with pytest.raises(Stopped, match="cached images and captions are kept"):
         cached(job("train.batch_size=2", f"dataset.cache_dir='{tmp_path / 'cache'}'"), Told(stop=True), Alone(0))
     assert hasattr(Run, "requested")  # what Told stands for

@@ -446,7 +446,7 @@ REFUSED = {
     "scale without weight": ("older", lambda f: drop(f, WEIGHT), "scale without its weight"),
     "described, not there": ("newer", lambda f: (drop(f, WEIGHT), drop(f, f"{LAYER}.weight_scale")), "not in the file"),
     "two scales": ("older", lambda f: put(f, f"{LAYER}.weight_scale", torch.ones(())), "two scales"),
-    "scale of bf16": ("older", lambda f: put(f, WEIGHT, f[WEIGHT].bfloat16()), "is BF16 and has a scale"),
+    "scale of bf16": ("older", lambda f: put(f, WEIGHT, f[WEIGHT].bfloat16()), "has the shape BF16 and a scale"),
     "scale of no fitting shape": (
         "older",
         lambda f: put(f, f"{LAYER}.scale_weight", torch.ones(7)),
@@ -455,7 +455,7 @@ REFUSED = {
     "scale that divides nothing": (
         "older",
         lambda f: put(f, f"{LAYER}.scale_weight", torch.ones(7, 5)),
-        r"which its scale of 7 x 5 does not divide",
+        r"which the shape of its scale, 7 x 5, does not divide",
     ),
     "mxfp8 scale": (
         "newer",
@@ -477,14 +477,14 @@ REFUSED = {
     "nvfp4": ("newer", described(format="nvfp4"), "nvfp4"),
     "mxfp8": ("newer", described(format="mxfp8"), "mxfp8"),
     "int8": ("newer", described(format="int8_tensorwise"), "int8_tensorwise"),
-    "no format": ("newer", described(group_size=64), "without a name"),
+    "no format": ("newer", described(group_size=64), "unnamed"),
     "damaged description": (
         "newer",
         lambda f: put(f, f"{LAYER}.comfy_quant", torch.zeros(3, dtype=torch.uint8)),
-        "without a name",
+        "unnamed",
     ),
     "rotated": ("newer", described(format="float8_e4m3fn", convrot=True), "float8_e4m3fn with convrot"),
-    "described as e5m2": ("newer", described(format="float8_e5m2"), "is F8_E4M3, but is described as float8_e5m2"),
+    "described as e5m2": ("newer", described(format="float8_e5m2"), "is F8_E4M3, but its description says float8_e5m2"),
     "nvfp4, not described": ("unscaled", lambda f: put(f, f"{LAYER}.weight_scale_2", torch.ones(())), "NVFP4"),
     "smoothed": ("older", lambda f: put(f, f"{LAYER}.pre_quant_scale", torch.ones(8)), "pre_quant_scale"),
     "inverse scales": ("unscaled", lambda f: put(f, f"{LAYER}.weight_scale_inv", torch.ones(())), "weight_scale_inv"),
@@ -510,7 +510,7 @@ def test_what_would_be_misread_is_refused(flux, case, tmp_path):
         for _ in flux.family(path).denoiser_tensors():
             pass
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{path}: ") and problem.endswith("as ComfyUI or kohya's programs write it")
+    assert problem.startswith(f"{path}: ") and problem.endswith("as ComfyUI or kohya's tools write it")
     assert (LAYER in problem or "scaled_fp8" in problem) and "\n" not in problem
 
 
@@ -545,7 +545,7 @@ def test_each_kind_of_problem_is_told_once(flux, tmp_path):
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"by bitsandbytes \(8 bits\)"),
         ({"quant_method": "torchao", "quant_type": "int8wo"}, "by torchao"),
         ({"quant_method": "quanto", "weights_dtype": "float8"}, "by quanto"),
-        ({"weights": "int4"}, "by a method without a name"),
+        ({"weights": "int4"}, "by an unnamed method"),
     ],
 )
 def test_quantized_folders_are_refused_by_name(tmp_path, section, words):
@@ -570,7 +570,7 @@ def test_scaled_encoders_in_a_folder_are_refused(tmp_path):
     key = next(name for name in tensors if name.endswith(".q.weight"))
     tensors[key], tensors[key.replace(".weight", ".scale_weight")], _ = per_tensor(tensors[key])
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="text_encoder_2.*with scales, which is read of the denoiser only"):
+    with pytest.raises(UserError, match="text_encoder_2.*with scales, which is supported for the denoiser only"):
         make(Family, tmp_path)
 
 
@@ -626,7 +626,7 @@ def test_a_proof_on_other_bytes_fails(job, flux, tmp_path, monkeypatch):
 
     path, _ = pair(flux, "older", tmp_path)
     monkeypatch.setattr(finish.precision, "as_held", rounded_again)
-    with pytest.raises(RunFailure, match="does not do what training did"):
+    with pytest.raises(RunFailure, match="does not match the training result"):
         run(job_on(job, flux, path))
 
 

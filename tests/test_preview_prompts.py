@@ -80,17 +80,17 @@ def test_options_that_cannot_be_used_are_refused_all_at_once(job: Callable) -> N
         "seed expected a whole number",
     ):
         assert any(part in line for line in lines), (part, lines)
-    assert "--ar is no option of a prompt; these are: --n, --w, --h, --d, --s, --g, --l" in lines[3]
-    assert "seed is given twice" in lines[4] and "--w has no value" in lines[5] and "auto | a number" in lines[6]
+    assert "a prompt has no option --ar; the options are: --n, --w, --h, --d, --s, --g, --l" in lines[3]
+    assert "seed is given twice" in lines[4] and "--w needs a value" in lines[5] and "auto | a number" in lines[6]
 
 
 def test_options_of_one_prompt_are_refused_all_at_once(job: Callable) -> None:
     with pytest.raises(UserErrors) as caught:
         job(f"preview.prompts={json.dumps(['a cat --w 65 --s 0 --q 3 --d 1 --d 2'])}")
     lines = [line for line in caught.value.problems if line.startswith("preview.prompts.0")]
-    parts = ("width must be", "steps must be", "--q is no option", "seed is given twice")
+    parts = ("width must be", "steps must be", "a prompt has no option --q", "seed is given twice")
     assert len(lines) == 4 and all(any(part in line for line in lines) for part in parts)
-    with pytest.raises(UserError, match="--q is no option .*; --d: seed is given twice"):
+    with pytest.raises(UserError, match="a prompt has no option --q.*; --d: seed is given twice"):
         read_options("a cat --q 3 --d 1 --d 2")
 
 
@@ -111,7 +111,7 @@ def test_a_misspelt_option_is_refused_and_not_drawn_as_text(job: Callable, optio
     with pytest.raises(UserErrors) as caught:
         job(f"preview.prompts={json.dumps(['a cat', f'a cat {option}'])}")
     (line,) = [line for line in caught.value.problems if line.startswith("preview.prompts.1")]
-    assert f"{option.split()[0]} is no option of a prompt" in line and ("Write " in line) == bool(meant)
+    assert f"a prompt has no option {option.split()[0]}" in line and ("Write " in line) == bool(meant)
     assert not meant or f"Write {meant}" in line
     assert not has_options(neutralize_options(f"a cat {option}"))
 

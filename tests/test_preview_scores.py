@@ -137,7 +137,7 @@ def test_a_failure_is_told_once_and_ends_nothing(
     monkeypatch.setattr(preview_scores.PreviewScorer, "score", fail)
     result = run(job(*SHORT, f"preview.score_model={clip}"), progress=False)
     texts = [event["text"] for event in events_of(result, "warning") if "scores" in event["text"]]
-    assert texts == ["no scores of previews: no such layer"] and events_of(result, "done")
+    assert texts == ["the previews have no scores: no such layer"] and events_of(result, "done")
 
 
 def test_a_model_without_some_of_its_weights_gives_no_scores(
@@ -149,21 +149,21 @@ def test_a_model_without_some_of_its_weights_gives_no_scores(
     save_file(weights, tmp_path / "part" / "model.safetensors", metadata={"format": "pt"})
     result = run(job(*SHORT, f"preview.score_model={tmp_path / 'part'}"), progress=False)
     (text,) = [event["text"] for event in events_of(result, "warning") if "scores" in event["text"]]
-    assert "has not all weights of a CLIPModel: 1 are missing, visual_projection.weight" in text
+    assert "lacks 1 weights of a CLIPModel: visual_projection.weight" in text
     assert not events_of(result, "score") and events_of(result, "done")
 
 
 def test_scores_are_printed_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    for scores, text in (({"likeness": 0.5, "prompt_fit": 0.25}, "likeness 0.500, fit to the prompt 0.250"),
-                         ({"likeness": 0.5}, "likeness 0.500")):  # fmt: skip
+    for scores, text in (({"likeness": 0.5, "prompt_fit": 0.25}, "image similarity 0.500, prompt match 0.250"),
+                         ({"likeness": 0.5}, "image similarity 0.500")):  # fmt: skip
         print_event({"event": "score", "step": 2, "references": 3, **scores})
         assert capsys.readouterr().out.strip() == f"scores of the previews at step 2: {text}"
 
 
 def test_what_is_no_score_model_is_told_before_training(job: Callable[..., Job], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'a/b': no such folder.*`hf download a/b`"):
+    with pytest.raises(UserError, match=r"'a/b': there is no such folder.*`hf download a/b`"):
         find_score_model("a/b")
-    with pytest.raises(UserError, match="no id of Hugging Face"):
+    with pytest.raises(UserError, match="not a Hugging Face id"):
         find_score_model("a/b/c/d")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}), encoding="utf-8")
     with pytest.raises(UserError, match="type 'llama'; models that compare images are clip"):

@@ -205,7 +205,9 @@ def test_stopped_and_resumed_it_gives_the_same_bytes(family: str, job: Callable[
 
 
 def test_the_class_word_needs_a_trigger_of_its_own(job: Callable[..., Job]) -> None:
-    with pytest.raises(UserErrors, match=r"dataset\.class_word: .* no image folder has one .*; set dataset\.trigger"):
+    with pytest.raises(
+        UserErrors, match=r"dataset\.class_word: .* no image folder has a trigger word .*; set dataset\.trigger"
+    ):
         job("dataset.class_word=dog")
     with pytest.raises(UserErrors, match=r"dataset\.class_word: 'zobi' is the trigger word itself"):
         job("dataset.class_word=zobi", "dataset.trigger=zobi")

@@ -300,7 +300,7 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     assert run.events()[-1] == {
         **run.events()[-1],
         "event": "stopped",
-        "text": f"saved at step {at}; `lora-fp8 resume {run.path}` goes on",
+        "text": f"saved at step {at}; `lora-fp8 resume {run.path}` continues",
     }
     assert stderr.count(f"saved at step {at}") == 1
     assert f"step-{at:06d}" in [path.name for path in run.checkpoints.iterdir()]
@@ -406,7 +406,7 @@ def test_a_second_start_of_two_processes_is_refused_in_one_line(make_job, tmp_pa
     finally:
         first.close()
     assert done.returncode == [2, 0]  # the main process tells it, and the other goes without a word
-    assert done.stderr.count(f"process {os.getpid()} is training here") == 1
+    assert done.stderr.count(f"process {os.getpid()} is training in this folder") == 1
     assert "has gone" not in done.stderr
 
 
@@ -432,7 +432,7 @@ def test_a_batch_that_cannot_be_shared_is_one_clear_line(make_job, tmp_path, mac
     # return 0, would wait five minutes for the first one's.
     assert done.returncode == ([2, 0] if machines == 1 else [2, 2])
     lines = [line for line in done.stderr.splitlines() if "train.batch_size" in line]
-    assert len(lines) == 1 and "3 is shared out among 2 processes; make it a multiple of 2" in lines[0]
+    assert len(lines) == 1 and "3 is divided among 2 processes; use a multiple of 2" in lines[0]
 
 
 # -- exit codes of the script
@@ -456,7 +456,9 @@ def test_exit_2_for_a_bad_config_with_all_problems_and_no_traceback(tmp_path):
     assert "did you mean 'sd15'?" in done.stderr and "did you mean train.steps?" in done.stderr
     assert not (tmp_path / "runs").exists()
     done = forked_script("--config", str(tmp_path / "absent.toml"), cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "no such config file" in done.stderr
+    assert (
+        done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "this config file does not exist" in done.stderr
+    )
 
 
 LONG = (*SMALL, "train.steps=40", "checkpoint.every=25", "dataset.flip=true", "adapter.dropout=0.1")
@@ -527,7 +529,7 @@ def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
         path.unlink()
     assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "which is not whole" in told[0]
+    assert len(told) == 1 and "which is incomplete" in told[0]
 
 
 CURVE = """

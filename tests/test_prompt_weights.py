@@ -143,7 +143,7 @@ def test_doubtful_weights_are_told(job: Callable, pictures: Path, tmp_path: Path
     for more, told in (([], False), (["dataset.shuffle_tags=true"], True), (["dataset.tag_dropout=0.1"], True)):
         warnings = " ".join(plans.make(job(*weights, *more)).images.warnings)
         assert "a weight above 10, such as 'a (cat:30)'" in warnings
-        assert ("have a bracket around several tags, such as '(red hair" in warnings) == told
+        assert ("have brackets around several tags, such as '(red hair" in warnings) == told
 
 
 @pytest.mark.parametrize(

@@ -108,19 +108,23 @@ def test_a_run_becomes_a_private_repository_with_card_and_samples(
 @pytest.mark.parametrize(
     ("token", "repo", "words"),
     [
-        (None, "ada/x", ["no token", "settings/tokens", "hf auth login"]),
+        (None, "ada/x", ["no Hugging Face token", "settings/tokens", "hf auth login"]),
         ("hf_wrong", "ada/x", ["does not accept the token"]),
-        (TOKEN, "ada/x", ["may not write to ada/x", "write access"]),
-        (TOKEN, "eve/x", ["may not write to ada/x".replace("ada", "eve"), "may not write to eve.", "ada, club"]),
-        (WRITER, "eve/x", ["may not write to eve.", "Choose one of: ada, club"]),
-        (WRITER, "press/x", ["may not write to press."]),
-        (NARROW, "ada/x", ["token of this machine may not write to ada/x"]),
+        (TOKEN, "ada/x", ["no write access to ada/x", "write access"]),
+        (
+            TOKEN,
+            "eve/x",
+            ["no write access to ada/x".replace("ada", "eve"), "has no write access to eve.", "ada, club"],
+        ),
+        (WRITER, "eve/x", ["has no write access to eve.", "Choose one of: ada, club"]),
+        (WRITER, "press/x", ["has no write access to press."]),
+        (NARROW, "ada/x", ["token of this machine has no write access to ada/x"]),
         (NARROW, "club/x", []),
         (WRITER, "club/taken", ["club/taken exists already"]),
         (STRANGER, "x", []),
-        (WRITER, "a b", ["is no name of a repository"]),
-        (WRITER, "a/b/c", ["is no name of a repository"]),
-        (WRITER, "../x", ["is no name of a repository"]),
+        (WRITER, "a b", ["is not a valid repository name"]),
+        (WRITER, "a/b/c", ["is not a valid repository name"]),
+        (WRITER, "../x", ["is not a valid repository name"]),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_sent(
@@ -141,12 +145,12 @@ def test_what_is_missing_is_said_before_anything_is_sent(
 def test_no_option_is_left_unheeded(ask: Callable, hub: HubServer, login: Callable, run: Path, tmp_path: Path) -> None:  # noqa: F811
     login(WRITER)
     hub.add("bob/taken", run / "export")
-    with pytest.raises(UserError, match="does not make it public"):
+    with pytest.raises(UserError, match="cannot make it public"):
         uploads.check("bob/taken", public=True, update=True)
     (tmp_path / "kit").mkdir()
     (tmp_path / "kit/README.md").write_text("a card", encoding="utf-8")
     code, _, wrong = ask("push", tmp_path / "kit", "bob/new", "--strength", "0.8", "--title", "x")
-    assert code == 2 and "leave out title, strength" in wrong
+    assert code == 2 and "remove title, strength" in wrong
     assert not [request for request in hub.seen() if request.method in SENDING]
 
 
@@ -209,7 +213,7 @@ def test_the_page_checks_first_and_shows_the_upload_of_its_run(
     options = {"public": False, "update": False}
     texts = {"title": "--json", "trigger": "", "description": "a\nb", "license": ""}
     login(TOKEN)
-    with pytest.raises(UserError, match="may not write"):
+    with pytest.raises(UserError, match="no write access"):
         hub_uploads.start(ui, run, "zibo", texts, **options)
     assert hub_uploads.render_newest(ui, run) == "", "nothing was queued"
     login(WRITER)

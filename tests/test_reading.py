@@ -142,7 +142,7 @@ def test_a_folder_of_run_with_a_pipe_in_it_is_listed(tmp_path: Path) -> None:
 def test_keys_of_many_parts_are_refused_before_they_are_parsed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "[[" not in text[:8] and "{a=" not in text and "x = [" not in text:
         monkeypatch.setattr(tomllib, "loads", lambda text: pytest.fail("parsed, for minutes"))
-    with pytest.raises(UserError, match="not valid TOML: (a key of more than 20 parts|nested)"):
+    with pytest.raises(UserError, match="not valid TOML: (a key has more than 20 parts|.* nested)"):
         config.loads(text)
 
 
@@ -194,4 +194,4 @@ def test_a_pipe_as_settings_is_one_line_of_the_command(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
-    assert "a.toml: cannot be read (not a regular file)" in capfd.readouterr().err
+    assert "a.toml: the file cannot be read (this is not a regular file)" in capfd.readouterr().err

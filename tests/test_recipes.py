@@ -93,7 +93,7 @@ def test_a_larger_gpu_is_never_slower_and_a_refusal_names_one_that_would_do(fami
             job.train.accumulate,
         )
         if fit.problem:
-            named = re.search(r"One of (\d+) GB would do", fit.problem)
+            named = re.search(r"A GPU of (\d+) GB is enough", fit.problem)
             larger = [other for other in recipes.CARDS if other > card and not recipes.fit_card(family, other).problem]
             assert (int(named[1]) if named else None) == (larger[0] if larger else None)
     assert [cost[card] for card in recipes.CARDS] == sorted(cost.values(), reverse=True)
@@ -341,7 +341,7 @@ def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -
     for card, frames in {8: [5], 12: [9], 16: [17]}.items():
         small = {value.key: value for value in dataset_recipe.values("object", "hunyuan_video", pictures, card=card)}
         assert small["dataset.frames"].value == frames, card
-        assert (f"as 17 do not fit a GPU of {card} GB" in small["dataset.frames"].why) == (frames != [17])
+        assert (f"because 17 frames do not fit a GPU of {card} GB" in small["dataset.frames"].why) == (frames != [17])
     described = "\n".join(short_config.describe(wishes, pictures))
     assert f"on 24 GB, with clips of 17 frames: {recipes.gib(fit.peak or 0)} GiB at most" in described
     for wrong in (tmp_path / "none", tmp_path / "img" / "2_other" / "0.PNG"):
@@ -388,7 +388,10 @@ def test_new_lists_all_wrong_options_at_once(ask: Callable, tmp_path: Path) -> N
     code, _, err = ask("new", tmp_path / "x.toml", *folders, "--card", 10, "--goal", "foo", "--base", "no.safetensors")
     assert code == 2 and err.startswith("new: 5 problems\n") and not (tmp_path / "x.toml").exists()
     assert all(f"folder {path} does not exist" in err for path in absent)
-    assert all(text in err for text in ("--card 10", "--goal foo: a recipe takes", "'no.safetensors' does not exist"))
+    assert all(
+        text in err
+        for text in ("--card 10", "--goal foo: there is no such goal for a recipe", "'no.safetensors' does not exist")
+    )
     code, _, err = ask("recipes", "sdxl", *folders, "--card", 10)
     assert code == 2 and err.startswith("recipes: 3 problems\n")
 
@@ -405,7 +408,7 @@ def test_new_is_short_and_checks_clean_for_every_family(
     monkeypatch.chdir(tmp_path)
     edits = ["--controls", images / "before"] if families.get(family).controls[0] else []
     code, out, err = ask("new", "角色 一.toml", "--family", family, "--images", images / "after", "--card", 24, *edits)
-    assert (code, err) == (0, "") and "16 images (captions of tags)" in out
+    assert (code, err) == (0, "") and "16 images (captions are tags)" in out
     text = Path("角色 一.toml").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 160
     written = tomlkit.parse(text)
@@ -451,9 +454,14 @@ def test_new_adds_toml_and_names_the_file_that_it_wrote(
 def test_new_refuses_what_cannot_be(ask: Callable, tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     wrong = {
-        ("--goal", "edit", "--family", "sdxl"): "--goal edit: Stable Diffusion XL takes character | style |",
-        ("--goal", "character", "--family", "qwen_image_edit"): "takes edit",
-        ("--card", "10"): "--card 10: not among 8 | 12 | 16 | 24 | 48 | 80 GB",
+        (
+            "--goal",
+            "edit",
+            "--family",
+            "sdxl",
+        ): "--goal edit: there is no such goal for Stable Diffusion XL; accepted: character | style |",
+        ("--goal", "character", "--family", "qwen_image_edit"): "accepted: edit",
+        ("--card", "10"): "--card 10: there is no recipe for this size; accepted: 8 | 12 | 16 | 24 | 48 | 80 GB",
         ("--images", str(tmp_path / "none")): "does not exist",
         ("--base", str(ROOT / "README.md")): "README.md",
     }
@@ -487,7 +495,11 @@ def test_the_list_of_recipes_heeds_goal_and_card(ask: Callable) -> None:
     assert 0 < len(small) < sum("edit" in row["goals"] for row in rows.values())
     code, out, err = ask("recipes", "--goal", "x", "--card", "7", "--images", "pictures")
     assert code == 2 and not out and err.startswith("recipes: 3 problems\n")
-    assert "--goal x: a recipe takes character | style" in err and "--card 7: " in err and "--images: " in err
+    assert (
+        "--goal x: there is no such goal for a recipe; accepted: character | style" in err
+        and "--card 7: " in err
+        and "--images: " in err
+    )
     assert ask("recipes", "sdxl", "--goal", "x")[2].startswith("recipes: 1 problem\n")
 
 
@@ -531,14 +543,16 @@ def test_new_asks_in_a_terminal_shows_the_plan_and_offers_to_start(images: Path,
     try:
         offered = terminal.answer("Number or name [character]:", "nonsense")
         assert "What do you want to train?" in offered and "edit" in offered
-        assert "nonsense: give a number from 1 to 5" in terminal.answer("Number or name [character]:", "2")
+        assert "nonsense: this is neither a number from 1 to 5" in terminal.answer("Number or name [character]:", "2")
         offered = terminal.answer("Number or name [sdxl]:", "flux")
         assert "FLUX.1" in offered and "Qwen-Image-Edit" not in offered, "families that cannot learn a style"
         terminal.answer("Its Hugging Face id, folder or file [black-forest-labs/FLUX.1-dev]:", "")
         assert "80 GB" in terminal.answer("Number or name [24]:", "16")
         terminal.answer("Folder with the images:", "not here")
         assert "folder not here does not exist" in terminal.answer("Folder with the images:", str(images / "after"))
-        assert "16 images" in terminal.answer("Trigger word, which the base does not know (Enter: none) []:", "zibo")
+        assert "16 images" in terminal.answer(
+            "Trigger word that the base model does not know yet (Enter: none) []:", "zibo"
+        )
         terminal.answer("Config file to write [my-lora.toml]:", "画风")
         plan = terminal.answer("Start the training now? [y/N]:", "n")
         assert "800 steps: 14 images x 40 times / 2 a step = 280" in plan and "FLUX.1 on 16 GB: " in plan

@@ -147,7 +147,7 @@ def test_a_training_over_ssh(
             call("remote", "cancel", NAME)
             wait_until(lambda: trainer.is_sent(signal.SIGTERM))
         follower.join()
-        assert "ssh cannot connect, or lost the connection" in lost[0]
+        assert "ssh connection failed or was lost" in lost[0]
         assert views[0].state == "stopped" and views[0].exit_code == 75
         steps = [event["step"] for event in events if event["event"] == "step"]
         assert steps == list(range(1, len(steps) + 1)) and 2 <= len(steps) < STEPS
@@ -220,7 +220,7 @@ def test_a_training_on_two_nodes_of_slurm(send: Callable, tmp_path: Path, monkey
     """A process on each, started by torchrun. Cancelled: saved, and not in the queue again; resumed by hand."""
     with servers.slurm_cluster(monkeypatch) as cluster:
         two = ("--nodes", "2", "--gpus-per-node", "1", "--set")
-        with pytest.raises(UserError, match="shared out among 2 processes"):
+        with pytest.raises(UserError, match="divided among 2 processes"):
             send("slurm", *two, "train.batch_size=1", name="two nodes")
         other = send("slurm", *two, "train.batch_size=2", name="two nodes")
         with held_in_training(Path(other["folder"]) / "runs/two nodes"):
@@ -275,18 +275,34 @@ def test_mistakes_are_told_in_one_sentence(
     with servers.ssh_server(tmp_path / "ssh", monkeypatch) as server:
         port = servers.free_port()
         for to, options, expected in (
-            (f"ssh:127.0.0.1:{port}", (), r"ssh cannot connect, or lost the connection \(.*Connection refused\)"),
-            ("ssh:nobody@127.0.0.1", (), "ssh cannot connect.*Permission denied"),
-            ("ssh:machine", ("--setup", "PATH="), "tar is missing there"),
-            ("ssh:machine", (), "lora-fp8 is not installed there, or not on the PATH. Install it"),
-            ("ssh:machine", ("--setup", "lora-fp8() { echo lora-fp8 0.0.9; }"), "lora-fp8 0.0.9 is installed there"),
-            ("slurm:machine", ("--setup", "command() { [ $2 != sbatch ]; }"), "sbatch is missing there"),
-            ("ssh:machine", ("--setup", "export HF_TOKEN=hf_abc"), "HF_TOKEN would be written into a file there"),
-            ("ssh:machine", ("--setup", "lora-fp8() { :; }", "--base", "/no/such"), "/no/such does not exist there"),
+            (f"ssh:127.0.0.1:{port}", (), r"the ssh connection failed or was lost \(.*Connection refused\)"),
+            ("ssh:nobody@127.0.0.1", (), "ssh connection failed.*Permission denied"),
+            ("ssh:machine", ("--setup", "PATH="), "tar is missing on that machine"),
+            ("ssh:machine", (), "lora-fp8 is not installed on that machine, or not on its PATH. Install it"),
+            (
+                "ssh:machine",
+                ("--setup", "lora-fp8() { echo lora-fp8 0.0.9; }"),
+                "lora-fp8 0.0.9 is installed on that machine",
+            ),
+            ("slurm:machine", ("--setup", "command() { [ $2 != sbatch ]; }"), "sbatch is missing on that machine"),
+            (
+                "ssh:machine",
+                ("--setup", "export HF_TOKEN=hf_abc"),
+                "HF_TOKEN would be written to a file on that machine",
+            ),
+            (
+                "ssh:machine",
+                ("--setup", "lora-fp8() { :; }", "--base", "/no/such"),
+                "/no/such does not exist on that machine",
+            ),
             ("ssh:machine", ("--time", "1:00"), "--time has no effect with --to ssh"),
             ("ssh:machine", ("--priority", "1"), "--priority has no effect with --to"),
             ("ssh:machine", ("--folder", "$HOME/x"), "variables are not expanded"),
-            ("ssh:nobody@127.0.0.1", ("--env", "NOT_SET"), "NOT_SET is passed on"),  # before any machine is asked
+            (
+                "ssh:nobody@127.0.0.1",
+                ("--env", "NOT_SET"),
+                "environment variable NOT_SET",
+            ),  # before any machine is asked
             ("slurm", ("--sbatch", "output=x"), "the script sets output itself"),
             ("sky", ("--gpus-per-node", "1"), "--to sky needs --accelerator"),
         ):
@@ -299,7 +315,7 @@ def test_mistakes_are_told_in_one_sentence(
     with pytest.raises(UserError, match="only with --to"):
         call("submit", str(tmp_path / f"{NAME}.toml"), "--nodes", "2")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="ssh is not installed here"):
+    with pytest.raises(UserError, match="ssh is not installed on this machine"):
         send("ssh:machine")
     assert not handle.load_all()
     there = tmp_path / "there, 那里 'x'"
@@ -324,7 +340,7 @@ def test_what_fails_while_sending_leaves_nothing(
     with servers.slurm_cluster(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(submit, "ROOM", 1 << 60)
-            with pytest.raises(UserError, match="the disk there is too full: .* are to be sent"):
+            with pytest.raises(UserError, match="the disk of that machine is too full: .* are to be sent"):
                 send("slurm")
         with monkeypatch.context() as patch:
             patch.setattr(package._Hashing, "digest", "0" * 64)
@@ -337,7 +353,10 @@ def test_what_fails_while_sending_leaves_nothing(
 
 def test_an_empty_list_names_the_command_that_fills_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORA_FP8_HOME", str(tmp_path / "home"))
-    assert call("remote") == "nothing here yet; `lora-fp8 submit CONFIG --to ssh:HOST` sends a training\n"
+    assert (
+        call("remote")
+        == "there are no jobs on other machines yet; `lora-fp8 submit CONFIG --to ssh:HOST` sends a training\n"
+    )
     assert json.loads(call("remote", "--json")) == []
 
 
@@ -377,7 +396,7 @@ def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
     plan = submit.Plan(
         machine.Target("ssh", "host"), script.RemoteJob("full", "runs/x", "ssh"), sent, "~/jobs", tmp_path
     )
-    with pytest.raises(UserError, match="handle.json: cannot be written"):
+    with pytest.raises(UserError, match="handle.json: the file cannot be written"):
         submit.submit(plan)
     assert removed[1:] == [f"{tmp_path}/full"]
 
@@ -449,7 +468,7 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     options = ("--accelerator", "L40S", "--install", "pip install x", "--env", "HF_TOKEN", "--setup", "true")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    with pytest.raises(UserError, match="HF_TOKEN is passed on"):
+    with pytest.raises(UserError, match="environment variable HF_TOKEN"):
         call("submit", str(file), "--to", "sky", *options)
     assert not (tmp_path / "words").exists(), "a machine costs money"
     monkeypatch.setenv("HF_TOKEN", "hf_value")
@@ -500,7 +519,7 @@ def test_a_list_of_files_that_cannot_be_read_is_said(
     listed = f"{size} ./config.toml\0\n{'0' * 64}  ./config.toml\0".encode()
     monkeypatch.setattr(machine.Machine, "run", lambda self, script: machine.Answer(0, listed, ""))
     job = handle.Handle("x", "ssh", "", str(tmp_path), "runs/x", str(tmp_path / "here"))
-    with pytest.raises(RunFailure, match="list of the run's files there cannot be read"):
+    with pytest.raises(RunFailure, match="list of the run's files cannot be read"):
         fetch._list(job)
 
 
@@ -653,7 +672,9 @@ def test_a_job_that_is_started_again_gets_the_variables_that_it_got(
 
     monkeypatch.setattr(machine.Machine, "run", run)
     handle.update(job, secrets=("WORD",))
-    with pytest.raises(UserError, match=r"WORD is passed on to the job from here \(--env\), where it is not set"):
+    with pytest.raises(
+        UserError, match=r"the job needs the environment variable WORD of this machine \(--env\), which is not set here"
+    ):
         resume()
     monkeypatch.setenv("WORD", "old-value")
     monkeypatch.setenv("OTHER", "other-value")
@@ -759,12 +780,12 @@ def test_a_run_is_fetched_into_its_own_folder_only(
     here.mkdir(parents=True)
     (here / "photo.png").write_text("mine", encoding="utf-8")
     before = tree_hash(tmp_path / "here")
-    with pytest.raises(UserError, match="needs a folder that is absent or empty"):
+    with pytest.raises(UserError, match="needs a new or empty folder"):
         fetch.fetch(job)
     (here / "photo.png").unlink()
     other = Run.create(here, "")
     other.close()
-    with pytest.raises(UserError, match="another run is here"):
+    with pytest.raises(UserError, match="the folder of another run"):
         fetch.fetch(job)
     assert before.keys() == {"x/photo.png"} and not (here / "verify.json").exists()
     ownership.remove(here)
@@ -782,7 +803,7 @@ def test_a_run_is_fetched_into_its_own_folder_only(
     job = handle.load("x")
     (there / "verify.json").write_text("newest", encoding="utf-8")
     (here / "verify.json").write_text("changed by me", encoding="utf-8")
-    with pytest.raises(UserError, match="verify.json changed both here and there"):
+    with pytest.raises(UserError, match="verify.json changed on both machines"):
         fetch.fetch(job)
     (here / "verify.json").unlink()
     (here / "samples/step-000002-0.png").unlink()
@@ -848,7 +869,7 @@ def test_a_fetch_that_is_killed_is_no_change_of_the_users(
     assert [path.name for path in here.parent.iterdir()] == ["x"]
     (here / "verify.json").write_text("mine", encoding="utf-8")
     (there / "verify.json").write_text("newest", encoding="utf-8")
-    with pytest.raises(UserError, match="verify.json changed both here and there"):
+    with pytest.raises(UserError, match="verify.json changed on both machines"):
         fetch.fetch(handle.load("x"))
 
 
@@ -875,7 +896,7 @@ def test_a_run_is_fetched_by_one_command_at_a_time(tmp_path: Path, monkeypatch: 
     (tmp_path / "job/exit").write_text("0", encoding="utf-8")
     with open(tmp_path / "home/remote/x" / handle.FETCH_LOCK, "ab") as lock:
         assert try_lock(lock)
-        with pytest.raises(UserError, match="x is being fetched already"):
+        with pytest.raises(UserError, match="already fetching x"):
             fetch.fetch(job)
     assert not (tmp_path / "here").exists()
     fetch.fetch(job)
@@ -900,7 +921,7 @@ def test_a_hostile_archive_is_refused(kind: str, tmp_path: Path) -> None:
     inside = tmp_path / "inside"
     inside.mkdir()
     wanted = {GOOD: fetch.Entry(4, hashlib.sha256(b"good").hexdigest())}
-    with pytest.raises(RunFailure, match="was not asked for|arrived with other bytes"):
+    with pytest.raises(RunFailure, match="was not requested|arrived damaged"):
         fetch.unpack(archive, wanted, inside, set())
     assert [path.name for path in tmp_path.iterdir()] == ["inside"] and not Path("/tmp/evil").exists()
     assert not any(path.is_symlink() for path in inside.rglob("*"))

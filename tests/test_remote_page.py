@@ -98,7 +98,7 @@ def test_what_goes_wrong_stays_on_the_card(ui: Ui, tmp_path: Path, monkeypatch: 
     wait_until(lambda: "Its files are on that machine" in remote_jobs.render(ui), lambda: remote_jobs.render(ui))
     assert list_buttons(remote_jobs.render(ui)) == ["fetch"]
     press(ui, "cancel")
-    wait_until(lambda: "x: is not running" in remote_jobs.render(ui), lambda: remote_jobs.render(ui))
+    wait_until(lambda: "x is not running" in remote_jobs.render(ui), lambda: remote_jobs.render(ui))
     assert "Its files are on" not in remote_jobs.render(ui) and list_buttons(remote_jobs.render(ui)) == ["fetch"]
 
     def lost(job: handle.Handle) -> control.View:

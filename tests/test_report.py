@@ -219,9 +219,9 @@ def test_what_is_not_finite_is_an_error_that_names_the_layer(bad: float) -> None
     with pytest.raises(ValueError, match=r"^b: its input has NaN or infinity"):
         report.layer_errors(denoiser, stream(net), captured, DTYPE)
     net.c.weight.data[5, 9] = bad
-    with pytest.raises(ValueError, match=r"^c: weight has NaN or infinity"):
+    with pytest.raises(ValueError, match=r"^c: the weight has NaN or infinity"):
         report.layer_errors(denoiser, stream(net), {}, DTYPE)
-    with pytest.raises(ValueError, match=r"^c: weight has NaN or infinity"):
+    with pytest.raises(ValueError, match=r"^c: the weight has NaN or infinity"):
         held(net)
 
 
@@ -266,12 +266,12 @@ def test_for_people() -> None:
     errors = measured(plant(Net(), "c", "tiny"), bound=0.2, **FORMS["fp8 none"])
     lines = report.table(errors, limit=2)
     assert lines[0].split() == ["layer", "storage", "output", "feature", "weight", "to", "zero"]
-    assert lines[1].startswith("c ") and lines[-1] == "... and 3 layers with less; --json has them all"
+    assert lines[1].startswith("c ") and lines[-1] == "... and 3 layers with smaller errors; --json lists them all"
     assert report.totals(errors)[0].startswith("fp8 none: 5 layers, 0.1 MB")
     said = "\n".join(report.advice(errors, 0.2, {"a": "bf16"}))
     assert '[quantize.override]\n"^c" = "int8 1x128"\n"a" = "bf16"' in said
     assert report.advice(measured(Net(), bound=0.2), 0.2) == [
-        "no layer is above quantize.sensitivity_bound = 0.2: nothing to do"
+        "no layer is above quantize.sensitivity_bound = 0.2: there is nothing to do"
     ]
 
 
@@ -457,13 +457,13 @@ def test_what_the_user_set_stays_and_is_told(job, spoiled) -> None:
     session = replace(session, run=UnwrittenRun(told.append), processes=Other(True))
     assert measure.find_layers_to_move(session, resume=False) == []
     (warned,) = [event["text"] for event in told if event["event"] == "warning"]
-    assert PLANTED["sd15"] in warned and "as quantize.override says" in warned
+    assert PLANTED["sd15"] in warned and "as quantize.override requires" in warned
 
 
 def test_a_bound_below_the_storage_itself_is_told(job) -> None:
     bound = ("quantize.storage=nf4", "quantize.sensitivity=auto", "quantize.sensitivity_bound=0.03", "train.steps=1")
     done = train.run(job(*bound), progress=False).run
-    assert any("is below what nf4 itself costs" in event["text"] for event in events(done, "warning"))
+    assert any("is below the error of nf4 itself" in event["text"] for event in events(done, "warning"))
     assert events(done, "sensitivity")[0]["worst"] <= 0.03
 
 

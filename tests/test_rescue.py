@@ -82,8 +82,8 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
     monkeypatch.setenv("LORA_FP8_HOME", str(queue.home))
     for arguments, code, words in (
         (["jobs"], 2, "`lora-fp8 jobs --rescue`"),
-        (["jobs", "--rescue"], 0, "5 jobs are back: 2 wait, 3 have ended"),
-        (["jobs", "--rescue"], 2, "is not damaged; there is nothing to rescue"),
+        (["jobs", "--rescue"], 0, "5 jobs are restored: 2 are waiting, 3 have ended"),
+        (["jobs", "--rescue"], 2, "is not damaged, so there is nothing to restore"),
     ):
         monkeypatch.setattr(sys, "argv", ["lora-fp8", *arguments])
         with pytest.raises(SystemExit) as end:
@@ -203,7 +203,7 @@ def test_a_worker_whose_folder_was_deleted_ends_in_one_line(
 
     monkeypatch.setattr(made, "tick", tick)
     made.run()  # would go on for ever
-    assert said[-1] == f"worker: leaving; its folder {queue.home} was moved or deleted" and len(said) == 2
+    assert said[-1] == f"worker: exiting; its folder {queue.home} was moved or deleted" and len(said) == 2
     assert (queue.home / "worker.json").exists() is False
 
 

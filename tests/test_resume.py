@@ -265,7 +265,7 @@ def test_a_corrupt_newest_checkpoint_costs_two_steps_and_no_bit(
     broken.write_bytes(data)
     run(job, resume=True)
     assert [event["step"] for event in events(job, "resume")] == [2]
-    assert any("step-000004 passed over" in event["text"] for event in events(job, "warning"))
+    assert any("step-000004 was skipped" in event["text"] for event in events(job, "warning"))
     assert outcome(job, tree_hash) == whole[1]
 
 
@@ -275,7 +275,7 @@ def test_all_checkpoints_corrupt_is_a_failure_not_a_fresh_start(make_job, tmp_pa
     for path in (folder_of(job) / "checkpoints").glob("step-*/manifest.json"):
         path.write_text("{}", encoding="utf-8")
     before = tree_hash(folder_of(job) / "checkpoints")
-    with pytest.raises(RunFailure, match="none is whole"):
+    with pytest.raises(RunFailure, match="checkpoints are incomplete"):
         run(job, resume=True)
     assert tree_hash(folder_of(job) / "checkpoints") == before
 
@@ -382,7 +382,7 @@ def test_another_learning_rate_is_told_and_applies(make_job, tmp_path, settings,
     job = make_job(tmp_path, *settings, "optimizer.lr=5e-4", "adapter.init_from=other.safetensors")
     run(job, resume=True)
     (idle,) = [event["text"] for event in events(job, "warning") if "init_from" in event["text"]]
-    assert idle == "adapter.init_from has no effect: the run goes on from its own checkpoint"
+    assert idle == "adapter.init_from has no effect: the run continues from its own checkpoint"
     (warning,) = [event["text"] for event in events(job, "warning") if "optimizer.lr:" in event["text"]]
     assert "0.001 -> 0.0005" in warning
     assert {e["step"]: e["lr"] for e in events(job, "step")}[4] == pytest.approx(5e-4 * 1.4)
@@ -403,7 +403,7 @@ def test_other_changed_settings_are_told(make_job, tmp_path, settings, stopped, 
     shutil.copytree(folder_of(stopped), tmp_path / "runs" / "lora")
     job = make_job(tmp_path, *settings, change)
     run(job, resume=True)
-    told = [event["text"] for event in events(job, "warning") if "applies from now on" in event["text"]]
+    told = [event["text"] for event in events(job, "warning") if "used from now on" in event["text"]]
     assert len(told) == 1 and f"{change.partition('=')[0]}: " in told[0]
 
 
@@ -413,7 +413,7 @@ def test_another_base_at_the_same_place_is_told(make_job, tmp_path, settings, st
     miniatures.save("sd15", tmp_path / "other", seed=1)
     job = make_job(tmp_path, *settings, f"model.path='{tmp_path / 'other'}'")
     run(job, resume=True)
-    assert [event["text"] for event in events(job, "warning") if "its training adapter is another" in event["text"]]
+    assert [event["text"] for event in events(job, "warning") if "its training adapter differs" in event["text"]]
 
 
 def test_a_moved_base_and_pictures_are_no_change(make_job, tmp_path, settings, stopped, whole, tiny, pictures):
@@ -450,7 +450,7 @@ def test_a_checkpoint_is_exported_without_its_pictures_and_that_is_told(make_job
     before = payloads(job)
     shutil.rmtree(mine)
     assert len(finish.export_run(folder_of(job), [])) == 2 and payloads(job) == before
-    assert "1 problem with the pictures" in capsys.readouterr().err
+    assert "1 problem with the images" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [("2", 2), ("0.4", 3), ("0.5", 3)])
@@ -475,8 +475,8 @@ def test_changed_pictures_are_told(make_job, tmp_path, settings, pictures):
     (mine / "d.jpg").unlink()
     run(job, resume=True)
     told = [event["text"] for event in events(job, "warning")]
-    begin = next(i for i, text in enumerate(told) if "pictures, captions or buckets changed" in text)
-    assert "no longer those of an uninterrupted run" in told[begin]
+    begin = next(i for i, text in enumerate(told) if "images, captions or buckets changed" in text)
+    assert "no longer bit-identical to that of an uninterrupted run" in told[begin]
     assert [text.replace(" the dataset since the checkpoint", "") for text in told[begin + 1 : begin + 5]] == [
         "removed from (2): c.png, d.jpg",
         "added to (1): z.png",

@@ -117,7 +117,7 @@ def test_permissions_follow_the_umask(tmp_path):
 def test_a_second_start_is_refused_and_names_the_holder(tmp_path):
     run = Run.create(tmp_path / "r", CONFIG)
     for resume in (False, True):
-        with pytest.raises(UserError, match=rf"process {os.getpid()} is training here.*lora-fp8 stop"):
+        with pytest.raises(UserError, match=rf"process {os.getpid()} is training in this folder.*lora-fp8 stop"):
             Run.create(tmp_path / "r", 'name = "other"\n', resume=resume)
     assert (tmp_path / "r" / "config.toml").read_text(encoding="utf-8") == CONFIG  # the refused one has changed nothing
     run.log_event("step", step=1, loss=0.5)
@@ -210,10 +210,14 @@ def test_a_folder_without_a_lock_is_not_alive(tmp_path):
 def test_what_this_user_may_not_read_is_not_taken_for_dead(tmp_path, no_privilege):
     with contextlib.closing(Run.create(tmp_path / "r", CONFIG)) as run:
         run.lock_file.chmod(0)
-        with pytest.raises(UserError, match=r"r/lock: cannot be read \(Permission denied\); ask as the user"):
+        with pytest.raises(
+            UserError, match=r"r/lock: the file cannot be read \(Permission denied\); use the account of the user"
+        ):
             Run.open(tmp_path / "r").alive()
         run.path.chmod(0)
-        with pytest.raises(UserError, match=r"r: cannot be read \(Permission denied\); ask as the user"):
+        with pytest.raises(
+            UserError, match=r"r: the file cannot be read \(Permission denied\); use the account of the user"
+        ):
             Run.open(tmp_path / "r")
         run.path.chmod(0o700)
 
@@ -236,7 +240,7 @@ def test_without_flock_a_byte_is_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "msvcrt", Stand, raising=False)
     run = Run.create(tmp_path / "r", CONFIG)
     assert Run.open(tmp_path / "r").alive() and Run.open(tmp_path / "r").alive()
-    with pytest.raises(UserError, match=f"process {os.getpid()} is training here"):
+    with pytest.raises(UserError, match=f"process {os.getpid()} is training in this folder"):
         Run.create(tmp_path / "r", CONFIG)
     run.close()
     assert not Run.open(tmp_path / "r").alive() and run.lock_file.stat().st_size < 100
@@ -272,7 +276,7 @@ def test_a_run_that_got_nowhere_may_be_started_again(tmp_path):
 
 def test_a_place_that_cannot_be_a_folder_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         Run.create(tmp_path / "file" / "r", CONFIG)
     with pytest.raises(UserError, match="not a run folder"):
         Run.open(tmp_path / "absent")
@@ -405,11 +409,13 @@ def test_a_read_only_place_is_the_users_mistake_and_readers_still_read(tmp_path,
     run.close()
     read_only(tmp_path)
     for name, resume in (("new", False), ("old", True)):
-        with pytest.raises(UserError, match=f"{name}: the run folder cannot be made or written .Read-only file system"):
+        with pytest.raises(
+            UserError, match=f"{name}: the run folder cannot be created or written .Read-only file system"
+        ):
             Run.create(tmp_path / name, CONFIG, resume=resume)
     run = Run.open(tmp_path / "old")
     assert [event["step"] for event in run.events()] == [1] and not run.alive()
-    with pytest.raises(UserError, match="control/stop: cannot be written .Read-only file system"):
+    with pytest.raises(UserError, match="control/stop: the file cannot be written .Read-only file system"):
         run.request("stop")
 
 

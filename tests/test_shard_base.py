@@ -210,7 +210,7 @@ def test_each_process_holds_half_of_the_base(runs):
     counted = count_shared_bytes(build_denoiser(job, make_family(job)), 2)
     assert counted.part == held[0][0]  # the estimate, by real tensors
     model = next(event for event in Run.open(folder_of(runs["shared"][0])).events() if event["event"] == "model")
-    assert any(line.startswith("2 processes share the base: each holds ") for line in model["memory"])
+    assert any(line.startswith("2 processes share the base model: each stores ") for line in model["memory"])
 
 
 def test_the_estimate_counts_what_one_process_holds(job):
@@ -256,7 +256,9 @@ def test_offloading_excludes_it(job):
 def test_a_model_without_repeated_blocks_is_refused(job, monkeypatch):
     monkeypatch.setattr(FluxTransformer2DModel, "_repeated_blocks", [])
     monkeypatch.setattr(FluxTransformer2DModel, "_no_split_modules", None)
-    with pytest.raises(UserError, match="FluxTransformer2DModel names no repeated blocks; use memory.shard_base = fal"):
+    with pytest.raises(
+        UserError, match="FluxTransformer2DModel has no list of repeated blocks; use memory.shard_base = fal"
+    ):
         planning.make(job(SHARD, family="flux"))
     planning.make(job(family="flux"))
 

@@ -91,7 +91,7 @@ def test_files_alone_are_the_model_of_the_folder(made, family):
     if family not in ("sd2", "sdxl"):  # their checkpoints hold layers and tensors that nothing reads
         assert one.text_bytes() == whole.text_bytes()
     assert one.vae_bytes() == whole.vae_bytes()
-    found = [warning for warning in one.warnings if "these parts were found" in warning]
+    found = [warning for warning in one.warnings if "these components were found" in warning]
     assert len(found) == (family in APART)
     assert make(Family, file).folder == one.folder  # remembered
 
@@ -217,8 +217,11 @@ def test_wrong_files_are_reported_at_once(made):
     with pytest.raises(UserError) as caught:
         make(families.get("flux"), file, files=wrong)
     text = str(caught.value)
-    assert "model.files.text_encoder:" in text and "is not a CLIPTextModel, by its header" in text
-    assert "model.files.t5: FLUX.1 has the parts vae (AutoencoderKL), text_encoder (CLIPTextModel)" in text
+    assert "model.files.text_encoder:" in text and "is not that of a CLIPTextModel" in text
+    assert (
+        "model.files.t5: FLUX.1 has no such component; its components are vae (AutoencoderKL), text_encoder "
+        "(CLIPTextModel)"
+    ) in text
     assert "model.files.vae: '/nowhere/ae.safetensors' is not a file" in text
     assert "model.files.text_encoder_2" in text
 

@@ -85,11 +85,11 @@ def test_the_normal_form_stays_as_it_is(given: str) -> None:
 
 
 WRONG = {
-    f"{HF}/datasets/owner/name": "no model on Hugging Face",
-    f"{HF}/spaces/owner/name": "no model on Hugging Face",
+    f"{HF}/datasets/owner/name": "not a model on Hugging Face",
+    f"{HF}/spaces/owner/name": "not a model on Hugging Face",
     f"{HF}/models": "names no model",
     f"{MS}/models/owner": "names no model",
-    "https://example.com/owner/name": "elsewhere. Download the file",
+    "https://example.com/owner/name": "name'. Download the file",
     f"{CIVITAI}/user/someone": "not the page of a Civitai model",
     "civitai:pony": "no version",
 }
@@ -123,7 +123,7 @@ def test_the_config_keeps_the_normal_form() -> None:
     assert config.loads(config.dumps(job)) == job
     assert load(f"{HF}/owner/name/tree/fp16", "fp16").model.revision == "fp16"
     assert load("./owner/name").model.path == "./owner/name"
-    with pytest.raises(UserErrors, match="names the revision 'fp16', and model.revision is 'main'"):
+    with pytest.raises(UserErrors, match="names the revision 'fp16', but model.revision is 'main'"):
         load(f"{HF}/owner/name/tree/fp16", "main")
     with pytest.raises(UserErrors) as caught:
         load("https://example.com/x")

@@ -189,11 +189,11 @@ def test_both_spellings_of_diffusers_files_are_read():
 
 def test_other_parts_of_a_text_encoder_are_named():
     Family = families.get("sdxl")
-    with pytest.raises(UserError, match="lora_te2_text_projection: no layer of CLIP's text_encoder_2"):
+    with pytest.raises(UserError, match="lora_te2_text_projection: CLIP's text_encoder_2 has no layer"):
         pair = {"lora_down.weight": torch.ones(1, 8), "lora_up.weight": torch.ones(8, 1)}
         tensors = {f"lora_te2_text_projection.{end}": tensor for end, tensor in pair.items()}
         layouts.from_layout(tensors, Family, Family.reference_config)
-    with pytest.raises(UserError, match="lora_te3_.*: not names that a LoRA of the transformer, text_encoder has"):
+    with pytest.raises(UserError, match="lora_te3_.*: a LoRA of the transformer, text_encoder has no such names"):
         tensors = {f"lora_te3_encoder_block_0_layer_0_SelfAttention_q.{end}": t for end, t in pair.items()}
         tensors["lora_unet_double_blocks_0_img_attn_proj.lora_down.weight"] = torch.ones(1, 8)
         layouts.from_layout(tensors, families.get("flux"), families.get("flux").reference_config)
@@ -648,7 +648,7 @@ def test_a_single_file_without_text_encoders_is_told(tmp_path):
     save_file(original_layout(Family, base), tmp_path / "one.safetensors")
     family = make(Family, base)
     file = as_file(family, text_and_denoiser_lora(family), tmp_path / "lora.safetensors")
-    with pytest.raises(UserError, match="one.safetensors holds no text_encoder, .* merge into a diffusers folder"):
+    with pytest.raises(UserError, match="one.safetensors has no text_encoder, .* merge into a diffusers folder"):
         merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), tmp_path / "x.safetensors", components=str(base))
 
 

@@ -148,7 +148,7 @@ def test_a_report_lists_the_layers_that_lose_most() -> None:
     *worst, others, left_out, total = report.lines()
     assert [line.rpartition(" ")[2] for line in worst] == [f"layer{number:02}" for number in range(29, 19, -1)]
     assert others == "20 other layers keep 98.1000% or more each"
-    assert left_out == "5 layers are left out, because their delta is zero: zero0, zero1, zero2 and 2 more"
+    assert left_out == "5 layers are not written, because their deltas are zero: zero0, zero1, zero2 and 2 more"
     assert total.startswith("30 layers at rank 2 keep ")
     assert len(report.to_json()["layers"]) == 30 and report.to_json()["dropped"] == dropped
     assert len(resize.Report(rows[:10], []).lines()) == 11  # nothing about others where there are none
@@ -185,9 +185,9 @@ def test_diffusers_takes_ranks_that_differ_as_they_are(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"x.dora_scale": torch.ones(2)}, "x.dora_scale is not part of a plain LoRA"),
+        ({"x.dora_scale": torch.ones(2)}, "x.dora_scale does not belong to a plain LoRA"),
         ({"x.lora_down.weight": torch.ones(2, 3)}, "not the other half"),
-        ({"x.alpha": torch.ones(())}, "has alpha and no weights"),
+        ({"x.alpha": torch.ones(())}, "has an alpha, but no weights"),
     ],
 )
 def test_other_adapters_are_refused_by_name(
@@ -206,9 +206,9 @@ NAN, EMPTY, LOHA = torch.tensor(math.nan), torch.ones(6, 0), "x.hada_w1_a x.hada
 @pytest.mark.parametrize(
     ("change", "words", "told"),
     [
-        ({"x.alpha": torch.ones(2)}, "alpha that is not one number", False),
-        ({"x.alpha": torch.ones(0)}, "tensors without values", False),
-        ({"x.lora_down.weight": EMPTY, "x.lora_up.weight": EMPTY.T}, "tensors without values", False),
+        ({"x.alpha": torch.ones(2)}, "alpha that is not a single number", False),
+        ({"x.alpha": torch.ones(0)}, "empty tensors", False),
+        ({"x.lora_down.weight": EMPTY, "x.lora_up.weight": EMPTY.T}, "empty tensors", False),
         ({"x.lora_down.weight": torch.ones(6, 4).long()}, "whole or complex numbers", False),
         ({"x\n.lora_down.weight": torch.ones(6, 4)}, "names that cannot be printed: 'x\\n", False),
         ({"lora_unet_a.lora_up.weight": torch.ones(24, 5)}, "one rank", False),
@@ -242,7 +242,7 @@ def test_broken_files_are_refused_by_each_tool(
         code, _, said = ask(*arguments)
         assert code == (0 if told and arguments[0] == "inspect" else 2), (arguments, said)
         # Some look at names before shapes: of layers, and of pairs.
-        shapes = ("do not go together", "not names that a LoRA", "not a LoRA") if words == "one rank" else ()
+        shapes = ("different ranks", "do not match", "no such names", "not a LoRA") if words == "one rank" else ()
         assert not code or any(each in said for each in (words, *shapes)), (arguments, said)
         assert said.count("\n") == bool(code) and not out.exists(), (arguments, said)
     report = verify.check_file(path, family_name="sd15")
@@ -256,7 +256,7 @@ def test_float8_is_read_and_written_as_something_else(ask: Callable, file: Path,
     code, said, _ = ask("inspect", held)
     assert code == 0 and "float8_e4m3fn" in said
     code, _, said = ask("resize", held, "--rank", 6, "--output", out)
-    assert code == 2 and "say --dtype bf16" in said and not out.exists()
+    assert code == 2 and "choose --dtype bf16" in said and not out.exists()
     assert ask("resize", held, "--rank", 6, "--dtype", "fp32", "--output", out)[0] == 0
     assert rel(deltas(out)["lora_unet_a"], deltas(held)["lora_unet_a"]) < 1e-5
 
@@ -273,7 +273,7 @@ def test_sizes_and_files_that_mean_nothing(ask: Callable, file: Path, tmp_path: 
     zero = tmp_path / "zero.safetensors"
     save_file({name: tensor * name.endswith("alpha") for name, tensor in load_file(file).items()}, zero)
     for arguments, words in {
-        (file,): "--rank 16 or --energy",
+        (file,): "the target size is missing",
         (file, "--rank", -1): "at least 1",
         (file, "--energy", 1.5): "between 0 and 1",
         (file, "--rank", 2, "--dtype", "fp8"): "bf16, fp16, fp32",
@@ -319,12 +319,14 @@ def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path
     other = tmp_path / "other.safetensors"  # in one layout with the first, without a layer in common
     save_file(as_kohya(lora_for({"lora_unet_double": (48, 40)}), 1.0), other, {"ss_base_model_version": "flux1"})
     for arguments, words in {
-        (file,): "two LoRA files or more",
-        (file, peft): "files of one layout",
-        (file, wide): "not of one architecture",
-        (file, other): "lora.safetensors is for Stable Diffusion 1.5, other.safetensors for FLUX.1: only LoRAs of one",
+        (file,): "at least two LoRA files",
+        (file, peft): "files with the same layout",
+        (file, wide): "different architectures",
+        (file, other): (
+            "lora.safetensors is for Stable Diffusion 1.5, but other.safetensors is for FLUX.1: only LoRAs of one"
+        ),
         (f"{file}:nan", wide): "finite number",
-        (f"{file}:x", wide): f"{file}:x: a weight is a finite number other than 0, as in {file}:0.7",
+        (f"{file}:x", wide): f"{file}:x: the weight is not a finite number other than 0; write it as in {file}:0.7",
         (f"{file}2:x", wide): "no such file",
         (file, wide, "--family", "sd15"): "--into BASE",
     }.items():
@@ -540,11 +542,11 @@ def test_models_that_cannot_be_compared(ask: Callable, tiny: Callable[[str], Pat
     broken = shifted(tiny, "sd15", tmp_path / "broken", {query: torch.full((32, 32), torch.nan)})
     out = tmp_path / "out.safetensors"
     for other, more, words in (
-        (wide, ("--rank", 4), "not of one architecture"),
+        (wide, ("--rank", 4), "different architectures"),
         (broken, ("--rank", 4), "NaN or infinity"),
         (tiny("sdxl"), ("--rank", 4), "model.family = 'sd15'"),
         (tiny("sd15"), ("--rank", 4), "nothing to extract"),
-        (tiny("sd15"), (), "--rank 16 or --energy"),
+        (tiny("sd15"), (), "the target size is missing"),
         (tiny("sd15"), ("--rank", 4, "--layers", "nowhere"), "'nowhere'"),
     ):
         code, _, said = ask("extract", tiny("sd15"), other, "--family", "sd15", *more, "--output", out)
@@ -586,7 +588,7 @@ def test_files_that_cannot_be_averaged(ask: Callable, file: Path, tmp_path: Path
     save_file(as_kohya(lora_for(LAYERS, rank=2), 3.0), rank)
     out = tmp_path / "out.safetensors"
     for arguments, words in {
-        (file, other, "--output", out): "not all of the files have",
+        (file, other, "--output", out): "not all files have this layer",
         (file, rank, "--output", out): "--average delta",
         (file, file, "--output", out, "--half-life", -1): "--half-life",
         (file, file, "--output", out, "--average", "mean"): "factors, delta",

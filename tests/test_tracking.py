@@ -234,7 +234,7 @@ def test_a_service_that_fails_ends_no_training(fails: str, job: Callable[..., Jo
     events = result.run.events()
     warnings = [event["text"] for event in events if event["event"] == "warning" and "tracking" in event["text"]]
     assert warnings == [
-        f"tracking.to: {service.name} failed (no connection to the server). Training goes on without it."  # type: ignore[attr-defined]
+        f"tracking.to: {service.name} failed (no connection to the server). The training continues without it."  # type: ignore[attr-defined]
     ]
     assert events[-1]["event"] == "done" and len(service.list(fails)) == 1, "it is asked once, and the end is the end"
 

@@ -90,7 +90,7 @@ def test_a_disk_without_room_is_found_before_the_download(
 
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=repository.weights // 2))
-    with pytest.raises(UserError, match="no room"):
+    with pytest.raises(UserError, match="too full"):
         train.run(hub_job(), progress=False)
     assert hub.downloads() == []
 

@@ -164,7 +164,10 @@ def test_settings_of_one_reason_are_one_message() -> None:
     assert line == f"{both} have no effect with FLUX.1, which is trained with flow matching"
     masks = "objective = {unmasked_weight = 1.0}\n" + base.replace("'p'", "'p', mask = 'alpha'")
     assert unused.find_unused_settings(config.loads(masks)) == [
-        "dataset.folders.mask has no effect: objective.unmasked_weight = 1 counts the area outside the masks in full"
+        (
+            "dataset.folders.mask has no effect: objective.unmasked_weight = 1 gives the area outside the masks its "
+            "full weight"
+        )
     ]
     for used in ("dataset.follow_mask=true", "objective.prior_outside_masks=1.0"):
         assert unused.find_unused_settings(config.loads(masks, overrides=[used])) == []

@@ -262,7 +262,7 @@ def test_a_project_survives(command: str, work: Path, monkeypatch: pytest.Monkey
                 assert isinstance(result.exception, UserError), (arguments, result.output)
             if command in ("check", "estimate", "train", "submit") and arguments[0] == "project/config.toml":
                 told = str(result.exception)
-                assert "name=received" in arguments or "needs a folder that is absent or empty" in told, told
+                assert "name=received" in arguments or "needs a new or empty folder" in told, told
 
 
 def test_a_project_survives_the_page(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,12 +123,12 @@ def test_measuring_changes_nothing_and_resuming_measures_the_same(job, monkeypat
 
 
 def test_mistakes_are_told(job):
-    with pytest.raises(UserError, match="none would be left to train on"):
+    with pytest.raises(UserError, match="would be left to train on"):
         run(job("validation.pictures=99", "validation.every=1"), progress=False)
     for given, where in (("every=5", "validation.pictures"), ("pictures=1", "validation.every")):
         with pytest.raises(UserError, match=where):
             job(f"validation.{given}")
     assert settings.Validation().every == 0
     others = job("dataset.folders.0.regularization=true", "validation.pictures=1", "validation.every=1")
-    with pytest.raises(UserError, match="of 0 pictures"):  # none of a folder for regularization
+    with pytest.raises(UserError, match="of 0 images"):  # none of a folder for regularization
         run(others, progress=False)

@@ -413,7 +413,7 @@ def test_wrong_bytes_and_headers_fail_by_name(trained, tmp_path):
         (length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :]
     )
     odd = verify.check(tmp_path / "odd.safetensors", it.family)
-    assert failed_of(odd) == ["file"] and f"its data begin at {9 + length}, no multiple of 8" in odd.failed()[0]
+    assert failed_of(odd) == ["file"] and f"its data begins at {9 + length}, not at a multiple of 8" in odd.failed()[0]
     report = verify.check(tmp_path / "missing.safetensors", it.family)
     assert failed_of(report) == ["file"] and "No such file" in report.failed()[0]
     report = rewrite(it, "diffusers", tmp_path / "x.safetensors", lambda t: None, **{"modelspec.resolution": "512"})
@@ -556,4 +556,4 @@ def test_the_verify_command_tells_what_merging_would_leave(trained, tmp_path):
     weak = SimpleNamespace(name="weak", family=it.family, denoiser=it.denoiser, state=state, scaling=it.scaling)
     (file,) = files_of(weak, tmp_path, formats=["comfy"])
     told = [line for line in verify.check_file(file, base).lines() if "merged" in line]
-    assert len(told) == 2 and all("load the file beside the base instead" in line for line in told)
+    assert len(told) == 2 and all("do not merge, load the LoRA file instead" in line for line in told)

@@ -209,10 +209,10 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
     path, settings = captioned(tmp_path / "a.mp4"), {}
     if what == "hdr":
         write_video(path, steadily(9, 16), color_trc=18)
-        expected = r"a\.mp4 is HDR \(HLG\).*convert it to SDR"
+        expected = r"a\.mp4: the file is HDR \(HLG\).*convert it to SDR"
     elif what == "oblong":
         write_video(path, steadily(9, 16), sample_aspect_ratio=Fraction(4, 3))
-        expected = "pixels that are not square"
+        expected = "non-square pixels"
     elif what == "torn":
         write_video(path, steadily(9, 16))
         path.write_bytes(path.read_bytes()[:600])
@@ -223,20 +223,20 @@ def test_clips_that_cannot_be_used_are_named(tmp_path, what, monkeypatch):
     elif what == "list":  # FFmpeg would open the file that it names
         write_video(tmp_path.parent / "b.mp4", steadily(9, 16)).rename(tmp_path / "b.mp4.hidden")
         path.write_text("ffconcat version 1.0\nfile b.mp4.hidden\n")
-        expected = "cannot be decoded: its content is not one of .mp4 .mov .mkv .webm, whatever its name says"
+        expected = "the video cannot be decoded: its content is not one of .mp4 .mov .mkv .webm, despite its name"
     elif what == "film":
         write_video(path, steadily(9, 16))
         monkeypatch.setattr(clips, "MOST_FRAMES", 8)
-        expected = "has more than 8 frames; cut out what is to be learned"
+        expected = "the video has more than 8 frames; cut out the part to be trained"
     elif what == "large":
         write_video(path, steadily(9, 16), (96, 64))
         settings, expected = {"max_pixels": 4096}, r"96 x 64 = 6,144 pixels, more than dataset\.max_pixels = 4,096"
     elif what == "still":
         write_animation(tmp_path / "a.webp", 9, 0)
-        expected = "shown for no time"
+        expected = "a duration of zero"
     else:
         write_video(path, steadily(4, 16))
-        expected = r"has 4 frames at 16 a second, and the least of dataset\.frames is 5; add a smaller length"
+        expected = r"has 4 frames at 16 a second, but the smallest of dataset\.frames is 5; add a smaller length"
     report = images.scan(section(tmp_path, frames=[5], **settings), clip_rate=16)
     (problem,) = report.problems
     assert not report.examples
@@ -248,9 +248,9 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     write_video(captioned(tmp_path / "short.mp4"), steadily(7, 16))
     Image.new("RGB", (48, 32), "red").save(captioned(tmp_path / "still.png"))
     report = images.scan(section(tmp_path, frames=[5, 9], clip="chunks"), clip_rate=16)
-    shorter, slower = sorted(report.warnings)
-    assert "1 clip too short" in shorter and "short.mp4 (5 of 7)" in shorter
-    assert "fewer frames a second" in slower and "slow.mp4 (20 for 40)" in slower
+    slower, shorter = sorted(report.warnings)
+    assert "1 clip is shorter" in shorter and "short.mp4 (5 of 7)" in shorter
+    assert "fewer frames per second" in slower and "slow.mp4 (20 for 40)" in slower
     assert [(one.relative, len(one.frames)) for one in report.examples] == [
         ("short.mp4", 5),
         *[("slow.mp4", 9)] * 4,
@@ -258,7 +258,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     ]
     assert len({one.uid for one in report.examples}) == 6
     found = doctor.examine(section(tmp_path, frames=[5, 9], clip="chunks"), doctor.Target(32, 16, clip_rate=16))
-    assert found.ok and "2 of them clips, of which 5 pieces are cut" in "\n".join(found.lines())
+    assert found.ok and "2 of them videos, cut into 5 clips" in "\n".join(found.lines())
     assert {one["size"]: one["count"] for one in found.buckets} == {"32x32": 1, "32x32x5": 1, "32x32x9": 4}
     assert (found.counts["pictures"], found.counts["shown"]) == (3, len(report.examples))
     slow, short = found.pictures[1], found.pictures[0]
@@ -266,7 +266,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
                     "pieces": 4, "length": 9}  # fmt: skip
     assert (short["seconds"], short["pieces"], short["length"]) == (0.438, 1, 5)
     told = {one.kind: one.files for one in found.findings}
-    assert told["clip_slower"] == [("slow.mp4", "20 frames for the 40 asked for")]
+    assert told["clip_slower"] == [("slow.mp4", "has 20 frames, but needs 40")]
     assert told["clip_shorter"] == [("short.mp4", "7 frames at 16 a second")]
     # The same of other settings: each clip that stops a training, by its name.
     for frames, rate, kind in (([9, 17], 16, "clip_short"), ([], 16, "clip_unset"), ([], 0, "clip_refused")):
@@ -288,15 +288,15 @@ def test_who_takes_no_clips_says_so(tmp_path):
     Image.new("RGB", (48, 48), "red").save(captioned(tmp_path / "still.png"))
     write_video(tmp_path / "a.mp4", steadily(2, 16))
     (refused,) = images.scan(section(tmp_path), clip_rate=0).problems
-    assert "1 video clip, and this model is trained on pictures; take it out: a.mp4" in refused
+    assert "1 video, but this model trains on images only; remove it: a.mp4" in refused
     (asked,) = images.scan(section(tmp_path), clip_rate=16).problems
     assert "set dataset.frames to the lengths" in asked
     text = "[model]\nfamily='{}'\npath='x'\n[dataset]\nfolders=[{{path='x'}}]\nframes={}\n[preview]\nframes={}"
     every = re.escape(" | ".join(FAMILIES))
     for family, lengths, drawn, lines in (
-        ("sdxl", [1], 5, [rf"dataset.frames: .* draws pictures; .*: {every}$", "preview.frames: "]),
-        ("wan", [16, 33], 1, ["dataset.frames: .* takes clips of 1, 5, 9 ... frames; got 16, near is 17"]),
-        ("hunyuan_video", [5, 5], 8, ["preview.frames: .*near is 9", "dataset.frames: names a length twice"]),
+        ("sdxl", [1], 5, [rf"dataset.frames: .* generates images only; .*: {every}$", "preview.frames: "]),
+        ("wan", [16, 33], 1, ["dataset.frames: .* accepts clips of 1, 5, 9 ... frames, got 16; use 17"]),
+        ("hunyuan_video", [5, 5], 8, ["preview.frames: .*use 9", "dataset.frames: a length is listed twice"]),
     ):
         with pytest.raises(UserError) as error:
             config.loads(text.format(family, lengths, drawn))

@@ -154,8 +154,11 @@ def test_a_tagger_that_cannot_be_used_is_refused(model: Path, folder: Path, tmp_
         with pytest.raises(UserError, match=text):
             caption(folder, path, **settings)
 
-    refused(write_tagger(tmp_path / "nchw", shape=("n", 3, SIZE, SIZE)), r"another form.*\['n', 3, 4, 4\]")
-    refused(write_tagger(tmp_path / "short", tags=3), r"has 10 tags, and the model returns \[1, 3\] numbers")
+    refused(
+        write_tagger(tmp_path / "nchw", shape=("n", 3, SIZE, SIZE)),
+        r"differs from that of WD taggers.*\['n', 3, 4, 4\]",
+    )
+    refused(write_tagger(tmp_path / "short", tags=3), r"has 10 tags, but the model returns \[1, 3\] numbers")
     refused(write_tagger(tmp_path / "logits", scale=1.0), "outside 0 to 1")
     torn = write_tagger(tmp_path / "torn")
     torn.joinpath("model.onnx").write_bytes(b"<html>")
@@ -163,12 +166,12 @@ def test_a_tagger_that_cannot_be_used_is_refused(model: Path, folder: Path, tmp_
     for name, content in (("page", "<html>"), ("other", "id,tag\n1,1girl\n"), ("words", f"{HEADER}\n1,1girl,x,2\n")):
         wrong = write_tagger(tmp_path / name)
         wrong.joinpath("selected_tags.csv").write_text(content, encoding="utf-8")
-        refused(wrong, "selected_tags.csv: is no list of tags")
-    refused(model, "no use for --prompt, --max-tokens, --dtype;", prompt="x", max_tokens=9, dtype="bf16")
+        refused(wrong, "selected_tags.csv: this is not a list of tags")
+    refused(model, "does not use --prompt, --max-tokens, --dtype;", prompt="x", max_tokens=9, dtype="bf16")
     refused(model, "use --kind tags", kind="text")
     refused(model, "has no revision", revision="main")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(model, r"wd: WD taggers need onnxruntime: pip install 'lora-fp8\[tagger\]'")
+    refused(model, r"wd: WD taggers need onnxruntime; run pip install 'lora-fp8\[tagger\]'")
     assert not (folder / "a.txt").exists()
 
 

@@ -95,7 +95,7 @@ def test_another_users_run_is_shown_as_far_as_it_may_be_read(ui: Ui, tmp_path: P
     chinese = Ui("zh-CN", ui.place)
     with pytest.raises(UserError) as told:
         run_monitor.run_action(ui, "stop", "a")
-    assert "无法读取" in chinese.translate(str(told.value)) and "请以该训练所属的用户" in chinese.translate(
+    assert "无法读取" in chinese.translate(str(told.value)) and "请以启动该训练的用户" in chinese.translate(
         str(told.value)
     )
 
@@ -417,7 +417,7 @@ def test_a_reason_within_a_reason_is_put_into_words_too(ui: Ui) -> None:
     assert "SIGKILL" in text and "2" in text and "key" not in text and "Killed" not in text
 
 
-NOT_LOADED = Template("{count} of {total} layers were not loaded, as {names}")
+NOT_LOADED = Template("{count} of {total} layers were not loaded, such as {names}")
 
 
 def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
@@ -425,7 +425,7 @@ def test_what_verify_says_is_known_in_chinese(ui: Ui) -> None:
     report = Report("a.safetensors")
     lost = NOT_LOADED(count=4, total=84, names=first_few(["a", "b<", "c", "d"]))
     report.add("load", False, Joined("; ", [lost, "mid_block"]))
-    report.add("plain preview", True, Message("without the adapter the prediction is {effect} off", effect="1.0%"))
+    report.add("plain preview", True, Message("without the adapter, the prediction differs by {effect}", effect="1.0%"))
     written = json.dumps({"a.safetensors": messages.add_translations(report.to_json())})
     (read,) = (messages.restore(value) for value in json.loads(written).values())
     html = run_cards.render_checks(Ui("zh-CN", ui.place), read["checks"])
@@ -651,7 +651,7 @@ def test_a_run_of_a_shell_is_ended_and_deleted(ui: Ui, tmp_path: Path, how: str)
     with subprocess.Popen([sys.executable, "-c", TRAINER, str(folder), how], stdout=subprocess.PIPE) as trainer:
         child = int(trainer.stdout.readline())
         assert run_monitor.find_job(ui, str(folder)).state == "running"
-        with pytest.raises(errors.UserError, match="is training now"):
+        with pytest.raises(errors.UserError, match="a training is running in this folder"):
             run_monitor.delete_job(ui, str(folder), how, False)
         with pytest.raises(errors.UserError, match="type the name"):
             run_monitor.delete_job(ui, str(folder), "other", False)
@@ -666,7 +666,7 @@ def test_a_run_of_a_shell_is_ended_and_deleted(ui: Ui, tmp_path: Path, how: str)
             assert trainer.wait(LONG_SECONDS) == 0
             os.kill(child, signal.SIGKILL)
     assert run_monitor.find_job(ui, str(folder)).state in ENDED
-    with pytest.raises(errors.UserError, match="nothing is training"):
+    with pytest.raises(errors.UserError, match="no training is running"):
         run_monitor.run_action(ui, "kill", str(folder))
     said = run_monitor.delete_job(ui, str(folder), how, False)
     # What the trainer of this test made beside the run's own files is no part of the run.

@@ -647,7 +647,7 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
     drawn = [Image.open(of.run.samples / f"step-00000{step}-0.png").tobytes() for of, step in ((first, 4), (second, 0))]
     assert drawn[0] == drawn[1]
     (warned,) = [e["text"] for e in second.run.events() if e["event"] == "warning" and "init_from" in e["text"]]
-    assert "begin at the base" in warned and "proj_in" in warned and "lora_B" not in warned
+    assert "start from the base" in warned and "proj_in" in warned and "lora_B" not in warned
 
     def values(*overrides: str, family: str = "sd15", file: Path = kohya) -> dict[str, torch.Tensor]:
         mine = job(*overrides, f"adapter.init_from='{file}'", family=family)
@@ -658,19 +658,19 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
         others = kinds.grouped(values("adapter.alpha=8.0", file=diffusers_))[layer]
         torch.testing.assert_close(kinds.delta(ours, 1.0), kinds.delta(others, 1.0))
     for overrides, line in (
-        (("adapter.rank=8",), "has rank 4, and adapter.rank is 8; set adapter.rank"),
-        (("adapter.type=dora",), "is a lora, and adapter.type is 'dora'"),
+        (("adapter.rank=8",), "the file has rank 4, but adapter.rank is 8; set adapter.rank"),
+        (("adapter.type=dora",), "this is a lora, but adapter.type is 'dora'"),
         (("adapter.targets=['to_q']",), r"to_k.*would be lost"),
     ):
         with pytest.raises(UserError, match=line):
             values(*overrides)
-    with pytest.raises(UserError, match="adapter.init_from = .*: this LoRA is for Stable Diffusion 1.5, and the"):
+    with pytest.raises(UserError, match="adapter.init_from = .*: this LoRA is for Stable Diffusion 1.5, but the"):
         values(family="flux")
     tensors, wider = load_file(diffusers_), tmp_path / "wider.safetensors"
     name = next(name for name in tensors if "lora_A" in name)
     tensors[name] = torch.cat([tensors[name]] * 2, dim=1)  # as of a base whose captions are encoded twice as wide
     save_file(tensors, wider)
-    with pytest.raises(UserError, match="does not fit this base: 1 tensors .*lora_A"):
+    with pytest.raises(UserError, match="does not fit this base model: 1 tensors .*lora_A"):
         values(file=wider)
     with pytest.raises(UserError, match="no such file"):
         train.run(job(f"adapter.init_from='{tmp_path / 'none'}'", "name=third"), progress=False)
@@ -822,7 +822,7 @@ def test_fast_accum_reaches_the_kernel(job: Callable[..., Job], monkeypatch: pyt
 
 def test_kernels_reach_the_layers(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """They need a GPU, so the first call of one is looked at; test_kernels.py tells what they compute."""
-    with pytest.raises(UserError, match="a cpu cannot run them"):
+    with pytest.raises(UserError, match="not a cpu"):
         train.run(job(*IN_FP8, "quantize.kernels=triton"), progress=False)
     monkeypatch.setattr(precision, "problem", lambda *_: "")
     asked: list[torch.Size] = []
@@ -860,7 +860,7 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
 
 def test_the_score_model_is_looked_for(job: Callable[..., Job], tmp_path: Path) -> None:
     """What it computes is in tests/test_preview_scores.py."""
-    with pytest.raises(UserError, match="preview.score_model = 'no/model': no such folder"):
+    with pytest.raises(UserError, match="preview.score_model = 'no/model': there is no such folder"):
         train.run(job("preview.prompts=['a']", "preview.score_model=no/model"), progress=False)
 
 
@@ -892,7 +892,9 @@ def test_deterministic_kernels(job: Callable[..., Job], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(UNet2DConditionModel, "forward", scattered)
     train.run(job(*short), progress=False)
-    with pytest.raises(RunFailure, match="put_ of this model has no deterministic kernel; use train.deterministic"):
+    with pytest.raises(
+        RunFailure, match="put_, which this model uses, has no deterministic kernel; use train.deterministic"
+    ):
         train.run(job(*short, "train.deterministic=true", "name=second"), progress=False)
     assert torch.are_deterministic_algorithms_enabled()
     train.run(job(*short, "name=third"), progress=False)

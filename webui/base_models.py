@@ -246,7 +246,7 @@ def save_preset(home: Path, name: str, text: str) -> Path:
     """
     path = home / "presets" / f"{name}.toml"
     if path.exists() or name in config.preset_names():
-        raise UserError(Message("{name}: a preset of this name is there already; choose another name", name=name))
+        raise UserError(Message("{name}: a preset of this name exists already; choose another name", name=name))
     values, origins = form.read_values(text, home), form.find_origins(text, home)
     tables: dict[str, Any] = {}
     for key in origins:

@@ -137,20 +137,25 @@ class Place:
     def _check_new_root(self, text: str) -> Path:
         if self.fixed:
             raise UserError(
-                Message("this page answers other machines: folders are named when it is started, with --root")
+                Message(
+                    "this page is open to other machines, so folders can only be named when it is started, with --root"
+                )
             )
         path = sanitize.resolve_path(text)
         sanitize.require_folder(path, text)
         if path == Path(path.anchor) or path.name == ".ssh" or any(path.is_relative_to(folder) for folder in SYSTEM):
             raise UserError(
                 Message(
-                    "{text}: the whole disk or a folder of the system; name the one you work in",
+                    "{text}: this is the whole disk or a system folder; name the folder that you work in",
                     text=sanitize.shorten(text),
                 )
             )
         if path.is_relative_to(self.home):
             raise UserError(
-                Message("{text}: the page's own folder, which it uses already", text=sanitize.shorten(text))
+                Message(
+                    "{text}: this is the program's data folder, which the page can already use",
+                    text=sanitize.shorten(text),
+                )
             )
         return path
 

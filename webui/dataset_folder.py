@@ -361,8 +361,8 @@ def submit_captioning(place: Place, folder: Path, wanted: Captioning) -> int:
     elif not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model, re.ASCII):
         raise UserError(
             Message(
-                "{text}: give a folder from / or ~/ on, or a Hugging Face id (OWNER/NAME)",
-                text=model or Message("no model"),
+                "{text}: this is neither a folder nor a Hugging Face id; give a folder from / or ~/ on, or OWNER/NAME",
+                text=model or Message("no model is chosen"),
             )
         )
     arguments = [str(folder), "--json", f"--model={model}", *(["--kind=tags"] if wanted.kind == "tags" else [])]
@@ -383,7 +383,7 @@ def _list_tagger_options(wanted: Captioning) -> list[str]:
         if text := getattr(wanted, name).strip():
             if not _is_probability(text):
                 option = f"--{name.replace('_', '-')}"
-                problems.append(Message("{option}: {text} is no number from 0 to 1", option=option, text=repr(text)))
+                problems.append(Message("{option}: {text} is not a number from 0 to 1", option=option, text=repr(text)))
             arguments.append(f"--{name.replace('_', '-')}={text}")
     if problems:
         raise combine(problems)

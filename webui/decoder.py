@@ -122,9 +122,9 @@ class _Child:
         if not answer or len(data) != answer.get("bytes", 0):
             self.process.kill()
             self.process.wait()
-            line = Message("its decoder ended on it")
+            line = Message("its decoder crashed")
             if late.is_set():
-                line = Message("not decoded within {seconds} s", seconds=f"{seconds:g}")
+                line = Message("decoding did not finish within {seconds} s", seconds=f"{seconds:g}")
             raise _Ended(line)
         if "error" in answer:
             raise UserError(restore(answer)["error"])
@@ -218,9 +218,9 @@ def _serve() -> None:
             answer: dict[str, Any] = {"bytes": len(data)}
         except Exception as error:  # Pillow's decoders raise SyntaxError, RuntimeError and what not on broken files
             name, data = os.path.basename(request["path"]), b""
-            template = Template("{file}: not a picture that can be read ({line})")
+            template = Template("{file}: the image cannot be read ({line})")
             if os.path.splitext(name)[1].lower() in VIDEOS:
-                template = Template("{file}: not a video that can be read ({line})")
+                template = Template("{file}: the video cannot be read ({line})")
             answer = add_translations({"error": template(file=name, line=str(error) or type(error).__name__)})
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n" + data)
         sys.stdout.buffer.flush()

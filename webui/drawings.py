@@ -115,7 +115,7 @@ def delete(ui: Ui, id: str) -> None:
     """Delete a drawing with its images. Raises UserError if it is being drawn."""
     drawing = find_drawing(ui, id)
     if drawing.job is not None and drawing.state not in jobs.ENDED:
-        raise UserError(Message("the drawing is not finished; stop it first"))
+        raise UserError(Message("the drawing is still in progress; stop it first"))
     if drawings.is_drawing(drawing.folder):
         drawings.remove(drawing.folder)
     else:
@@ -165,7 +165,9 @@ def find_source(ui: Ui, text: str) -> Path | None:
     path = ui.path(text)
     if path.is_dir() or (path.suffix.lower() == ".safetensors" and path.is_file()):
         return path
-    raise UserError(Message("{text}: neither a run folder nor a .safetensors file", text=sanitize.shorten(text)))
+    raise UserError(
+        Message("{text}: this is neither a run folder nor a .safetensors file", text=sanitize.shorten(text))
+    )
 
 
 # -- starting a drawing
@@ -226,14 +228,14 @@ def build_arguments(ui: Ui, given: dict[str, Any]) -> tuple[list[str], str]:
 def check_length(prompt: str) -> None:
     """Check that a prompt is not absurdly long. Raises UserError."""
     if len(prompt) > LONGEST_PROMPT:
-        raise UserError(Message("a prompt has at most {count} characters here", count=LONGEST_PROMPT))
+        raise UserError(Message("the prompt is too long; the limit is {count} characters", count=LONGEST_PROMPT))
 
 
 def _build_base(ui: Ui, base: str, source: Path | None) -> list[str]:
     """Return the argument for the base model of a file; none was given for a file in a run's export/."""
     if not base:
         if source is None:
-            raise UserError(Message("choose a run or a LoRA file, or name a base model"))
+            raise UserError(Message("there is nothing to draw with; choose a run or a LoRA file, or name a base model"))
         return []
     if base == "demo" or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", base):
         return [f"--model={base}"]
@@ -261,5 +263,5 @@ def check_number(value: Any, kind: type, name: str) -> int | float:
         if not 0 <= number < 2**64:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise UserError(Message("{name}: {text} is no number", name=name, text=sanitize.shorten(value))) from None
+        raise UserError(Message("{name}: {text} is not a number", name=name, text=sanitize.shorten(value))) from None
     return number

@@ -47,7 +47,7 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
         except subprocess.TimeoutExpired:
             raise UserError(
                 Message(
-                    "lora-fp8 {command}: not ready after {seconds} s, and ended",
+                    "lora-fp8 {command}: not finished after {seconds} s and ended",
                     command=command,
                     seconds=f"{seconds:g}",
                 )
@@ -58,11 +58,11 @@ def run_command(command: str, arguments: Sequence[str], seconds: float = SECONDS
     try:
         return restore(json.loads(done.stdout))
     except ValueError:
-        raise UserError(Message("lora-fp8 {command}: answered something else than JSON", command=command)) from None
+        raise UserError(Message("lora-fp8 {command}: the output is not JSON", command=command)) from None
 
 
 def describe_crash(output: bytes | str, code: int) -> str:
     """Return what is known of a command that ended without a message: its last line of output, or its exit code."""
     text = output.decode(errors="replace") if isinstance(output, bytes) else output
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else Message("ended with exit code {code}", code=code)
+    return lines[-1] if lines else Message("exited with code {code}", code=code)

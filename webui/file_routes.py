@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
             if file.suffix.lower() not in SENT:
                 raise UserError(
                     Message(
-                        "{name}: files of this kind are not sent; these are: {names}",
+                        "{name}: files of this kind cannot be downloaded here; accepted: {names}",
                         name=sanitize.shorten(path),
                         names=", ".join(SENT),
                     )
@@ -95,7 +95,7 @@ def _load_picture(place: Place, decoders: Decoders, wanted: _Wanted) -> tuple[by
     except OSError:
         raise sanitize.missing_file(text) from None
     if not path.is_file():
-        raise UserError(Message("{path}: not a file", path=sanitize.shorten(text)))
+        raise UserError(Message("{path}: this is not a file", path=sanitize.shorten(text)))
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < wanted.width <= size), 0)
     what = f"{path}\0{status.st_mtime_ns}\0{status.st_size}\0{status.st_ino}\0{width}{' moving' * moving}"
     what += f"\0{edit.identify('')}" if edit else ""

@@ -116,7 +116,7 @@ class Guard:
         hosts = [value for name, value in headers if name == "host"]
         origins = [value for name, value in headers if name == "origin"]
         if len(hosts) != 1 or not self._is_own_host(hosts[0]):
-            return 403, Message("the address in your browser is none of this page's (see lora-fp8 ui --name)")
+            return 403, Message("the address in your browser does not belong to this page (see lora-fp8 ui --name)")
         if len(origins) > 1 or any(origin.partition("://")[2].lower() != hosts[0].lower() for origin in origins):
             return 403, OF_ANOTHER_SITE
         header = dict(headers)
@@ -129,7 +129,7 @@ class Guard:
             return 404, Message("there is nothing here")
         length = header.get("content-length", "0")
         if not length.isdigit() or int(length) > _max_body_size(scope["path"]):
-            return 413, Message("too large")
+            return 413, Message("the request is too large")
         return None
 
     def _is_own_host(self, host: str) -> bool:
@@ -164,7 +164,7 @@ class Guard:
     ) -> None:
         """Answer GET with the form, and POST with a cookie: browsers go on to the wanted page, programs get 200."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD", "POST"):
-            return await _refuse(scope, receive, send, 405, Message("GET or POST"))
+            return await _refuse(scope, receive, send, 405, Message("only GET and POST are accepted"))
         language = _parse_login_language(scope["path"])
         query = parse_qs(scope["query_string"].decode("latin-1"))
         after = _check_local_path(query.get("next", [""])[0]) or f"/{language}/"
@@ -306,7 +306,7 @@ async def _send_answer(send: Send, status: int, text: str, headers: dict[str, st
     await send({"type": "http.response.body", "body": body})
 
 
-OF_ANOTHER_SITE = Message("asked by a page of another site")
+OF_ANOTHER_SITE = Message("the request came from a page of another site")
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, why: Message) -> None:

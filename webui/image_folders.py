@@ -155,16 +155,16 @@ def add_file(file: Path, folder: Path, name: str) -> bool:
     """
     parts = [sanitize.check_name(part) for part in name.split("/")]
     if len(parts) > DEEPEST:
-        raise UserError(Message("{name}: too many folders in each other", name=sanitize.shorten(name)))
+        raise UserError(Message("{name}: folders are nested too deeply", name=sanitize.shorten(name)))
     _check_upload(file)
     target = folder.joinpath(*parts)
     if not target.parent.resolve().is_relative_to(folder.resolve()):
-        raise UserError(Message("{name}: a link leads out of the folder", name=sanitize.shorten(name)))
+        raise UserError(Message("{name}: this link leads out of the folder", name=sanitize.shorten(name)))
     make_folder(folder, 0o700)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():
         if not filecmp.cmp(target, file, shallow=False):
-            raise UserError(Message("{name}: another file of this name is there already; rename it", name=name))
+            raise UserError(Message("{name}: another file of this name exists already; rename it", name=name))
         return False
     _copy_whole(file, target)
     for known in [known for known in list(_counted) if known[0] == folder]:
@@ -202,7 +202,7 @@ def _check_upload(file: Path) -> None:
     elif file.suffix not in CAPTIONS or file.stat().st_size > LONGEST_CAPTION:
         raise UserError(
             Message(
-                "{file}: neither a picture ({pictures}), a video ({videos}) nor a caption ({captions})",
+                "{file}: this is not an image ({pictures}), a video ({videos}) or a caption ({captions})",
                 file=file.name,
                 pictures=" ".join(EXTENSIONS),
                 videos=" ".join(clips.VIDEOS),

@@ -93,7 +93,8 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
     if len(files) > MOST_FILES:
         raise UserError(
             Message(
-                "{count} files at once; import at most {most}: one training's settings",
+                "{count} files were chosen; import at most {most}: the settings of one training and the files that "
+                "they refer to",
                 count=len(files),
                 most=MOST_FILES,
             )
@@ -104,14 +105,14 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
             if (size := file.stat().st_size) > LARGEST:
                 raise UserError(
                     Message(
-                        "{file}: {size} bytes, more than the {most} of a settings file",
+                        "{file}: the file has {size} bytes; the limit for a settings file is {most}",
                         file=name,
                         size=size,
                         most=LARGEST,
                     )
                 )
             if name in given:
-                raise UserError(Message("{file}: another file of this name came with it", file=name))
+                raise UserError(Message("{file}: another file has the same name", file=name))
             (folder / name).write_text(decoded(file), encoding="utf-8")
             given.append(name)
         except UserError as error:
@@ -143,11 +144,14 @@ def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str
     if len(first) > 1:
         names = ", ".join(made.source.name for made in first)
         raise UserError(
-            Message("{names}: each is a training of its own; import one, with the files that it refers to", names=names)
+            Message(
+                "{names}: each of these is a training of its own; import one, with the files that it refers to",
+                names=names,
+            )
         )
     if not first:
         lines = dict.fromkeys([*refused, *wrong.values()])
-        raise UserError(Joined("\n", lines) if lines else Message("no file given"))
+        raise UserError(Joined("\n", lines) if lines else Message("no file is given"))
     return first[0], {name: wrong[name] for name in unreadable}
 
 

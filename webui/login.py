@@ -39,7 +39,7 @@ class Login:
     def __init__(self, user: str, password: str, file: Path):
         if not user or len(password) < SHORTEST_PASSWORD:
             raise UserError(
-                Message("a login needs a user and a password of {least} characters or more", least=SHORTEST_PASSWORD)
+                Message("a login needs a user and a password of at least {least} characters", least=SHORTEST_PASSWORD)
             )
         self.file = file
         self._given = _digest(user), _digest(password)

@@ -154,7 +154,7 @@ class WebhookSection:
         if place.fixed:
             raise UserError(
                 Message(
-                    "this page answers other machines: set `webhook` in {path} on the computer that trains",
+                    "this page is open to other machines: set `webhook` in {path} on the computer that trains",
                     path=place.home / "worker.toml",
                 )
             )

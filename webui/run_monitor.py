@@ -240,7 +240,7 @@ def delete_job(ui: Ui, text: str, typed: str, with_run: bool) -> str:
 
 def _get_job_number(view: JobView) -> int:
     if isinstance(view.id, str):
-        raise UserError(Message("{id}: was started in a shell, not by the queue", id=view.id))
+        raise UserError(Message("{id}: the run was started from the command line, not by the queue", id=view.id))
     return view.id
 
 

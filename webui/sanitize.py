@@ -36,7 +36,7 @@ def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None
     if not holding:
         raise UserError(
             Message(
-                "{text}: not below a folder that the page may use; Settings lists and adds them", text=shorten(text)
+                "{text}: the page may not use this path; Settings lists its folders and adds others", text=shorten(text)
             )
         )
     if not any(_is_visible(path, root) for root in holding):
@@ -59,23 +59,31 @@ def resolve_path(text: str) -> Path:
     whole = write_windows_path(given) if system.WINDOWS else _write_posix_path(given)
     if whole is None:
         raise UserError(
-            Message("{text}: not a path of this computer; write it whole, from / or ~/ on", text=shorten(text))
+            Message(
+                "{text}: this is not a path of this computer; write the full path, beginning with / or ~/",
+                text=shorten(text),
+            )
             if not system.WINDOWS
-            else Message("{text}: not a path of this computer; write it whole, from C:\\ or ~\\ on", text=shorten(text))
+            else Message(
+                "{text}: this is not a path of this computer; write the full path, beginning with C:\\ or ~\\",
+                text=shorten(text),
+            )
         )
     if ".." in re.split(r"[/\\]" if system.WINDOWS else "/", whole):
         raise UserError(Message("{text}: write the path without ..", text=shorten(text)))
     try:
         return Path(whole).resolve()
     except (OSError, RuntimeError):  # a loop of links
-        raise UserError(Message("{text}: cannot be followed to a file or folder", text=shorten(text))) from None
+        raise UserError(Message("{text}: the path does not lead to a file or folder", text=shorten(text))) from None
 
 
 def require_choice(value: Any, accepted: tuple[str, ...]) -> str:
     """Return a value that must be one of the accepted texts; "" among them is not listed. Raises UserError."""
     if value not in accepted:
         names = ", ".join(filter(None, accepted))
-        raise UserError(Message("{text}: accepted: {names}", text=shorten(value), names=names))
+        raise UserError(
+            Message("{text}: this kind of file is not accepted; accepted: {names}", text=shorten(value), names=names)
+        )
     return str(value)
 
 
@@ -118,10 +126,10 @@ def check_name(text: str) -> str:
     given = _check_text(text, NAME)
     if re.search(r'[/\\:*?"<>|]', given) or given[0] in ".-~" or given[-1] == "." or RESERVED.match(given):
         raise UserError(
-            Message("{text}: not a name for a file; use letters, digits, spaces, _ and -", text=shorten(text))
+            Message("{text}: this is not a valid file name; use letters, digits, spaces, _ and -", text=shorten(text))
         )
     if len(given.encode()) > 120:  # suffixes such as -step-000500.safetensors are added
-        raise UserError(Message("{text}: too long for a name; 120 bytes are enough", text=shorten(text)))
+        raise UserError(Message("{text}: the name is too long; the limit is 120 bytes", text=shorten(text)))
     return given
 
 
@@ -132,14 +140,14 @@ def shorten(text: object, longest: int = 120) -> str:
 
 
 PATH = (
-    Message("no path given"),
-    Template("{text}: has characters that are not seen; write the path without them"),
-    Template("{text}: too long for a path"),
+    Message("no path is given"),
+    Template("{text}: the path contains invisible characters; write it without them"),
+    Template("{text}: the path is too long"),
 )
 NAME = (
-    Message("no name given"),
-    Template("{text}: has characters that are not seen; write the name without them"),
-    Template("{text}: too long for a name"),
+    Message("no name is given"),
+    Template("{text}: the name contains invisible characters; write it without them"),
+    Template("{text}: the name is too long"),
 )
 """What is said where a path or name is missing, has invisible characters, or is too long."""
 

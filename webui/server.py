@@ -56,8 +56,8 @@ def run(
     if host not in LOOPBACK and not (user and password):
         raise UserError(
             Message(
-                "--host {host}: other machines could train and read here; set {variable} and give --user NAME, "
-                "or leave it at 127.0.0.1 and use ssh -L",
+                "--host {host}: other machines could train and read files on this one; set {variable} and give "
+                "--user NAME, or leave it at 127.0.0.1 and use ssh -L",
                 host=host,
                 variable=PASSWORD,
             )
@@ -83,7 +83,7 @@ def run(
             server.run(sockets=[listening])
         except KeyboardInterrupt:  # uvicorn has shut down cleanly and passes the signal on
             pass
-    _print_line(Message("the page is closed; jobs go on (lora-fp8 jobs shows them)"))
+    _print_line(Message("the page is closed; jobs continue (`lora-fp8 jobs` lists them)"))
 
 
 def _print_line(line: Message) -> None:
@@ -135,7 +135,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         what = reason(error)
         if error.errno == errno.EADDRINUSE:
-            what = Message("taken by {holder}; choose another port", holder=_find_port_holder(port))
+            what = Message("the address is used by {holder}; choose another port", holder=_find_port_holder(port))
         raise UserError(Message("--host {host} --port {port}: {line}", host=host, port=port, line=what)) from None
     return listener
 
@@ -200,7 +200,7 @@ def _finish_start(place: Place, address: str, started: threading.Event, open_bro
     from . import file_routes
 
     started.wait()
-    _print_line(Message("lora_fp8 is at {address}  (Ctrl-C closes the page; jobs go on)", address=address))
+    _print_line(Message("lora_fp8 is at {address}  (Ctrl-C closes the page; jobs continue)", address=address))
     if open_browser:
         webbrowser.open(address)
     try:

@@ -100,5 +100,5 @@ def check_presets(place: Place, text: str) -> None:
             except UserError as error:
                 raise UserErrors([Message("{key}: {line}", key="preset", line=str(error))], "config") from None
         elif isinstance(name, str) and ("/" in name or "\\" in name):
-            line = Message("no preset {name}", name=repr(sanitize.shorten(name)))
+            line = Message("there is no preset {name}", name=repr(sanitize.shorten(name)))
             raise UserErrors([Message("{key}: {line}", key="preset", line=line)], "config")

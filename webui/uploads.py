@@ -58,7 +58,9 @@ class Uploads(set):
             if isinstance(part, gr.File):
                 checked[number] = self._check_files(part, value, window)
             elif _names_file(value):
-                raise UserError(Message("{text}: takes no files", text=part.elem_id or part.get_block_name()))
+                raise UserError(
+                    Message("{text}: files are not accepted here", text=part.elem_id or part.get_block_name())
+                )
         return checked
 
     def _check_files(self, part: gr.File, value: Any, window: str) -> Any:
@@ -66,7 +68,11 @@ class Uploads(set):
             return None
         is_single = part.file_count == "single"
         if isinstance(value, list) == is_single:
-            template = Template("{text}: takes one file") if is_single else Template("{text}: takes a list of files")
+            template = (
+                Template("{text}: only one file is accepted")
+                if is_single
+                else Template("{text}: a list of files is expected")
+            )
             raise UserError(template(text=part.elem_id or part.get_block_name()))
         files = [self._check_file(part, given, window) for given in ([value] if is_single else value)]
         return files[0] if is_single else files
@@ -75,12 +81,12 @@ class Uploads(set):
         """Return a description of an upload that holds nothing but what was checked."""
         path = given.get("path") if isinstance(given, dict) else None
         if not isinstance(path, str) or given.get("meta") != META:
-            raise UserError(Message("not a description of an uploaded file"))
+            raise UserError(Message("this is not the description of an uploaded file"))
         kinds = [kind for kind in part.file_types or () if kind.startswith(".")]
         suffix = Path(path).suffix.lower()
         if (kinds and suffix not in kinds) or suffix in NEVER:
             raise UserError(
-                Message("{text}: files of this kind are not taken here", text=sanitize.shorten(Path(path).name))
+                Message("{text}: files of this kind are not accepted here", text=sanitize.shorten(Path(path).name))
             )
         if path not in self or window not in self._windows.get(path, ()) or not _lies_in_uploads(path):
             raise UserError(

@@ -410,8 +410,8 @@ def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> 
                 "{setting} have no effect: {line}",
                 setting=Joined(" and ", [f"adapter.rank = {section.rank}", "adapter.alpha"]),
                 line=Message(
-                    "the rank is at least half of every matrix's side (adapter.factor = {factor}), so that all "
-                    "are whole",
+                    "with adapter.factor = {factor}, the rank is at least half of every matrix's side, so every "
+                    "matrix is trained whole",
                     factor=section.factor,
                 ),
             )
@@ -529,7 +529,9 @@ def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
     wrong += [name for name in held.keys() & values.keys() if held[name].shape != values[name].shape]
     if wrong:
         raise UserError(
-            Message("the checkpoint's starts of adapter.init do not fit this job: {names}", names=first_few(wrong))
+            Message(
+                "the checkpoint's initial values (adapter.init) do not fit this job: {names}", names=first_few(wrong)
+            )
         )
     for name, tensor in held.items():
         tensor.copy_(values[name])

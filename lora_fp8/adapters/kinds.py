@@ -66,7 +66,9 @@ def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     for name, tensor in state.items():
         part = next((part for part in ALL_PARTS if name.endswith(f".{part}")), None)
         if part is None:
-            raise UserError(Message("{name}: not a tensor of LoRA, DoRA, LoKr, LoHa or OFT", name=name))
+            raise UserError(
+                Message("{name}: this tensor does not belong to a LoRA, DoRA, LoKr, LoHa or OFT", name=name)
+            )
         layers.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
     return dict(sorted(layers.items()))
 
@@ -94,7 +96,7 @@ def kind_of(parts: Parts, layer: str) -> str:
         odd = ", ".join(sorted(names ^ wanted))
         raise UserError(
             Message(
-                "{layer}: not a whole {kind}: {odd} is missing, or one too many",
+                "{layer}: the {kind} is incomplete or has a tensor too many: {odd}",
                 layer=layer,
                 kind=TITLES[kind],
                 odd=odd,
@@ -103,7 +105,12 @@ def kind_of(parts: Parts, layer: str) -> str:
     if not match(parts):
         shapes = ", ".join(f"{name} of {sides(tensor.shape)}" for name, tensor in parts.items())
         raise UserError(
-            Message("{layer}: not a {kind}: {shapes} do not go together", layer=layer, kind=TITLES[kind], shapes=shapes)
+            Message(
+                "{layer}: the shapes of its {kind} tensors do not match: {shapes}",
+                layer=layer,
+                kind=TITLES[kind],
+                shapes=shapes,
+            )
         )
     return kind
 

@@ -44,7 +44,7 @@ def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[
     given_ranks, notes = by_name("adapter.ranks", section.ranks.items(), names)
     of_all = {name: given_ranks.get(name, section.rank) for name in names}
     if names and not any(of_all.values()):
-        raise UserError(Message("adapter.ranks: leaves no layer to train; give one a rank above 0"))
+        raise UserError(Message("adapter.ranks: no layer is left to train; give at least one layer a rank above 0"))
     return {name: rank for name, rank in of_all.items() if rank}, notes
 
 
@@ -55,7 +55,10 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
     notes: list[str] = []
     if not targets:
         raise UserError(
-            Message("{key}: empty, so there is nothing to train; name the layers to adapt, such as 'to_q'", key=setting)
+            Message(
+                "{key}: the list is empty, so there is nothing to train; name target modules, such as 'to_q'",
+                key=setting,
+            )
         )
     for target in targets:
         matched = {name for name in adaptable if f".{name}".endswith(f".{target}")}
@@ -93,8 +96,8 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
         if section.type != "lora" and count > 1:
             raise UserError(
                 Message(
-                    "adapter.type = {type}: {name} is a convolution in {count} groups, which only 'lora' adapts; "
-                    "leave it out of adapter.targets",
+                    "adapter.type = {type}: {name} is a grouped convolution ({count} groups), which only 'lora' can "
+                    "train; remove it from adapter.targets",
                     type=repr(section.type),
                     name=name,
                     count=count,
@@ -103,8 +106,8 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
         if section.doubles_rank and count > 1:
             raise UserError(
                 Message(
-                    "adapter.init = {init}: {name} is a convolution in {count} groups, which has no such start; leave "
-                    "it out of adapter.targets, or use 'default'",
+                    "adapter.init = {init}: {name} is a grouped convolution ({count} groups), which has no such "
+                    "initialization; remove it from adapter.targets, or use 'default'",
                     init=repr(section.init),
                     name=name,
                     count=count,
@@ -113,8 +116,8 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
         if rank % count:  # peft's B has the groups as well
             raise UserError(
                 Message(
-                    "adapter.rank = {rank}: {name} is a convolution in {count} groups, and needs a multiple of "
-                    "{count}; give it one in adapter.ranks, or leave it out of adapter.targets",
+                    "adapter.rank = {rank}: {name} is a grouped convolution, so its rank must be a multiple of "
+                    "{count}; set one in adapter.ranks, or remove it from adapter.targets",
                     rank=rank,
                     name=name,
                     count=count,
@@ -125,8 +128,8 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
             if kinds.block_size(rows, section.block_size) == 1:
                 raise UserError(
                     Message(
-                        "adapter.block_size = {size}: {name} has {rows} output features, which no block up to that "
-                        "size divides; leave it out of adapter.targets, or choose another size",
+                        "adapter.block_size = {size}: {name} has {rows} output features, and no block up to that "
+                        "size divides them; remove it from adapter.targets, or choose another size",
                         size=section.block_size,
                         name=name,
                         rows=rows,
@@ -141,7 +144,7 @@ def _describe_wide_ranks(wide: Sequence[tuple[str, int, int]]) -> str:
     """Describe layers whose rank is above the largest that they can use: (name, rank, largest) of each."""
     name, rank, most = wide[0]
     template = Plural(
-        "adapter.rank {rank} is more than {name} can use ({most})",
-        "adapter.rank {rank} is more than {count} layers can use, {name} ({most}) among them",
+        "adapter.rank {rank} exceeds the largest rank of {name} ({most})",
+        "adapter.rank {rank} exceeds the largest rank of {count} layers, such as {name} ({most})",
     )
     return template(count=len(wide), rank=rank, name=name, most=most)

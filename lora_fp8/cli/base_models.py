@@ -20,7 +20,7 @@ def download(
         metavar="MODEL",
         help="Base model: Hugging Face id (OWNER/NAME) or address, modelscope:OWNER/NAME, or a Civitai page.",
     ),
-    family: str = typer.Option("", help="Architecture, to compare the model with. Default: told from its files."),
+    family: str = typer.Option("", help="Architecture, to compare the model with. Default: detected from its files."),
     revision: str = typer.Option("", help="Branch, tag or commit. Default: the newest."),
     as_json: bool = JSON,
 ) -> None:
@@ -35,7 +35,7 @@ def download(
         raise combine(base.problems)
     name = base.reference.name
     if base.folder is None or not base.reference.is_remote:
-        print_lines(Message("{name} is on this machine; there is nothing to download", name=name))
+        print_lines(Message("{name} is already on this machine; there is nothing to download", name=name))
         return
     if as_json:
         print_json_line({"event": "base", **_summarize(base)})

@@ -60,11 +60,13 @@ def look(
     from ..data import doctor, look_memory
 
     if not target.exists():
-        raise errors.UserError(errors.looked_for(target, Message("{path}: no such folder or config file", path=target)))
+        raise errors.UserError(
+            errors.looked_for(target, Message("{path}: there is no folder or config file of this name", path=target))
+        )
     if target.is_dir():
         if unknown := [text for text in overrides if not re.match(r"dataset\.(?!folders)", text)]:
             raise errors.UserError(
-                Message("--set {key}: of a folder, settings of [dataset] alone have an effect", key=unknown[0])
+                Message("--set {key}: for a folder, only settings of [dataset] have an effect", key=unknown[0])
             )
         family = family or "sdxl"
         control = {"control": "."} if any(families.get(family).controls) else {}
@@ -76,7 +78,10 @@ def look(
     else:
         if family or trigger or mask:
             raise errors.UserError(
-                Message("--family, --trigger, --mask: the config says it; leave them out, or give a folder")
+                Message(
+                    "--family, --trigger, --mask: the config already contains these settings; remove the "
+                    "options, or give a folder"
+                )
             )
         job = load_config(target, overrides)
         section, family = job.dataset, job.model.family
@@ -151,13 +156,13 @@ def edit(
     for change in changes if dry_run else []:
         print(f"{change['file']}\n- {change['before']}\n+ {change['after']}")
     for line in preview.problems:
-        print_lines(Message("left as it is: {line}", line=line))
+        print_lines(Message("not changed: {line}", line=line))
     counts = {"path": folder, "count": len(changes), "total": len(chosen)}
     if dry_run:
         print_lines(Message("{path}: {count} of {total} captions would change", **counts))
     elif entry:
         print_lines(
-            Message("{path}: {count} of {total} captions changed; `lora-fp8 dataset undo` takes it back", **counts),
+            Message("{path}: {count} of {total} captions changed; `lora-fp8 dataset undo` undoes it", **counts),
         )
     else:
         print_lines(Message("{path}: {count} of {total} captions changed", **counts))
@@ -168,12 +173,12 @@ def images(
     folder: Path = FOLDER,
     only: str = typer.Option("", metavar="GLOB", help="Name pattern of the images, such as 'deep/*'. '*' is all."),
     exclude: bool = typer.Option(False, "--exclude", help="Leave the images out of training."),
-    include: bool = typer.Option(False, "--include", help="Take excluded images in again."),
+    include: bool = typer.Option(False, "--include", help="Include excluded images again."),
     turn: int = typer.Option(0, metavar="DEGREES", help="Turn clockwise by 90, 180 or 270 degrees."),
     crop: tuple[float, float, float, float] | None = typer.Option(
         None,
         metavar="LEFT TOP RIGHT BOTTOM",
-        help="Part of the turned image to train on, as shares of its sides. 0 0 1 1 is all of it.",
+        help="Part of the turned image to train on, as fractions of its width and height. 0 0 1 1 is all of it.",
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -188,9 +193,9 @@ def images(
     changes = [exclude, include, turn != 0, crop is not None].count(True)
     if changes:
         if changes > 1:
-            raise UserError(Message("--exclude, --include, --turn, --crop: give one of them"))
+            raise UserError(Message("--exclude, --include, --turn, --crop: give only one of them"))
         if not only:
-            raise UserError(Message("--only GLOB: say which images; '*' is all"))
+            raise UserError(Message("--only GLOB: no images are named; give a name pattern, or '*' for all images"))
         if exclude or include:
             change = image_changes.ImageChange(exclude=exclude)
         elif turn:
@@ -234,7 +239,7 @@ def import_dataset(
     revision: str = typer.Option("", help="On Hugging Face: branch, tag or commit."),
     as_json: bool = JSON,
 ) -> None:
-    """Take over a dataset of another form, such as one from Hugging Face. It becomes images with .txt captions."""
+    """Import a dataset in another form, such as one from Hugging Face. The result is images with .txt captions."""
     from ..common.progress import CountProgress
     from ..data import dataset_import, foreign_datasets
     from ..errors import UserError
@@ -245,11 +250,13 @@ def import_dataset(
     known = foreign_datasets.find_source(place, caption, plain=fetched is not None)
     if folder is None:
         if limit:
-            raise UserError(Message("--limit: is for a new FOLDER"))
+            raise UserError(Message("--limit: the option needs a new FOLDER to import into"))
         report = dataset_import.import_captions(known, overwrite=overwrite)
     else:
         if overwrite:
-            raise UserError(Message("--overwrite: is for captions beside the images; into FOLDER nothing is replaced"))
+            raise UserError(
+                Message("--overwrite: the option applies to captions beside the images; in FOLDER, nothing is replaced")
+            )
         count = CountProgress(Message("images"))
         report = dataset_import.import_images(known, folder, limit=limit, progress=count.show)
     if fetched and not limit:
@@ -266,15 +273,15 @@ def import_dataset(
     ]
     if report.kept:
         text = Plural(
-            "{count} caption was there already and stays; --overwrite replaces it",
-            "{count} captions were there already and stay; --overwrite replaces them",
+            "{count} caption existed already and was kept; --overwrite replaces it",
+            "{count} captions existed already and were kept; --overwrite replaces them",
         )
         lines.append(text(count=report.kept))
     for text, problems in (
         (
             Plural(
-                "warning: {count} record or file was left out: {lines}",
-                "warning: {count} records or files were left out: {lines}",
+                "warning: {count} record or file was skipped: {lines}",
+                "warning: {count} records or files were skipped: {lines}",
             ),
             report.problems,
         ),
@@ -306,13 +313,13 @@ def _fetch_dataset(
     reference = None if os.path.lexists(os.path.expanduser(source)) else parse_dataset(source)
     if reference is None:
         if revision or files:
-            raise UserError(Message("--files, --revision: are for a dataset on Hugging Face"))
+            raise UserError(Message("--files, --revision: these options apply to datasets on Hugging Face only"))
         return None
     if folder is None:
         raise UserError(
             Message(
-                "{name}: no such file or folder here. If a dataset on Hugging Face is meant, also name a FOLDER to "
-                "write into",
+                "{name}: there is no file or folder of this name here. For a dataset on Hugging Face, also give a "
+                "FOLDER to write into",
                 name=reference.name,
             )
         )
@@ -334,7 +341,7 @@ def undo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.undo(folder)
-    text = Plural("{path}: taken back in {count} file: {line}", "{path}: taken back in {count} files: {line}")
+    text = Plural("{path}: undone in {count} file: {line}", "{path}: undone in {count} files: {line}")
     print_lines(text(path=folder, count=entry.files, line=entry.title))
 
 
@@ -344,7 +351,7 @@ def redo(folder: Path = FOLDER) -> None:
     from ..data import captions
 
     entry = captions.redo(folder)
-    text = Plural("{path}: done again in {count} file: {line}", "{path}: done again in {count} files: {line}")
+    text = Plural("{path}: redone in {count} file: {line}", "{path}: redone in {count} files: {line}")
     print_lines(text(path=folder, count=entry.files, line=entry.title))
 
 
@@ -380,8 +387,8 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
         template = Plural("{time}  {count} file  {line}", "{time}  {count} files  {line}")
         if entry.half_done:
             template = Plural(
-                "{time}  {count} file  {line}  (half done; `lora-fp8 dataset repair` takes it back)",
-                "{time}  {count} files  {line}  (half done; `lora-fp8 dataset repair` takes it back)",
+                "{time}  {count} file  {line}  (incomplete; `lora-fp8 dataset repair` undoes it)",
+                "{time}  {count} files  {line}  (incomplete; `lora-fp8 dataset repair` undoes it)",
             )
         elif not entry.done:
             template = Plural("{time}  {count} file  {line}  (undone)", "{time}  {count} files  {line}  (undone)")
@@ -403,12 +410,12 @@ def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
     lines = []
     about = {"count": len(report.taken_back), "line": report.title}
     if report.title and dry_run:
-        text = Plural("would be taken back in {count} file: {line}", "would be taken back in {count} files: {line}")
+        text = Plural("would be undone in {count} file: {line}", "would be undone in {count} files: {line}")
         lines.append(text(**about))
     elif report.title:
         text = Plural(
-            "taken back in {count} file: {line}; `lora-fp8 dataset history` lists it",
-            "taken back in {count} files: {line}; `lora-fp8 dataset history` lists it",
+            "undone in {count} file: {line}; `lora-fp8 dataset history` lists it",
+            "undone in {count} files: {line}; `lora-fp8 dataset history` lists it",
         )
         lines.append(text(**about))
     if files := report.restored:
@@ -435,8 +442,8 @@ def _list_repairs(report: "Repair", dry_run: bool) -> list[Message]:
     if files := report.others:
         lines.append(
             Plural(
-                "{count} caption left as it is, because somebody else has changed it: {names}",
-                "{count} captions left as they are, because somebody else has changed them: {names}",
+                "{count} caption was not changed, because another program edited it: {names}",
+                "{count} captions were not changed, because another program edited them: {names}",
             )(count=len(files), names=first_few(files))
         )
     return lines

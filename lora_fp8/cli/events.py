@@ -57,8 +57,8 @@ def print_event(event: dict[str, Any]) -> None:
             "\n  ",
             (
                 Message(
-                    "sensitivity: {count} of {total} layers moved, {size} MB more; largest error of a layer {before} "
-                    "before, {now} now, bound {bound}",
+                    "sensitivity: {count} of {total} layers moved to a higher precision, {size} MB more; largest "
+                    "error of a layer: {before} before, {now} after (bound {bound})",
                     count=len(e["moved"]),
                     total=e["layers"],
                     size=f"{e['added_bytes'] / 1e6:.2f}",
@@ -71,7 +71,7 @@ def print_event(event: dict[str, Any]) -> None:
         ),
         "preflight": _describe_preflight,
         "exchange": lambda e: Message(
-            "gradients travel in {kind}: {size} MB sent per process and step, {share} of float32",
+            "gradients are sent as {kind}: {size} MB per process and step, {share} of float32",
             kind=e["kind"],
             size=f"{e['bytes_per_step'] / 1e6:.3g}",
             share=f"{e['of_fp32']:.3g}",
@@ -97,7 +97,7 @@ def print_event(event: dict[str, Any]) -> None:
 
 
 def _describe_scores(event: dict[str, Any]) -> Message:
-    templates = {"likeness": Template("likeness {score}"), "prompt_fit": Template("fit to the prompt {score}")}
+    templates = {"likeness": Template("image similarity {score}"), "prompt_fit": Template("prompt match {score}")}
     scores = [template(score=f"{event[name]:.3f}") for name, template in templates.items() if name in event]
     return Message("scores of the previews at step {step}: {scores}", step=event["step"], scores=Joined(", ", scores))
 
@@ -129,7 +129,7 @@ def _describe_preflight(event: dict[str, Any]) -> Message:
 def _describe_verify(event: dict[str, Any]) -> Message:
     file, lines = event["file"], [Message("  {line}", line=line) for line in event["lines"]]
     outcome = (
-        Message("verify {file}: all right", file=file) if event["ok"] else Message("verify {file}: FAILED", file=file)
+        Message("verify {file}: passed", file=file) if event["ok"] else Message("verify {file}: FAILED", file=file)
     )
     return Joined("\n", (outcome, *lines))
 

@@ -23,7 +23,7 @@ def cache(
         None, metavar="N", help="Days without use after which entries are deleted. Default: delete nothing."
     ),
     limit: float | None = typer.Option(
-        None, min=0, metavar="GIB", help="Size down to which entries are deleted, none of the last 24 hours."
+        None, min=0, metavar="GIB", help="Size to shrink the cache to. Entries used in the last 24 hours are kept."
     ),
     as_json: bool = JSON,
 ) -> None:
@@ -55,7 +55,10 @@ def cache(
     print_lines(text(path=folder, count=len(entries), size=size))
     if limit is not None and held_bytes > limit * 2**30:
         print_lines(
-            Message("still more than --limit: entries of the last 24 hours are kept, as a run may be using them")
+            Message(
+                "the cache is still larger than --limit: entries of the last 24 hours are kept, as a run may be "
+                "using them"
+            )
         )
     if entries:
         most, least = (f"{(time.time() - entry.used) / 86400:.0f}" for entry in (entries[0], entries[-1]))
@@ -85,7 +88,7 @@ def caption(
     ),
     exclude: list[str] = typer.Option([], metavar="TAG", help="Tag to leave out. Repeatable."),
     max_tokens: int = typer.Option(300, min=1, help="Longest caption, in tokens."),
-    batch_size: int = typer.Option(1, min=1, max=256, help="Images at once."),
+    batch_size: int = typer.Option(1, min=1, max=256, help="Batch size: images captioned at once."),
     dtype: str = typer.Option("", help="Dtype of the model: bf16, fp16 or fp32. Default: bf16 on a GPU, else fp32."),
     revision: str = typer.Option("", help="Branch, tag or commit on the hub."),
     as_json: bool = JSON,
@@ -120,7 +123,7 @@ def caption(
     if not as_json:
         print_lines(
             Plural(
-                "{path}: {count} caption written, {kept} were there",
-                "{path}: {count} captions written, {kept} were there",
+                "{path}: {count} caption written, {kept} existed already",
+                "{path}: {count} captions written, {kept} existed already",
             )(path=folder, count=result.written, kept=result.kept)
         )

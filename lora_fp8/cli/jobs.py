@@ -48,12 +48,12 @@ def submit(
     ),
     accelerator: str = typer.Option("", help="With --to sky: name of the GPU, such as L40S."),
     install: list[str] = typer.Option(
-        [], metavar="COMMAND", help="With --to sky: installs lora-fp8 on the new machine. Repeatable."
+        [], metavar="COMMAND", help="With --to sky: command that installs lora-fp8 on the new machine. Repeatable."
     ),
     setup: list[str] = typer.Option(
         [],
         metavar="COMMAND",
-        help="With --to: run before each start there, such as 'source ~/venv/bin/activate'. Repeatable.",
+        help="With --to: command to run before each start there, such as 'source ~/venv/bin/activate'. Repeatable.",
     ),
     env: list[str] = ENV,
     base: str = typer.Option("", metavar="PATH", help="With --to: path of the base model there."),
@@ -119,7 +119,7 @@ def stop(
         return
     run = open_run(Path(job))
     if not run.alive():
-        print_lines(Message("{folder}: nothing is training here", folder=job))
+        print_lines(jobs.NOT_TRAINING(folder=job))
         return
     try:
         queue = jobs.Queue()
@@ -189,7 +189,7 @@ def listing(
             print_lines(*rescued.lines())
         return
     if watch and as_json:
-        raise UserError(Message("--watch is for people and --json for programs; ask for one of them"))
+        raise UserError(Message("--watch and --json exclude each other; give only one of them"))
     queue = jobs.Queue(roots=runs)
     while True:
         views = queue.view()
@@ -199,7 +199,7 @@ def listing(
         if watch:
             print("\x1b[H\x1b[2J", end="")  # clears the terminal
         print_lines(
-            *(_format_table(views) or [Message("nothing here yet; `lora-fp8 submit CONFIG` queues a training")])
+            *(_format_table(views) or [Message("there are no jobs yet; `lora-fp8 submit CONFIG` queues a training")])
         )
         if not watch:
             return
@@ -297,7 +297,7 @@ def clone(id: int = JOB, overrides: list[str] = SET, with_worker: bool = WORKER,
 
 @jobs_app.command()
 def move(id: int = JOB, place: int = typer.Argument(..., min=1, help="Position in the queue; 1 starts next.")) -> None:
-    """Move a waiting job to a place of the queue. It takes the priority found there."""
+    """Move a waiting job to another position in the queue. The job takes the priority of that position."""
     from .. import jobs
 
     queue = jobs.Queue()
@@ -318,7 +318,7 @@ def delete(
     print_lines(Message("job {id}: deleted with its run", id=id) if with_run else Message("job {id}: deleted", id=id))
     if left:
         names = ownership.counted(left)
-        print_lines(Message("left in its folder, because the run did not write it: {names}", names=names))
+        print_lines(Message("kept in its folder, because the run did not write them: {names}", names=names))
 
 
 def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None:

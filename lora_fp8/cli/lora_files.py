@@ -16,14 +16,14 @@ from .options import DTYPE, JSON, RUN, SET, print_json, print_lines
 if TYPE_CHECKING:
     from ..tools.kit import Facts, Picture
 
-TITLE = typer.Option("", help="Display name. Default: the file's.")
-TRIGGER = typer.Option("", help="Trigger words. Default: the file's.")
-DESCRIPTION = typer.Option("", help="Description. Default: the file's.")
-LICENSE = typer.Option("", help="Licence as the Hub names it, such as apache-2.0. Default: the file's.")
-BASE_MODEL = typer.Option("", help="Base model's id on the Hub. Default: the run's.")
+TITLE = typer.Option("", help="Display name. Default: from the file.")
+TRIGGER = typer.Option("", help="Trigger words. Default: from the file.")
+DESCRIPTION = typer.Option("", help="Description. Default: from the file.")
+LICENSE = typer.Option("", help="Licence as the Hub names it, such as apache-2.0. Default: from the file.")
+BASE_MODEL = typer.Option("", help="Base model's id on the Hub. Default: from the run.")
 STRENGTH = typer.Option(1.0, help="Recommended strength.")
 FAMILY = typer.Option("", help="Architecture, if the file does not name it.")
-LAYOUT = typer.Option("", help="Layout of the run's file to take. Default: the one that most programs read.")
+LAYOUT = typer.Option("", help="Layout of the run's file to use. Default: the one that most programs read.")
 
 
 def add_to(app: typer.Typer) -> None:
@@ -36,12 +36,12 @@ def export(
     folder: Path = RUN,
     overrides: list[str] = SET,
     step: int = typer.Option(0, help="Step of the checkpoint. 0: the newest."),
-    best: bool = typer.Option(False, "--best", help="The step with the lowest held-out loss, as NAME-best."),
+    best: bool = typer.Option(False, "--best", help="Export the step with the lowest held-out loss, as NAME-best."),
     formats: list[str] = typer.Option(
         [], "--format", help="Layout: auto, diffusers, comfy (ComfyUI) or kohya (A1111, Forge). Repeatable."
     ),
     kit: Path | None = typer.Option(
-        None, metavar="DIR", help="Folder for publishing, as the command kit makes it; new or empty."
+        None, metavar="DIR", help="Folder for publishing, as `lora-fp8 kit` creates it; new or empty."
     ),
     preview_metadata: bool = typer.Option(False, help="Print the files' metadata, and write nothing."),
     as_json: bool = JSON,
@@ -53,10 +53,10 @@ def export(
 
     if kit and preview_metadata:
         raise errors.UserError(
-            Message("--preview-metadata writes nothing, and --kit writes a folder: give one of them")
+            Message("--preview-metadata writes nothing, but --kit writes a folder; give only one of them")
         )
     if best and step:
-        raise errors.UserError(Message("--best is a step of its own, and --step names one: give one of them"))
+        raise errors.UserError(Message("--best and --step each choose a step; give only one of them"))
     if kit:
         tool.check_free(kit)
 
@@ -89,7 +89,7 @@ def export(
 def verify(
     file: Path = typer.Argument(..., metavar="FILE", help="LoRA .safetensors file."),
     base: str = typer.Option(
-        "", help="Base model to load it into: path, hub id or 'demo'. Default: check the file alone."
+        "", help="Base model to load it into: path, hub id or 'demo'. Default: check only the file."
     ),
     family: str = typer.Option("", help="Architecture. Default: read from the file."),
     as_json: bool = JSON,
@@ -123,7 +123,9 @@ def inspect(
 def convert(
     file: Path = typer.Argument(..., metavar="FILE", help="LoRA .safetensors file of any program."),
     layout: str = typer.Option(..., "--format", help="Layout: diffusers, comfy (ComfyUI) or kohya (A1111, Forge)."),
-    output: Path | None = typer.Option(None, help="File to write. Default: FILE's name with the layout, beside it."),
+    output: Path | None = typer.Option(
+        None, help="File to write. Default: beside FILE, with the layout added to its name."
+    ),
     family: str = typer.Option("", help="Architecture. Default: read from the file."),
     base: str = typer.Option("", help="Base model, if its layers differ in size from the released model's."),
     dtype: str = DTYPE,
@@ -144,7 +146,9 @@ def convert(
 
 def resize(
     file: Path = typer.Argument(..., metavar="FILE", help="LoRA .safetensors file of any program."),
-    output: Path | None = typer.Option(None, help="File to write. Default: FILE's name with -resized, beside it."),
+    output: Path | None = typer.Option(
+        None, help="File to write. Default: beside FILE, with -resized added to its name."
+    ),
     rank: int = typer.Option(0, help="Largest rank of a layer (kohya: network_dim). 0: set by --energy."),
     energy: float = typer.Option(0.0, help="Share of each layer's squared norm to keep, such as 0.98."),
     uniform: bool = typer.Option(False, help="Use one rank for all layers: the largest that one of them needs."),
@@ -170,7 +174,7 @@ def merge(
     into: str = typer.Option(
         "", metavar="BASE", help="Base model to merge into: folder, single file or hub id. Default: write one LoRA."
     ),
-    family: str = typer.Option("", help="Architecture of BASE. Default: that of the first LoRA."),
+    family: str = typer.Option("", help="Architecture of BASE. Default: as for the first LoRA."),
     components: str = typer.Option("", help="Diffusers folder with the other components, if BASE is a single file."),
     rank: int = typer.Option(0, help="Rank of the merged LoRA. 0: exact, the sum of the ranks."),
     energy: float = typer.Option(0.0, help="Share of each layer's squared norm to keep in the merged LoRA. 0: all."),
@@ -185,7 +189,7 @@ def merge(
     if into:
         if rank or energy or dtype:
             raise errors.UserError(
-                Message("--rank, --energy and --dtype are about a merged LoRA; with --into there is none")
+                Message("--rank, --energy and --dtype apply to a merged LoRA; --into writes none. Remove them")
             )
         merged = tool.into(sources, into, output, family_name=family, components=components)
         if as_json:
@@ -196,7 +200,7 @@ def merge(
         print_lines(Message("{count} layers changed", count=merged.layers), *files)
         return
     if family or components:
-        raise errors.UserError(Message("--family and --components are about a base model; name it with --into BASE"))
+        raise errors.UserError(Message("--family and --components apply to a base model; name it with --into BASE"))
     report = tool.merge(sources, output, rank=rank, energy=energy, dtype=dtype)
     if as_json:
         content = (report.to_json() if report else {}) | {"output": str(output)}
@@ -244,7 +248,7 @@ def average(
     ),
     half_life: float = typer.Option(0.0, help="Steps (for files: positions) that halve the weight. 0: equal weights."),
     last: int = typer.Option(0, help="Number of newest checkpoints of a run. 0: all."),
-    rank: int = typer.Option(0, help="Rank of the average of files, with --average delta. 0: that of the files."),
+    rank: int = typer.Option(0, help="Rank of the average of files, with --average delta. 0: as in the files."),
     output: Path | None = typer.Option(
         None, help="File to write, for files. A run's average is written to export/average/."
     ),
@@ -257,7 +261,10 @@ def average(
     if len(sources) == 1:
         if rank or dtype or output:
             raise errors.UserError(
-                Message("--rank, --dtype and --output are of files; a run's average is written as its files")
+                Message(
+                    "--rank, --dtype and --output apply to files; a run's average is written like its own "
+                    "files. Remove them"
+                )
             )
         by_step, paths = tool.run(sources[0], what=kind, half_life=half_life, last=last)
         weights = [Message("{share}  step {step}", share=f"{share:7.2%}", step=step) for step, share in by_step.items()]
@@ -265,7 +272,7 @@ def average(
         return
     if last or output is None:
         raise errors.UserError(
-            Message("files: --output says where to write; --last is of a run, name fewer files instead")
+            Message("LoRA files need --output, the file to write; --last applies to runs, so name fewer files instead")
         )
     shares, report = tool.files(sources, output, what=kind, half_life=half_life, rank=rank, dtype=dtype)
     lines = [f"{share:7.2%}  {path}" for share, path in zip(shares, sources, strict=True)]
@@ -302,9 +309,9 @@ def kit(
 
 def push(
     source: Path = typer.Argument(
-        ..., metavar="RUN | FILE | KIT", help="Run folder, a LoRA .safetensors file, or a folder that kit made."
+        ..., metavar="RUN | FILE | KIT", help="Run folder, a LoRA .safetensors file, or a folder that kit created."
     ),
-    repo: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository. NAME alone is in your own account."),
+    repo: str = typer.Argument(..., metavar="OWNER/NAME", help="Repository. NAME alone uses your own account."),
     title: str = TITLE,
     trigger: str = TRIGGER,
     description: str = DESCRIPTION,
@@ -315,7 +322,7 @@ def push(
     layout: str = LAYOUT,
     public: bool = typer.Option(False, help="Make a new repository public. Default: private."),
     update: bool = typer.Option(False, help="Update a repository that exists."),
-    check: bool = typer.Option(False, help="Only check token, rights and name; upload nothing."),
+    check: bool = typer.Option(False, help="Only check token, permissions and name; upload nothing."),
     as_json: bool = JSON,
 ) -> None:
     """Upload a LoRA, its model card and samples to Hugging Face. Token and name are checked first."""
@@ -330,7 +337,7 @@ def push(
     options = {**texts, "layout": layout, "strength": strength != STRENGTH.default}
     if is_kit and (given := [name for name, value in options.items() if value]):
         raise UserError(
-            Message("{path} has its model card already; leave out {names}", path=source, names=", ".join(given))
+            Message("{path} already contains its model card; remove {names}", path=source, names=", ".join(given))
         )
     chosen = None if is_kit else _choose_file(source, layout, texts, strength)
     target = hub.check(repo, public=public, update=update)
@@ -357,11 +364,11 @@ def _choose_file(
 
     if source.is_dir():
         if texts["family"]:
-            raise UserError(Message("--family is of a file; a run knows its own"))
+            raise UserError(Message("--family applies to files; a run already has an architecture. Remove it"))
         file, job, pictures = tool.from_run(source, layout)
     else:
         if layout:
-            raise UserError(Message("`--layout` applies to runs only; a file keeps the layout that it has"))
+            raise UserError(Message("`--layout` applies to runs only; a file keeps its layout. Remove it"))
         file, job, pictures = source, None, []
     return file, tool.facts_of(file, texts, job, strength), pictures
 

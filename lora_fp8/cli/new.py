@@ -34,15 +34,19 @@ def add_to(app: typer.Typer) -> None:
 
 def new(
     path: Path | None = typer.Argument(
-        None, help="Config file to write (.toml is added if missing). In a terminal, without it: questions."
+        None,
+        help="Config file to write (.toml is added if missing). In a terminal, omit it to be asked question by "
+        "question.",
     ),
-    family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: that of --base."),
-    base: str = typer.Option("", help="Base model: Hugging Face id, folder or file. Default: the usual one."),
-    images: list[Path] = typer.Option([], help="Folder of images with captions. It is counted. Repeatable."),
-    controls: Path | None = typer.Option(None, help="For edits: folder with the images before the edit."),
+    family: str = typer.Option("", help="Architecture, such as sdxl, flux or qwen_image. Default: from --base."),
+    base: str = typer.Option(
+        "", help="Base model: Hugging Face id, folder or file. Default: the architecture's usual one."
+    ),
+    images: list[Path] = typer.Option([], help="Folder of images with captions, which are counted. Repeatable."),
+    controls: Path | None = typer.Option(None, help="For editing models: folder with the images before the edit."),
     trigger: str = typer.Option("", help="Trigger word."),
     goal: str = typer.Option("", help="What to train: character, style, concept, object or edit."),
-    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: that of this machine."),
+    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: as on this machine."),
     preset: list[str] = typer.Option([], help="Further preset; goals and cards are presets too. Repeatable."),
     from_lora: Path | None = typer.Option(None, metavar="FILE", help="LoRA file whose settings to copy."),
     everything: bool = typer.Option(False, "--all", help="Write every setting that has an effect, with its bounds."),
@@ -54,7 +58,9 @@ def new(
     if path is None:
         given = family, base, images, controls, trigger, goal, card, preset, from_lora, everything, force
         if any(given) or not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise UserError(Message("new: give the config file to write, such as `lora-fp8 new my.toml`"))
+            raise UserError(
+                Message("new: no config file is given; name the file to write, such as `lora-fp8 new my.toml`")
+            )
         _ask_everything()
         return
     path = _with_suffix(path)
@@ -89,7 +95,9 @@ def new(
     else:
         print_lines(
             Message(
-                "{path} written; put your base model and picture folder in, then: {command}", path=path, command=command
+                "{path} written; fill in your base model and image folder, then run: {command}",
+                path=path,
+                command=command,
             )
         )
 
@@ -97,7 +105,7 @@ def new(
 def recipes(
     family: str = typer.Argument("", help="Architecture, such as sdxl. Default: list all."),
     goal: str = typer.Option("", help="What to train: character, style, concept, object or edit."),
-    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: that of this machine."),
+    card: int = typer.Option(0, help="GB of GPU memory: 8, 12, 16, 24, 48 or 80. Default: as on this machine."),
     images: list[Path] = typer.Option([], help="Folder of images, for the number of steps. Repeatable."),
     as_json: bool = JSON,
 ) -> None:
@@ -132,7 +140,7 @@ def recipes(
     if fit.peak and not fit.problem:
         print_lines(
             Message(
-                "At most {peak} GiB by the estimate for {base}, of {usable} GiB that a job can use.",
+                "At most {peak} GiB, estimated for {base}; a job can use {usable} GiB.",
                 peak=rules.gib(fit.peak),
                 base=_base_of(family),
                 usable=rules.gib(fit.usable),
@@ -154,7 +162,11 @@ def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -
     problems = [
         *_find_wrong_goal(goal, Message("a recipe"), rules.GOALS),
         *_find_wrong_card(card),
-        *([Message("--images: name a family as well; the steps follow from both")] if images else []),
+        *(
+            [Message("--images: the architecture is not given, but the number of steps depends on it; name it as well")]
+            if images
+            else []
+        ),
     ]
     if problems:
         raise UserErrors(problems, "recipes")
@@ -175,17 +187,24 @@ def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -
         ]
         print_json({"recipes": content})
         return
-    print_lines(Message("family, the GB of GPU memory from which it can be trained, and its goals:"))
+    print_lines(Message("architecture, smallest GPU memory (GB) that can train it, and its goals:"))
     for family, goals, fits in rows:
         least = next((card for card, fit in fits.items() if not fit.problem), 0)
         print(f"  {family:22}{least or '-':>3}  {', '.join(goals)}")  # names only
-    print_lines(Message("Explains one: lora-fp8 recipes sdxl --goal character --card 16"))
+    print_lines(Message("To explain one: lora-fp8 recipes sdxl --goal character --card 16"))
 
 
 def _find_wrong_goal(goal: str, title: str, known: Sequence[str]) -> list[str]:
     if not goal or goal in known:
         return []
-    return [Message("--goal {goal}: {title} takes {known}", goal=goal, title=title, known=" | ".join(known))]
+    return [
+        Message(
+            "--goal {goal}: there is no such goal for {title}; accepted: {known}",
+            goal=goal,
+            title=title,
+            known=" | ".join(known),
+        )
+    ]
 
 
 def _find_wrong_card(card: int) -> list[str]:
@@ -193,7 +212,13 @@ def _find_wrong_card(card: int) -> list[str]:
 
     if not card or card in rules.CARDS:
         return []
-    return [Message("--card {card}: not among {names} GB", card=card, names=" | ".join(map(str, rules.CARDS)))]
+    return [
+        Message(
+            "--card {card}: there is no recipe for this size; accepted: {names} GB",
+            card=card,
+            names=" | ".join(map(str, rules.CARDS)),
+        )
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,7 +356,7 @@ def _copy_settings(path: Path, file: Path, others: list[str]) -> str:
         names = ", ".join(others)
         raise UserError(
             Message(
-                "--from-lora copies all settings of the file. Leave out {options}, and edit the config that is written",
+                "--from-lora copies all settings of the file. Remove {options}, and edit the config that is written",
                 options=names,
             )
         )
@@ -346,7 +371,9 @@ def _with_suffix(path: Path) -> Path:
 
 def _refuse_existing(path: Path, force: bool) -> None:
     if os.path.lexists(path) and not force:
-        raise UserError(Message("{path}: exists already; choose another name, or --force to replace it", path=path))
+        raise UserError(
+            Message("{path}: the file exists already; choose another name, or add --force to replace it", path=path)
+        )
 
 
 def _save(path: Path, text: str) -> None:
@@ -383,7 +410,9 @@ def _ask_everything() -> None:
         controls = _ask_again(Message("Folder with the images before the edit"), _existing)
     question = Message("Folder with the images")
     folder = _ask_again(question, _existing)
-    trigger = "" if goal == "edit" else _ask(Message("Trigger word, which the base does not know (Enter: none)"), "")
+    trigger = (
+        "" if goal == "edit" else _ask(Message("Trigger word that the base model does not know yet (Enter: none)"), "")
+    )
     folders, pictures = _count([folder])
     path = _ask_again(Message("Config file to write"), _new_file, "my-lora.toml")
     wishes = replace(wishes, name=path.stem, folders=folders, control=str(controls or ""), trigger=trigger)
@@ -418,7 +447,13 @@ def _choose(question: str, choices: dict[str, str], default: str) -> str:
             return text
         if text.isdecimal() and 0 < int(text) <= len(names):
             return names[int(text) - 1]
-        raise UserError(Message("{text}: give a number from 1 to {most}, or a name", text=text, most=len(names)))
+        raise UserError(
+            Message(
+                "{text}: this is neither a number from 1 to {most} nor a name; enter one of them",
+                text=text,
+                most=len(names),
+            )
+        )
 
     return _ask_again(Message("Number or name"), read, default)
 
@@ -444,7 +479,7 @@ def _existing(text: str) -> Path:
     path = Path(text.strip("'\""))
     pictures = dataset_recipe.look(dataset_recipe.expand(path))
     if not pictures.files:
-        raise UserError(Message("{path}: no images are in this folder", path=path))
+        raise UserError(Message("{path}: there are no images in this folder", path=path))
     print_lines(Plural("{count} image", "{count} images")(count=pictures.files))
     return path
 

@@ -30,7 +30,12 @@ def _refuse_contradictions(overrides: list[str]) -> list[str]:
         key, value = (part.strip() for part in override.partition("=")[::2])
         if (first := values.setdefault(key, value)) != value:
             raise UserError(
-                Message("--set {key}: given as {first} and as {value}. Keep one", key=key, first=first, value=value)
+                Message(
+                    "--set {key}: the setting is given twice, as {first} and as {value}. Keep one",
+                    key=key,
+                    first=first,
+                    value=value,
+                )
             )
     return overrides
 
@@ -45,7 +50,7 @@ SET = typer.Option(
     callback=_refuse_contradictions,
 )
 JSON = typer.Option(False, "--json", help="Print JSON.")
-DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: that of the files.")
+DTYPE = typer.Option("", help="Dtype of the output: bf16, fp16 or fp32. Default: as in the files.")
 FOLDER = typer.Argument(..., metavar="FOLDER", help="Folder of images with captions beside them.")
 
 
@@ -63,7 +68,9 @@ def load_config(path: Path, overrides: list[str]) -> "Job":
         if command := _find_importer(path):
             raise UserError(
                 Message(
-                    "{path}: these are settings of another trainer. Convert them: {command}", path=path, command=command
+                    "{path}: this is a settings file of another trainer. Convert it: {command}",
+                    path=path,
+                    command=command,
                 )
             ) from None
         raise
@@ -103,11 +110,11 @@ def _describe_file(path: Path) -> Message:
     try:
         run = config.load(path).run_folder
     except UserError:
-        return Message("{path}: this is a file; give the folder of a run", path=path)
+        return Message("{path}: this is a file; give a run folder", path=path)
     if (run / "config.toml").is_file():
-        return Message("{path}: this is a config; give the folder of its run: {run}", path=path, run=quote_path(run))
+        return Message("{path}: this is a config; give its run folder: {run}", path=path, run=quote_path(run))
     return Message(
-        "{path}: this is a config, and its run {run} does not exist. `{command}` starts it",
+        "{path}: this is a config, and its run folder {run} does not exist yet. `{command}` starts the run",
         path=path,
         run=quote_path(run),
         command=f"lora-fp8 train {quote_path(path)}",

@@ -53,7 +53,8 @@ def demo(
 
 def ui(
     host: str = typer.Option(
-        "127.0.0.1", help="Address to listen on. Any address but this machine's own needs a login (--user)."
+        "127.0.0.1",
+        help="Address to listen on. Addresses other than this machine's own (127.0.0.1) need a login (--user).",
     ),
     port: int = typer.Option(7860, min=0, max=65535, help="Port. 0: any free one."),
     root: list[Path] = typer.Option([], metavar="FOLDER", help="Folder that the page may read and write. Repeatable."),
@@ -84,4 +85,6 @@ def _require_packages(extra: str, *packages: str) -> None:
         from .. import errors
 
         names = ", ".join(missing)
-        raise errors.UserError(Message("this needs {names}: pip install 'lora-fp8[{extra}]'", names=names, extra=extra))
+        raise errors.UserError(
+            Message("this command needs {names}: pip install 'lora-fp8[{extra}]'", names=names, extra=extra)
+        )

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 NAME = typer.Argument(..., metavar="NAME", help="Name of the job, from `lora-fp8 remote`.")
 ENV = typer.Option(
-    [], "--env", metavar="NAME", help="Environment variable to pass on, such as HF_TOKEN; no file holds it. Repeatable."
+    [],
+    "--env",
+    metavar="NAME",
+    help="Environment variable to pass on, such as HF_TOKEN; it is not written to any file. Repeatable.",
 )
 STEP_SECONDS = 10.0
 """Seconds between two lines about steps."""
@@ -54,7 +57,12 @@ def submit_there(config_file: Path, overrides: list[str], given: dict[str, Any],
     from ..jobs.remote import script, submit
 
     if config_file.is_dir():
-        raise UserError(Message("{path}: --to takes a config; a run that began here is resumed here", path=config_file))
+        raise UserError(
+            Message(
+                "{path}: --to needs a config; a run that began on this machine must be resumed on this machine",
+                path=config_file,
+            )
+        )
     job = load_config(config_file, overrides)
     plan = _make_plan(job, given)
     script.check(plan.job)
@@ -82,8 +90,8 @@ def submit_there(config_file: Path, overrides: list[str], given: dict[str, Any],
         Message(
             "{name} was sent to {where}, into {folder}", name=handle.name, where=handle.where, folder=handle.folder
         ),
-        Message("follow it: {command}", command=f"lora-fp8 remote follow {name}"),
-        Message("bring its files here when it is done: {command}", command=f"lora-fp8 remote fetch {name}"),
+        Message("to follow it: {command}", command=f"lora-fp8 remote follow {name}"),
+        Message("to fetch its files when it is done: {command}", command=f"lora-fp8 remote fetch {name}"),
     )
 
 
@@ -151,7 +159,7 @@ def _write(path: Path, text: str) -> None:
     from ..errors import cannot_write
 
     if os.path.lexists(path):
-        raise UserError(Message("{path}: exists already; choose another name with --write", path=path))
+        raise UserError(Message("{path}: the file exists already; choose another name with --write", path=path))
     try:
         make_folder(path.absolute().parent)
         atomic_write(path, text.encode())
@@ -190,13 +198,18 @@ def listing(context: typer.Context, as_json: bool = JSON) -> None:
     lines: list[str] = [f"{job.name.ljust(width)}  {job.where}  {job.folder}" for job in jobs]
     print_lines(
         *lines
-        or [Message("nothing here yet; `{command}` sends a training", command="lora-fp8 submit CONFIG --to ssh:HOST")]
+        or [
+            Message(
+                "there are no jobs on other machines yet; `{command}` sends a training",
+                command="lora-fp8 submit CONFIG --to ssh:HOST",
+            )
+        ]
     )
 
 
 @remote_app.command()
 def status(name: str = NAME, as_json: bool = JSON) -> None:
-    """Show how a job on another machine is doing."""
+    """Show the state of a job on another machine."""
     from ..jobs.remote import control, handle
 
     _print_view(name, control.look(handle.load(name)), as_json)
@@ -204,7 +217,7 @@ def status(name: str = NAME, as_json: bool = JSON) -> None:
 
 @remote_app.command()
 def follow(name: str = NAME, as_json: bool = JSON) -> None:
-    """Print the events of a job until it ends. Ctrl-C ends the printing; the job continues."""
+    """Print the events of a job until it ends. Ctrl-C stops the output; the job continues."""
     from ..jobs.remote import control, handle
 
     newest = 0.0
@@ -229,7 +242,7 @@ def follow(name: str = NAME, as_json: bool = JSON) -> None:
 
 @remote_app.command()
 def fetch(name: str = NAME, as_json: bool = JSON) -> None:
-    """Bring a job's run folder here, verified. Files of yours are never replaced."""
+    """Fetch a job's run folder and verify it. Your own files are never replaced."""
     from ..jobs.remote import fetch as fetching
     from ..jobs.remote import handle
     from ..run import ownership
@@ -240,7 +253,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
         return
     print_lines(
         Message(
-            "{folder}: {count} files ({size}) arrived with the right SHA-256; {same} were here already",
+            "{folder}: {count} files ({size}) fetched, SHA-256 verified; {same} were here already",
             folder=result.folder,
             count=result.files,
             size=format_bytes(result.size),
@@ -250,7 +263,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
     )
     if result.left:
         names = ownership.counted(result.left)
-        print_lines(Message("left there, because the run did not write it: {names}", names=names))
+        print_lines(Message("kept on that machine, because the run did not write them: {names}", names=names))
 
 
 @remote_app.command()
@@ -262,15 +275,18 @@ def cancel(name: str = NAME) -> None:
     control.cancel(job)
     print_lines(Message("{name}: asked to stop; it saves at the end of the current step", name=name))
     if job.kind == "sky":
-        line = Message("the machine is still rented; `{command}` ends that", command=f"sky down {job.address}")
+        line = Message(
+            "the machine is still rented and costs money; `{command}` releases it", command=f"sky down {job.address}"
+        )
         print_lines(line)
 
 
 @remote_app.command()
 def resume(name: str = NAME, env: list[str] = ENV) -> None:
-    """Start a job on another machine again. It continues from its newest checkpoint.
+    """Start a job on another machine again.
 
-    It gets the environment variables that it got before, with the values that they have here now. `--env` names others.
+    It continues from its newest checkpoint. It gets the same environment variables as before, with their present
+    values on this machine. `--env` names others.
     """
     from ..jobs.remote import control, handle
 
@@ -283,11 +299,11 @@ def delete(
     name: str = NAME,
     there: bool = typer.Option(False, help="Delete also its folder on the other machine, with its run."),
 ) -> None:
-    """Forget a job on another machine. What was fetched stays."""
+    """Remove a job on another machine from the list. Fetched files stay."""
     from ..jobs.remote import control, handle
 
     control.delete(handle.load(name), there)
-    print_lines(Message("{name}: forgotten", name=name))
+    print_lines(Message("{name}: removed from the list", name=name))
 
 
 def _print_view(name: str, view: "View", as_json: bool) -> None:

@@ -17,13 +17,13 @@ def add_to(app: typer.Typer) -> None:
 def report(
     folder: Path = RUN,
     output: Path | None = typer.Option(None, metavar="FILE", help="HTML file to write. Default: report.html in RUN."),
-    lang: str = typer.Option("", help="Language of the report: en or zh. Default: that of messages."),
+    lang: str = typer.Option("", help="Language of the report: en or zh. Default: as for messages."),
     drawn: list[Path] = typer.Option(
         [], "--drawing", metavar="DIR", help="Folder of `lora-fp8 draw` to show as a grid of strengths. Repeatable."
     ),
     as_json: bool = JSON,
 ) -> None:
-    """Write a run's report: one HTML file that needs no network. It works before the run has ended, too."""
+    """Write a run's report: one HTML file that needs no network. It also works before the run has ended."""
     from ..tools import report as tool
 
     language = require_language(lang, "--lang") if lang else get_language()

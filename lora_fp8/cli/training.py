@@ -46,7 +46,7 @@ def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool 
     print_lines(*result.lines)
     if result.problems:
         raise errors.UserErrors(result.problems, str(config_file))
-    print_lines(Message("{path}: all right", path=config_file))
+    print_lines(Message("{path}: no problems found", path=config_file))
 
 
 def import_config(
@@ -56,11 +56,11 @@ def import_config(
         help="Settings of another trainer: TOML, JSON, YAML, or a script with the training command.",
     ),
     tool: str = typer.Option(
-        "", "--from", metavar="TOOL", help="Trainer that the file is for. Default: detected from the file."
+        "", "--from", metavar="TOOL", help="Trainer that the file belongs to. Default: detected from the file."
     ),
     family: str = typer.Option("", help="Architecture, if the file does not name it."),
     output: Path | None = typer.Option(
-        None, help="Config file to write. Default: FILE's name with .lora-fp8.toml, here."
+        None, help="Config file to write. Default: FILE's name with .lora-fp8.toml, in the current folder."
     ),
     verbose: bool = typer.Option(False, help="List every key with its new setting."),
     as_json: bool = JSON,
@@ -104,8 +104,8 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     if job.quantize.sensitivity == "auto" and layers.quantized:
         notes.append(
             Message(
-                "quantize.sensitivity = 'auto': a training first measures these layers on its pictures, and "
-                "holds those above {bound} in int8 or bf16; `{command}` measures now",
+                "quantize.sensitivity = 'auto': a training first measures these layers on its images, and stores "
+                "those with an error above {bound} in int8 or bf16; `{command}` measures them now",
                 bound=f"{job.quantize.sensitivity_bound:g}",
                 command=f"lora-fp8 precision {quote_path(config_file)}",
             )
@@ -120,7 +120,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
 def estimate(
     config_file: Path = CONFIG,
     overrides: list[str] = SET,
-    processes: int = typer.Option(1, min=1, help="Number of training processes. Memory is that of one of them."),
+    processes: int = typer.Option(1, min=1, help="Number of training processes. Memory is shown for one of them."),
     as_json: bool = JSON,
 ) -> None:
     """Estimate memory, steps, cache and file sizes. No weights are read, and nothing is encoded."""
@@ -147,7 +147,7 @@ def estimate(
 
 @without_collection()
 def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
-    """Draw how often each noise level is trained. The default and other trainers are beside it."""
+    """Show how often each noise level is trained. It also shows the default and other trainers."""
     job = load_config(config_file, overrides)
     from ..plan.timesteps import describe
 
@@ -166,7 +166,7 @@ def lr_find(
     highest: float = typer.Option(1e-1, "--to", min=1e-9, max=10.0, help="Learning rate of the last step."),
     as_json: bool = JSON,
 ) -> None:
-    """Suggest a learning rate. It trains some steps while the rate grows, and keeps nothing."""
+    """Suggest a learning rate. It trains some steps while the learning rate rises, and saves nothing."""
     job = load_config(config_file, overrides)
     if lowest >= highest:
         raise UserError(Message("--from {low} is not below --to {high}", low=f"{lowest:g}", high=f"{highest:g}"))
@@ -217,7 +217,8 @@ def resume(folder: Path = RUN, overrides: list[str] = SET, as_json: bool = JSON)
         if (key := override.partition("=")[0].strip()) in ("name", "output_dir"):
             raise UserError(
                 Message(
-                    "--set {key}: a run goes on in its own folder; `lora-fp8 train {config} --set ...` begins another",
+                    "--set {key}: a run keeps its settings and its folder; `lora-fp8 train {config} --set ...` "
+                    "starts another run",
                     key=key,
                     config=quote_path(run.config_file),
                 )

@@ -12,6 +12,8 @@ from .writing import atomic_write
 MOST_JSON = 64 * MIB
 """Maximum for a file that another program wrote, such as the index of a model's weights, in bytes."""
 
+TOO_DEEP = Message("it is nested too deeply")
+
 
 def parse_json(data: str | bytes) -> Any:
     """Parse JSON.
@@ -22,7 +24,7 @@ def parse_json(data: str | bytes) -> Any:
     try:
         return json.loads(data)
     except RecursionError:
-        raise ValueError(Message("nested too deeply")) from None
+        raise ValueError(TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(describe_parser_error(error)) from None
 
@@ -53,7 +55,7 @@ def read_object(path: Path, most: int | None = MOST_JSON) -> dict[str, Any]:
         raise ValueError(Message("{path} cannot be read as JSON ({why})", path=path, why=error)) from error
     if not isinstance(content, dict):
         kind = type(content).__name__
-        raise ValueError(Message("{path} should hold a JSON object, but holds a {kind}", path=path, kind=kind))
+        raise ValueError(Message("{path} should contain a JSON object, but contains a {kind}", path=path, kind=kind))
     return content
 
 

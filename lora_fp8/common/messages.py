@@ -57,7 +57,10 @@ def require_language(wanted: str, option: str) -> str:
         names = ", ".join(("en", *(name.split("-")[0] for name in CATALOGUES)))
         raise UserError(
             Message(
-                "{option}: no language {given}; accepted are {names}", option=option, given=repr(wanted), names=names
+                "{option}: there are no messages in the language {given}; accepted: {names}",
+                option=option,
+                given=repr(wanted),
+                names=names,
             )
         )
     return language

@@ -68,7 +68,7 @@ def describe_parser_error(error: ValueError, text: str = "") -> str:
         text: the TOML text, to quote the line; "" quotes nothing, for files that may hold secrets.
     """
     if isinstance(error, UnicodeDecodeError):
-        return Message("not UTF-8 text (byte {byte})", byte=error.start)
+        return Message("the text is not UTF-8 (byte {byte})", byte=error.start)
     if isinstance(error, json.JSONDecodeError):
         return place(error.lineno, error.colno, find_message(error.msg))
     if match := _PLACE.fullmatch(str(error)):

@@ -13,6 +13,8 @@ from typing import IO
 from ..errors import Message
 from . import system
 
+NOT_REGULAR = Message("this is not a regular file")
+
 MIB = 1 << 20
 MOST_TEXT = MIB
 """Maximum for a settings file, a caption or a prompt, in bytes: more than a person writes, and read in a moment."""
@@ -58,7 +60,9 @@ def rest_of(file: IO[bytes], most: int | None = None) -> bytes:
         return file.read()
     data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, Message("larger than {size} MiB", size=f"{most / MIB:g}"), str(file.name))
+        raise OSError(
+            errno.EFBIG, Message("the file is larger than {size} MiB", size=f"{most / MIB:g}"), str(file.name)
+        )
     return data
 
 
@@ -76,4 +80,4 @@ def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, Message("not a regular file"), os.fspath(path))
+        raise OSError(errno.EINVAL, NOT_REGULAR, os.fspath(path))

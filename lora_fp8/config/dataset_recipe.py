@@ -138,12 +138,13 @@ def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: 
     if held_out:
         every = max(ROUND, round(length.value / MEASUREMENTS / ROUND) * ROUND)
         why = Message(
-            "{held_out} of {count} images are kept out of training. Their loss rises when the others are memorized.",
+            "{held_out} of {count} images are held out for validation. Their loss rises when the LoRA memorizes the "
+            "others.",
             held_out=held_out,
             count=pictures.files,
         )
         chosen += [Value("validation.pictures", held_out, why)]
-        chosen += [Value("validation.every", every, Message("About ten measurements."))]
+        chosen += [Value("validation.every", every, Message("About ten measurements over the training."))]
     chosen += _caption_values(family, pictures, trigger)
     if pictures.videos and any(families.get(family).clips):
         chosen.append(_frames_value(goal, family, pictures.videos, card))
@@ -160,11 +161,12 @@ def _frames_value(goal: str, family: str, videos: int, card: int) -> Value:
     frames = next(fitting, usual)
     if frames == usual:
         why = Message(
-            "{count} videos are trained as clips of this many frames. More frames take more memory.", count=videos
+            "{count} videos are trained as clips of this many frames. More frames need more GPU memory.", count=videos
         )
     else:
         why = Message(
-            "{count} videos are trained as clips of this many frames, as {frames} do not fit a GPU of {gb} GB.",
+            "{count} videos are trained as clips of this many frames, because {frames} frames do not fit a GPU of "
+            "{gb} GB.",
             count=videos,
             frames=usual,
             gb=card,
@@ -217,12 +219,12 @@ def _caption_values(family: str, pictures: Pictures, trigger: str) -> list[Value
         why = Message("Your captions are sentences, which are never shuffled.")
         chosen.append(Value("dataset.shuffle_tags", False, why))
     elif pictures.style == "tags" and usual == "sentences":
-        why = Message("Your captions are tags, which are shuffled, so that the place of a tag means nothing.")
+        why = Message("Your captions are tags, which are shuffled, so that the LoRA does not learn their order.")
         chosen.append(Value("dataset.shuffle_tags", True, why))
     if pictures.uncaptioned and trigger:
         why = Message(
-            "{count} of {files} images have no caption and get the trigger word. `lora-fp8 caption` writes better "
-            "ones.",
+            "{count} of {files} images have no caption and are trained with the trigger word. `lora-fp8 caption` "
+            "writes better captions.",
             count=pictures.uncaptioned,
             files=pictures.files,
         )

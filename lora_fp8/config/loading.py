@@ -23,12 +23,13 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
+from ..common.json_files import TOO_DEEP
 from ..common.messages import get_language, translate
 from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
 from ..common.text import quote, similar
-from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8, reason
+from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8
 from ..families.sources import parse as parse_reference
 from ..settings import TABLES, Job, Section, flat_table, table_of_lines
 from . import recipes
@@ -90,7 +91,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     if len(names) > MOST_PRESETS:
         problems.append(
             Message(
-                "preset: at most {number} are laid under a config, got {given}", number=MOST_PRESETS, given=len(names)
+                "preset: a config can use at most {number} presets, got {given}", number=MOST_PRESETS, given=len(names)
             )
         )
     presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
@@ -124,11 +125,13 @@ def _no_such_file(path: Path) -> UserError:
     near = stem if stem in present else similar(stem, present)
     if near is not None:
         meant = quote_path(path.parent / f"{near}.toml")
-        return UserError(Message("{path}: no such config file, did you mean {meant}?", path=path, meant=meant))
+        return UserError(
+            Message("{path}: this config file does not exist, did you mean {meant}?", path=path, meant=meant)
+        )
     return UserError(
         Message(
             "{line}; `{command}` writes one",
-            line=looked_for(path, Message("{path}: no such config file", path=path)),
+            line=looked_for(path, Message("{path}: this config file does not exist", path=path)),
             command=f"lora-fp8 new {quote_path(path)}",
         )
     )
@@ -268,21 +271,21 @@ def read_toml(text: str, *, quotes_line: bool = False) -> dict[str, Any]:
             tomllib takes quadratic time.
     """
     if DEEP_KEY.search(QUOTED.sub("_", text)):
-        raise ValueError(Message("a key of more than {most} parts", most=DEEPEST))
+        raise ValueError(Message("a key has more than {most} parts", most=DEEPEST))
     try:
         data = tomllib.loads(text)
     except RecursionError:
-        raise ValueError(Message("nested too deeply")) from None
+        raise ValueError(TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(describe_parser_error(error, text if quotes_line else "")) from None
     inner: list[Any] = [data]
     for _ in range(DEEPEST):
         inner = [v for node in inner for v in (node.values() if isinstance(node, dict) else node)]
         if any(isinstance(value, int) and value.bit_length() > 1024 for value in inner):  # hex has no digit limit
-            raise ValueError(Message("a whole number of more than 1024 bits"))
+            raise ValueError(Message("a whole number has more than 1024 bits"))
         inner = [value for value in inner if isinstance(value, dict | list)]
     if inner:
-        raise ValueError(Message("nested more than {most} deep", most=DEEPEST))
+        raise ValueError(Message("tables are nested more than {most} deep", most=DEEPEST))
     return data
 
 
@@ -340,14 +343,17 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
         given, names = quote(name), ", ".join(preset_names())
         if near := similar(name, preset_names()):
             line = Message(
-                "preset: no preset {name}, did you mean {meant}?; accepted: {names}, or the path of a .toml file",
+                "preset: there is no preset {name}, did you mean {meant}?; accepted: {names}, or the path of a "
+                ".toml file",
                 name=given,
                 meant=repr(near),
                 names=names,
             )
         else:
             line = Message(
-                "preset: no preset {name}; accepted: {names}, or the path of a .toml file", name=given, names=names
+                "preset: there is no preset {name}; accepted: {names}, or the path of a .toml file",
+                name=given,
+                names=names,
             )
         problems.append(line)
         return {}
@@ -360,7 +366,7 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
         problems.append(str(not_utf8(f"preset {name}", error)))
         return {}
     except OSError as error:
-        problems.append(Message("{path}: cannot be read ({why})", path=f"preset {name}", why=reason(error)))
+        problems.append(str(cannot_read(f"preset {name}", error)))
         return {}
     if "preset" in data:
         problems.append(Message("preset {name}: a preset cannot name presets; name them in the config", name=name))
@@ -411,7 +417,7 @@ def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[st
         if kind not in KINDS or not isinstance(table, dict):
             problems.append(
                 Message(
-                    "preset {name}: for.{kind} is no table of a kind of families; accepted: {kinds}",
+                    "preset {name}: for.{kind} names no kind of architectures; accepted: {kinds}",
                     name=name,
                     kind=kind,
                     kinds=" | ".join(KINDS),
@@ -442,7 +448,7 @@ def _read_table(key: str, value: Any, where: str = "") -> Any:
         if where:
             line: str = f"{key.partition('.')[2]} = {toml_value(table)}"
             if len(table) < len(value):
-                line = Message("{line}; where a name stands twice, its first line counts", line=line)
+                line = Message("{line}; if a name occurs twice, its first line counts", line=line)
             _warn_of_lines(key, line, where)
         return table
     return flat_table(value) if key in TABLES and isinstance(value, dict) else value
@@ -452,7 +458,7 @@ def _read_table(key: str, value: Any, where: str = "") -> Any:
 def _warn_of_lines(key: str, line: str, where: str) -> None:
     """Warn once of a list where a table belongs."""
     warning = Message(
-        "{where}: {key} is a list of texts, the form of older versions; write it as a table: {line}",
+        "{where}: {key} is a list of strings, as in older versions; write it as a table: {line}",
         where=where,
         key=key,
         line=line,
@@ -497,7 +503,8 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any, problems: list[st
     if isinstance(node, list):
         problems.append(
             Message(
-                "--set {key}: give the entry's setting too, such as dataset.folders.0.repeats=2", key=".".join(keys)
+                "--set {key}: the setting of the entry is missing; add it, such as dataset.folders.0.repeats=2",
+                key=".".join(keys),
             )
         )
         return
@@ -592,7 +599,7 @@ def _normalise_base(data: dict[str, Any]) -> list[tuple[Location, str]]:
     own = model.get("revision") or ""
     if reference.revision and own not in ("", reference.revision):
         line = Message(
-            "model.path names the revision {named}, and model.revision is {own}. Leave one of them out",
+            "model.path names the revision {named}, but model.revision is {own}. Remove one of them",
             named=repr(reference.revision),
             own=repr(own),
         )

@@ -107,9 +107,9 @@ def _explain_value(key: str, value: str) -> Message | None:
         return Message("{key} has no value", key=key)
     if bare[0] in _CURLY:
         plain = bare.strip(_CURLY)
-        return Message("TOML does not know curly quotation marks. Write {key} = '{value}'", key=key, value=plain)
+        return Message("TOML does not accept curly quotation marks. Write {key} = '{value}'", key=key, value=plain)
     if bare in _WORDS:
-        return Message("{given} is unknown here. Write {key} = {value}", given=bare, key=key, value=_WORDS[bare])
+        return Message("{given} is not a TOML value. Write {key} = {value}", given=bare, key=key, value=_WORDS[bare])
     if match := _COMMA.fullmatch(bare):
         return _explain_comma(key, bare, match["thousands"] is not None)
     is_toml = bare[0] in "\"'[{" or re.match(r"[+-]?(?:\d|inf|nan)", bare) or bare in ("true", "false")
@@ -124,12 +124,12 @@ def _explain_comma(key: str, number: str, may_be_thousands: bool) -> Message:
     if may_be_thousands:
         whole = number.replace(",", "")
         return Message(
-            "a number has no comma. Write {key} = {whole}, or with a decimal point {key} = {decimal}",
+            "a number cannot contain a comma. Write {key} = {whole}, or with a decimal point {key} = {decimal}",
             key=key,
             whole=whole,
             decimal=decimal,
         )
-    return Message("a number has a decimal point. Write {key} = {decimal}", key=key, decimal=decimal)
+    return Message("the decimal separator is a point. Write {key} = {decimal}", key=key, decimal=decimal)
 
 
 def _explain_windows(key: str, path: str) -> Message:

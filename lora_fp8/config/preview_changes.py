@@ -29,7 +29,7 @@ def apply_preview_changes(job: settings.Job, changes: Mapping[str, Any]) -> sett
                 )
             )
         if not isinstance(value, str | int | float) and not _is_text_list(value):
-            raise UserError(Message("preview.{name}: neither text nor a number", name=name))
+            raise UserError(Message("preview.{name}: the value is neither text nor a number", name=name))
     if not changes:
         return job.preview
     overrides = tuple(Override(f"preview.{name}", value) for name, value in changes.items())

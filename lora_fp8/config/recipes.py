@@ -84,14 +84,14 @@ COMMON = (
         "auto",
         {
             "diffusion": Message(
-                "On an FP8 base the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured on a "
-                "UNet: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 2.5 % higher. "
-                "'none' keeps the plain rate."
+                "On an FP8 base, the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured "
+                "on a UNet: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 2.5 % "
+                "higher. 'none' keeps the plain learning rate."
             ),
             "flow": Message(
-                "On an FP8 base the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured on "
-                "FLUX's layout: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 0.7 % "
-                "lower. 'none' keeps the plain rate."
+                "On an FP8 base, the learning rate is multiplied by 1.4, as users of kohya's fp8_base do. Measured "
+                "on FLUX's layout: the concept appears in 2 to 6 more of 100 prompts, and the held-out loss is 0.7 "
+                "% lower. 'none' keeps the plain learning rate."
             ),
         },
     ),
@@ -100,53 +100,60 @@ COMMON = (
         "objective.min_snr_gamma",
         5.0,
         Message(
-            "Balances the noise levels (Min-SNR), of which the easy ones would otherwise dominate. Measured on a small "
-            "UNet: the concept appears in 47 instead of 31 of 100 prompts, and the held-out loss is the same within "
-            "1 %."
+            "Balances the noise levels (Min-SNR); otherwise the easy ones dominate. Measured on a small UNet: the "
+            "concept appears in 47 instead of 31 of 100 prompts, and the held-out loss is the same within 1 %."
         ),
         "diffusion",
     ),
     Rule(
         "dataset.shuffle_tags",
         True,
-        Message("Captions of tags are shuffled, so that the place of a tag means nothing."),
+        Message("Captions of tags are shuffled, so that the LoRA does not learn the order of the tags."),
         "tags",
     ),
     Rule("dataset.keep_tokens", 1, Message("The first tag, the trigger word, stays in front."), "tags"),
 )
 ALPHA_IS_RANK = Message("alpha = rank: the learning rate is not scaled down.")
-COSINE = Message("Ends gently, so that the last images leave less noise.")
+COSINE = Message("Lowers the learning rate gradually, so that the last images cause less noise in the weights.")
 DROPOUT_OF_CAPTIONS = Message("Some samples are trained without a caption, so that guidance (CFG) keeps working.")
-CHOICE = Message("The best moment often comes before the end: keeps some checkpoints to choose from.")
-ALL_SIX = Message("All of them at 1,500 steps.")
+CHOICE = Message("The best step often comes before the end, so several checkpoints are kept to choose from.")
+ALL_SIX = Message("Keeps all checkpoints of a 1,500-step training.")
 GOAL_RULES: dict[str, tuple[Rule, ...]] = {
     "character": (
-        Rule("adapter.rank", 16, Message("One subject needs no more, and the file stays small.")),
+        Rule("adapter.rank", 16, Message("Enough for one subject, and the file stays small.")),
         Rule("adapter.alpha", 16.0, ALPHA_IS_RANK),
-        Rule("dataset.flip", False, Message("Faces, partings, scars and lettering have a left and a right.")),
+        Rule("dataset.flip", False, Message("Faces, hair partings, scars and lettering are not symmetric.")),
         Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
         Rule("train.steps", 1200, Message("For 30 images, each trained 80 times.")),
         Rule("schedule.name", "cosine", COSINE),
         Rule("checkpoint.every", 200, CHOICE),
-        Rule("checkpoint.keep", 6, Message("All of them at 1,200 steps.")),
+        Rule("checkpoint.keep", 6, Message("Keeps all checkpoints of a 1,200-step training.")),
     ),
     "style": (
-        Rule("adapter.rank", 32, Message("Brushwork, colours and composition are more than one subject.")),
+        Rule("adapter.rank", 32, Message("Brushwork, colours and composition need more capacity than one subject.")),
         Rule(
             "adapter.alpha",
             16.0,
-            Message("Half the rank: weaker updates, so that what all images share outweighs each one."),
+            Message(
+                "Half the rank: weaker updates, so that the LoRA learns what all images share, not the single images."
+            ),
         ),
-        Rule("dataset.flip", True, Message("A style has no left and right, and mirroring doubles the images.")),
+        Rule(
+            "dataset.flip",
+            True,
+            Message("A style looks the same mirrored, and mirroring doubles the number of images."),
+        ),
         Rule(
             "dataset.caption_dropout",
             0.1,
-            Message("More often without a caption than for a character: the style should need no words."),
+            Message(
+                "Captions are dropped more often than for a character, so that the style appears without being named."
+            ),
         ),
         Rule("train.steps", 2000, Message("For 100 images, each trained 40 times.")),
         Rule("schedule.name", "cosine", COSINE),
         Rule("checkpoint.every", 250, CHOICE),
-        Rule("checkpoint.keep", 4, Message("The newest ones, as a style changes slowly.")),
+        Rule("checkpoint.keep", 4, Message("The newest ones are enough, as a style changes slowly.")),
     ),
     "concept": (
         Rule(
@@ -154,37 +161,41 @@ GOAL_RULES: dict[str, tuple[Rule, ...]] = {
             16,
             Message("Enough for one idea, and too small to memorize the people and things that show it."),
         ),
-        Rule("adapter.alpha", 8.0, Message("Half the rank: holds back what all images happen to share.")),
-        Rule("adapter.dropout", 0.1, Message("Keeps the subjects of the images from sticking to the concept.")),
-        Rule("dataset.flip", True, Message("Doubles the images. Set it to false if left and right matter.")),
+        Rule(
+            "adapter.alpha",
+            8.0,
+            Message("Half the rank: weaker updates, so that chance similarities between the images are learned less."),
+        ),
+        Rule("adapter.dropout", 0.1, Message("Keeps the subjects of the images from becoming part of the concept.")),
+        Rule("dataset.flip", True, Message("Doubles the number of images. Set it to false if left and right matter.")),
         Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
         Rule("train.steps", 1500, Message("For 60 images, each trained 50 times.")),
         Rule(
             "schedule.name",
             "constant",
-            Message("The learning rate does not fall: stop whenever the previews are right."),
+            Message("The learning rate does not fall, so you can stop as soon as the previews look right."),
         ),
         Rule("checkpoint.every", 250, CHOICE),
         Rule("checkpoint.keep", 6, ALL_SIX),
     ),
     "object": (
-        Rule("adapter.rank", 16, Message("One thing needs no more, and the file stays small.")),
+        Rule("adapter.rank", 16, Message("Enough for one object, and the file stays small.")),
         Rule("adapter.alpha", 16.0, ALPHA_IS_RANK),
         Rule(
             "dataset.flip",
             True,
-            Message("Shows it from the other side. Set it to false for lettering, logos and steering wheels."),
+            Message("Shows the object from the other side. Set it to false for lettering, logos and steering wheels."),
         ),
         Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
         Rule("train.steps", 1000, Message("For 25 images, each trained 80 times.")),
         Rule("schedule.name", "cosine", COSINE),
         Rule("checkpoint.every", 200, CHOICE),
-        Rule("checkpoint.keep", 5, Message("All of them at 1,000 steps.")),
+        Rule("checkpoint.keep", 5, Message("Keeps all checkpoints of a 1,000-step training.")),
     ),
     "edit": (
-        Rule("adapter.rank", 32, Message("An edit changes any image, which is more than one subject.")),
+        Rule("adapter.rank", 32, Message("An edit applies to any image, which needs more capacity than one subject.")),
         Rule("adapter.alpha", 32.0, ALPHA_IS_RANK),
-        Rule("dataset.flip", False, Message("Instructions such as 'to the left' have a left and a right.")),
+        Rule("dataset.flip", False, Message("Instructions such as 'to the left' depend on left and right.")),
         Rule("dataset.caption_dropout", 0.05, DROPOUT_OF_CAPTIONS),
         Rule("train.steps", 1500, Message("For 50 pairs of images, each trained 60 times.")),
         Rule("schedule.name", "cosine", COSINE),
@@ -512,13 +523,13 @@ def _fit_card(family: str, gb: int, frames: int, dropout: bool, base: str) -> Fi
     tiled = held + sizes.decode.get(str(choice.side), 0) > usable
     values = [*_weight_values(sizes, choice, usable), *_text_values(sizes, text or "nf4", usable)]
     values += [*_step_values(sizes, choice, frames), *_side_values(sizes, choice, tiled, usable)]
-    note = "" if sizes.steps else Message("What a training step takes is not known before it is tried.")
+    note = "" if sizes.steps else Message("The memory of a training step is known only after a test step.")
     decode = 0 if tiled else sizes.decode.get(str(choice.side), 0)  # in tiles it is part of the peak already
     return Fit(values, max(peak, held + decode), usable, problem, note)
 
 
 def _unknown_values() -> list[Value]:
-    less = Message("Saves memory. The family is not known, so nothing was estimated.")
+    less = Message("Saves memory. The architecture is unknown, so nothing was estimated.")
     return [
         Value("quantize.storage", "fp8", less),
         Value("optimizer.name", "adamw8bit", less),
@@ -582,8 +593,8 @@ def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool, str], tex
             why=why,
         )
     return Message(
-        "{title} does not fit a GPU of {gb} GB, of which a job can use {usable} GiB: {why}. One of {larger} GB would "
-        "do.",
+        "{title} does not fit a GPU of {gb} GB, of which a job can use {usable} GiB: {why}. A GPU of {larger} GB is "
+        "enough.",
         title=title,
         gb=gb,
         usable=usable,
@@ -603,8 +614,8 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
         "quantize.storage",
         "fp8",
         Message(
-            "One byte a weight instead of two: the base takes {size} GiB. Measured, the held-out loss rises by 0.3 to "
-            "0.6 %, less than seeds differ.",
+            "One byte per weight instead of two: the base takes {size} GiB. Measured: the held-out loss rises by "
+            "0.3 to 0.6 %, less than the difference between two seeds.",
             size=gib(whole),
         ),
     )
@@ -614,8 +625,8 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
             "memory.offload",
             float(choice.share),
             Message(
-                "{waiting} GiB of the base stay in RAM, so that {held} GiB are left on the GPU, of whose memory a job "
-                "can use {usable} GiB. The result is bit-identical, and training is slower.",
+                "{waiting} GiB of the base are offloaded to RAM, so that {held} GiB are left on the GPU; a job can "
+                "use {usable} GiB of its memory. The result is bit-identical, but training is slower.",
                 waiting=gib(waiting),
                 held=gib(held),
                 usable=gib(usable),
@@ -624,7 +635,7 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
     yield Value(
         "optimizer.name",
         "adamw8bit",
-        Message("Two bytes of moments for each trained weight instead of eight."),
+        Message("Two bytes of optimizer state per trained weight instead of eight."),
     )
 
 
@@ -652,38 +663,38 @@ def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
     plain = sizes.steps.get(f"{choice.side} x1")
     if not choice.checkpointing:
         why = Message(
-            "A step takes {size} GiB without gradient checkpointing, which fits; with it, steps would take 1.4 times "
-            "as long (measured on a CPU).",
+            "Without gradient checkpointing a step takes {size} GiB, which fits; with it, steps would take 1.4 "
+            "times as long (measured on a CPU).",
             size=size,
         )
     elif not sizes.steps:
         why = Message(
-            "Saves memory. What a step takes is not known before it is tried; {size} GiB are kept free.", size=size
+            "Saves memory. The memory of a step is known only after a test step; {size} GiB are kept free.", size=size
         )
     elif plain is None:
-        why = Message("Recomputes activations, so that a step takes {size} GiB.", size=size)
+        why = Message("Recomputes activations, so a step takes {size} GiB.", size=size)
     elif of_clips:
         why = Message(
-            "Recomputes activations: a step takes {size} GiB; without, one clip of {frames} frames alone takes {plain} "
-            "GiB.",
+            "Recomputes activations, so a step takes {size} GiB; without this, a single clip of {frames} frames "
+            "takes {plain} GiB.",
             size=size,
             frames=frames,
             plain=gib(plain),
         )
     else:
         why = Message(
-            "Recomputes activations: a step takes {size} GiB; without, one image alone takes {plain} GiB.",
+            "Recomputes activations, so a step takes {size} GiB; without this, a single image takes {plain} GiB.",
             size=size,
             plain=gib(plain),
         )
     yield Value("memory.gradient_checkpointing", choice.checkpointing, why)
     at_once = Message("Two images at once are faster than one after the other, and fit.")
-    in_turn = Message("One image at a time, as two at once do not fit.")
-    a_step = Message("Two images a step on every GPU, so that the number of steps means the same.")
+    in_turn = Message("One image at a time, because two at once do not fit.")
+    a_step = Message("Two images per step on every GPU, so the number of steps means the same everywhere.")
     if of_clips:
         at_once = Message("Two clips at once are faster than one after the other, and fit.")
-        in_turn = Message("One clip at a time, as two at once do not fit.")
-        a_step = Message("Two clips a step on every GPU, so that the number of steps means the same.")
+        in_turn = Message("One clip at a time, because two at once do not fit.")
+        a_step = Message("Two clips per step on every GPU, so the number of steps means the same everywhere.")
     yield Value("train.batch_size", choice.batch, at_once if choice.batch == IMAGES_PER_STEP else in_turn)
     yield Value("train.accumulate", IMAGES_PER_STEP // choice.batch, a_step)
 
@@ -694,11 +705,11 @@ def _side_values(sizes: Sizes, choice: Choice, tiled: bool, usable: int) -> Iter
         why = Message("The resolution that the base was trained at: {side} pixels.", side=native)
         yield Value("dataset.resolution", "auto", why)
     else:
-        why = Message("{native} pixels do not fit this GPU, so details are lost.", native=native)
+        why = Message("{native} pixels do not fit this GPU, so some detail is lost.", native=native)
         yield Value("dataset.resolution", choice.side, why)
     if tiled:
         why = Message(
-            "A whole preview of {side} pixels takes {size} GiB to decode beside the training, in tiles {less}. A job "
+            "Decoding a whole preview of {side} pixels during the training takes {size} GiB, in tiles {less}. A job "
             "can use {usable} GiB.",
             side=choice.side,
             size=gib(sizes.decode[str(choice.side)]),

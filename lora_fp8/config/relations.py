@@ -23,8 +23,8 @@ from ..settings import (
 from .validation import describe_value
 
 LEAST_FACTOR = 0.05  # for Prodigy's factor; a smaller one is a learning rate meant for Adam
-NO_BASE = Message("is empty; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
-NO_FOLDER = Message("no picture folder given; add a [[dataset.folders]] table with a path")
+NO_BASE = Message("no base model is given; give a Hugging Face id, a diffusers folder, a .safetensors file or 'demo'")
+NO_FOLDER = Message("no image folder is given; add a [[dataset.folders]] table with a path")
 """Problems of a config that is only begun. The page recognises both, and says what to do there instead."""
 KINDS = ("tags", "sentences", "instructions", "diffusion", "flow")
 """Kinds of families for which a preset can have a [for.KIND] table: by captions, and by what they predict."""
@@ -82,14 +82,14 @@ def _check_family(job: Job) -> Problems:
             yield (
                 "model.family",
                 Message(
-                    "unknown family {name}, did you mean {meant}?; accepted: {names}",
+                    "unknown architecture {name}, did you mean {meant}?; accepted: {names}",
                     name=name,
                     meant=repr(near),
                     names=names,
                 ),
             )
         else:
-            yield "model.family", Message("unknown family {name}; accepted: {names}", name=name, names=names)
+            yield "model.family", Message("unknown architecture {name}; accepted: {names}", name=name, names=names)
 
 
 def _check_sources(job: Job) -> Problems:
@@ -105,15 +105,15 @@ def _check_folders(job: Job) -> Problems:
     for i, folder in enumerate(job.dataset.folders):
         key = f"dataset.folders.{i}"
         if not folder.path:
-            yield f"{key}.path", Message("is empty")
+            yield f"{key}.path", Message("the path is empty; give a folder")
         if folder.regularization and folder.trigger:
-            yield f"{key}.trigger", Message("a folder for regularization gets no trigger word; leave it out")
+            yield f"{key}.trigger", Message("regularization images get no trigger word; leave it empty")
         if "*" in folder.mask and not _names_masks(folder.mask):
             yield (
                 f"{key}.mask",
                 Message(
-                    "{given} is no name for masks beside their images; write one * for the image's name with "
-                    "something before or behind it, such as '*_mask', and no folder",
+                    "{given} is not a name pattern of masks beside their images; write one * for the image's name "
+                    "with text before or after it, such as '*_mask', and no folder",
                     given=quote(folder.mask),
                 ),
             )
@@ -136,12 +136,15 @@ def _check_class_word(job: Job) -> Problems:
         yield (
             "dataset.class_word",
             Message(
-                "stands for the trigger word in captions, and no image folder has one (folders for regularization "
-                "never do); set dataset.trigger, or leave it out"
+                "the class word replaces the trigger word in captions, but no image folder has a trigger word "
+                "(folders for regularization never have one); set dataset.trigger, or remove this setting"
             ),
         )
     elif word in triggers:
-        yield "dataset.class_word", Message("{word} is the trigger word itself; give its class", word=quote(word))
+        yield (
+            "dataset.class_word",
+            Message("{word} is the trigger word itself; give the class that it belongs to", word=quote(word)),
+        )
 
 
 def _check_loraplus(job: Job) -> Problems:
@@ -150,7 +153,8 @@ def _check_loraplus(job: Job) -> Problems:
         yield (
             "optimizer.loraplus_lr_ratio",
             Message(
-                "is of LoRA's second matrices, and adapter.type is {type}; leave it at 1", type=repr(job.adapter.type)
+                "LoRA+ needs the two matrices of a LoRA, but adapter.type is {type}; leave it at 1",
+                type=repr(job.adapter.type),
             ),
         )
 
@@ -164,7 +168,7 @@ def _check_oft(job: Job) -> Problems:
         yield (
             "adapter.ranks",
             Message(
-                "{names}: OFT has no ranks; with adapter.type = 'oft' only 0 has a meaning, for layers that are not "
+                "{names}: OFT has no ranks; with adapter.type = 'oft', only 0 is accepted, for layers that are not "
                 "trained",
                 names=", ".join(ranks),
             ),
@@ -172,7 +176,10 @@ def _check_oft(job: Job) -> Problems:
     if job.memory.cuda_graphs:
         yield (
             "memory.cuda_graphs",
-            Message("true excludes adapter.type = 'oft', whose rotations are solved for in each pass; use false"),
+            Message(
+                "CUDA graphs do not work with adapter.type = 'oft', which solves for its rotations in each "
+                "pass; use false"
+            ),
         )
 
 
@@ -183,7 +190,7 @@ def _check_start(job: Job) -> Problems:
         yield (
             "adapter.init",
             Message(
-                "{init} excludes adapter.init_from, whose values come from a file; leave one of them out",
+                "{init} excludes adapter.init_from, which takes the initial values from a file; remove one of them",
                 init=repr(section.init),
             ),
         )
@@ -193,7 +200,7 @@ def _check_start(job: Job) -> Problems:
         yield (
             "adapter.init",
             Message(
-                "{init} is not known with adapter.type = 'dora'; use 'lora', or adapter.init = 'default'",
+                "{init} is not available with adapter.type = 'dora'; use 'lora', or adapter.init = 'default'",
                 init=repr(section.init),
             ),
         )
@@ -201,8 +208,8 @@ def _check_start(job: Job) -> Problems:
         yield (
             "adapter.init",
             Message(
-                "{init} excludes adapter.freeze_a, because it trains the change of both matrices; set it to false, "
-                "or use 'orthogonal'",
+                "{init} excludes adapter.freeze_a, because it trains the change of both matrices; set freeze_a to "
+                "false, or use 'orthogonal'",
                 init=repr(section.init),
             ),
         )
@@ -210,8 +217,8 @@ def _check_start(job: Job) -> Problems:
         yield (
             "adapter.init",
             Message(
-                "{init} excludes adapter.scale_weight_norms, whose factor does not pass through the start; set it "
-                "to 0, or use 'default'",
+                "{init} excludes adapter.scale_weight_norms, whose factor cannot be applied to the initial values; "
+                "set it to 0, or use 'default'",
                 init=repr(section.init),
             ),
         )
@@ -236,7 +243,11 @@ def _check_schedule(job: Job) -> Problems:
     if isinstance(warmup, int) and warmup >= steps and warmup:
         yield (
             "schedule.warmup",
-            Message("{warmup} steps, but train.steps is {steps}; use fewer, or a fraction", warmup=warmup, steps=steps),
+            Message(
+                "the warm-up has {warmup} steps, but train.steps is {steps}; use fewer, or a fraction",
+                warmup=warmup,
+                steps=steps,
+            ),
         )
     elif section.name == "wsd":
         decay = schedules.decay_steps(section, steps)
@@ -244,7 +255,8 @@ def _check_schedule(job: Job) -> Problems:
             yield (
                 "schedule.decay",
                 Message(
-                    "{decay} steps, and schedule.warmup {warmup}, but train.steps is {steps}; use fewer, or a fraction",
+                    "the decay has {decay} steps and schedule.warmup {warmup}, but train.steps is {steps}; use "
+                    "fewer, or a fraction",
                     decay=decay,
                     warmup=spent,
                     steps=steps,
@@ -259,7 +271,7 @@ def _check_timesteps(job: Job) -> Problems:
         yield (
             "objective.t_min",
             Message(
-                "{low} leaves nothing below objective.t_max = {high}; it must be less",
+                "{low} is not below objective.t_max = {high}, so no timestep is left; use a smaller value",
                 low=f"{least:g}",
                 high=f"{most:g}",
             ),
@@ -272,12 +284,14 @@ def _check_validation(job: Job) -> Problems:
     if section.every and not section.pictures:
         yield (
             "validation.pictures",
-            Message("is 0, so that validation.every has nothing to measure on; keep out 2, or a tenth"),
+            Message("the value 0 leaves validation.every no images to measure on; hold out 2, or a tenth"),
         )
     if section.pictures and not section.every:
         yield (
             "validation.every",
-            Message("is 0, so that validation.pictures would be kept out for nothing; say how often"),
+            Message(
+                "the value 0 means that the held-out images (validation.pictures) are never measured; set how often"
+            ),
         )
 
 
@@ -302,13 +316,13 @@ def _check_lists(job: Job) -> Problems:
     """Yield the problems of the lists `export.formats` and `preset`: empty, repeated, or auto beside others."""
     formats = job.export.formats
     if not formats:
-        yield "export.formats", Message("is empty; accepted: auto | diffusers | comfy | kohya")
+        yield "export.formats", Message("the list is empty; accepted: auto | diffusers | comfy | kohya")
     if "auto" in formats and len(formats) > 1:
-        yield "export.formats", Message("auto chooses the layouts and cannot stand beside others")
+        yield "export.formats", Message("auto chooses the layouts itself and cannot be combined with others")
     if len(set(formats)) != len(formats):
-        yield "export.formats", Message("names a format twice")
+        yield "export.formats", Message("a layout is listed twice")
     if len(set(job.preset)) != len(job.preset):
-        yield "preset", Message("names a preset twice")
+        yield "preset", Message("a preset is listed twice")
 
 
 def _check_encoding(job: Job) -> Problems:
@@ -322,9 +336,12 @@ def _check_paths(job: Job) -> Problems:
     """Yield a problem for each path that no file system accepts, and for a `name` that cannot name a folder."""
     for named in path_places(job.model_dump()):
         if "\0" in named.path:
-            yield named.key, Message("{path} cannot be a path", path=quote(named.path))
+            yield named.key, Message("{path} is not a valid path", path=quote(named.path))
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
-        yield "name", Message("{name} cannot name a folder; use letters, digits, '-' and '_'", name=quote(job.name))
+        yield (
+            "name",
+            Message("{name} is not a valid folder name; use letters, digits, '-' and '_'", name=quote(job.name)),
+        )
 
 
 def _check_optimizer(job: Job) -> Problems:
@@ -337,7 +354,7 @@ def _check_optimizer(job: Job) -> Problems:
         yield (
             "adapter.scale_weight_norms",
             Message(
-                "optimizer.name = {name} averages the weights itself, and they cannot be limited; leave it at 0",
+                "optimizer.name = {name} averages the weights itself, so their norm cannot be limited; leave it at 0",
                 name=repr(section.name),
             ),
         )
@@ -346,7 +363,7 @@ def _check_optimizer(job: Job) -> Problems:
             yield (
                 "optimizer.lr",
                 Message(
-                    "must be below 1, got {given}; from 1 on it is a factor for optimizer.name = 'prodigy'",
+                    "must be below 1, got {given}; values from 1 on are a factor for optimizer.name = 'prodigy'",
                     given=f"{rate:g}",
                 ),
             )
@@ -355,20 +372,23 @@ def _check_optimizer(job: Job) -> Problems:
         yield (
             "optimizer.lr",
             Message(
-                "{given} would train next to nothing: with optimizer.name = 'prodigy' it is a factor on the rate "
-                "that is found; use 'auto', which is 1",
+                "{given} would train almost nothing: with optimizer.name = 'prodigy', it is a factor of the "
+                "learning rate that Prodigy finds; use 'auto', which is 1",
                 given=f"{rate:g}",
             ),
         )
     if section.text_encoder_lr != "auto":
         yield (
             "optimizer.text_encoder_lr",
-            Message("'prodigy' finds one rate for all that is trained; leave it at 'auto'"),
+            Message("'prodigy' finds one learning rate for all trained weights; leave it at 'auto'"),
         )
     if section.lrs:
-        yield "optimizer.lrs", Message("'prodigy' finds one rate for all that is trained; leave it empty")
+        yield "optimizer.lrs", Message("'prodigy' finds one learning rate for all trained weights; leave it empty")
     if section.loraplus_lr_ratio != 1:
-        yield "optimizer.loraplus_lr_ratio", Message("'prodigy' finds one rate for all that is trained; leave it at 1")
+        yield (
+            "optimizer.loraplus_lr_ratio",
+            Message("'prodigy' finds one learning rate for all trained weights; leave it at 1"),
+        )
 
 
 def _check_objective(job: Job) -> Problems:
@@ -403,7 +423,9 @@ def _check_recording(job: Job) -> Problems:
     if job.memory.cuda_graphs and not (family := get(job.model.family)).is_recordable:
         yield (
             "memory.cuda_graphs",
-            Message("true: the transformer of {title} cannot be recorded; use false", title=family.title),
+            Message(
+                "true: the transformer of {title} cannot be recorded as a CUDA graph; use false", title=family.title
+            ),
         )
 
 
@@ -435,7 +457,7 @@ def _check_controls(job: Job) -> Problems:
             yield (
                 key,
                 Message(
-                    "{family} is shown no control pictures; leave it out, or use an editing model: {editing}",
+                    "{family} does not use control images; leave it empty, or choose an editing model: {editing}",
                     family=title,
                     editing=editing,
                 ),
@@ -444,17 +466,18 @@ def _check_controls(job: Job) -> Problems:
             yield (
                 key,
                 Message(
-                    "{family} edits pictures, and needs a control picture for each; name the folder that has them",
+                    "{family} is an editing model and needs a control image for each image; name the folder with "
+                    "the control images",
                     family=title,
                 ),
             )
     if controls and not most:
-        yield "preview.controls", Message("{family} is shown no control pictures; leave it out", family=title)
+        yield "preview.controls", Message("{family} does not use control images; leave it empty", family=title)
     elif prompts and fewest and not controls or controls and controls != prompts:
         yield (
             "preview.controls",
             Message(
-                "has {count} entries for {prompts} in preview.prompts; give one for each prompt",
+                "the list has {count} entries, but preview.prompts has {prompts}; give one for each prompt",
                 count=controls,
                 prompts=prompts,
             ),
@@ -475,7 +498,7 @@ def _check_clips(job: Job) -> Problems:
                 yield (
                     key,
                     Message(
-                        "{family} draws pictures; leave it out, or use a family that draws clips: {takers}",
+                        "{family} generates images only; leave it out, or choose a video model: {takers}",
                         family=title,
                         takers=takers,
                     ),
@@ -488,7 +511,7 @@ def _check_clips(job: Job) -> Problems:
                 yield (
                     key,
                     Message(
-                        "{family} takes clips of {lengths} ... frames; got {given}, near is {near}",
+                        "{family} accepts clips of {lengths} ... frames, got {given}; use {near}",
                         family=title,
                         lengths=f"1, {step + 1}, {2 * step + 1}",
                         given=length,
@@ -496,7 +519,7 @@ def _check_clips(job: Job) -> Problems:
                     ),
                 )
     if len(set(job.dataset.frames)) != len(job.dataset.frames):
-        yield "dataset.frames", Message("names a length twice")
+        yield "dataset.frames", Message("a length is listed twice")
 
 
 def _check_quantize(job: Job) -> Problems:
@@ -507,7 +530,7 @@ def _check_quantize(job: Job) -> Problems:
         yield (
             "quantize.storage",
             Message(
-                "'bf16' contradicts model.dtype = {dtype}; use 'none' to hold it in model.dtype", dtype=repr(dtype)
+                "'bf16' contradicts model.dtype = {dtype}; use 'none' to store it in model.dtype", dtype=repr(dtype)
             ),
         )
     if scale != "auto" and storage in SCALES and scale not in SCALES[storage]:
@@ -515,7 +538,7 @@ def _check_quantize(job: Job) -> Problems:
         yield (
             "quantize.scale",
             Message(
-                "{scale} is not known with quantize.storage = {storage}; accepted: {accepted}",
+                "{scale} is not available with quantize.storage = {storage}; accepted: {accepted}",
                 scale=repr(scale),
                 storage=repr(storage),
                 accepted=accepted_here,
@@ -530,14 +553,14 @@ def _check_own_layers(section: Quantize) -> Problems:
     if recipe == "mxfp8":
         yield (
             "quantize.recipe",
-            Message("'mxfp8' needs quantize.backend = 'te'; or use 'current', 'delayed' or 'block'"),
+            Message("'mxfp8' needs quantize.backend = 'te'; use that, or 'current', 'delayed' or 'block'"),
         )
     if compute in ("fp8", "fp8_forward"):
         if storage in ("int8", "nf4"):
             yield (
                 "quantize.compute",
                 Message(
-                    "{compute} needs quantize.storage = 'fp8', not {storage}; or use 'upcast'",
+                    "{compute} needs quantize.storage = 'fp8', not {storage}; use that, or 'upcast'",
                     compute=repr(compute),
                     storage=repr(storage),
                 ),
@@ -562,7 +585,7 @@ def _check_own_layers(section: Quantize) -> Problems:
             ),
         )
     if recipe == "block" and compute != "upcast" and scale == "auto":
-        yield "quantize.scale", Message("quantize.recipe = 'block' multiplies weights with scale = '128x128'; set it")
+        yield "quantize.scale", Message("quantize.recipe = 'block' needs scale = '128x128'; set it")
 
 
 def _check_other_layers(section: Quantize) -> Problems:
@@ -573,13 +596,13 @@ def _check_other_layers(section: Quantize) -> Problems:
         yield (
             "quantize.sensitivity",
             Message(
-                "{given} needs quantize.backend = 'own'; use 'off', and put what `lora-fp8 precision` says into "
-                "quantize.override",
+                "{given} needs quantize.backend = 'own'; use 'off', and write the result of `lora-fp8 precision` "
+                "into quantize.override",
                 given=repr(section.sensitivity),
             ),
         )
     if section.kernels == "triton":
-        yield "quantize.kernels", _or_own(Message("'triton' is for this project's own layers; use 'torch'"))
+        yield "quantize.kernels", _or_own(Message("'triton' works with this program's own layers only; use 'torch'"))
     yield from _check_te(section) if section.backend == "te" else _check_torchao(section)
 
 
@@ -591,7 +614,7 @@ def _or_own(advice: Message) -> Message:
 def _check_te(section: Quantize) -> Problems:
     """Yield problems where TransformerEngine's layers cannot do it."""
     if section.storage != "fp8":
-        line = Message("TransformerEngine holds FP8 only, not {given}; use 'fp8'", given=repr(section.storage))
+        line = Message("TransformerEngine stores FP8 only, not {given}; use 'fp8'", given=repr(section.storage))
         yield "quantize.storage", _or_own(line)
     if section.compute != "fp8":
         line = Message("TransformerEngine multiplies in FP8, not {given}; use 'fp8'", given=repr(section.compute))
@@ -599,13 +622,15 @@ def _check_te(section: Quantize) -> Problems:
     if section.scale != "auto":
         yield "quantize.scale", _or_own(Message("quantize.recipe decides TransformerEngine's scales; use 'auto'"))
     if not section.fast_accum:
-        yield "quantize.fast_accum", _or_own(Message("TransformerEngine decides how it adds up; leave it at true"))
+        yield "quantize.fast_accum", _or_own(Message("TransformerEngine decides how to accumulate; leave it at true"))
 
 
 def _check_torchao(section: Quantize) -> Problems:
     """Yield problems where torchao's layers cannot do it."""
     if section.compute != "upcast":
-        template = Template("torchao's weight-only tensors are decoded, which {given} is not; use 'upcast'")
+        template = Template(
+            "torchao's weight-only tensors must be dequantized first, which {given} does not do; use 'upcast'"
+        )
         yield "quantize.compute", _or_own(template(given=repr(section.compute)))
     if section.recipe != "current":
         line = Message("torchao's weight-only tensors have no FP8 matmul; leave it at 'current'")
@@ -631,13 +656,14 @@ def _check_memory(job: Job) -> Problems:
             # Each block is compiled as one graph, and TransformerEngine's layers are left out of graphs.
             yield (
                 "memory.compile",
-                Message("'blocks' excludes quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"),
+                Message("'blocks' does not work with quantize.backend = 'te'; use 'off', or quantize.backend = 'own'"),
             )
         if section.gradient_checkpointing is True and excludes_recomputing(quantize):
             yield (
                 "memory.gradient_checkpointing",
                 Message(
-                    "true excludes quantize.recipe = 'delayed' of quantize.backend = 'te'; use false, or another recipe"
+                    "gradient checkpointing does not work with quantize.recipe = 'delayed' of quantize.backend = "
+                    "'te'; use false, or another recipe"
                 ),
             )
     elif section.compile == "blocks" and quantize.recipe == "delayed" and quantize.compute != "upcast":
@@ -645,7 +671,7 @@ def _check_memory(job: Job) -> Problems:
         yield (
             "memory.compile",
             Message(
-                "'blocks' excludes quantize.recipe = 'delayed'; use quantize.recipe = 'current', or "
+                "'blocks' does not work with quantize.recipe = 'delayed'; use quantize.recipe = 'current', or "
                 "memory.compile = 'off'"
             ),
         )

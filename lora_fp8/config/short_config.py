@@ -71,9 +71,13 @@ def write(wishes: Wishes, pictures: Pictures, say: Callable[[str], str] = str) -
         f" --card {wishes.card}" if wishes.card else ""
     )
     heads = (
-        Message("A LoRA for {title}. The presets below set everything else, each value with a reason:", title=title),
+        Message(
+            "A LoRA for {title}. The presets below set everything else and give a reason for each value:", title=title
+        ),
         f"  {command}",
-        Message("What you write here wins over them. `lora-fp8 new FILE --all` lists every setting."),
+        Message(
+            "Settings in this file take precedence over the presets. `lora-fp8 new FILE --all` lists every setting."
+        ),
     )
     lines = [*(f"# {say(head)}" for head in heads), ""]
     for section in ("", "model", "dataset", "dataset.folders", *(name for name in tables if name not in FIRST)):
@@ -114,15 +118,15 @@ def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
     ]
     chosen = dataset_recipe.values(wishes.goal, wishes.family, pictures, wishes.trigger, wishes.card)
     if wishes.base == "demo":
-        why = Message("As `lora-fp8 demo` trains it, in minutes on a CPU.")
+        why = Message("The same training as `lora-fp8 demo`: a few minutes on a CPU.")
         chosen = [Value("train.steps", 1000, why), *(value for value in chosen if value.key != "train.steps")]
     values += [value for value in chosen if value.key.startswith("dataset.")]
     folder, repeats = wishes.folders[0] if wishes.folders else (PICTURES, 1)
     values.append(Value("dataset.folders.path", folder, Message("Folder with images and a .txt caption for each.")))
     if repeats > 1:
-        values.append(Value("dataset.folders.repeats", repeats, Message("As in the name of the folder.")))
+        values.append(Value("dataset.folders.repeats", repeats, Message("From the name of the folder.")))
     if wishes.edits:
-        why = Message("Folder with the images before the edit, under the same names.")
+        why = Message("Folder with the images before the edit, under the same file names.")
         values.append(Value("dataset.folders.control", wishes.control or CONTROLS, why))
     values += [value for value in chosen if not value.key.startswith("dataset.")]
     steps = next(value.value for value in chosen if value.key == "train.steps")
@@ -131,11 +135,11 @@ def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
 
 def _explain_trigger(wishes: Wishes) -> Message:
     if wishes.goal == "edit":
-        return Message("Trigger word, added to captions that lack it. Instructions need none.")
+        return Message("Trigger word, added to captions that lack it. Edit instructions need none.")
     return Message("Trigger word, which the base model does not know yet. It is added to captions that lack it.")
 
 
-PROMPTS = Message("Drawn while training, always from the same seed.")
+PROMPTS = Message("Previews drawn while training, always with the same seed.")
 
 
 def _preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Value]:
@@ -162,8 +166,8 @@ def _pair_controls(wishes: Wishes) -> tuple[list[str], list[str]]:
 
 def _describe_files(pictures: Pictures) -> Message:
     """Return the number of images and videos, with the kind of their captions."""
-    kinds = {"tags": Message("captions of tags"), "sentences": Message("captions of sentences")}
-    unknown = Message("captions of one phrase") if pictures.captions else Message("no captions")
+    kinds = {"tags": Message("captions are tags"), "sentences": Message("captions are sentences")}
+    unknown = Message("captions are single phrases") if pictures.captions else Message("no captions")
     captions = kinds.get(pictures.style, unknown)
     if pictures.videos:
         return Message(
@@ -192,7 +196,7 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
         yield Message("{count} images held out for validation", count=values["validation.pictures"].value)
     elif pictures.files:
         yield Message(
-            "no validation: {count} images are too few, as it takes {least}",
+            "no validation: {count} images are too few; it needs at least {least}",
             count=pictures.files,
             least=dataset_recipe.HELD_OUT_FROM,
         )
@@ -208,11 +212,11 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
         numbers["base"] = sizes.base if sizes else families.get(wishes.family).example_base
         if frames > 1:
             yield Message(
-                "{title} on {gb} GB, with clips of {frames} frames: {peak} GiB at most, by the estimate for {base}",
+                "{title} on {gb} GB, with clips of {frames} frames: {peak} GiB at most, estimated for {base}",
                 **numbers,
                 frames=frames,
             )
         else:
-            yield Message("{title} on {gb} GB: {peak} GiB at most, by the estimate for {base}", **numbers)
+            yield Message("{title} on {gb} GB: {peak} GiB at most, estimated for {base}", **numbers)
     if fit.note:
         yield fit.note

@@ -169,13 +169,13 @@ def _of_family(rule: Rule) -> Message:
         "family.objective": Message("which predicts epsilon or v")
         if epsilon
         else Message("which is trained with flow matching"),
-        "family.text_encoder": Message("which has no text encoder that is trained here"),
-        "family.long_captions": Message("which has no CLIP that reads captions in chunks"),
-        "family.clip_skip": Message("whose text encoders are always read at the layer that it was trained with"),
-        "family.controls": Message("which takes no control pictures"),
-        "family.clips": Message("which draws no clips"),
+        "family.text_encoder": Message("which has no text encoder that can be trained here"),
+        "family.long_captions": Message("whose text encoders do not read captions in chunks"),
+        "family.clip_skip": Message("whose text encoders always use the layer that the model was trained with"),
+        "family.controls": Message("which does not use control images"),
+        "family.clips": Message("which does not generate clips"),
         "family.guidance": Message("which has no guidance embedding"),
-        "family.negative": Message("which draws without a negative prompt"),
+        "family.negative": Message("which generates images without a negative prompt"),
     }[key]
 
 

@@ -17,7 +17,7 @@ Location = tuple[Any, ...]
 """Path of a setting: ("dataset", "folders", 0, "path")."""
 TODO = "TODO"
 """What an import writes where a person has to fill in a value."""
-STILL_OPEN = Message("still to be filled in (TODO)")
+STILL_OPEN = Message("this setting must still be filled in (TODO)")
 
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "n *"}
@@ -276,7 +276,7 @@ def _suggest(location: Location) -> Message:
     prefix = _dotted(location[:-1])
     homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
     if location[:-1] and name in Job.model_fields and model_at((name,)) is None:  # under a [section] by mistake
-        return Message("unknown setting here; `{name}` belongs before the first [section]", name=name)
+        return Message("unknown setting here; move `{name}` before the first [section]", name=name)
     if homes:
         return Message("{line}, did you mean {meant}?", line=unknown, meant=f"{homes[0]}.{name}")
     if ours := names_elsewhere().get(name.lower()):

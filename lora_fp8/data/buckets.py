@@ -181,8 +181,8 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
     if step > resolution:
         raise UserError(
             Message(
-                "dataset.resolution = {resolution} is less than the bucket step, {step} pixels; raise the one or "
-                "lower the other",
+                "dataset.resolution = {resolution} is smaller than the bucket step of {step} pixels; raise the "
+                "former or lower the latter",
                 resolution=resolution,
                 step=step,
             )
@@ -225,8 +225,8 @@ def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> S
     if min(size) < step:
         raise UserError(
             Message(
-                "is {width} x {height} pixels, less than one bucket step ({step}), and dataset.upscale is false; "
-                "remove the image or set upscale = true",
+                "the image has {width} x {height} pixels, less than one bucket step ({step}), and dataset.upscale "
+                "is false; remove the image, or set upscale = true",
                 width=size[0],
                 height=size[1],
                 step=step,

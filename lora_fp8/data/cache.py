@@ -488,8 +488,8 @@ class Cache:
         if not torch.isfinite(latents_BCHW).all():
             raise RunFailure(
                 Message(
-                    "{path}: the VAE gave values that are not finite; some VAEs overflow in half precision (use "
-                    "model.dtype = 'fp32' or a repaired VAE), else the image or the VAE file is damaged",
+                    "{path}: the VAE output is not finite. Some VAEs overflow in half precision: use model.dtype = "
+                    "'fp32' or a repaired VAE; otherwise, the image or the VAE file is damaged",
                     path=path,
                 )
             )
@@ -508,7 +508,7 @@ class Cache:
             if not torch.isfinite(tensor).all():
                 raise RunFailure(
                     Message(
-                        "caption {text}: the text encoder gave {name} that is not finite",
+                        "caption {text}: the text encoder output {name} is not finite",
                         text=repr(text_of(caption)),
                         name=name,
                     )
@@ -552,8 +552,8 @@ class Cache:
                 raise
             raise UserError(
                 Message(
-                    "dataset.cache_dir = {path}: cannot be written ({reason}), and what has to be encoded goes "
-                    "there; name another folder",
+                    "dataset.cache_dir = {path}: the folder cannot be written ({reason}), but encoded images and "
+                    "captions are saved there; name another folder",
                     path=repr(str(self.root)),
                     reason=reason(error),
                 )
@@ -603,7 +603,7 @@ class Cache:
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise BadEntry(Message("{path} is damaged ({error})", path=path, error=error)) from error
         if promised != (key, _hash(tensors)):
-            raise BadEntry(Message("{path} does not have the content that its header promises", path=path))
+            raise BadEntry(Message("{path} does not have the content that its header describes", path=path))
         _note_use(path)
         return tensors
 
@@ -616,8 +616,8 @@ class Cache:
         except FileNotFoundError:
             raise RunFailure(
                 Message(
-                    "{name} is not in the cache {path}; something deleted it. Start again: what is missing is encoded "
-                    "anew",
+                    "{name} is no longer in the cache {path}; another program deleted it. Resume the run to encode "
+                    "it again",
                     name=what,
                     path=self.root,
                 )
@@ -627,7 +627,11 @@ class Cache:
                 self.path(kind, key).unlink(missing_ok=True)
             self._verified.discard(key)
             raise RunFailure(
-                Message("cache entry of {name}: {why}; resume the run and it is encoded again", name=what, why=error)
+                Message(
+                    "the cache entry of {name} is damaged ({why}); resume the run to encode it again",
+                    name=what,
+                    why=error,
+                )
             ) from error
         self._ram[key] = tensors
         self._ram_used += _size(tensors)
@@ -706,7 +710,7 @@ def _size(tensors: dict[str, Tensor]) -> int:
 
 
 def _changed(path: Path) -> RunFailure:
-    return RunFailure(Message("{path} changed while the run was starting; start it again", path=path))
+    return RunFailure(Message("{path} changed while the run was starting; start the run again", path=path))
 
 
 def _lost(path: Path, error: Exception) -> RunFailure:

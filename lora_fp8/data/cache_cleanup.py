@@ -41,7 +41,7 @@ def stored(root: Path) -> list[Stored]:
     """
     if not root.is_dir():
         raise UserError(
-            Message("{key}: no such folder; give the cache folder (dataset.cache_dir) of your runs", key=root)
+            Message("{key}: there is no such folder; give the cache folder (dataset.cache_dir) of your runs", key=root)
         )
     entries = []
     for path in root.glob("*/*/*.safetensors"):
@@ -83,7 +83,7 @@ def prune(root: Path, days: float) -> list[Stored]:
     """
     if days < 1:
         raise UserError(
-            Message("{days} days: entries may be in use by a run that is training; give at least 1", days=f"{days:g}")
+            Message("{days} days: a run that is training may be using the entries; give at least 1", days=f"{days:g}")
         )
     before = time.time() - days * DAY
     old = [entry for entry in stored(root) if entry.used < before]

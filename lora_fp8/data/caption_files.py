@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..common import system
+from ..common.reading import NOT_REGULAR
 from ..common.writing import sync_files, sync_folder
 from ..errors import Message, UserError
 from . import caption_text, image_edits
@@ -45,9 +46,9 @@ def find_target(folder: Path, name: str) -> Path:
         os.path.splitext(name)[1].lower() not in caption_text.CAPTIONS
         or real.suffix.lower() not in caption_text.CAPTIONS
     ):
-        raise UserError(Message("is not named as a caption"))
+        raise UserError(Message("this is not the name of a caption file"))
     if not real.is_relative_to(root):
-        raise UserError(Message("is a link to outside of the folder; edit what it points to"))
+        raise UserError(Message("this link leads out of the folder; edit the file that it points to"))
     return real
 
 
@@ -65,7 +66,7 @@ def read_bytes(path: Path) -> bytes | None:
         return None
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise UserError(Message("is not a regular file"))
+            raise UserError(NOT_REGULAR)
         return file.read()
 
 

@@ -156,7 +156,7 @@ def pack(changes: Sequence[Change]) -> str:
     raw = json.dumps(rows).encode()
     if len(raw) > LARGEST_EDIT:
         raise UserError(
-            Message("{count} captions are too much text for one edit; edit fewer at once", count=len(changes))
+            Message("{count} captions have too much text for one edit; edit fewer at once", count=len(changes))
         )
     return base64.b64encode(zlib.compress(raw)).decode()
 
@@ -235,7 +235,9 @@ class Journal:
             UserError: the journal cannot be read.
         """
         if self.path.is_symlink():
-            raise UserError(Message("{path}: is a link; remove it, so that edits can be written down", path=self.path))
+            raise UserError(
+                Message("{path}: the file is a link, so edits cannot be recorded; remove it", path=self.path)
+            )
         try:
             opened = os.open(self.path, system.flags("O_RDONLY", "O_NONBLOCK"))
         except FileNotFoundError:
@@ -253,7 +255,7 @@ class Journal:
             # It is kept open, so that its inode number is not reused and `samestat` can be trusted.
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
-            raise UserError(Message("{path}: is no journal of caption edits; remove it", path=self.path))
+            raise UserError(Message("{path}: this is not a journal of caption edits; remove it", path=self.path))
         self._take_lines(system.read_at(descriptor, status.st_size - self._size, self._size))
 
     def _take_lines(self, raw: bytes) -> None:

@@ -25,10 +25,14 @@ REGEX_SECONDS = 10
 def require_caption(text: str) -> None:
     """Raise ValueError for a text that a caption file cannot have: one with a NUL character, or too long."""
     if "\0" in text:
-        raise ValueError(Message("has a NUL character, which a caption cannot have"))
+        raise ValueError(Message("the caption has a NUL character, which captions cannot contain"))
     if len(text) > MAX_CAPTION:
         raise ValueError(
-            Message("would get {count} characters; at most {most}", count=f"{len(text):,}", most=f"{MAX_CAPTION:,}")
+            Message(
+                "the caption would have {count} characters; the limit is {most}",
+                count=f"{len(text):,}",
+                most=f"{MAX_CAPTION:,}",
+            )
         )
 
 
@@ -111,8 +115,8 @@ class ReplacePattern:
         except subprocess.TimeoutExpired:
             raise UserError(
                 Message(
-                    "the pattern {pattern} takes longer than {seconds} s; write it without a repetition in a "
-                    "repetition",
+                    "the pattern {pattern} did not finish within {seconds} s; write it without a repetition inside "
+                    "a repetition",
                     pattern=repr(self.find),
                     seconds=REGEX_SECONDS,
                 )
@@ -121,7 +125,7 @@ class ReplacePattern:
         if isinstance(answer, str):
             raise UserError(
                 Message(
-                    "the pattern {pattern}: {error}; it is Python's regular expressions that are meant",
+                    "the pattern {pattern} is not valid ({error}); write a regular expression of Python",
                     pattern=repr(self.find),
                     error=answer,
                 )
@@ -130,7 +134,7 @@ class ReplacePattern:
         if longest > MAX_CAPTION:
             raise UserError(
                 Message(
-                    "the pattern {pattern}: makes a caption of {longest} characters; at most {most}",
+                    "the pattern {pattern} would make a caption of {longest} characters; the limit is {most}",
                     pattern=repr(self.find),
                     longest=f"{longest:,}",
                     most=f"{MAX_CAPTION:,}",
@@ -395,7 +399,7 @@ class EditOptions:
             UserError: `first` without `add_tag`, or `keep` without `sort`.
         """
         if self.first and not self.add_tag or self.keep and not self.sort:
-            raise UserError(Message("--first belongs to --add-tag, --keep to --sort"))
+            raise UserError(Message("--first needs --add-tag, and --keep needs --sort"))
 
         def given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
             return [operation(*arguments)] if value else []
@@ -425,14 +429,18 @@ def check(operations: Sequence[Operation]) -> None:
                 problems.append(Message("{title}: {name} has a NUL character", title=operation.title(), name=name))
             if name in ("find", "old", "separator") and value == "":
                 problems.append(
-                    Message("{name}: {field} is empty; say what to look for", name=type(operation).__name__, field=name)
+                    Message(
+                        "{name}: {field} is empty; give the text to search for",
+                        name=type(operation).__name__,
+                        field=name,
+                    )
                 )
             if name in ("tag", "new", "word"):
                 separator = getattr(operation, "separator", "\n")
                 if not value.strip() or "\n" in value or separator in value:
                     problems.append(
                         Message(
-                            "{title}: {tag} is not one tag; give one, without {separator}",
+                            "{title}: {tag} is not a single tag; give one tag, without {separator}",
                             title=operation.title(),
                             tag=repr(value),
                             separator=repr(separator),
@@ -440,12 +448,18 @@ def check(operations: Sequence[Operation]) -> None:
                     )
                 elif value != value.strip() and not isinstance(operation, Trigger):
                     problems.append(
-                        Message("{title}: {tag} has spaces around it", title=operation.title(), tag=repr(value))
+                        Message(
+                            "{title}: {tag} begins or ends with spaces; remove them",
+                            title=operation.title(),
+                            tag=repr(value),
+                        )
                     )
         if isinstance(operation, ReplacePattern) and len(operation.find) > MAX_PATTERN:
             problems.append(
                 Message(
-                    "the pattern has {count} characters; at most {most}", count=len(operation.find), most=MAX_PATTERN
+                    "the pattern has {count} characters; the limit is {most}",
+                    count=len(operation.find),
+                    most=MAX_PATTERN,
                 )
             )
         if isinstance(operation, Recode):
@@ -454,7 +468,7 @@ def check(operations: Sequence[Operation]) -> None:
             except (LookupError, ValueError):
                 problems.append(
                     Message(
-                        "{encoding} is no text encoding; such as gb18030, big5, shift_jis, cp1252",
+                        "{encoding} is not a text encoding; give one such as gb18030, big5, shift_jis or cp1252",
                         encoding=repr(operation.encoding),
                     )
                 )

@@ -40,11 +40,11 @@ def decode_caption(raw: bytes) -> tuple[str, bytes, str]:
         at = error.start + len(mark)
         place = f"{at} (0x{raw[at]:02x})" if at < len(raw) else at
         raise ValueError(
-            Message("is not {codec} at byte {byte}; save it as UTF-8", codec=codec[:6].upper(), byte=place)
+            Message("the text is not {codec} at byte {byte}; save it as UTF-8", codec=codec[:6].upper(), byte=place)
         ) from None
     # UTF-16 without a mark, and UTF-32, are valid in the narrower encoding but full of NULs.
     if "\0" in text:
-        raise ValueError(Message("has a NUL character at byte {byte}; save it as UTF-8", byte=raw.index(0)))
+        raise ValueError(Message("the text has a NUL character at byte {byte}; save it as UTF-8", byte=raw.index(0)))
     return text, mark, codec
 
 

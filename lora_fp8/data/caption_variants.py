@@ -35,17 +35,16 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
         for cut in truncated
     ]
     template = Template(
-        "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
-        "reads: up to {most} tokens at the end have no effect; shorten them, or put what matters first. "
-        "Lost: {what_lost}"
+        "{count} of {total} captions and prompts exceed the limit of the text encoder, {limit} tokens: up to {most} "
+        "tokens at the end have no effect; shorten them, or put what matters first. Cut off: {what_lost}"
     )
     values: dict[str, Any] = {"count": len(lost), "total": num_texts, "limit": limit, "most": max(lost)}
     if tokens := max(cut.caption_tokens for cut in truncated):
         values["tokens"] = tokens
         template = Template(
-            "{count} of {total} captions and prompts are longer than the {limit} tokens that the text encoder "
-            "reads: up to {most} tokens at the end have no effect; set model.caption_tokens = {tokens}, shorten them, "
-            "or put what matters first. Lost: {what_lost}"
+            "{count} of {total} captions and prompts exceed the limit of the text encoder, {limit} tokens: up to "
+            "{most} tokens at the end have no effect; set model.caption_tokens = {tokens}, shorten them, or put "
+            "what matters first. Cut off: {what_lost}"
         )
     return [template(**values, what_lost=first_few(examples, most))]
 

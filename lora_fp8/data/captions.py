@@ -149,7 +149,7 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
     if unknown := sorted(set(only or ()) - pictures.keys()):
         raise UserError(
             Message(
-                "{path}: no picture {name} here (and {count} more); look at the folder again",
+                "{path}: the images {name} and {count} more are not in this folder; look at the folder again",
                 path=folder,
                 name=repr(unknown[0]),
                 count=len(unknown) - 1,
@@ -243,7 +243,7 @@ class _Text:
             ValueError: the bytes cannot be decoded, or are too many.
         """
         if raw is not None and len(raw) > 8 * MAX_CAPTION:
-            raise ValueError(Message("has {count} bytes, which is no caption", count=f"{len(raw):,}"))
+            raise ValueError(Message("the file has {count} bytes, too many for a caption", count=f"{len(raw):,}"))
         try:
             text, mark, codec = caption_text.decode_caption(raw or b"")
         except ValueError:
@@ -253,7 +253,7 @@ class _Text:
                 text, mark, codec = (raw or b"").decode(recodings[0]), b"", "utf-8"
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    Message("is not {codec} at byte {byte}", codec=recodings[0], byte=error.start)
+                    Message("the text is not {codec} at byte {byte}", codec=recodings[0], byte=error.start)
                 ) from None
         body = text.rstrip("\r\n")
         return cls(raw, body, text[len(body) :], mark, codec)
@@ -268,7 +268,9 @@ class _Text:
         try:
             return self.mark + (self.body + self.tail).encode(self.codec)
         except UnicodeEncodeError:
-            raise ValueError(Message("would get characters that are none (half of a surrogate pair)")) from None
+            raise ValueError(
+                Message("the caption would contain invalid characters (half of a surrogate pair)")
+            ) from None
 
 
 def read(folder: Path, name: str) -> str:
@@ -308,12 +310,12 @@ def apply(
         UserError: a caption has changed since the preview, or cannot be written; nothing has been changed.
     """
     if not edit.changes:
-        raise UserError(Message("{key}: changes no caption", key=edit.title))
+        raise UserError(Message("{key}: this edit changes no caption", key=edit.title))
     with _editing(folder, journal) as journal:
         if journal.open:
             _take_back(folder, journal, journal.open)
         changes = _with_real_names(folder, edit.changes)
-        files = _look(folder, changes, "before", Message("since the preview; look at it again"))
+        files = _look(folder, changes, "before", Message("since the preview; preview the edit again"))
         number = journal.last + 1
         line: dict[str, Any] = {"edit": number, "open": True, "t": round(time.time(), 3), "title": edit.title}
         line |= {"files": len(changes)}
@@ -388,14 +390,14 @@ def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None
             stack = journal.done if what == "undo" else journal.undone
             if not stack:
                 if what == "undo":
-                    raise UserError(Message("{folder}: no caption edit to undo", folder=folder))
-                raise UserError(Message("{folder}: no caption edit to redo", folder=folder))
+                    raise UserError(Message("{folder}: there is no caption edit to undo", folder=folder))
+                raise UserError(Message("{folder}: there is no caption edit to redo", folder=folder))
             numbers = journal.together(stack)[0]
             line = {what: numbers, "open": True}
         since = Message("since edit {number} ({title})", number=numbers[0], title=journal.records[numbers[0]].title)
         if journal.open:
             command = f"lora-fp8 dataset repair {quote_path(folder)}"
-            since = Message("{line}; `{command}` takes back the others", line=since, command=command)
+            since = Message("{line}; `{command}` undoes the others", line=since, command=command)
         files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
         wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
         _carry_out(journal, line, wanted, progress)
@@ -486,7 +488,7 @@ def _with_real_names(folder: Path, changes: list[Change]) -> list[Change]:
         if real.setdefault(name, change).after != change.after:
             problems.append(
                 Message(
-                    "{path} is the same file as {other}, and would get another caption",
+                    "{path} and {other} are the same file, but would get different captions",
                     path=change.file,
                     other=real[name].file,
                 )
@@ -524,11 +526,11 @@ def _look(
             problems.append(about(change.file, error))
             continue
         if path in files:
-            problems.append(Message("{path} is named twice in one edit", path=change.file))
+            problems.append(Message("{path} occurs twice in one edit", path=change.file))
         elif now == getattr(change, side) if side else _tell(now, change, torn):
             files[path] = change, now
         else:
-            problems.append(Message("{path} was changed by somebody else {when}", path=change.file, when=since))
+            problems.append(Message("{path} was changed by another program {when}", path=change.file, when=since))
     if problems:
         raise UserErrors(problems, str(folder))
     return files
@@ -583,7 +585,7 @@ def _carry_out(
         except OSError as error:
             raise UserError(
                 Message(
-                    "{path}: cannot be written ({why}), and captions are not changed without it",
+                    "{path}: the journal cannot be written ({why}), and without it no caption is changed",
                     path=journal.path,
                     why=reason(error),
                 )
@@ -605,8 +607,8 @@ def _carry_out(
         if stuck:
             raise UserError(
                 Message(
-                    "{key}: cannot be written ({why}); {count} of {total} captions are changed, and {command} "
-                    "brings them back",
+                    "{key}: the caption cannot be written ({why}); {count} of {total} captions are changed, and "
+                    "{command} restores them",
                     key=where,
                     why=why,
                     count=stuck,
@@ -615,7 +617,7 @@ def _carry_out(
                 )
             ) from None
         raise UserError(
-            Message("{key}: cannot be written ({why}); no caption was changed", key=where, why=why)
+            Message("{key}: the caption cannot be written ({why}); no caption was changed", key=where, why=why)
         ) from None
     finally:
         swap.discard()
@@ -774,7 +776,9 @@ def _locked(folder: Path) -> Iterator[None]:
         deadline = time.monotonic() + 10
         while not try_lock(descriptor):
             if time.monotonic() > deadline:
-                raise UserError(Message("{path}: another edit of these captions is at work; try again", path=folder))
+                raise UserError(
+                    Message("{path}: another edit of these captions is in progress; try again", path=folder)
+                )
             time.sleep(0.05)
         yield
     finally:

@@ -25,7 +25,7 @@ from typing import Any
 from PIL import Image
 
 from ..common.reading import open_regular
-from ..errors import Message, reason
+from ..errors import Message, Template, reason
 
 VIDEOS = (".mp4", ".mov", ".mkv", ".webm")
 """Extensions of video files. Animations (GIF, WebP, PNG) are image files, which `images` reads."""
@@ -38,7 +38,10 @@ LINES_OF_709 = 720
 MOST_FRAMES = 100_000
 """About an hour. A longer video is a film, and decoding it would take as long before anything is reported."""
 
-NEEDED = Message("is a video, which PyAV reads; install it: pip install 'lora-fp8[video]'")
+NEEDED = Message("this is a video, which needs PyAV; install it: pip install 'lora-fp8[video]'")
+CANNOT_BE_READ = Template("the file cannot be read: {why}")
+CANNOT_BE_DECODED = Template("the file cannot be decoded: {why}")
+NO_FRAMES = Message("the video has no frames")
 
 # Datasets come from strangers. FFmpeg goes by the contents of a file, whatever its name, and some formats (playlists,
 # concat lists) only name other files to read.
@@ -57,7 +60,7 @@ class TooLarge(ClipError):
         self.size = width, height
         pixels = f"{width * height:,}"
         line = Message(
-            "has {width} x {height} = {pixels} pixels, more than {most}",
+            "the video has {width} x {height} = {pixels} pixels; the limit is {most}",
             width=width,
             height=height,
             pixels=pixels,
@@ -69,7 +72,7 @@ class TooLarge(ClipError):
 def too_large(width: int, height: int, most: int) -> Message:
     """Return what is wrong with an image or clip of more pixels than `dataset.max_pixels`."""
     return Message(
-        "has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
+        "the file has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
         width=width,
         height=height,
         pixels=f"{width * height:,}",
@@ -98,7 +101,7 @@ class Timeline:
 
 def is_hdr(transfer: int) -> Message:
     """Return what is wrong with an image or clip of one of the transfer characteristics in `HDR`."""
-    return Message("is HDR ({kind}), whose colours are not those of a picture; convert it to SDR", kind=HDR[transfer])
+    return Message("the file is HDR ({kind}), which is not supported; convert it to SDR", kind=HDR[transfer])
 
 
 def can_read_videos() -> bool:
@@ -164,21 +167,24 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
     with contextlib.closing(_decoded(path, max_pixels)) as frames:
         for frame in frames:
             if frame.pts is None:
-                raise ClipError(Message("has frames without a time; encode it again"))
+                raise ClipError(Message("the video has frames without a timestamp; encode it again"))
             if first is None:
                 if frame.color_trc in HDR:
                     raise ClipError(is_hdr(frame.color_trc))
                 first = _picture(frame)
             if len(starts) == MOST_FRAMES:
                 raise ClipError(
-                    Message("has more than {count} frames; cut out what is to be learned", count=f"{MOST_FRAMES:,}")
+                    Message(
+                        "the video has more than {count} frames; cut out the part to be trained",
+                        count=f"{MOST_FRAMES:,}",
+                    )
                 )
             starts.append(frame.pts * frame.time_base)
             last = (frame.duration or 0) * frame.time_base
     if first is None:
-        raise ClipError(Message("has no frames"))
+        raise ClipError(NO_FRAMES)
     if starts != sorted(starts):
-        raise ClipError(Message("has frames that go back in time; encode it again"))
+        raise ClipError(Message("the video has frames with timestamps that go backwards; encode it again"))
     if len(starts) > 1:  # many files store no duration for the last frame, or a wrong one
         last = max(last, starts[-1] - starts[-2])
     return Timeline(tuple(starts), starts[-1] + last), first
@@ -193,7 +199,7 @@ def poster(path: Path, max_pixels: int) -> Image.Image:
     with contextlib.closing(_decoded(path, max_pixels)) as frames:
         for frame in frames:
             return _picture(frame)
-    raise ClipError(Message("has no frames"))
+    raise ClipError(NO_FRAMES)
 
 
 class Reader:
@@ -225,7 +231,7 @@ class Reader:
             while frames is not None and missing and self._next <= missing[-1]:
                 frame = next(frames, None)
                 if frame is None:
-                    raise ClipError(Message("has fewer than {count} frames", count=numbers[-1] + 1))
+                    raise ClipError(Message("the video has fewer than {count} frames", count=numbers[-1] + 1))
                 if self._next in missing:
                     pictures[self._next] = _picture(frame)
                 self._next += 1
@@ -293,13 +299,13 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
         except av.error.ArgumentError:
             raise ClipError(
                 Message(
-                    "cannot be decoded: its content is not one of {suffixes}, whatever its name says",
+                    "the video cannot be decoded: its content is not one of {suffixes}, despite its name",
                     suffixes=" ".join(VIDEOS),
                 )
             ) from None
         with container:
             if not container.streams.video:
-                raise ClipError(Message("has no video in it"))
+                raise ClipError(Message("the file contains no video"))
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             stream.codec_context.thread_count = min(4, os.cpu_count() or 1)  # each thread holds its own frames
@@ -311,10 +317,10 @@ def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) ->
             for frame in container.decode(stream):
                 _check_size(frame, max_pixels)
                 if frame.is_corrupt:
-                    raise ClipError(Message("is damaged; save it again"))
+                    raise ClipError(Message("the file is damaged; save it again"))
                 yield frame
     except (av.error.FFmpegError, OSError) as error:
-        raise ClipError(Message("cannot be decoded: {why}", why=reason(error))) from error
+        raise ClipError(CANNOT_BE_DECODED(why=reason(error))) from error
 
 
 def _can_begin_anywhere(container: Any, stream: Any) -> bool:
@@ -335,7 +341,7 @@ def _check_size(picture: Any, max_pixels: int) -> None:
 def _check_shape_of_pixels(ratio: Fraction | None) -> None:
     # Encoders that round sizes write ratios such as 4095:4096.
     if ratio and abs(ratio - 1) > Fraction(1, 100):
-        raise ClipError(Message("has pixels that are not square ({ratio}); convert it to square ones", ratio=ratio))
+        raise ClipError(Message("the video has non-square pixels ({ratio}); convert it to square pixels", ratio=ratio))
 
 
 def _picture(frame: Any) -> Image.Image:

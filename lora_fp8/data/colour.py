@@ -45,7 +45,7 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
         raise ProfileError(Message("damaged")) from None
     space = source.profile.xcolor_space.strip()
     if image.mode not in MODES.get(space, ()):
-        raise ProfileError(Message("for {space} pixels, not {mode}", space=space, mode=image.mode))
+        raise ProfileError(Message("it is for {space} pixels, but the image is {mode}", space=space, mode=image.mode))
     if space == "Lab":  # Lab values are colours already
         return image.convert("RGB"), False
     if space == "RGB":

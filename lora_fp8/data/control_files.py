@@ -65,7 +65,7 @@ def _controls_in(
     looks = dict(zip(paths, memory.look_all(paths, edits=edits), strict=True))
     for path, look in looks.items():
         if look.error:
-            report.problems.append(Message("control picture {line}", line=about(path, look.error)))
+            report.problems.append(Message("control image {line}", line=about(path, look.error)))
     if files is None:
         return [None] * len(pictures)
     controls: list[tuple[Control, ...] | None] = []
@@ -83,8 +83,8 @@ def _controls_in(
     if lonely := sorted(str(name) for names in files.values() for name in names if name not in known):
         report.warnings.append(
             Plural(
-                "{count} control picture belongs to no picture: {files}",
-                "{count} control pictures belong to no picture: {files}",
+                "{count} control image has no matching image: {files}",
+                "{count} control images have no matching image: {files}",
             )(count=len(lonely), files=list_names(lonely))
         )
     return controls
@@ -111,15 +111,15 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
     """Return what is wrong with the names or the number of an image's control images; "" if nothing is."""
     if not members:
         return Message(
-            "has no control picture {name} (or another extension) in {folder}", name=f"{stem}.png", folder=folder
+            "there is no control image {name} (or another extension) in {folder}", name=f"{stem}.png", folder=folder
         )
     for candidates in members:
         if len(candidates) > 1:
             names = ", ".join(path.name for path in candidates)
-            return Message("has several candidates for one control picture, {names}; keep one of them", names=names)
+            return Message("there are several candidates for one control image, {names}; keep one of them", names=names)
     if num_controls is not None and len(members) > num_controls[1]:
         return Message(
-            "has {count} control pictures, and this model takes at most {most}",
+            "there are {count} control images, but this model accepts at most {most}",
             count=len(members),
             most=num_controls[1],
         )
@@ -159,7 +159,7 @@ def preview_controls(
             between = " to ".join(str(number) for number in dict.fromkeys(num_controls))
             problems.append(
                 Message(
-                    "preview.controls.{number}: {path} has {count} pictures; this model takes {between}",
+                    "preview.controls.{number}: {path} has {count} images; this model accepts {between}",
                     number=i,
                     path=path,
                     count=len(controls),

@@ -74,12 +74,14 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
     for record in source.records():
         if isinstance(record.image, bytes):
             raise UserError(
-                Message("{path}: has the images in it; name a new folder to unpack it into", path=source.files[0])
+                Message(
+                    "{path}: the file contains the images; name a new folder to unpack them into", path=source.files[0]
+                )
             )
         listed = listed or captions.listed(source.root)
         name = record.image.relative_to(source.root).as_posix()
         if name not in listed:
-            report.problems.append(Message("{path}: is no image of the folder", path=record.name))
+            report.problems.append(Message("{path}: this is not an image of the folder", path=record.name))
             continue
         report.images += 1
         if not record.caption:
@@ -93,7 +95,7 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
             continue
         if wanted.get(file, record.caption) != record.caption:
             report.caption_problems.append(
-                Message("{path}: another image has the same caption file; its caption is taken", path=record.name)
+                Message("{path}: another image has the same caption file; its caption is used", path=record.name)
             )
         elif there and there != record.caption and not overwrite:
             report.kept += 1
@@ -173,7 +175,9 @@ def require_empty(folder: Path) -> None:
     except OSError as error:
         raise cannot_write(root, error) from None
     if names:
-        raise UserError(Message("{path}: has files already; name a new or empty folder to import into", path=folder))
+        raise UserError(
+            Message("{path}: the folder already contains files; name a new or empty folder to import into", path=folder)
+        )
 
 
 def _require_own(source: Source, root: Path) -> list[Path]:
@@ -205,7 +209,8 @@ def _require_own(source: Source, root: Path) -> list[Path]:
     if left:
         raise UserError(
             Message(
-                "{path}: has other files than this import writes: {names}; name a new or empty folder",
+                "{path}: the folder contains files that this import does not write: {names}; name a new or empty "
+                "folder",
                 path=root,
                 names=first_few(sorted(left)),
             )
@@ -222,7 +227,9 @@ def _has_bytes(path: Path, raw: bytes, begin: bool = False) -> bool:
 
 
 def _would_replace(path: Path) -> UserError:
-    return UserError(Message("{path}: exists already with other content; name a new folder to import into", path=path))
+    return UserError(
+        Message("{path}: the file exists already with other content; name a new folder to import into", path=path)
+    )
 
 
 def _take_problems(source: Source, report: ImportReport) -> None:
@@ -243,10 +250,12 @@ def _require_captions(source: Source, report: ImportReport) -> None:
     """Raise UserError if no record had a caption, though there are columns that it could be in."""
     if report.images and source.column and source.column not in source.columns:
         if not source.columns:
-            raise UserError(Message("{path}: has no column {name}", path=source.files[0], name=repr(source.column)))
+            raise UserError(
+                Message("{path}: there is no column {name}", path=source.files[0], name=repr(source.column))
+            )
         raise UserError(
             Message(
-                "{path}: has no column {name}; it has {names}",
+                "{path}: there is no column {name}; the columns are {names}",
                 path=source.files[0],
                 name=repr(source.column),
                 names=list_columns(source),
@@ -254,19 +263,19 @@ def _require_captions(source: Source, report: ImportReport) -> None:
         )
     if report.images and report.uncaptioned == report.images and source.columns:
         if source.column:
-            raise UserError(Message("{path}: column {name} has no text", path=source.files[0], name=source.column))
+            raise UserError(Message("{path}: column {name} contains no text", path=source.files[0], name=source.column))
         raise UserError(
             Message(
-                "{path}: none of its columns is known to have captions: {names}; name one with --caption",
+                "{path}: no column has a known name for captions: {names}; name one with --caption",
                 path=source.files[0],
                 names=list_columns(source),
             )
         )
     if not report.images:
         raise UserError(
-            Message("{path}: no image could be taken: {line}", path=source.files[0], line=report.problems[0])
+            Message("{path}: no image could be imported: {line}", path=source.files[0], line=report.problems[0])
             if report.problems
-            else Message("{path}: has no records", path=source.files[0])
+            else Message("{path}: the file has no records", path=source.files[0])
         )
 
 

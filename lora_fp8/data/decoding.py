@@ -46,7 +46,8 @@ from .image_edits import NOTHING, Box, ImageEdit
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 HEIC_EXTENSIONS = (".heic", ".heif", ".hif")
 HEIC_NEEDED = Message(
-    "is HEIC, which pillow-heif reads; install it: pip install 'lora-fp8[heic]', or convert it to JPEG or PNG"
+    "this is a HEIC file, which needs pillow-heif; install it: pip install 'lora-fp8[heic]', or convert it to JPEG "
+    "or PNG"
 )
 
 
@@ -183,7 +184,7 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: 
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not size:
-                return Looked(Message("is empty (0 bytes)"))
+                return Looked(Message("the file is empty (0 bytes)"))
             beginning = file.read(12)
             file.seek(0)
             try:
@@ -198,7 +199,7 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: 
                 file.seek(0)
                 return _look_at_image(rest_of(file, MOST_IMAGE), section, measure, edit)
     except OSError as error:
-        return Looked(Message("cannot be read: {why}", why=reason(error)))
+        return Looked(clips.CANNOT_BE_READ(why=reason(error)))
 
 
 def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
@@ -231,8 +232,8 @@ def _beginning(raw: bytes) -> str:
         return HEIC_NEEDED
     text = raw[:12].decode("ascii", "replace").strip()
     if text.isprintable() and text and "\ufffd" not in text:
-        return Message('is not a readable image (it begins with "{text}")', text=text)
-    return Message("is not a readable image (its first bytes are {bytes})", bytes=raw[:8].hex(" "))
+        return Message('this is not a readable image (it begins with "{text}")', text=text)
+    return Message("this is not a readable image (its first bytes are {bytes})", bytes=raw[:8].hex(" "))
 
 
 def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
@@ -241,7 +242,7 @@ def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | Non
             timeline, first = clips.look(path, section.max_pixels)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return Looked(Message("cannot be read: {why}", why=reason(error)))
+        return Looked(clips.CANNOT_BE_READ(why=reason(error)))
     except clips.TooLarge as error:
         return Looked(clips.too_large(*error.size, section.max_pixels))
     except clips.ClipError as error:
@@ -342,7 +343,9 @@ def _timeline(image: Image.Image) -> clips.Timeline:
         starts.append(now)
         now += Fraction(image.info.get("duration") or 0) / 1000
     if starts[-1] == now or len(set(starts)) < len(starts):
-        raise ImageError(Message("has frames that are shown for no time; save it with a duration for each"))
+        raise ImageError(
+            Message("the animation has frames with a duration of zero; save it with a duration for each frame")
+        )
     return clips.Timeline(tuple(starts), now)
 
 
@@ -386,12 +389,12 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
-        raise NoImage(Message("is not a readable image")) from None
+        raise NoImage(Message("this is not a readable image")) from None
     except MemoryError:
-        raise ImageError(Message("does not fit into memory when decoded")) from None
+        raise ImageError(Message("the image does not fit into memory when decoded")) from None
     # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.
     except Exception as error:
-        raise ImageError(Message("cannot be decoded: {why}", why=str(error) or type(error).__name__)) from error
+        raise ImageError(clips.CANNOT_BE_DECODED(why=str(error) or type(error).__name__)) from error
 
 
 def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
@@ -411,7 +414,7 @@ def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
     if rgb is None:
         rgb = image.convert("RGB")
     if not embedded and (number := colours.get("color_primaries", BT709)) not in (BT709, UNNAMED, *SMALL):
-        problem = Message("colour primaries {number} of ITU-T H.273, without an ICC profile", number=number)
+        problem = Message("it has the colour primaries {number} of ITU-T H.273, without an ICC profile", number=number)
     if alpha is not None:
         rgb.putalpha(alpha)
         rgb = Image.alpha_composite(Image.new("RGBA", rgb.size, background), rgb).convert("RGB")
@@ -428,7 +431,7 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         if values.min() < 0 or values.max() > 65535:
             raise ImageError(
                 Message(
-                    "has 32-bit values {low}..{high}; save it with 8 or 16 bits per channel",
+                    "the image has 32-bit values {low}..{high}; save it with 8 or 16 bits per channel",
                     low=values.min(),
                     high=values.max(),
                 )
@@ -451,12 +454,12 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
 def _float_scale(values: np.ndarray) -> float:
     """Return the factor that maps a floating-point image to 0..255; see the module's docstring."""
     if not np.isfinite(values).all():
-        raise ImageError(Message("has floating-point values that are not finite"))
+        raise ImageError(Message("the image has floating-point values that are not finite"))
     low, high = float(values.min()), float(values.max())
     if low < 0 or 1 < high <= 2 or high > 65535:
         raise ImageError(
             Message(
-                "has floating-point values {low}..{high}; save it with 8 or 16 bits per channel",
+                "the image has floating-point values {low}..{high}; save it with 8 or 16 bits per channel",
                 low=f"{low:g}",
                 high=f"{high:g}",
             )

@@ -18,28 +18,31 @@ from .examples import ScanReport
 CAPTION_IT = Message("write one, run `lora-fp8 caption`, or set dataset.missing_caption to 'trigger' or 'skip'")
 KINDS = {
     # kind: (level, what it is, what to do)
-    "folder": ("warning", Template("{detail}"), Message("look at the folder")),
+    "folder": ("warning", Template("{detail}"), Message("check this folder")),
     "mask": (
         "warning",
         Template("{detail}"),
         Message(
-            "draw a mask for each picture, white where it is trained, of the picture's shape; see dataset.folders, mask"
+            "draw a mask for each image, white where it is trained, with the image's aspect ratio; see "
+            "dataset.folders, mask"
         ),
     ),
     "mask_outside": (
         "warning",
-        Template("its mask is white only where the crop cuts it off"),
-        Message("set dataset.follow_mask = true, crop the picture and its mask yourself, or raise dataset.max_aspect"),
+        Template("the white part of its mask lies outside the crop"),
+        Message("set dataset.follow_mask = true, crop the image and its mask yourself, or raise dataset.max_aspect"),
     ),
-    "unreadable": ("problem", Template("cannot be used: {detail}"), Message("save the picture again, or take it out")),
+    "unreadable": ("problem", Template("{detail}"), Message("save the image again, or remove it")),
     "caption_encoding": (
         "problem",
         Template("caption {detail}"),
-        Message("save it as UTF-8; `lora-fp8 dataset edit FOLDER --recode gb18030` does it for all in that encoding"),
+        Message(
+            "save it as UTF-8; `lora-fp8 dataset edit FOLDER --recode gb18030` converts all captions in that encoding"
+        ),
     ),
     "caption_missing": (
         "problem",
-        Template("no caption ({detail})"),
+        Template("there is no caption ({detail})"),
         CAPTION_IT,
     ),
     "caption_empty": (
@@ -49,108 +52,119 @@ KINDS = {
     ),
     "caption_damaged": (
         "problem",
-        Template("the caption {detail} was damaged, as by a crash"),
+        Template("the caption {detail} is damaged, probably by a crash"),
         Message("run `lora-fp8 dataset repair FOLDER`, which restores it from the journal of caption edits"),
     ),
     "caption_half_done": (
         "warning",
         Template("{detail}"),
-        Message("a crash or a full disk left this edit half done; `lora-fp8 dataset repair FOLDER` takes it back"),
+        Message("a crash or a full disk interrupted this edit; `lora-fp8 dataset repair FOLDER` undoes it"),
     ),
     "caption_leftover": (
         "note",
         Template("{detail}"),
-        Message("temporary files of a caption edit that was killed; `lora-fp8 dataset repair FOLDER` deletes them"),
+        Message(
+            "these are temporary files of an interrupted caption edit; `lora-fp8 dataset repair FOLDER` deletes them"
+        ),
     ),
     "clip_refused": (
         "problem",
-        Template("a video of {detail}, and this model is trained on pictures"),
-        Message("take it out"),
+        Template("this is a video of {detail}, but this model trains on images only"),
+        Message("remove it"),
     ),
     "clip_unset": (
         "problem",
-        Template("a video of {detail}, and dataset.frames is empty"),
-        Message("set dataset.frames to the lengths that clips are to be trained at, or take it out"),
+        Template("this is a video of {detail}, but dataset.frames is empty"),
+        Message("set dataset.frames to the lengths to train, or remove the video"),
     ),
     "clip_short": (
         "problem",
-        Template("{detail}, fewer than the least of dataset.frames"),
-        Message("add a smaller length, or take it out"),
+        Template("the video has {detail}, fewer than the smallest of dataset.frames"),
+        Message("add a smaller length, or remove the video"),
     ),
     "clip_shorter": (
         "note",
-        Template("{detail}: too short for the longest of dataset.frames, trained at a shorter length"),
-        Message("find a longer one if it is the movement that matters"),
+        Template(
+            "the video has {detail}, fewer than the largest of dataset.frames, and is trained at a smaller length"
+        ),
+        Message("if the motion matters, use a longer video"),
     ),
     "clip_slower": (
         "note",
-        Template("{detail} by dataset.fps, so that some are shown twice"),
-        Message("nothing, or lower dataset.fps"),
+        Template("the video has {detail} at dataset.fps, so some frames are repeated"),
+        Message("nothing to do; or lower dataset.fps"),
     ),
     "duplicate": (
         "warning",
-        Template("the same file as {detail}"),
-        Message("take one out, or raise repeats if it should count more"),
+        Template("this is the same file as {detail}"),
+        Message("remove one of them; to give the image more weight, raise its repeats"),
     ),
     "near_duplicate": (
         "warning",
-        Template("looks like {detail}"),
-        Message("look at both; keep the better one, as what is seen twice is learned twice"),
+        Template("this image looks like {detail}"),
+        Message("compare both and keep the better one, because similar images count twice in training"),
     ),
     "tiny": (
         "warning",
-        Template("{detail}: less than a quarter of the training's pixels"),
-        Message("find a larger one, or take it out; enlarged, it teaches blur"),
+        Template("the image has {detail}, less than a quarter of the pixels of the training resolution"),
+        Message("use a larger image, or remove it; enlarging it teaches blur"),
     ),
     "small": (
         "note",
-        Template("{detail}: fewer pixels than the training"),
+        Template("the image has {detail}, fewer pixels than the training resolution"),
         Message("it is enlarged; set dataset.upscale = false to train it at its own size"),
     ),
     "cut": (
         "warning",
-        Template("the crop leaves out {detail}"),
+        Template("the crop cuts off {detail}"),
         Message("crop it yourself, or raise dataset.max_aspect"),
     ),
     "little_detail": (
         "note",
-        Template("little fine detail ({detail}, a guess from edges): blurred, out of focus, or simply smooth"),
+        Template(
+            "the image has little fine detail ({detail}, estimated from edges): it may be blurred, out of "
+            "focus, or simply smooth"
+        ),
         Message("look at it at full size"),
     ),
     "animated": (
         "note",
-        Template("{detail} frames or pages, of which the first is used"),
-        Message("save the one that you mean"),
+        Template("the file has {detail} frames or pages; only the first is used"),
+        Message("to use another frame, save it as an image of its own"),
     ),
     "transparent": (
         "note",
-        Template("transparent"),
-        Message("it is laid on dataset.background; choose a colour that fits"),
+        Template("the image has transparent areas"),
+        Message("they are filled with dataset.background; choose a colour that fits"),
     ),
-    "cmyk": ("note", Template("made for print (CMYK)"), Message("colours are converted to sRGB; look at the result")),
+    "cmyk": (
+        "note",
+        Template("the image has print colours (CMYK)"),
+        Message("its colours are converted to sRGB; check the result"),
+    ),
     "turned": (
         "note",
-        Template("stored turned (EXIF orientation {detail})"),
-        Message("nothing: it is trained upright"),
+        Template("the image is stored rotated (EXIF orientation {detail})"),
+        Message("nothing to do: it is rotated upright for training"),
     ),
     "profile": (
         "warning",
-        Template("colour profile that cannot be used ({detail})"),
-        Message("it is read as sRGB; save it again as sRGB if the colours are off"),
+        Template("its colour profile cannot be used ({detail})"),
+        Message("it is read as sRGB; if its colours look wrong, save it again as sRGB"),
     ),
     "extension": (
         "note",
-        Template("is a {detail}, whatever its name says"),
-        Message("nothing: it is read all the same"),
+        Template("the file is a {detail}, despite its extension"),
+        Message("nothing to do: the file is read by its content"),
     ),
     "caption_repeated": (
         "note",
-        Template("the caption is that of {detail} other pictures"),
-        Message("say what differs, or accept that nothing of it can be asked for by words"),
+        Template("{detail} other images have the same caption"),
+        Message("describe the differences; otherwise no prompt can tell these images apart"),
     ),
     "caption_long": (
         "warning",
-        Template("about {detail} tokens, more than the text encoder reads (a rough count)"),
+        Template("the caption has about {detail} tokens, more than the text encoder reads (an estimate)"),
         Message(
             "raise model.caption_tokens, shorten it, or put what matters first; `lora-fp8 check CONFIG` counts exactly"
         ),
@@ -158,45 +172,47 @@ KINDS = {
     "trigger_missing": (
         "note",
         Template("the caption lacks the trigger word {detail}"),
-        Message("training puts it in front; `lora-fp8 dataset edit FOLDER --trigger WORD` writes it into the file"),
+        Message("training adds it at the start; `lora-fp8 dataset edit FOLDER --trigger WORD` writes it into the file"),
     ),
     "choice_unused": (
         "note",
-        Template("the caption has the choice {detail}, and dataset.wildcards is off"),
+        Template("the caption has the wildcard {detail}, but dataset.wildcards is off"),
         Message(
-            "set dataset.wildcards = true to have one of its words drawn each time; else it is trained as it is written"
+            "set dataset.wildcards = true to pick one of its words at random each time; otherwise the caption is "
+            "trained as written"
         ),
     ),
     "sentences_shuffled": (
         "warning",
-        Template("the caption looks like sentences, and is shuffled at its commas: {detail}"),
+        Template("the caption looks like sentences, but is shuffled at its commas: {detail}"),
         Message("set dataset.shuffle_tags = false and dataset.tag_dropout = 0"),
     ),
     "sentences_cut": (
         "warning",
-        Template("the caption looks like sentences, and loses parts at its commas: {detail}"),
+        Template("the caption looks like sentences, but loses parts at its commas: {detail}"),
         Message("set dataset.tag_dropout = 0"),
     ),
     "wide_commas": (
         "warning",
-        Template("the caption is one tag: it has {detail} where tags are separated by ,"),
-        Message("`lora-fp8 dataset edit FOLDER --replace '，' ', '` writes commas"),
+        Template("the caption counts as one tag: it is separated by {detail}, but tags are separated by ,"),
+        Message("replace the separators: `lora-fp8 dataset edit FOLDER --replace '，' ', '`"),
     ),
     "uneven": (
         "warning",
         Template("{detail}"),
-        Message("set repeats so that every folder is seen about as often as it should count"),
+        Message("balance the folders with repeats"),
     ),
     "kohya_folder": (
         "note",
-        Template("named as kohya's trainers have it, where {detail} would be its repeats"),
-        Message("here repeats are set in the config: dataset.folders, repeats"),
+        Template("the folder is named as in kohya's trainers, where {detail} would be its repeats"),
+        Message("set the repeats in the config: dataset.folders, repeats"),
     ),
     "lonely_bucket": (
         "note",
-        Template("the only picture of bucket {detail}"),
+        Template("this is the only image of bucket {detail}"),
         Message(
-            "with a batch size above 1 it makes a batch of its own; crop it to the shape of others if that matters"
+            "with a batch size above 1, it forms a batch of its own; to avoid this, crop it to the shape of other "
+            "images"
         ),
     ),
 }
@@ -282,7 +298,7 @@ class Diagnosis:
         counts = self.counts
         lines: list[str] = [
             Message(
-                "{pictures} pictures, {shown} per epoch with repeats; {captions} captions, {different} different, "
+                "{pictures} images, {shown} per epoch with repeats; {captions} captions, {different} different, "
                 "{shortest} to {longest} words",
                 pictures=counts["pictures"],
                 shown=counts["shown"],
@@ -295,7 +311,7 @@ class Diagnosis:
         if counts["clips"]:
             lines.append(
                 Message(
-                    "{count} of them clips, of which {pieces} pieces are cut",
+                    "{count} of them videos, cut into {pieces} clips",
                     count=counts["clips"],
                     pieces=counts["pieces"],
                 )
@@ -325,9 +341,9 @@ class Diagnosis:
             Message("buckets at {resolution} in steps of {step}:", resolution=self.resolution, step=self.step),
         ]
         for bucket in self.buckets:
-            template = Template("  {size}: {count} pictures, crops leave out {mean} on average, at most {most}")
+            template = Template("  {size}: {count} images, crops cut off {mean} on average, at most {most}")
             if bucket["size"].count("x") > 1:
-                template = Template("  {size}: {count} clips, crops leave out {mean} on average, at most {most}")
+                template = Template("  {size}: {count} clips, crops cut off {mean} on average, at most {most}")
             line = template(
                 size=bucket["size"],
                 count=bucket["count"],

@@ -234,7 +234,7 @@ def _look_at_clip(
         findings.add("clip_shorter", name, detail)
     if fact.frames < count:
         findings.add(
-            "clip_slower", name, Message("{count} frames for the {wanted} asked for", count=fact.frames, wanted=count)
+            "clip_slower", name, Message("has {count} frames, but needs {wanted}", count=fact.frames, wanted=count)
         )
     return cut
 
@@ -341,7 +341,8 @@ def _look_at_captions(
         try:
             lines = caption_text.read_lines(caption_path, section.caption_lines)
         except OSError as error:
-            findings.add("caption_encoding", name, Message("cannot be read: {why}", why=reason(error)))
+            line = about(caption_path.name, clips.CANNOT_BE_READ(why=reason(error)))
+            findings.add("caption_encoding", name, line)
             continue
         except ValueError as error:
             findings.add("caption_encoding", name, about(caption_path.name, error))
@@ -486,6 +487,13 @@ def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[
         shares = ", ".join(
             f"{name}: {digits(count)}" for name, count in sorted(seen.items(), key=lambda item: -item[1])[:8]
         )
-        findings.add("uneven", "", Message("pictures shown per epoch differ fourfold or more: {shares}", shares=shares))
+        findings.add(
+            "uneven",
+            "",
+            Message(
+                "the numbers of images per epoch of the folders differ by a factor of four or more: {shares}",
+                shares=shares,
+            ),
+        )
     for part, repeats in kohya.items():
         findings.add("kohya_folder", part, repeats)

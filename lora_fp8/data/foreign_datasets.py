@@ -40,7 +40,8 @@ CAPTIONS = ("caption", "text", "captions", "prompt", "description", "tag_string"
 """Columns with the caption, the first one that there is."""
 FORMS = ("metadata", "parquet", "tar", "json", "kohya", "plain")
 """Forms of a folder. The first one that a folder has files of is taken."""
-NOT_UTF8 = Message("is not UTF-8 text; save the file as UTF-8")
+NO_OBJECT = Message("the record is not a JSON object")
+NOT_UTF8 = Message("the text is not UTF-8; save the file as UTF-8")
 TAGS = ("tags", "tag_string")
 """Columns whose lists are the tags of one caption; other lists are captions, a line each."""
 
@@ -111,7 +112,9 @@ class Source:
                         taken[record.image] = record.caption
                         yield record
                     elif taken[record.image] != record.caption:
-                        line = Message("names {name} again with another caption; the first is taken", name=record.name)
+                        line = Message(
+                            "{name} is listed again with another caption; the first caption is used", name=record.name
+                        )
                         self._note(path, record.where, line)
             except OSError as error:
                 self.problems.append(str(cannot_read(path, error)))
@@ -145,12 +148,12 @@ class Source:
         """Make the record of a row that names a file. Raises ValueError with what is wrong with the row."""
         given = next((fields[name] for name in PATHS if isinstance(fields.get(name), str)), "")
         if not given:
-            raise ValueError(Message("names no image ({names})", names=" | ".join(PATHS)))
+            raise ValueError(Message("the record names no image ({names})", names=" | ".join(PATHS)))
         real, root = os.path.realpath(table.parent / given), Path(os.path.realpath(self.root))
         if "\\" in given and not os.path.isfile(real):  # written on Windows
             real = os.path.realpath(table.parent / given.replace("\\", "/"))
         if not Path(real).is_relative_to(root):
-            raise ValueError(Message("names a file outside of {folder}", folder=self.root))
+            raise ValueError(Message("the record names a file outside of {folder}", folder=self.root))
         if not os.path.isfile(real):  # False also for a name that no file can have
             raise ValueError(Message("{path} does not exist", path=given[:200]))
         return Record(given, self.root / Path(real).relative_to(root), self._caption(fields, table, where), where)
@@ -163,7 +166,7 @@ class Source:
             where = Message("line {number}", number=number)
             try:
                 if not isinstance(row, Mapping):
-                    raise ValueError(row if isinstance(row, Message) else Message("is not an object"))
+                    raise ValueError(row if isinstance(row, Message) else NO_OBJECT)
                 record = self._of_path(path, row, where)
             except ValueError as error:
                 self._note(path, where, error.args[0])
@@ -176,7 +179,7 @@ class Source:
             import pyarrow.parquet
         except ImportError:
             raise UserError(
-                Message("{path}: reading it needs pyarrow; install it: pip install 'lora-fp8[parquet]'", path=path)
+                Message("{path}: parquet files need pyarrow; install it: pip install 'lora-fp8[parquet]'", path=path)
             ) from None
         number = 0
         try:
@@ -195,13 +198,17 @@ class Source:
                         else:
                             yield record
         except pyarrow.ArrowException as error:
-            line = Message("{path}: is no parquet file, or is damaged ({why})", path=path, why=error)
+            line = Message("{path}: this is not a parquet file, or it is damaged ({why})", path=path, why=error)
             if number:
                 line = _damaged_near(path, Message("row {number}", number=number + 1), error)
             raise _DamagedFile(line) from None
         except _NoImages as error:
             raise _DamagedFile(
-                Message("{path}: has no images; its columns are {names}", path=path, names=", ".join(error.columns))
+                Message(
+                    "{path}: the file contains no images; its columns are {names}",
+                    path=path,
+                    names=", ".join(error.columns),
+                )
             ) from None
 
     def _of_row(self, path: Path, row: dict[str, Any], where: object) -> Record:
@@ -210,7 +217,7 @@ class Source:
         raw = image.get("bytes") if isinstance(image, dict) else image
         given = (image.get("path") if isinstance(image, dict) else "") or ""
         if not isinstance(raw, bytes) or not raw:
-            raise ValueError(Message("has no image in column {column}", column=column))
+            raise ValueError(Message("the record has no image in column {column}", column=column))
         return Record(given or path.stem, raw, self._caption(row, path, where))
 
     def _tar(self, path: Path) -> Iterator[Record]:
@@ -234,11 +241,11 @@ class Source:
                     if not image and kind not in ("json", *CAPTIONS, "txt"):
                         continue
                     if member.size > (MOST_IMAGE if image else MOST_TEXT):
-                        self._note(path, member.name, Message("is too large"))
+                        self._note(path, member.name, Message("the file is too large"))
                     elif extracted := archive.extractfile(member):
                         parts[kind] = extracted.read()
         except tarfile.TarError as error:
-            line = Message("{path}: is no tar file, or is damaged ({why})", path=path, why=error)
+            line = Message("{path}: this is not a tar file, or it is damaged ({why})", path=path, why=error)
             damage = _damaged_near(path, key, error) if key else line
             if not any(kind in ("json", "txt", *CAPTIONS) for kind in parts):
                 parts = {}  # an image whose caption is lost
@@ -251,7 +258,7 @@ class Source:
         if not parts:
             return
         if not images:
-            self._note(path, key, Message("has no image"))
+            self._note(path, key, Message("the record has no image"))
             return
         fields: dict[str, Any] = {}
         try:
@@ -268,7 +275,7 @@ class Source:
             table = _as_object(read_json(path))
         except ValueError as error:
             raise _DamagedFile(
-                Message("{path}: is not JSON of the form of sd-scripts ({why})", path=path, why=error)
+                Message("{path}: this is not JSON in the form of sd-scripts ({why})", path=path, why=error)
             ) from None
         files = _list_images(self.root)
         by_stem = Counter(os.path.splitext(posixpath.basename(name))[0] for name in files)
@@ -281,7 +288,7 @@ class Source:
             stem = os.path.splitext(stem)[0] if os.path.splitext(stem)[1].lower() in EXTENSIONS else stem
             name = plain if plain in files else without.get(plain) or (stems.get(stem) if by_stem[stem] == 1 else None)
             if name is None or not isinstance(fields, Mapping):
-                self._note(path, key, Message("no image of this name, or several"))
+                self._note(path, key, Message("there is no image of this name, or several"))
                 continue
             yield Record(name, self.root / name, self._caption(fields, path, key), key)
 
@@ -319,7 +326,7 @@ def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
     """
     path = given.expanduser()
     if not path.exists():
-        raise UserError(looked_for(given, Message("{path}: no such file or folder", path=given)))
+        raise UserError(looked_for(given, Message("{path}: there is no such file or folder", path=given)))
     if path.is_file():
         form = _form_of(path)
         if not form:
@@ -355,7 +362,9 @@ def _form_in_folder(file: Path, siblings: set[str]) -> str:
 
 
 def _is_none(path: Path) -> UserError:
-    return UserError(Message("{path}: no dataset that can be read; accepted are {names}", path=path, names=ACCEPTED))
+    return UserError(
+        Message("{path}: this is not a dataset that can be read; accepted: {names}", path=path, names=ACCEPTED)
+    )
 
 
 ACCEPTED = "metadata.jsonl, metadata.csv, .parquet, .tar, meta*.json, NAME.json"
@@ -376,7 +385,7 @@ class _DamagedFile(Exception):
 
 def _damaged_near(path: Path, where: object, why: Exception) -> Message:
     return Message(
-        "{path}: is damaged near {where} ({why}); what comes before was read", path=path, where=where, why=why
+        "{path}: the file is damaged near {where} ({why}); the part before it was read", path=path, where=where, why=why
     )
 
 
@@ -432,13 +441,13 @@ def _as_text(name: str, value: Any) -> str:
     """Return a caption as text. Raises ValueError if it is none."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) and is_utf8(part) for part in parts):
-        raise ValueError(Message("column {name} has no text", name=name))
+        raise ValueError(Message("column {name} contains no text", name=name))
     return (", " if name in TAGS else "\n").join(part.strip() for part in parts if part.strip())
 
 
 def _as_object(content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise ValueError(Message("is not an object"))
+        raise ValueError(NO_OBJECT)
     return content
 
 
@@ -449,12 +458,12 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         while raw := file.readline(MOST_TEXT + 1):
             number += 1
             if len(raw) > MOST_TEXT:
-                raise _DamagedFile(Message("{path}, line {number}: is too long", path=path, number=number))
+                raise _DamagedFile(Message("{path}, line {number}: the line is too long", path=path, number=number))
             if raw.strip():
                 try:
                     yield number, parse_json(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except ValueError:
-                    yield number, Message("is not JSON")
+                    yield number, Message("the line is not JSON")
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
@@ -475,7 +484,12 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
                 yield rows.line_num, texts if is_text else NOT_UTF8
         except csv.Error as error:
             raise _DamagedFile(
-                Message("{path}, line {number}: is not CSV ({why})", path=path, number=rows.reader.line_num, why=error)
+                Message(
+                    "{path}, line {number}: the line is not CSV ({why})",
+                    path=path,
+                    number=rows.reader.line_num,
+                    why=error,
+                )
             ) from None
 
 

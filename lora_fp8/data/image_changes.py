@@ -32,7 +32,7 @@ class ImageChange:
 
     def __post_init__(self) -> None:
         if self.turn and self.turn not in TURNS:
-            raise UserError(Message("turn is {given}; write 90, 180 or 270 (degrees clockwise)", given=repr(self.turn)))
+            raise UserError(Message("turn is {given}; use 90, 180 or 270 (degrees clockwise)", given=repr(self.turn)))
 
     def of(self, edit: ImageEdit) -> ImageEdit:
         """Return the changed edit of one image."""

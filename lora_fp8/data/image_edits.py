@@ -136,18 +136,18 @@ def read_edit(table: Any) -> ImageEdit:
     """Read the edit of one image from its table in the list. Raises ValueError if something else is in it."""
     if not isinstance(table, dict) or (unknown := sorted(set(table) - {"exclude", "rotate", "crop"})):
         given = ", ".join(unknown) if isinstance(table, dict) else table
-        raise ValueError(Message("'{given}' is none of exclude, rotate and crop", given=given))
+        raise ValueError(Message("'{given}' is not one of exclude, rotate and crop", given=given))
     exclude, rotate, crop = table.get("exclude", False), table.get("rotate", 0), table.get("crop", list(WHOLE))
     if not isinstance(exclude, bool):
-        raise ValueError(Message("exclude is {given}; write true or false", given=repr(exclude)))
+        raise ValueError(Message("exclude is {given}; use true or false", given=repr(exclude)))
     if type(rotate) is not int or rotate not in (0, *TURNS):
-        raise ValueError(Message("rotate is {given}; write 90, 180 or 270 (degrees clockwise)", given=repr(rotate)))
+        raise ValueError(Message("rotate is {given}; use 90, 180 or 270 (degrees clockwise)", given=repr(rotate)))
     numbers = isinstance(crop, list) and len(crop) == 4 and all(type(side) in (int, float) for side in crop)
     if not numbers or not all(math.isfinite(side) and 0 <= side <= 1 for side in crop) or not _has_area(crop):
         raise ValueError(
             Message(
-                "crop is {given}; write four shares of the image's sides: [left, top, right, bottom], such as "
-                "[0.1, 0.0, 0.9, 1.0]",
+                "crop is {given}; give four fractions of the image's width and height: [left, top, right, bottom], "
+                "such as [0.1, 0.0, 0.9, 1.0]",
                 given=repr(crop),
             )
         )

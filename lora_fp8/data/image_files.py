@@ -74,7 +74,8 @@ def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
             if path == other:
                 report.warnings.append(
                     Message(
-                        "folder {path} is named twice, as dataset.folders {one} and {other}; its images count for each",
+                        "folder {path} is listed twice, as dataset.folders {one} and {other}; its images are "
+                        "trained for each entry",
                         path=section.folders[later].path,
                         one=earlier + 1,
                         other=later + 1,
@@ -84,7 +85,9 @@ def warn_of_nested(section: settings.Dataset, report: ScanReport) -> None:
                 inner, outer = (other, path) if path in other.parents else (path, other)
                 report.warnings.append(
                     Message(
-                        "folder {path} is inside folder {outer}; its images count for each", path=inner, outer=outer
+                        "folder {path} is inside folder {outer}; its images are trained for each of them",
+                        path=inner,
+                        outer=outer,
                     )
                 )
 
@@ -154,7 +157,7 @@ def _warn_of_captions(path: Path, captions: list[str], sharing: str | None, repo
     if len(captions) > 1:
         report.warnings.append(
             Message(
-                "{path} has two captions; {used} is used, {other} is not",
+                "{path} has two captions; {used} is used, {other} is ignored",
                 path=path,
                 used=captions[0],
                 other=captions[1],
@@ -194,10 +197,10 @@ def list_folder(
     if left_out := listing.labels:
         report.warnings.append(
             Plural(
-                "{count} file named as OneTrainer's masks and conditioning pictures is not trained on as an "
-                "image; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {files}",
-                "{count} files named as OneTrainer's masks and conditioning pictures are not trained on as "
-                "images; dataset.folders.{index}.mask = '*-masklabel' takes the masks: {files}",
+                "{count} file with a name of OneTrainer's masks and conditioning images is not trained on as an "
+                "image; to use masks, set dataset.folders.{index}.mask = '*-masklabel': {files}",
+                "{count} files with names of OneTrainer's masks and conditioning images are not trained on as "
+                "images; to use masks, set dataset.folders.{index}.mask = '*-masklabel': {files}",
             )(
                 count=len(left_out),
                 index=index,
@@ -240,7 +243,7 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
         if report.edits.setdefault(path, edit) != edit:
             report.problems.append(
                 Message(
-                    "{path} is turned or cropped in two ways, by the edits of two folders in each other; keep one",
+                    "{path} is turned or cropped in two ways, by the edits of two nested folders; keep one of them",
                     path=path,
                 )
             )
@@ -277,7 +280,7 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         command = f"lora-fp8 dataset import {quote_path(root)} FOLDER"
         report.problems.append(
             Message(
-                "folder {path} has its images inside of {names}; `{command}` makes files with captions of them",
+                "folder {path} has its images inside {names}; `{command}` unpacks them with their captions",
                 path=root,
                 names=list_names(sorted(tables)),
                 command=command,
@@ -287,18 +290,18 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
         given = {"path": root, "suffixes": " ".join(listing.accepted)}
         report.problems.append(
             Message(
-                "folder {path} has no images, only {names}; accepted are {suffixes}",
+                "folder {path} has no images, only {names}; accepted: {suffixes}",
                 names=list_names(sorted(others)),
                 **given,
             )
             if others
-            else Message("folder {path} has no images; accepted are {suffixes}", **given)
+            else Message("folder {path} has no images; accepted: {suffixes}", **given)
         )
     if any(caption is None for _, caption in listing.images) and (named := set(others) & set(METADATA)):
         others = [name for name in others if name not in named]
         report.warnings.append(
             Message(
-                "folder {path} has captions in {names}; `{command}` writes them beside the images",
+                "folder {path} has captions in {names}; `{command}` saves them beside the images",
                 path=root,
                 names=list_names(sorted(named)),
                 command=f"lora-fp8 dataset import {quote_path(root)}",
@@ -307,8 +310,8 @@ def _report_others(listing: _Listing, section: settings.Dataset, clip_rate: int 
     if images and others:
         report.warnings.append(
             Plural(
-                "{count} other file in {folder} is not read: {files}",
-                "{count} other files in {folder} are not read: {files}",
+                "{count} other file in {folder} is ignored: {files}",
+                "{count} other files in {folder} are ignored: {files}",
             )(
                 count=len(others),
                 folder=root,
@@ -321,35 +324,31 @@ def _advise_on_videos(section: settings.Dataset, clip_rate: int | None) -> Plura
     """Return what to say about video files that are not accepted."""
     if section.frames:
         return Plural(
-            "folder {path} has {count} video clip, which PyAV reads; install it: pip install 'lora-fp8[video]': "
-            "{names}",
-            "folder {path} has {count} video clips, which PyAV reads; install it: pip install 'lora-fp8[video]': "
-            "{names}",
+            "folder {path} has {count} video, which needs PyAV; install it: pip install 'lora-fp8[video]': {names}",
+            "folder {path} has {count} videos, which need PyAV; install it: pip install 'lora-fp8[video]': {names}",
         )
     if clip_rate:
         return Plural(
-            "folder {path} has {count} video clip, set dataset.frames to the lengths that it is to be trained at, or "
-            "take it out: {names}",
-            "folder {path} has {count} video clips, set dataset.frames to the lengths that they are to be trained "
-            "at, or take them out: {names}",
+            "folder {path} has {count} video; set dataset.frames to the lengths to train, or remove it: {names}",
+            "folder {path} has {count} videos; set dataset.frames to the lengths to train, or remove them: {names}",
         )
     return Plural(
-        "folder {path} has {count} video clip, and this model is trained on pictures; take it out: {names}",
-        "folder {path} has {count} video clips, and this model is trained on pictures; take them out: {names}",
+        "folder {path} has {count} video, but this model trains on images only; remove it: {names}",
+        "folder {path} has {count} videos, but this model trains on images only; remove them: {names}",
     )
 
 
 UNREADABLE_IMAGES = Template(
-    "folder {folder}: {number} of {count} images are {kind} and cannot be read; convert them to JPEG or PNG, or take "
-    "them out: {files}"
+    "folder {folder}: {number} of {count} images are {kind} and cannot be read; convert them to JPEG or PNG, or "
+    "remove them: {files}"
 )
 UNREADABLE_HEIC = Template(
-    "folder {folder}: {number} of {count} images are {kind}, which pillow-heif reads; install it: pip install "
+    "folder {folder}: {number} of {count} images are {kind}, which needs pillow-heif; install it: pip install "
     "'lora-fp8[heic]', or convert them to JPEG or PNG: {files}"
 )
 UNREADABLE_VIDEOS = Template(
-    "folder {folder}: {number} of {count} videos are {kind} and cannot be read; convert them to MP4, or take them "
-    "out: {files}"
+    "folder {folder}: {number} of {count} videos are {kind} and cannot be read; convert them to MP4, or remove "
+    "them: {files}"
 )
 
 
@@ -397,8 +396,8 @@ def list_beside(
     """
     named = kind(path=root)
     if not root.is_dir():
-        is_file = Message("is a file, not a folder")
-        line = is_file if root.exists() else looked_for(root, Message("does not exist"))
+        is_file = Message("this is a file, not a folder")
+        line = is_file if root.exists() else looked_for(root, Message("the folder does not exist"))
         report.problems.append(about(named, line))
         return None
     for other in section.folders:
@@ -406,7 +405,8 @@ def list_beside(
         if trained in (real := Path(os.path.realpath(root)), *real.parents):
             report.problems.append(
                 Message(
-                    "{path} is in the picture folder {folder}, all of which is trained on; move it beside that folder",
+                    "{path} is inside the image folder {folder}, whose images are all trained; move it out of that "
+                    "folder",
                     path=named,
                     folder=other.path,
                 )
@@ -420,7 +420,7 @@ def list_beside(
                     files[(folder / name).relative_to(root).with_suffix("").as_posix()].append(folder / name)
     except OSError as error:
         report.problems.append(
-            about(kind(path=as_text(error.filename)), Message("cannot be read: {why}", why=reason(error)))
+            about(kind(path=as_text(error.filename)), Message("the folder cannot be read: {why}", why=reason(error)))
         )
         return None
     return files
@@ -439,8 +439,8 @@ def edits_along(beside: Mapping[Path, Iterable[Path]], report: ScanReport) -> di
             if edits.setdefault(path, report.edits[image]) != report.edits[image]:
                 report.problems.append(
                     Message(
-                        "{path} belongs to several images, which are turned or cropped in different ways; give each "
-                        "one of its own",
+                        "{path} belongs to several images that are turned or cropped in different ways; give each "
+                        "image a file of its own",
                         path=path,
                     )
                 )

@@ -73,7 +73,7 @@ def scan(
     memory = memory or LookMemory(section)
     if not section.folders:
         report.problems.append(
-            Message("dataset.folders: no folder is given; add a [[dataset.folders]] table with path = '...'")
+            Message("dataset.folders: no image folder is given yet; add a [[dataset.folders]] table with path = '...'")
         )
     warn_of_nested(section, report)
     entries: list[tuple[int, Path, Path, Path | None]] = []
@@ -130,13 +130,13 @@ def _sum_up_skipped(report: ScanReport) -> None:
     if skipped := report.counts["skipped"]:
         report.warnings.append(
             Plural(
-                "{count} image left out for having no caption (missing_caption = 'skip')",
-                "{count} images left out for having no caption (missing_caption = 'skip')",
+                "{count} image without a caption was skipped (missing_caption = 'skip')",
+                "{count} images without a caption were skipped (missing_caption = 'skip')",
             )(count=skipped)
         )
         if not report.examples and not report.problems:
             report.problems.append(
-                Message("dataset: every image was left out for having no caption (missing_caption = 'skip')")
+                Message("dataset: every image was skipped, because none has a caption (missing_caption = 'skip')")
             )
 
 
@@ -175,8 +175,8 @@ def _pieces(
         least = min(section.frames)
         report.problems.append(
             Message(
-                "{path} has {count} frames at {rate} a second, and the least of dataset.frames is {least}; add a "
-                "smaller length, or take it out",
+                "{path} has {count} frames at {rate} a second, but the smallest of dataset.frames is {least}; add a "
+                "smaller length, or remove the video",
                 path=path,
                 count=len(numbers),
                 rate=f"{rate:g}",
@@ -271,11 +271,15 @@ def _caption(
         return trained_caption(trigger.strip(), trigger, folder.prefix, folder.suffix)
     if section.missing_caption == "trigger":
         line = Message(
-            "{path} has {what}; write one, as this folder has no trigger word to stand for it", path=path, what=what
+            "{path} has {what}; write a caption, because this folder has no trigger word to replace it",
+            path=path,
+            what=what,
         )
     else:
         line = Message(
-            "{path} has {what}; write one, or set dataset.missing_caption to 'trigger' or 'skip'", path=path, what=what
+            "{path} has {what}; write a caption, or set dataset.missing_caption to 'trigger' or 'skip'",
+            path=path,
+            what=what,
         )
     report.uncaptioned.append((path, line))
     return None
@@ -289,7 +293,7 @@ def _sum_up_uncaptioned(report: ScanReport, section: settings.Dataset) -> None:
     values = {"count": len(report.uncaptioned), "files": first_few([str(path) for path, _ in report.uncaptioned])}
     if section.missing_caption == "trigger":
         line = Message(
-            "{count} images have no caption, and their folder has no trigger word to stand for it: {files}. Write "
+            "{count} images have no caption, and their folder has no trigger word to replace it: {files}. Write "
             "captions (`lora-fp8 caption`), or set dataset.trigger",
             **values,
         )
@@ -352,11 +356,12 @@ COUNTED = {
         "{count} clips: {lines}, {used} of {frames} frames at dataset.fps",
     ),
     "triggered": Plural(
-        "{count} caption had the trigger word put in front", "{count} captions had the trigger word put in front"
+        "{count} caption had the trigger word added at the start",
+        "{count} captions had the trigger word added at the start",
     ),
     "no_caption": Plural(
-        "{count} image without a caption has the trigger word as its own",
-        "{count} images without a caption have the trigger word as theirs",
+        "{count} image without a caption uses the trigger word as caption",
+        "{count} images without a caption use the trigger word as caption",
     ),
 }
 """Counts of a scan that are reported where they are not 0."""

@@ -231,7 +231,7 @@ def _save(books: Iterable[_Book]) -> None:
             _delete_unused(book.path.parent)
     except OSError as error:
         warning = Message(
-            "{path} cannot be written ({why}): the images are decoded once more by the next command",
+            "{path} cannot be written ({why}): the next command decodes the images again",
             path=book.path if book else "",
             why=reason(error),
         )

@@ -94,8 +94,8 @@ def find_masks(
     if not unmasked_weight:
         report.problems += [
             Message(
-                "{path} has a mask that is black all over, and with objective.unmasked_weight = 0 it teaches "
-                "nothing; take it out, or draw what it is to teach in white",
+                "the mask of {path} is black all over, so with objective.unmasked_weight = 0 the image teaches "
+                "nothing; remove the image, or draw the part to be trained in white",
                 path=path,
             )
             for path in notes.pop("black", [])
@@ -115,10 +115,10 @@ def _masks_by_opacity(
     if moving := [str(path) for _, path, seen in images if seen is not None and seen.clip]:
         report.problems.append(
             Plural(
-                "folder {path} has {count} clip, which has no transparency that could be its mask; set {key} to a "
-                "folder of masks: {names}",
-                "folder {path} has {count} clips, which have no transparency that could be their masks; set {key} to "
-                "a folder of masks: {names}",
+                "folder {path} has {count} clip, which has no transparency to use as a mask; set {key} to a folder "
+                "of masks: {names}",
+                "folder {path} has {count} clips, which have no transparency to use as masks; set {key} to a folder "
+                "of masks: {names}",
             )(
                 path=folder,
                 count=len(moving),
@@ -178,7 +178,8 @@ def _masks_by_file(
             if not same_shape(seen.size, look.whole):
                 report.problems.append(
                     Message(
-                        "mask {path} has {size} pixels, another shape than its image's {other}; draw it on the image",
+                        "the mask {path} has {size} pixels, but its image has {other}, with another aspect ratio; "
+                        "draw the mask on the image",
                         path=candidates[0],
                         size=f"{look.whole[0]} x {look.whole[1]}",
                         other=f"{seen.size[0]} x {seen.size[1]}",

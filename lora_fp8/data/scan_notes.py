@@ -9,61 +9,63 @@ from ..errors import Message, Plural, first_few
 
 _NOTES = {
     "shorter": Plural(
-        "{count} clip too short for the longest of dataset.frames, trained at a shorter length: {files}",
-        "{count} clips too short for the longest of dataset.frames, trained at a shorter length: {files}",
+        "{count} clip is shorter than the largest of dataset.frames and is trained at a smaller length: {files}",
+        "{count} clips are shorter than the largest of dataset.frames and are trained at a smaller length: {files}",
     ),
     "slower": Plural(
-        "{count} clip with fewer frames a second than dataset.fps, some of whose frames are shown twice: {files}",
-        "{count} clips with fewer frames a second than dataset.fps, some of whose frames are shown twice: {files}",
+        "{count} clip has fewer frames per second than dataset.fps, so some of its frames are repeated: {files}",
+        "{count} clips have fewer frames per second than dataset.fps, so some of their frames are repeated: {files}",
     ),
     "extension": Plural(
-        "{count} image named as another format than it is (read all the same): {files}",
-        "{count} images named as another format than they are (read all the same): {files}",
+        "{count} image has an extension that does not match its format; it is read by its content: {files}",
+        "{count} images have an extension that does not match their format; they are read by their content: {files}",
     ),
     "profile": Plural(
-        "{count} image with a colour profile that cannot be used, read without it: {files}",
-        "{count} images with a colour profile that cannot be used, read without it: {files}",
+        "{count} image has a colour profile that cannot be used and is read as sRGB: {files}",
+        "{count} images have a colour profile that cannot be used and are read as sRGB: {files}",
     ),
     "animated": Plural(
-        "{count} file with several frames or pages, of which the first is used: {files}",
-        "{count} files with several frames or pages, of which the first is used: {files}",
+        "{count} file has several frames or pages; only the first is used: {files}",
+        "{count} files have several frames or pages; only the first is used: {files}",
     ),
     "tiny": Plural(
-        "{count} image with less than a quarter of the pixels of the training resolution: {files}",
-        "{count} images with less than a quarter of the pixels of the training resolution: {files}",
+        "{count} image has less than a quarter of the pixels of the training resolution: {files}",
+        "{count} images have less than a quarter of the pixels of the training resolution: {files}",
     ),
     "upscaled": Plural(
-        "{count} image smaller than the training resolution, enlarged (upscale = false keeps its size): {files}",
-        "{count} images smaller than the training resolution, enlarged (upscale = false keeps their size): {files}",
+        "{count} image is smaller than the training resolution and is enlarged (upscale = false keeps its size): "
+        "{files}",
+        "{count} images are smaller than the training resolution and are enlarged (upscale = false keeps their "
+        "size): {files}",
     ),
     "small": Plural(
-        "{count} image smaller than the training resolution, trained in a smaller bucket (upscale = false): {files}",
-        "{count} images smaller than the training resolution, trained in smaller buckets (upscale = false): {files}",
+        "{count} image is smaller than the training resolution and is trained in a smaller bucket (upscale = "
+        "false): {files}",
+        "{count} images are smaller than the training resolution and are trained in smaller buckets (upscale = "
+        "false): {files}",
     ),
     "wide": Plural(
-        "{count} image with a wider aspect ratio than dataset.max_aspect, cropped to it: {files}",
-        "{count} images with a wider aspect ratio than dataset.max_aspect, cropped to it: {files}",
+        "{count} image exceeds dataset.max_aspect and is cropped to it: {files}",
+        "{count} images exceed dataset.max_aspect and are cropped to it: {files}",
     ),
-    "copies": Plural(
-        "{count} image that is a copy of another: {files}", "{count} images that are copies of others: {files}"
-    ),
+    "copies": Plural("{count} image is a copy of another: {files}", "{count} images are copies of others: {files}"),
     "unmasked": Plural(
-        "{count} image without a mask, trained whole: {files}",
-        "{count} images without a mask, trained whole: {files}",
+        "{count} image has no mask and is trained whole: {files}",
+        "{count} images have no mask and are trained whole: {files}",
     ),
-    "black": Plural("{count} mask that is black all over: {files}", "{count} masks that are black all over: {files}"),
+    "black": Plural("{count} mask is black all over: {files}", "{count} masks are black all over: {files}"),
     "outside": Plural(
-        "{count} image whose mask is white only where the crop cuts it off: {files}",
-        "{count} images whose masks are white only where the crop cuts them off: {files}",
+        "{count} image has a mask whose white part lies outside the crop: {files}",
+        "{count} images have masks whose white parts lie outside the crop: {files}",
     ),
-    "strange": Plural("{count} mask belongs to no image: {files}", "{count} masks belong to no image: {files}"),
+    "strange": Plural("{count} mask has no matching image: {files}", "{count} masks have no matching image: {files}"),
     "choices": Plural(
-        "{count} caption with a choice of words, trained as it is written while dataset.wildcards is off: {files}",
-        "{count} captions with a choice of words, trained as they are written while dataset.wildcards is off: {files}",
+        "{count} caption has a wildcard and is trained as written, because dataset.wildcards is off: {files}",
+        "{count} captions have wildcards and are trained as written, because dataset.wildcards is off: {files}",
     ),
     "shapes": Plural(
-        "{count} control picture of another shape than its picture, shown whole: {files}",
-        "{count} control pictures of another shape than their pictures, shown whole: {files}",
+        "{count} control image has another aspect ratio than its image and is used whole: {files}",
+        "{count} control images have another aspect ratio than their images and are used whole: {files}",
     ),
 }
 

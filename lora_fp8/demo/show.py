@@ -65,14 +65,14 @@ class DemoResult:
         return [
             "",
             Message(
-                "the new concept, {trigger}, in {count} pictures: {before} before, {after} with the LoRA",
+                "the new concept, {trigger}, in {count} images: {before} before, {after} with the LoRA",
                 trigger=repr(pictures.TRIGGER),
                 count=NUM_CONCEPT,
                 before=f"{self.concept_before:.0%}",
                 after=f"{self.concept_after:.0%}",
             ),
             Message(
-                "plain prompts obeyed, of {count}: {before} before, {after} with the LoRA",
+                "plain prompts followed, of {count}: {before} before, {after} with the LoRA",
                 count=NUM_PLAIN,
                 before=f"{self.plain_before:.0%}",
                 after=f"{self.plain_after:.0%}",
@@ -86,7 +86,9 @@ class DemoResult:
             *(f"LoRA: {path}" for path in self.files),
             ""
             if self.ok
-            else Message("The LoRA misses what the demo asks for; the run folder has everything to see why."),
+            else Message(
+                "The LoRA did not reach what the demo requires; the run folder has everything to find out why."
+            ),
         ]
 
 
@@ -105,7 +107,11 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     if not settings.is_file():
         bundled = " | ".join(sorted(path.stem for path in FOLDER.glob("*.toml")))
         raise UserError(
-            Message("demo: no bundled base for family {family}; accepted: {names}", family=repr(family), names=bundled)
+            Message(
+                "demo: there is no bundled base model for {family}; accepted: {names}",
+                family=repr(family),
+                names=bundled,
+            )
         )
     name, count = f"demo-{family}", 1
     while (out / name).exists():

@@ -117,8 +117,8 @@ class Exchange:
             return []
         return [
             Message(
-                "the residuals of {count} processes in the checkpoint are dropped: gradients are not exchanged "
-                "in fp8 any more; what a step's rounding had left out is lost once",
+                "the rounding residuals of {count} processes in the checkpoint are dropped, because gradients are "
+                "no longer exchanged in fp8; the rounding error of one step is lost",
                 count=len(tensors),
             )
         ]
@@ -205,8 +205,8 @@ class Fp8Exchange(Exchange):
             layout.with_gaps_(flat, added)
         return [
             Message(
-                "the checkpoint is of {count} processes, now there are {now}: what rounding had left out of "
-                "their gradients is added up and left to process 0",
+                "the checkpoint has {count} processes, this run has {now}: the rounding residuals of their "
+                "gradients are added up and given to process 0",
                 count=len(tensors),
                 now=world,
             )

@@ -33,7 +33,9 @@ def find_unused_gpus() -> list[str]:
     """Return a sentence for a GPU that this program cannot use, if the machine has one and no other."""
     if torch.cuda.is_available() or not torch.backends.mps.is_available():
         return []
-    return [Message("the GPU of this Mac (MPS) is not used, as PyTorch has no FP8 on it: training runs on the CPU")]
+    return [
+        Message("the GPU of this Mac (MPS) is not used, because PyTorch has no FP8 on it: training runs on the CPU")
+    ]
 
 
 class Elsewhere(RunFailure):

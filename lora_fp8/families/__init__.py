@@ -14,7 +14,7 @@ from ._registry import available, get, read_family_name, traits
 
 __all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "read_family_name", "recognize", "traits"]
 
-UNKNOWN = Message("not a checkpoint of a kind that is known")
+UNKNOWN = Message("not a checkpoint of a known kind")
 
 
 def describe(header: Header) -> tuple[str, str]:

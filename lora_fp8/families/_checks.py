@@ -44,7 +44,7 @@ def check_architecture(family: ModelFamily) -> None:
             family.checkpoint and relative and class_name == relative.pipeline_class
         ):
             other = _family_of(family, class_name)
-            what = Message("made for {name}", name=class_name)
+            what = Message("a model for {name}", name=class_name)
             if other:
                 what = Message("{title} ({name})", title=other.title, name=class_name)
             raise UserError(_other_architecture(family, str(family.folder), what, other))
@@ -74,7 +74,7 @@ def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
             # A missing entry was saved by a version without it, so it has its default: "no" or "none".
             if (config.get(key) or None) != (value or None):
                 return Message(
-                    "{file} says {key} = {value}, expected {expected}",
+                    "{file} has {key} = {value}, expected {expected}",
                     file=f"{part}/config.json",
                     key=key,
                     value=repr(config.get(key)),
@@ -125,7 +125,7 @@ def check_complete(family: ModelFamily) -> None:
         if family.checkpoint:
             raise UserError(
                 Message(
-                    "{path} lacks {names}, which {file} needs beside it",
+                    "{path} lacks {names}, which {file} needs",
                     path=family.folder,
                     names=names,
                     file=family.checkpoint,
@@ -158,7 +158,7 @@ def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) ->
             elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
                 raise UserError(
                     Message(
-                        "{path} is quantized with scales, which is read of the denoiser only; {line}",
+                        "{path} is quantized with scales, which is supported for the denoiser only; {line}",
                         path=path,
                         line=ADVICE,
                     )
@@ -183,15 +183,15 @@ def check_denoiser(family: ModelFamily) -> None:
     wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in shapes_in_file]
     wrong += [Message("{name} is not part of this model", name=name) for name in shapes_in_file if name not in wanted]
     wrong += [
-        Message("{name} is {shape} and not {wanted}", name=name, shape=list(shape), wanted=list(wanted[name]))
+        Message("{name} is {shape}, expected {wanted}", name=name, shape=list(shape), wanted=list(wanted[name]))
         for name, shape in shapes_in_file.items()
         if name in wanted and wanted[name] != tuple(shape)
     ]
     if wrong:
         raise UserError(
             Message(
-                "{path} has not the weights that its config.json describes: {count} differ, {names}; one of them "
-                "is another model's",
+                "{path} does not have the weights that its config.json describes: {count} differ, {names}; the "
+                "weights or the config belong to another model",
                 path=family.folder / family.denoiser_name,
                 count=len(wrong),
                 names=first_few(wrong),
@@ -215,7 +215,9 @@ def check_scheduler(family: ModelFamily) -> None:
                 raise ValueError("what is noised is not finite")
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
         raise UserError(
-            Message("{path} does not describe how pictures are noised ({why})", path=path, why=_files.in_short(error))
+            Message(
+                "{path} does not describe how noise is added to images ({why})", path=path, why=_files.in_short(error)
+            )
         ) from error
 
 
@@ -229,8 +231,8 @@ def check_prediction(family: ModelFamily) -> None:
     ):
         raise UserError(
             Message(
-                "objective.prediction: {file} is a v-prediction model by its name, but has no mark of it, and "
-                "{place} says epsilon. Set it to 'v', or to 'epsilon' if the name is wrong",
+                "objective.prediction: the name of {file} suggests a v-prediction model, but the file has no mark "
+                "of it, and {place} says epsilon. Set 'v', or 'epsilon' if the name is wrong",
                 file=family.checkpoint.name,
                 place=family.folder / "scheduler",
             )
@@ -251,8 +253,8 @@ def check_vae(family: ModelFamily) -> None:
             if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
                 raise UserError(
                     Message(
-                        "{path} is {model}'s VAE, whose normalisation is not that of {title}: put the vae/ of "
-                        "{title}'s diffusers folder in its place",
+                        "{path} is {model}'s VAE, whose normalization differs from that of {title}; replace it with "
+                        "the vae/ of {title}'s diffusers folder",
                         path=path,
                         model=model,
                         title=family.title,
@@ -305,7 +307,7 @@ def _latents_problem(family: ModelFamily) -> str:
 
 
 def _said_by(part: str, entry: str, value: str) -> Message:
-    return Message("{part} says {entry} = {value}", part=part, entry=entry, value=value)
+    return Message("{part} has {entry} = {value}", part=part, entry=entry, value=value)
 
 
 def _skip_problem(family: ModelFamily) -> str:
@@ -338,7 +340,8 @@ def _width_problem(family: ModelFamily, entry: str) -> str:
 
 def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str:
     return Message(
-        "{path}: the parts are not of one model: {given}, and {taken}. Take all parts from one {family} folder",
+        "{path}: the components belong to different models: {given}, and {taken}. Take all components from one "
+        "{family} folder",
         path=family.folder / part,
         given=given,
         taken=taken,
@@ -379,9 +382,7 @@ def _sampler_problem(family: ModelFamily) -> str:
     if flows == wanted or not config.get("_class_name"):
         return ""
     kind = Message("a flow matching model") if wanted else Message("a diffusion model")
-    scheduler = Message(
-        "scheduler says {name}, which is not a sampler of {kind}", name=config["_class_name"], kind=kind
-    )
+    scheduler = Message("scheduler has {name}, which is not a sampler of {kind}", name=config["_class_name"], kind=kind)
     return _parts_differ(family, "scheduler", scheduler, Message("{title} is {kind}", title=family.title, kind=kind))
 
 
@@ -397,12 +398,12 @@ def _check_unquantized(family: ModelFamily) -> None:
         section = _files.read_json(path).get("quantization_config") if path.is_file() else None
         if section:
             quantization = section if isinstance(section, dict) else {}
-            method = quantization.get("quant_method") or Message("a method without a name")
+            method = quantization.get("quant_method") or Message("an unnamed method")
             if bits := 4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else 0:
                 method = Message("{method} ({bits} bits)", method=method, bits=bits)
             problems.append(
                 Message(
-                    "{path} was saved quantized by {method}, which is not read; {line}",
+                    "{path} was saved quantized by {method}, which is not supported; {line}",
                     path=path.parent,
                     method=method,
                     line=ADVICE,

@@ -88,7 +88,9 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
     notes: list[str] = []
     if beside:
         taken = ", ".join(f"{part} = {path}" for part, path in sorted(beside.items()))
-        notes.append(Message("beside {file} these parts were found: {parts}", file=place.checkpoint.name, parts=taken))
+        notes.append(
+            Message("these components were found beside {file}: {parts}", file=place.checkpoint.name, parts=taken)
+        )
     is_from_modelscope = bool(place.base and place.base.reference.kind == "modelscope")
     folder = _assembled(family, header, sources, is_from_modelscope)
     return Parts(folder, place.checkpoint, named | beside, notes, *on_hub)
@@ -138,7 +140,14 @@ def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[st
         where = f"model.files.{part}"
         if part not in weighed(family):
             names = ", ".join(f"{known} ({part_class(family, known)})" for known in weighed(family))
-            problems.append(Message("{key}: {title} has the parts {names}", key=where, title=family.title, names=names))
+            problems.append(
+                Message(
+                    "{key}: {title} has no such component; its components are {names}",
+                    key=where,
+                    title=family.title,
+                    names=names,
+                )
+            )
         elif not path.is_file():
             problems.append(Message("{key}: {path} is not a file", key=where, path=repr(name)))
         else:
@@ -158,7 +167,7 @@ def _unlike(family: type[ModelFamily], part: str, path: Path, where: str) -> lis
     kind = part_class(family, part)
     if kind not in _part_files.readable() or _part_files.stated(kind, _bare(part, _files.read_header(path))):
         return []
-    return [Message("{key}: {path} is not a {kind}, by its header", key=where, path=path, kind=kind)]
+    return [Message("{key}: the header of {path} is not that of a {kind}", key=where, path=path, kind=kind)]
 
 
 def _bare(part: str, header: Header) -> Header:
@@ -231,7 +240,8 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
         elif candidates:
             problems.append(
                 Message(
-                    "model.files.{part}: several files beside {file} could be it: {names}. Name one of them",
+                    "model.files.{part}: several files beside {file} could be this component: {names}. Name one of "
+                    "them",
                     part=part,
                     file=checkpoint.name,
                     names=", ".join(map(str, candidates)),
@@ -243,8 +253,8 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
         problems.insert(
             0,
             Message(
-                "{path} has no {parts}. Name their files in [model.files], put them into the folders of ComfyUI "
-                "beside it, or set model.components to a diffusers folder or a Hugging Face id such as {example}",
+                "{path} has no {parts}. Name their files in [model.files], put them into ComfyUI's folders beside "
+                "it, or set model.components to a diffusers folder or a Hugging Face id such as {example}",
                 path=checkpoint,
                 parts=", ".join(f"{part} ({part_class(family, part)})" for part in unfound),
                 example=repr(family.example_base),

@@ -283,8 +283,8 @@ class Encoders(Facts):
                 raise  # the machine's fault, not the files'
             raise UserError(
                 Message(
-                    "{path} cannot be loaded as a {kind} ({why}); its config.json is not whole, or is of another "
-                    "version",
+                    "{path} cannot be loaded as a {kind} ({why}); its config.json is incomplete, or belongs to "
+                    "another version",
                     path=self.folder / name,
                     kind=cls.__name__,
                     why=_files.in_short(error),
@@ -360,8 +360,8 @@ def _fill_vae_(vae: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     if wrong:
         raise UserError(
             Message(
-                "{path} has not the weights of a {kind} as its config.json describes it: {count} are missing or "
-                "of other sizes, {names}",
+                "{path} does not have the weights of the {kind} in its config.json: {count} are missing or have "
+                "other sizes, {names}",
                 path=path,
                 kind=type(vae).__name__,
                 count=len(wrong),

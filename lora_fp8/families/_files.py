@@ -250,7 +250,7 @@ def weight_files(folder: Path, stem: str, absent: Absentees = MappingProxyType({
                 if missing:
                     raise UserError(
                         Message(
-                            "{path} lacks {names}, which {index} names",
+                            "{path} lacks {names}, which {index} lists",
                             path=folder,
                             names=", ".join(missing),
                             index=index.name,
@@ -340,8 +340,8 @@ def check_kind(path: str, key: str = "model.path") -> None:
     if suffix == ".gguf":
         raise UserError(
             Message(
-                "{key} = {path}: GGUF is a format for drawing, and its few bits are not read; give the same "
-                "model in bf16, fp16 or fp8 as a .safetensors file or a diffusers folder",
+                "{key} = {path}: GGUF is a low-bit format for generating images and cannot be trained on; give the "
+                "same model in bf16, fp16 or fp8, as a .safetensors file or a diffusers folder",
                 key=key,
                 path=repr(path),
             )
@@ -402,7 +402,7 @@ def _file_digest(path: Path, stamp: FileStamp) -> str:
             json_files.write_json(book, dict([*content.items()][-MOST_KEPT:]))
         except OSError as error:
             warning = Message(
-                "{path} cannot be written ({why}): the base model is read once more by each run",
+                "{path} cannot be written ({why}): each run has to read the base model again",
                 path=book,
                 why=reason(error),
             )

@@ -99,13 +99,13 @@ def fetch_copy(repo: str, folders: Collection[str]) -> Path:
         try:
             root = description.fetch_configs(copy, folders)
         except NoAnswer as error:
-            raise Unreachable(Message("ModelScope cannot be asked: {why}", why=error)) from error
+            raise Unreachable(Message("ModelScope cannot be reached: {why}", why=error)) from error
         except UserError:
             continue
         if any((root / folder).is_dir() for folder in folders):
             return root
     names = ", ".join(copy.repo for copy in copies)
-    raise UserError(Message("ModelScope has no copy of it under {names}", names=names))
+    raise UserError(Message("ModelScope has no copy of it (names tried: {names})", names=names))
 
 
 def fetch_given(given: str, folders: Collection[str]) -> Path:
@@ -159,7 +159,7 @@ def fetch(repo: str, folders: Collection[str], revision: str = "") -> Path:
     except RepositoryNotFoundError as error:
         raise UserError(
             Message(
-                "{repo} is no model that the hub shows you. Check the spelling, or run `{command}` if it is private",
+                "{repo} was not found on Hugging Face. Check the spelling, or run `{command}` if it is private",
                 repo=repr(repo),
                 command="hf auth login",
             )
@@ -172,5 +172,9 @@ def fetch(repo: str, folders: Collection[str], revision: str = "") -> Path:
 
 def _not_reached(repo: str, why: str) -> Unreachable:
     return Unreachable(
-        Message("{repo} is not on this machine and could not be fetched from the hub ({why})", repo=repr(repo), why=why)
+        Message(
+            "{repo} is not on this machine and could not be downloaded from Hugging Face ({why})",
+            repo=repr(repo),
+            why=why,
+        )
     )

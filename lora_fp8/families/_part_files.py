@@ -369,8 +369,8 @@ def check_loaded(path: Path, cls: Any, info: Mapping[str, Any]) -> None:
     ):
         raise UserError(
             Message(
-                "{path} has weights of other sizes than its config.json says: {count} differ, {names}; it is "
-                "another model's, or the config is",
+                "{path} has weights of other sizes than its config.json: {count} differ, {names}; the weights or "
+                "the config belong to another model",
                 path=path,
                 count=len(other),
                 names=first_few(other),

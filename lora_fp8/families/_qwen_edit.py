@@ -119,7 +119,7 @@ def caveats(family: ModelFamily) -> list[str]:
     if named:
         return [
             Message(
-                "{name} is another model by its name: set model.family = {family} if it is",
+                "the name of {name} suggests another model; if it is that model, set model.family = {family}",
                 name=family.checkpoint.name,
                 family=repr(named),
             )

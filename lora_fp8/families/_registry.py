@@ -86,12 +86,16 @@ def _known(name: str) -> None:
         if close:
             raise UserError(
                 Message(
-                    "model.family = {name} is not known (did you mean {meant}?); available: {names}",
+                    "model.family: there is no architecture {name} (did you mean {meant}?); accepted: {names}",
                     name=repr(name),
                     meant=repr(close[0]),
                     names=available_names,
                 )
             )
         raise UserError(
-            Message("model.family = {name} is not known; available: {names}", name=repr(name), names=available_names)
+            Message(
+                "model.family: there is no architecture {name}; accepted: {names}",
+                name=repr(name),
+                names=available_names,
+            )
         )

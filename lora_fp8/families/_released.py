@@ -82,8 +82,8 @@ class Released(ModelFamily):
         self.folder = _components.write_configs(self.name, _list_configs(type(self), self.known), {})
         what = self.known.title if self.known else self.title
         note = Message(
-            "model.path = {name} could not be looked up ({why}). This estimate is for {title}, from its published "
-            "sizes; the files of your base may differ",
+            "model.path = {name} could not be looked up ({why}). This estimate uses the published sizes of {title}; "
+            "the files of your base model may differ",
             name=repr(model.path),
             why=base.unanswered,
             title=what,

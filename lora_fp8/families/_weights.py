@@ -33,7 +33,7 @@ from ..errors import Message, Template, UserErrors
 from ..precision import Quantized, Weight
 from . import _files
 
-ADVICE = Message("give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's programs write it")
+ADVICE = Message("give the same model in bf16 or fp16, or in fp8 as ComfyUI or kohya's tools write it")
 
 _PLAIN = ("F64", "F32", "F16", "BF16")
 _FP8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
@@ -49,7 +49,7 @@ _SCALES = (".scale_weight", ".weight_scale")
 _OF_INPUTS = (".scale_input", ".input_scale")
 # Entries of a layer's description that do not change what the weight is.
 _HARMLESS = {"format", "full_precision_matrix_mult", "group_size", "block_size", "orig_dtype", "orig_shape"}
-UNREAD = Template("is quantized as {kind}, which is not read")
+UNREAD = Template("is quantized as {kind}, which is not supported")
 GPTQ = Message("GPTQ or AWQ")
 _FOREIGN = {
     ".weight_scale_2": "NVFP4",
@@ -150,11 +150,11 @@ class WeightFile:
             scale = file.get_tensor(self._scale_of[name]).to(torch.float32).reshape(self._blocks[name])
         if not (scale.isfinite() & (scale >= 0)).all():
             self._refuse(
-                self._scale_of[name], Message("holds NaN, infinity or numbers below zero, so the file is damaged")
+                self._scale_of[name], Message("contains NaN, infinity or numbers below zero, so the file is damaged")
             )
         codes = tensor.view(self._fp8[name])
         if tensor.numel() and _has_nonfinite(codes):
-            self._refuse(name, Message("holds NaN or infinity, so the file is damaged"))
+            self._refuse(name, Message("contains NaN or infinity, so the file is damaged"))
         if codes.ndim == 2:
             return Quantized(codes, scale)
         if not codes.numel():
@@ -189,8 +189,8 @@ class WeightFile:
         )
         return [
             Message(
-                "{path} is fp8 without scales, which rounds small weights coarsely or to zero: about {share} % "
-                "of a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more exact",
+                "{path} is fp8 without scales, so small weights are rounded coarsely or to zero: about {share} % of "
+                "a sample are zero; a bf16, fp16 or scaled fp8 file of this model is more precise",
                 path=self.path,
                 share=f"{100 * zeros:.1f}",
             )
@@ -219,14 +219,14 @@ class WeightFile:
             kind = description.get("format") if isinstance(description, dict) else None
             odd = sorted(key for key, value in description.items() if value and key not in _HARMLESS) if kind else []
             if kind not in _FORMATS:
-                self._problem(weight, UNREAD(kind=kind or Message("something without a name")))
+                self._problem(weight, UNREAD(kind=kind or Message("an unnamed format")))
             elif odd:
                 self._problem(
                     weight,
-                    Message("is quantized as {kind} with {odd}, which is not read", kind=kind, odd=", ".join(odd)),
+                    Message("is quantized as {kind} with {odd}, which is not supported", kind=kind, odd=", ".join(odd)),
                 )
             elif weight not in self._entries:
-                self._problem(weight, Message("is described as quantized and is not in the file"))
+                self._problem(weight, Message("is described as quantized, but is not in the file"))
             else:
                 formats[weight] = _FORMATS[kind]
         return formats
@@ -267,12 +267,12 @@ class WeightFile:
                 codes[name] = formats[name]
             elif name in formats:
                 self._problem(
-                    name, Message("is {kind}, but is described as {told}", kind=kind, told=_short(formats[name]))
+                    name, Message("is {kind}, but its description says {told}", kind=kind, told=_short(formats[name]))
                 )
             elif kind not in _PLAIN and name.endswith(".weight"):
-                self._problem(name, Message("is held in {kind}, a quantized type that is not read", kind=kind))
+                self._problem(name, Message("is stored in {kind}, a quantized type that is not supported", kind=kind))
             elif name in self._scale_of:
-                self._problem(name, Message("is {kind} and has a scale, which is not read", kind=kind))
+                self._problem(name, Message("is {kind} and has a scale, which is not supported", kind=kind))
         return codes
 
     def _block(self, weight: str) -> tuple[int, int]:
@@ -280,7 +280,9 @@ class WeightFile:
         shape, scale = self._entries[weight].shape, self._entries[self._scale_of[weight]]
         size = torch.Size(scale.shape).numel()
         if scale.dtype not in _PLAIN:
-            self._problem(weight, Message("has a scale of dtype {kind} (MXFP8?), which is not read", kind=scale.dtype))
+            self._problem(
+                weight, Message("has a scale of dtype {kind} (MXFP8?), which is not supported", kind=scale.dtype)
+            )
         elif size == 1:
             return 1, 1
         elif shape and scale.shape[:1] == shape[:1] and size == shape[0]:
@@ -292,7 +294,7 @@ class WeightFile:
             self._problem(
                 weight,
                 Message(
-                    "is {shape}, which its scale of {scale} does not divide",
+                    "has the shape {shape}, which the shape of its scale, {scale}, does not divide",
                     shape=sides(shape),
                     scale=sides(scale.shape),
                 ),
@@ -301,7 +303,7 @@ class WeightFile:
             self._problem(
                 weight,
                 Message(
-                    "is {shape} and has a scale of {scale}, which is not read",
+                    "has the shape {shape} and a scale of shape {scale}, which is not supported",
                     shape=sides(shape),
                     scale=sides(scale.shape),
                 ),
@@ -314,7 +316,7 @@ class WeightFile:
         for marker in markers:
             stored = self._entries[marker].dtype
             if stored not in _MARKERS:
-                self._problem(marker, Message("marks scaled fp8 and is {kind}, which is not read", kind=stored))
+                self._problem(marker, Message("marks scaled fp8, but is {kind}, which is not supported", kind=stored))
             prefix = marker.removesuffix("scaled_fp8")
             expected |= {name: _MARKERS.get(stored) for name in self._fp8 if name.startswith(prefix)}
         for name, kind in self._fp8.items():
@@ -323,11 +325,11 @@ class WeightFile:
                     name, Message("is {kind}, but scaled_fp8 says {told}", kind=_short(kind), told=_short(marked))
                 )
             if name not in self._scale_of and (name in expected or name in formats or self._scale_of):
-                what = Message("lacks its scale, in a file where others have one")
+                what = Message("lacks its scale, although other weights in the file have one")
                 if name in expected:
-                    what = Message("lacks its scale, in a file whose scaled_fp8 says that it has one")
+                    what = Message("lacks its scale, although scaled_fp8 says that it has one")
                 elif name in formats:
-                    what = Message("lacks its scale, in a file that describes it as quantized")
+                    what = Message("lacks its scale, although the file describes it as quantized")
                 self._problem(name, what)
 
     def _problem(self, name: str, what: str) -> None:

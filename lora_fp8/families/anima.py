@@ -68,8 +68,8 @@ class Family(ModelFamily):
     layouts_of_diffusers = ("diffusers", "comfy")
     distilled_name = r"anima[^/]*turbo|turbo[^/]*anima"  # anima-turbo-v1.1.safetensors: 8 steps, no guidance
     distilled_advice = Message(
-        "this is Anima Turbo by its name: plain training undoes the distillation, and images of 8 steps become "
-        "soft; train on Anima base and draw with Turbo"
+        "the name of this model suggests Anima Turbo: plain training undoes the distillation, and images of 8 steps "
+        "become soft; train on Anima base and generate with Turbo"
     )
     native_layers = naming.table("""
         blocks.# = transformer_blocks.#

@@ -98,8 +98,8 @@ class Family(ModelFamily):
         if max(width, height) > patch * side:  # diffusers would take positions from the wrong end of the table
             raise UserError(
                 Message(
-                    "dataset.resolution: this {title} has positions for {side} pixels a side, and a bucket is "
-                    "{width} x {height}; set a smaller one, or dataset.buckets = false",
+                    "dataset.resolution: this {title} accepts up to {side} pixels a side, but a bucket is {width} x "
+                    "{height}; set a smaller resolution, or dataset.buckets = false",
                     title=self.title,
                     side=patch * side,
                     width=width,

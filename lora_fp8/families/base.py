@@ -205,8 +205,8 @@ class ModelFamily(Latents, Prompts):
         if url := self.find_training_adapter():
             caveats.append(
                 Message(
-                    "a training adapter keeps this base drawing in few steps: download {url} and name the file in "
-                    "model.training_adapter",
+                    "with a training adapter, this base still generates in few steps after training: download {url} "
+                    "and name the file in model.training_adapter",
                     url=url,
                 )
             )
@@ -220,8 +220,8 @@ class ModelFamily(Latents, Prompts):
         """Return the warning that a single file's name lacks the word by which it differs from another family's."""
         assert self.checkpoint
         return Message(
-            "{name} does not have {word} in its name, and nothing in the file tells it from {other}: is it the model "
-            "that edits pictures?",
+            "the name of {name} does not contain {word}, and its tensors do not differ from {other}: check that it "
+            "is the editing model",
             name=self.checkpoint.name,
             word=word,
             other=other,
@@ -433,7 +433,9 @@ class ModelFamily(Latents, Prompts):
         matches = [(target, cls._matching(target, layers)) for target in targets or cls.adapter_targets]
         problems = [
             Message(
-                "{target} is the ending of no layer of {title}", target=f"adapter.targets: {target!r}", title=cls.title
+                "{target} is not the ending of any layer of {title}",
+                target=f"adapter.targets: {target!r}",
+                title=cls.title,
             )
             for target, matched in matches
             if not matched

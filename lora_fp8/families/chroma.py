@@ -74,8 +74,8 @@ class Family(ModelFamily):
     }
     distilled_name = r"chroma[^/]*flash(?![a-z])"  # its files have the same tensors as the others'
     distilled_advice = Message(
-        "this is Chroma1-Flash by its name, made to draw in few steps without guidance, which plain training "
-        "undoes: train on Chroma1-HD and draw with Flash"
+        "the name of this model suggests Chroma1-Flash, which generates in few steps without guidance; plain "
+        "training undoes this: train on Chroma1-HD and generate with Flash"
     )
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

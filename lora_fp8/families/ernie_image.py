@@ -63,8 +63,8 @@ class Family(ModelFamily):
     }
     single_file = {"has": ("layers.0.adaLN_sa_ln.weight", "layers.0.mlp.linear_fc2.weight")}
     distilled_advice = Message(
-        "this is ERNIE-Image-Turbo, by its name or an entry of its config.json: plain training undoes the "
-        "distillation, and images of 8 steps become soft; train on ERNIE-Image and draw with Turbo"
+        "the name of this model, or its config.json, suggests ERNIE-Image-Turbo: plain training undoes the "
+        "distillation, and images of 8 steps become soft; train on ERNIE-Image and generate with Turbo"
     )
 
     def is_distilled(self) -> bool:

@@ -99,8 +99,8 @@ class Family(ModelFamily):
     }
     caveats_by_name = {
         "kontext": Template(
-            "{name} is FLUX.1 Kontext by its name, which edits pictures: it is trained and drawn here without one to "
-            "edit; set model.family = 'flux_kontext' to give it control pictures"
+            "the name of {name} suggests FLUX.1 Kontext, an editing model, but here it is trained and drawn with no "
+            "image to edit; to use control images, set model.family = 'flux_kontext'"
         )
     }
 

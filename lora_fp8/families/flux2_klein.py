@@ -61,9 +61,9 @@ class Family(ModelFamily):
     distilled_mark = ("index", "is_distilled", True)
     distilled_name = r"flux[-_. ]?2[-_. ]?klein[-_. ]?\d+b"  # the makers' name for the distilled model
     distilled_advice = Message(
-        "this is a distilled FLUX.2 klein, by the file's name or is_distilled in model_index.json: plain "
-        "training undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the "
-        "same size and draw with this model"
+        "the file's name, or is_distilled in model_index.json, suggests a distilled FLUX.2 klein: plain training "
+        "undoes the distillation, and images of 4 steps become soft; train on FLUX.2-klein-base of the same size "
+        "and generate with this model"
     )
 
     inputs = _flux2.inputs

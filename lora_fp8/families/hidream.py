@@ -93,13 +93,14 @@ class Family(ModelFamily):
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
     caveats_by_name = {
         r"(?<![a-z])e1(?![a-z0-9])": Template(
-            "{name} is HiDream-E1 by its name, which edits pictures: it is trained and drawn here without one to edit; "
-            "train on HiDream-I1-Full for text-to-image"
+            "the name of {name} suggests HiDream-E1, an editing model, but here it is trained and drawn with no "
+            "image to edit; for text-to-image, train on HiDream-I1-Full"
         )
     }
     distilled_advice = Message(
-        "this is HiDream-I1 Dev or Fast, distilled to few steps and no guidance, which plain training undoes bit "
-        "by bit: train on HiDream-I1-Full and draw with Dev or Fast, or train shortly at a low rate"
+        "this is HiDream-I1 Dev or Fast, which is distilled to few steps without guidance; plain training gradually "
+        "undoes this: train on HiDream-I1-Full and generate with Dev or Fast, or train briefly at a low learning "
+        "rate"
     )
 
     def denoiser_config(self) -> dict[str, Any]:
@@ -135,8 +136,8 @@ class Family(ModelFamily):
         if rows != columns and rows * columns > most:
             raise UserError(
                 Message(
-                    "dataset.resolution: a bucket that is not square has at most {most} patches in {title}, and "
-                    "that of {size} has {patches}; lower it to {native}",
+                    "dataset.resolution: a bucket of {title} that is not square can have at most {most} patches, "
+                    "but {size} has {patches}; lower the resolution to {native}",
                     most=most,
                     title=self.title,
                     size=f"{width} x {height}",

@@ -72,7 +72,9 @@ class Family(ModelFamily):
     reference_config = {"num_layers": 34, "num_attention_heads": 18, "attention_head_dim": 256}
     single_file = {"has": ("layers.0.attention.qkv.weight", "embed_image_indicator.weight")}
     caveats_by_name = {
-        "uncond": Template("{name} is the transformer for guidance by its name; LoRAs belong to the other one")
+        "uncond": Template(
+            "the name of {name} suggests the transformer for guidance; LoRAs are trained on the other one"
+        )
     }
 
     def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
@@ -93,8 +95,8 @@ class Family(ModelFamily):
             return []
         return [
             Message(
-                "{count} of {total} captions are not JSON, which {title} was trained on: it reads them, but they "
-                "are further from what it knows; configs/ideogram4.toml shows the form",
+                "{count} of {total} captions are not JSON, but {title} was trained on JSON captions: it can read "
+                "yours, but knows them less well; configs/ideogram4.toml shows the form",
                 count=plain,
                 total=len(written),
                 title=self.title,
@@ -124,8 +126,8 @@ class Family(ModelFamily):
         if guidance != 1.0:
             raise UserError(
                 Message(
-                    "preview.guidance = {guidance}: {title} is guided by a second transformer, which is not "
-                    "loaded; accepted: 1.0 or 'auto'",
+                    "preview.guidance = {guidance}: {title} needs a second transformer for guidance, which is not "
+                    "loaded here; accepted: 1.0 or 'auto'",
                     guidance=guidance,
                     title=self.title,
                 )

@@ -108,8 +108,8 @@ class Family(ModelFamily):
     single_file = {"has": ("txtfusion.projector.weight", "blocks.0.attn.wq.weight")}
     distilled_mark = ("index", "is_distilled", True)  # by which the pipeline chooses its shift
     distilled_advice = Message(
-        "this is Krea 2 Turbo, distilled to 8 steps: plain training undoes that; its makers advise to train on "
-        "Krea 2 RAW and to draw with Turbo"
+        "this is Krea 2 Turbo, distilled to 8 steps, and plain training undoes the distillation; its authors "
+        "recommend to train on Krea 2 RAW and to generate with Turbo"
     )
 
     def token_limit(self, name: str) -> int:

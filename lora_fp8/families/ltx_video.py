@@ -124,8 +124,8 @@ class Family(ModelFamily):
         if newer or self.file_is_called(r"0[._]9[._][5-9]"):
             raise UserError(
                 Message(
-                    "{path} is LTX-Video 0.9.5 or later, whose autoencoder and positions in time are others; "
-                    "give 0.9.0 or 0.9.1",
+                    "{path} is LTX-Video 0.9.5 or later, which has another VAE and other positions in time; give "
+                    "0.9.0 or 0.9.1",
                     path=self.checkpoint,
                 )
             )
@@ -134,8 +134,8 @@ class Family(ModelFamily):
         if "vae.encoder.conv_out.conv.weight" in self._header and inside != beside:
             caveats.append(
                 Message(
-                    "{name} holds another autoencoder than {folder}, and it is the latter's that is used: for "
-                    "the former's put its vae/ there",
+                    "{name} contains another VAE than {folder}, and the VAE of {folder} is used; to use the other "
+                    "one, put its vae/ there",
                     name=self.checkpoint.name,
                     folder=self.folder,
                 )

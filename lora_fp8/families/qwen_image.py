@@ -88,8 +88,8 @@ class Family(ModelFamily):
             return []
         return [
             Message(
-                "{name} is Qwen-Image-Edit by its name, which edits pictures: it is trained and drawn here "
-                "without one to edit; set model.family = {family} to give it control pictures",
+                "the name of {name} suggests Qwen-Image-Edit, an editing model, but here it is trained and drawn "
+                "with no image to edit; to use control images, set model.family = {family}",
                 name=self.base_name(),
                 family=f"'{editing}'",
             )

@@ -132,8 +132,8 @@ class Family(ModelFamily):
         if width not in CROSS_HEADS:
             raise UserError(
                 Message(
-                    "{file} is a Sana of width {width}, of which the number of heads is not known: set "
-                    "model.components to a folder with its {name}",
+                    "{file} is a Sana of width {width}, whose number of heads is unknown: set model.components to a "
+                    "folder with its {name}",
                     file=file,
                     width=width,
                     name=f"{cls.denoiser_name}/config.json",

@@ -79,8 +79,8 @@ class Family(ModelFamily):
             return []
         return [
             Message(
-                "a single file does not tell what Stable Diffusion 2 predicts: {type} is taken from {place}; the "
-                "768-pixel models need objective.prediction = 'v', the -base models 'epsilon'",
+                "a single file does not say what Stable Diffusion 2 predicts: {type} is taken from {place}; set "
+                "objective.prediction = 'v' for the 768-pixel models, 'epsilon' for the -base models",
                 type=repr(self.predicts()),
                 place=self.folder / "scheduler",
             )

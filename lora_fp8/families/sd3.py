@@ -142,8 +142,8 @@ class Family(ModelFamily):
     file_names = {"vae": r"sd[-_. ]?3"}
     distilled_name = r"3\.?5[-_. ]?large[-_. ]?turbo"  # its files have the same tensors as 3.5 large
     distilled_advice = Message(
-        "Stable Diffusion 3.5 large Turbo is distilled to draw in 4 steps, which plain training undoes: train on "
-        "3.5 large and draw with Turbo, or train few steps at a low rate"
+        "Stable Diffusion 3.5 large Turbo is distilled to 4 steps, and plain training undoes the distillation: "
+        "train on 3.5 large and generate with Turbo, or train few steps at a low learning rate"
     )
 
     def architecture_name(self) -> str:

@@ -103,8 +103,8 @@ class Family(ModelFamily):
     }
     caveats_by_name = {
         r"wan[-_. ]?2[._]?2|(high|low)[-_. ]?noise": Template(
-            "{name} is an expert of Wan 2.2 by its name, which draws at a part of the noise levels: objective.t_min = "
-            "0.875 trains the high-noise expert on these, t_max = 0.875 the low-noise one"
+            "the name of {name} suggests an expert of Wan 2.2, which is used at a part of the noise levels: train "
+            "the high-noise expert with objective.t_min = 0.875, the low-noise expert with t_max = 0.875"
         )
     }
 
@@ -132,8 +132,8 @@ class Family(ModelFamily):
         if not self.checkpoint and any(self.index().get("transformer_2") or ()):
             raise UserError(
                 Message(
-                    "{path} is Wan 2.2 A14B, two denoisers that draw together, and a job trains one: give the "
-                    "one for little or for much noise as a single .safetensors in model.path, and a folder of "
+                    "{path} is Wan 2.2 A14B, which has two denoisers, and a job trains one of them: give the "
+                    "low-noise or the high-noise one as a single .safetensors file in model.path, and a folder of "
                     "Wan 2.1 in model.components",
                     path=self.folder,
                 )

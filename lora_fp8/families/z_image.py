@@ -85,9 +85,9 @@ class Family(ModelFamily):
     distilled_mark = ("scheduler", "shift", 3.0)  # Z-Image's is 6
     training_adapter = "https://huggingface.co/ostris/zimage_turbo_training_adapter"
     distilled_advice = Message(
-        "this is Z-Image-Turbo, by the file's name or the scheduler's shift of 3: plain training undoes the "
-        "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and draw with "
-        "Turbo, or train few steps at a low rate"
+        "the file's name, or the scheduler's shift of 3, suggests Z-Image-Turbo: plain training undoes the "
+        "distillation, and images of 8 steps become soft; train on Z-Image or a de-distilled copy and generate with "
+        "Turbo, or train few steps at a low learning rate"
     )
 
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:

@@ -17,7 +17,7 @@ This package does not import torch.
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import Joined, Message, UserError, reason
+from ..errors import Joined, Message, UserError, cannot_read
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .import_draft import Draft, Import, Tool
 from .readers import Unfit, hide
@@ -91,7 +91,7 @@ def convert(source: Source, tool: Tool, why: str, family: str = "") -> Import:
     except Unfit as error:
         raise UserError(Message("{path}: {line}", path=source.path, line=hide(str(error)))) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=error.filename, why=reason(error))) from None
+        raise cannot_read(error.filename, error) from None
     return draft.finish()
 
 

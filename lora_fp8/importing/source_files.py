@@ -14,7 +14,7 @@ import yaml
 from .. import config
 from ..common.parsing import describe_parser_error, find_message, place
 from ..common.reading import MOST_TEXT, read_bytes
-from ..errors import Message, UserError, not_utf8, reason
+from ..errors import Message, UserError, cannot_read, missing_file, not_utf8
 from .readers import hide
 
 MOST_VALUES = 100_000
@@ -51,11 +51,11 @@ def decoded(path: Path) -> str:
     try:
         raw = read_bytes(path, MOST_TEXT)
     except FileNotFoundError:
-        raise UserError(Message("{path}: no such file", path=path)) from None
+        raise missing_file(path) from None
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the settings file in it", path=path)) from None
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=path, why=reason(error))) from None
+        raise cannot_read(path, error) from None
     try:
         return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:

@@ -28,12 +28,15 @@ from .. import config, settings
 from ..common import system
 from ..common.reading import load_text
 from ..common.text import is_utf8
-from ..errors import Message, UserError
+from ..errors import Message, Template, UserError
 from ..run import Run, ownership
 from . import job_state, procs, run_events
 from .job_view import ENDED, SENTENCES, JobView, Sentence
 from .store import BESIDE, Damaged, Row, Store, StoreError, find_home, now, parse_command
 from .worker import Info, Settings, Worker, ensure_worker, find_worker, normalize_group, start_worker, was_worker_killed
+
+NOT_TRAINING = Template("{folder}: no training is running in this folder")
+IN_USE = Template("{folder}: job {id} already uses this folder")
 
 __all__ = [
     "BESIDE",
@@ -42,6 +45,7 @@ __all__ = [
     "ENDED",
     "Info",
     "JobView",
+    "NOT_TRAINING",
     "Queue",
     "SENTENCES",
     "Scheduling",
@@ -204,7 +208,9 @@ class Queue:
         job = make_paths_absolute(job, here)
         if scheduling.gpus == BESIDE:
             raise UserError(
-                Message("{text} is for commands; a training needs a group of GPUs, or cpu", text=repr(BESIDE))
+                Message(
+                    "{text} is accepted for commands only; a training needs a group of GPUs, or cpu", text=repr(BESIDE)
+                )
             )
         if scheduling.max_attempts < 1:
             raise UserError(
@@ -255,7 +261,7 @@ class Queue:
         """
         run = Run.open(Path(os.path.abspath(folder)))
         if run.alive():
-            raise UserError(Message("{path}: is training now", path=run.path))
+            raise UserError(Message("{path}: a training is running in this folder", path=run.path))
         ownership.require_ours(run.path)
         # The folder may have been moved or renamed since, so its current place counts.
         place = {"name": run.path.name, "output_dir": str(run.path.parent)}
@@ -293,7 +299,7 @@ class Queue:
                 )
             )
         if any("\0" in argument for argument in arguments):
-            raise UserError(Message("an argument has a NUL character in it"))
+            raise UserError(Message("an argument contains a NUL character"))
         common = _make_columns(scheduling)
         line = json.dumps([command, *arguments])  # ASCII, as file names may have bytes that are not UTF-8
         cwd = os.path.abspath(folder or Path())
@@ -348,14 +354,22 @@ class Queue:
         row = self._find_row(run.path)
         if row is not None and row.phase != "ended":
             raise UserError(
-                Message("{path}: job {id} writes there; `lora-fp8 jobs cancel {id}` ends it", path=run.path, id=row.id)
+                Message(
+                    "{path}: job {id} is writing to this folder; `lora-fp8 jobs cancel {id}` ends it",
+                    path=run.path,
+                    id=row.id,
+                )
             )
         if not run.alive():
-            raise UserError(Message("{folder}: nothing is training here", folder=run.path))
+            raise UserError(NOT_TRAINING(folder=run.path))
         pid = procs.find_holder(run.lock_file)
         if pid is None:
             raise UserError(
-                Message("{path}: the process that trains here is another user's, or on another machine", path=run.path)
+                Message(
+                    "{path}: the process that trains in this folder belongs to another user, or runs on another "
+                    "machine",
+                    path=run.path,
+                )
             )
         if not hard:
             run.request("stop")  # before the signal, so that the run is seen to be stopping
@@ -366,7 +380,11 @@ class Queue:
                 procs.send([pid], signal.SIGTERM)
         except PermissionError:
             raise UserError(
-                Message("{path}: process {pid}, which trains here, is another user's", path=run.path, pid=pid)
+                Message(
+                    "{path}: process {pid}, which trains in this folder, belongs to another user",
+                    path=run.path,
+                    pid=pid,
+                )
             ) from None
 
     def requeue(self, id: int) -> None:
@@ -378,14 +396,14 @@ class Queue:
         row = self._require_ended(id)
         if row.state == "done":
             raise UserError(
-                Message("job {id} is done; `lora-fp8 jobs rerun {id}` trains it again in another folder", id=id)
+                Message("job {id} is done; to train it again in another folder, run `lora-fp8 jobs rerun {id}`", id=id)
             )
         for other in self.store.rows("phase <> 'ended' AND folder = ?", row.folder) if row.folder else []:
-            raise UserError(Message("{folder}: job {id} writes there already", folder=row.folder, id=other.id))
+            raise UserError(IN_USE(folder=row.folder, id=other.id))
         values: dict[str, Any] = {"phase": "queued", "wanted": "run", "crashes": 0, "state": "", "sentence": ""}
         values |= {"ended": 0, "asked": 0, "termed": 0, "killed": 0, "exit_code": None}
         if not self.store.update(id, "phase = 'ended'", **values):
-            raise UserError(Message("job {id} is in the queue already", id=id))
+            raise UserError(Message("job {id} is already in the queue", id=id))
         self.store.write_record(id)
 
     def move(self, id: int, place: int) -> None:
@@ -405,7 +423,7 @@ class Queue:
         """
         self.store.row(id)
         if not self.store.update(id, "phase = 'queued'", priority=priority):
-            raise UserError(Message("job {id} is not waiting in the queue, so that its priority means nothing", id=id))
+            raise UserError(Message("job {id} is not waiting in the queue, so its priority has no effect", id=id))
         self.store.write_record(id)
 
     def delete(self, id: int | str, with_run: bool = False) -> list[str]:
@@ -424,7 +442,7 @@ class Queue:
         if isinstance(id, str):
             run = Run.open(Path(id))
             for other in self.store.rows("phase <> 'ended' AND folder = ?", str(run.path)):
-                raise UserError(Message("{folder}: job {id} writes there already", folder=run.path, id=other.id))
+                raise UserError(IN_USE(folder=run.path, id=other.id))
             return ownership.remove(run.path)
         row = self.store.row(id)
         if row.phase == "launched":
@@ -483,7 +501,7 @@ class Queue:
             row = self._find_row(run.path)
             if row is None or row.phase == "ended":
                 if not run.alive():
-                    raise UserError(Message("{folder}: nothing is training here", folder=run.path))
+                    raise UserError(NOT_TRAINING(folder=run.path))
                 run.request("stop")
                 return
         else:
@@ -496,7 +514,7 @@ class Queue:
         of_row = Run(Path(row.folder)) if row.folder else None
         if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
             if of_row is None or not of_row.alive():
-                raise UserError(Message("job {id} is neither running nor waiting", id=row.id))
+                raise UserError(Message("job {id} is neither running nor queued", id=row.id))
             of_row.request("stop")  # somebody in a shell continues it
             return
         if of_row and of_row.alive():  # ask at once; the worker does the rest
@@ -511,7 +529,7 @@ class Queue:
         """
         row = self.store.row(id)
         if row.phase == "queued":
-            raise UserError(Message("job {id} waits in the queue", id=id))
+            raise UserError(Message("job {id} is waiting in the queue", id=id))
         if row.phase == "launched":
             with self._follow:
                 job = self._view(row, [], None)
@@ -537,7 +555,7 @@ class Queue:
         for row in self.store.rows("phase <> 'ended' AND folder = ?", str(folder)):
             raise UserError(
                 Message(
-                    "{path}: job {id} writes there already; choose another name (--set name=...)",
+                    "{path}: job {id} already uses this folder; choose another name (--set name=...)",
                     path=folder,
                     id=row.id,
                 )

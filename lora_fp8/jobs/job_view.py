@@ -9,51 +9,55 @@ from ..common.messages import add_translations, restore
 from ..errors import Message, Template
 
 SENTENCES = {
-    "queued": Template("waits for its turn"),
-    "behind": Template("waits behind job {id}, {name}"),
-    "after": Template("waits until job {id}, {name}, has ended"),
-    "after_any": Template("waits until one of these jobs has ended: {jobs}"),
-    "no_worker": Template("waits; no worker is running (`lora-fp8 worker`)"),
-    "no_group": Template("waits for GPUs {gpus}, which the worker does not have; it has: {groups}"),
-    "requeued": Template("{cause}; attempt {attempt} of {attempts} follows"),
-    "starting": Template("its processes are starting"),
+    "queued": Template("waiting in the queue"),
+    "behind": Template("waiting behind job {id}, {name}"),
+    "after": Template("waiting for job {id}, {name}, to end"),
+    "after_any": Template("waiting for one of these jobs to end: {jobs}"),
+    "no_worker": Template("waiting: no worker is running (`lora-fp8 worker`)"),
+    "no_group": Template("waiting for GPUs {gpus}, but the worker has only: {groups}"),
+    "requeued": Template("{cause}; attempt {attempt} of {attempts} is next"),
+    "starting": Template("starting"),
     "stage": Template("{stage}"),
     "training": Template("step {step} of {steps}"),
-    "stop_asked": Template("asked to save and stop"),
-    "stop_term": Template("asked to stop, then sent SIGTERM"),
-    "stop_kill": Template("asked to stop, sent SIGTERM, then killed (SIGKILL)"),
-    "cancelled": Template("taken out of the queue before it started"),
+    "stop_asked": Template("stopping: it saves first"),
+    "stop_term": Template("stopping: it did not respond to the request, so SIGTERM was sent"),
+    "stop_kill": Template("stopping: it did not respond to the request or to SIGTERM, so it was killed (SIGKILL)"),
+    "cancelled": Template("removed from the queue before it started"),
     "stopped": Template("stopped and saved at step {step}"),
-    "stopped_early": Template("stopped before anything was saved"),
+    "stopped_early": Template("stopped before the first save"),
     "stopped_hard": Template(
-        "did not stop when asked and was killed (SIGKILL); the newest checkpoint is of step {step}"
+        "killed (SIGKILL) because it did not stop when asked; the newest checkpoint is from step {step}"
     ),
-    "stopped_hard_early": Template("did not stop when asked and was killed (SIGKILL); nothing was saved"),
+    "stopped_hard_early": Template("killed (SIGKILL) because it did not stop when asked; nothing was saved"),
     "done": Template("done; files written and verified: {files}"),
-    "done_unverified": Template("done; files written, and not verified (export.verify = false): {files}"),
+    "done_unverified": Template("done; files written but not verified (export.verify = false): {files}"),
     "command_done": Template("done"),
-    "command_stopped": Template("stopped when asked"),
-    "command_killed": Template("did not end when asked and was killed (SIGKILL)"),
-    "no_files": Template("the log says done, but these are not there or did not pass: {files}"),
-    "no_word": Template("ended with exit code 0, but its log has no entry that it is done"),
-    "input": Template("something given is wrong: {message}"),
-    "failure": Template("failed while running: {message}"),
-    "error": Template("ended with an unexpected error (exit code {code}): {message}"),
-    "exit": Template("ended with exit code {code}; the last lines of the log may say why"),
-    "access_violation": Template("ended with {code} (access violation), often a driver or a broken library"),
-    "killed_memory": Template("killed (SIGKILL) while the kernel was killing for lack of memory"),
-    "killed": Template("killed (SIGKILL), by somebody or because memory ran out; the kernel's log tells which"),
-    "terminated": Template("ended by SIGTERM from another program"),
-    "bus_error": Template(
-        "ended by SIGBUS: a file shrank while it was read (a download, a full disk), or memory is broken"
+    "command_stopped": Template("stopped on request"),
+    "command_killed": Template("killed (SIGKILL), because it did not stop when asked"),
+    "no_files": Template(
+        "the log says that the job is done, but these files are missing or failed verification: {files}"
     ),
-    "crash": Template("crashed ({signal}) in code outside of Python, often a driver or a broken library"),
-    "launcher": Template("its launcher was killed ({signal}); what it had started was ended"),
-    "vanished": Template("its processes disappeared without a message (killed, out of memory, or a power cut)"),
-    "reboot": Template("the machine was restarted while it ran"),
-    "folder": Template("its run folder cannot be written: {message}"),
-    "unreadable": Template("what became of it is not known: this user may not read {file}"),
-    "damaged": Template("its entry in the queue is damaged and cannot be used ({error})"),
+    "no_word": Template("exited with code 0, but the log does not say that the job is done"),
+    "input": Template("invalid settings or input: {message}"),
+    "failure": Template("failed: {message}"),
+    "error": Template("unexpected error (exit code {code}): {message}"),
+    "exit": Template("exited with code {code}; the last lines of the log may say why"),
+    "access_violation": Template(
+        "crashed with {code} (access violation), often caused by a driver or a broken library"
+    ),
+    "killed_memory": Template("killed (SIGKILL) while the system ran out of memory"),
+    "killed": Template("killed (SIGKILL) by a user or for lack of memory; the kernel log says which"),
+    "terminated": Template("ended by a SIGTERM from outside this program"),
+    "bus_error": Template(
+        "crashed (SIGBUS): a file shrank while it was being read (unfinished download, full disk), or the RAM is faulty"
+    ),
+    "crash": Template("crashed ({signal}) outside Python, often caused by a driver or a broken library"),
+    "launcher": Template("the launcher was killed ({signal}), so the processes that it had started were ended"),
+    "vanished": Template("the processes disappeared without a message: killed, out of memory, or a power failure"),
+    "reboot": Template("the computer was restarted"),
+    "folder": Template("the run folder cannot be written: {message}"),
+    "unreadable": Template("state unknown: the current user may not read {file}"),
+    "damaged": Template("the queue entry is damaged and cannot be used ({error})"),
 }
 
 ENDED = ("stopped", "cancelled", "done", "failed", "lost")

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         write_json(record, content, indent=None)
     except OSError as error:  # a full disk: only the log is left to report it
         line = Message(
-            "{path}: {why}; the command ended with status {status}", path=record, why=reason(error), status=status
+            "{path}: {why}; the command exited with status {status}", path=record, why=reason(error), status=status
         )
         print(translate(get_language(), line), file=sys.stderr)
     return status if status >= 0 else 128 - status

@@ -47,7 +47,7 @@ class Rescued:
         number = len(self.waiting) + len(self.ended)
         lines: list[str] = [
             Message(
-                "{count} jobs are back: {waiting} wait, {ended} have ended",
+                "{count} jobs are restored: {waiting} are waiting, {ended} have ended",
                 count=number,
                 waiting=len(self.waiting),
                 ended=len(self.ended),
@@ -56,14 +56,14 @@ class Rescued:
         if self.guessed:
             lines.append(
                 Message(
-                    "priority, GPUs and attempts are not known any more of job {names}; the defaults were taken",
+                    "priority, GPUs and attempts of job {names} are lost; the defaults are used",
                     names=", ".join(map(str, self.guessed)),
                 )
             )
         if self.lost:
-            lines.append(Message("{count} could not be brought back:", count=len(self.lost)))
+            lines.append(Message("{count} jobs could not be restored:", count=len(self.lost)))
             lines += [Message("  {line}", line=line) for line in self.lost]
-        lines.append(Message("places in the queue that were changed by `lora-fp8 jobs move` are not known any more"))
+        lines.append(Message("positions that were changed with `lora-fp8 jobs move` are lost"))
         return [*lines, Message("the damaged file is kept as {path}", path=self.aside)]
 
 
@@ -74,12 +74,14 @@ def rescue(home: Path) -> Rescued:
         UserError: the queue is not damaged, or a worker uses it.
     """
     if not (home / "queue.db").exists():
-        raise UserError(Message("{path}: there is no queue here", path=home / "queue.db"))
+        raise UserError(Message("{path}: there is no queue in this folder", path=home / "queue.db"))
     with open(home / "worker.lock", "a+", encoding="utf-8") as lock:
         if not try_lock(lock):
-            raise UserError(Message("{path}: a worker uses this queue; end it first, then ask again", path=home))
+            raise UserError(Message("{path}: a worker uses this queue; end the worker first", path=home))
         if not _is_damaged(home):
-            raise UserError(Message("{path}: is not damaged; there is nothing to rescue", path=home / "queue.db"))
+            raise UserError(
+                Message("{path}: the queue is not damaged, so there is nothing to restore", path=home / "queue.db")
+            )
         number = 1
         while (aside := home / f"queue.db.damaged-{number}").exists():
             number += 1

@@ -188,7 +188,7 @@ class Store:
         """
         if rows := self.rows("id = ?", id):
             return rows[0]
-        raise UserError(Message("{id}: there is no such job; `lora-fp8 jobs` lists them", id=id))
+        raise UserError(Message("{id}: there is no such job; `lora-fp8 jobs` lists all jobs", id=id))
 
     def insert(self, **values: Any) -> int:
         """Insert a new job after the others of its priority. Return its id."""
@@ -200,7 +200,7 @@ class Store:
                 )
             except sqlite3.IntegrityError:  # only the unique index on folders can be violated from outside
                 raise UserError(
-                    Message("{path}: another job writes there already; choose another name", path=values["folder"])
+                    Message("{path}: another job already uses this folder; choose another name", path=values["folder"])
                 ) from None
             database.execute("UPDATE jobs SET place = id WHERE id = ?", (cursor.lastrowid,))
             assert cursor.lastrowid is not None
@@ -259,7 +259,7 @@ class Store:
             queued = database.execute(f"SELECT id, priority FROM jobs WHERE phase = 'queued' {ORDER}").fetchall()
             order = [row for row in queued if row[0] != id]
             if len(order) == len(queued):
-                raise UserError(Message("job {id} is not waiting in the queue, so it has no place there", id=id))
+                raise UserError(Message("job {id} is not waiting in the queue, so it cannot be moved", id=id))
             at = min(max(place, 1), len(queued)) - 1
             own = next(priority for other, priority in queued if other == id)
             highest = order[at - 1][1] if at else max(own, order[0][1] if order else own)
@@ -318,7 +318,7 @@ class Store:
         except UnicodeEncodeError as error:  # from a name in a folder's path, or on the command line
             line = next(line for line in error.object.split("\n") if not is_utf8(line))
             raise UserError(
-                Message("{text}: the queue takes text in UTF-8 only; rename that file or folder", text=quote(line))
+                Message("{text}: the queue accepts UTF-8 text only; rename the file or folder", text=quote(line))
             ) from None
         except sqlite3.Error as error:
             if _is_damage(error):
@@ -344,7 +344,7 @@ class Store:
             if version > len(MIGRATIONS):
                 raise StoreError(
                     Message(
-                        "{file}: made by a newer version (schema {version}, this one knows {known}); update "
+                        "{file}: a newer version made this queue (schema {version}, supported: {known}); update "
                         "lora-fp8, or set LORA_FP8_HOME to another folder",
                         file=self.file,
                         version=version,

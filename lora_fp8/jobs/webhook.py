@@ -72,11 +72,13 @@ def check_address(address: str) -> str:
     is_plain = address.isascii() and address.isprintable() and " " not in address
     if address and (parts.scheme not in ("http", "https") or not host or not is_plain):
         raise UserError(
-            Message("`webhook`: not an address of a web server. Give one that starts with https:// (or http://).")
+            Message(
+                "`webhook`: this is not the address of a web server. Give one that starts with https:// (or http://)."
+            )
         )
     if parts.username is not None or parts.password is not None:
         raise UserError(
-            Message("`webhook`: the address holds a user name or password, which is not sent. Give one without.")
+            Message("`webhook`: the address contains a user name or password, which is not sent. Give one without.")
         )
     return address
 
@@ -191,7 +193,7 @@ class Sender:
 
 def describe_failure(job: int, name: str, problem: str) -> Message:
     """Return the worker's line about a message that was not delivered."""
-    return Message("job {id} ({name}): the webhook got no message: {line}", id=job, name=name, line=problem)
+    return Message("job {id} ({name}): the webhook message was not delivered: {line}", id=job, name=name, line=problem)
 
 
 def _send_patiently(address: str, body: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ class Settings(Section):
     patience_s: float = Field(default=180, ge=0, description="From the request to stop to SIGTERM.")
     kill_after_s: float = Field(default=60, ge=0, description="From SIGTERM to SIGKILL.")
     logs: int = Field(default=5, ge=0, description="Logs of earlier attempts that are kept.")
-    webhook: str = Field(default="", description="Address that is told how each job ended; empty: none.")
+    webhook: str = Field(default="", description="Address that gets a message when a job ends; empty: none.")
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,11 @@ def parse_groups(texts: Sequence[str]) -> tuple[str, ...]:
     names = [normalize_group(text) for text in texts]
     gpus_in_names = [gpu for name in names for gpu in name.split(",")]
     if twice := sorted({gpu for gpu in gpus_in_names if gpus_in_names.count(gpu) > 1}):
-        raise UserError(Message("GPU {names} is in two groups; a GPU does one job at a time", names=", ".join(twice)))
+        raise UserError(
+            Message(
+                "GPU {names} is in two groups, but a GPU runs one job at a time; list it once", names=", ".join(twice)
+            )
+        )
     return tuple(names)
 
 
@@ -124,9 +128,11 @@ def normalize_group(text: str) -> str:
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() or part.startswith(("GPU-", "MIG-")) for part in parts) and parts != ["cpu"]:
-        raise UserError(Message("{text} is no group of GPUs; give numbers, such as 0 or 0,1, or cpu", text=repr(text)))
+        raise UserError(
+            Message("{text} is not a group of GPUs; give numbers, such as 0 or 0,1, or cpu", text=repr(text))
+        )
     if len(set(parts)) < len(parts):
-        raise UserError(Message("{text} names a GPU twice", text=repr(text)))
+        raise UserError(Message("{text} lists a GPU twice", text=repr(text)))
     return ",".join(parts)
 
 
@@ -201,7 +207,9 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
     lines = run_events.read_tail(log, 3)
     raise UserError(
         Message(
-            "the worker did not start; {log} ends with: {tail}", log=log, tail=" / ".join(lines) or Message("nothing")
+            "the worker did not start; the last lines of {log}: {tail}",
+            log=log,
+            tail=" / ".join(lines) or Message("nothing"),
         )
     )
 
@@ -292,7 +300,7 @@ class Worker:
             try:
                 busy = self.tick()
             except HomeGone as error:
-                self.report(Message("worker: leaving; {line}", line=error))
+                self.report(Message("worker: exiting; {line}", line=error))
                 self._lock.close()
                 return
             except (StoreError, OSError) as error:
@@ -308,7 +316,7 @@ class Worker:
                     break
                 self.take_lock()
             time.sleep(TICK_SECONDS)
-        self.report(Message("worker: leaving; jobs that are running go on, and the next worker takes them over"))
+        self.report(Message("worker: exiting; running jobs continue, and the next worker takes them over"))
         self._release_lock()
         self.sender.finish()
 
@@ -502,7 +510,7 @@ class Worker:
         elif time.time() - row.termed > self.settings.kill_after_s:
             if not row.killed:
                 self.store.update(row.id, killed=now())
-                self.report(Message("job {id} ({name}): does not end; killed", id=row.id, name=row.name))
+                self.report(Message("job {id} ({name}): did not end and was killed", id=row.id, name=row.name))
             # The keeper is killed last: it writes the record.
             procs.kill([pid for pid in pids if pid != keeper] or pids)
 
@@ -524,7 +532,9 @@ class Worker:
         self.store.update(row.id, termed=now())
         procs.send(trainers or launcher, signal.SIGTERM)
         count = len(trainers or launcher)
-        self.report(Message("job {id} ({name}): SIGTERM to {count} processes", id=row.id, name=row.name, count=count))
+        self.report(
+            Message("job {id} ({name}): SIGTERM was sent to {count} processes", id=row.id, name=row.name, count=count)
+        )
 
     def _end(self, row: Row, end: job_view.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""
@@ -588,7 +598,7 @@ class Worker:
         other = find_worker(self.home)
         raise UserError(
             Message(
-                "{path}: a worker is there already (process {pid}); one is enough",
+                "{path}: a worker is already running (process {pid}); one is enough",
                 path=self.home,
                 pid=other.pid if other else "unknown",
             )
@@ -617,7 +627,7 @@ class Worker:
             temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._report_once(Message("{path}: no space left for the heartbeat", path=self.home))
+            self._report_once(Message("{path}: there is no space left for the heartbeat file", path=self.home))
 
     def _check_home(self) -> None:
         """Check that the folder is still the one whose lock this process holds.

@@ -119,7 +119,7 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
         if wrong:
             raise UserError(
                 Message(
-                    "{path}: not a LoRA that can be used, it has {what}: {names}",
+                    "{path}: the file cannot be used as a LoRA, because it has {what}: {names}",
                     path=path,
                     what=what,
                     names=first_few([quote(name) for name in sorted(wrong)]),
@@ -136,16 +136,14 @@ def _unusable(tensors: Mapping[str, Tensor]) -> dict[Message, list[str]]:
     weights = {name: tensor for name, tensor in tensors.items() if name not in alphas}
     return {
         Message("names that cannot be printed"): [name for name in tensors if not name.isprintable()],
-        Message("tensors without values"): [name for name, tensor in tensors.items() if not tensor.numel()],
-        Message("an alpha that is not one number"): [
+        Message("empty tensors"): [name for name, tensor in tensors.items() if not tensor.numel()],
+        Message("an alpha that is not a single number"): [
             n for n, alpha in alphas.items() if alpha.numel() > 1 or alpha.is_complex()
         ],
         Message("whole or complex numbers"): [
             name for name, weight in weights.items() if not weight.is_floating_point()
         ],
-        Message("numbers of a type that is not read"): [
-            name for name, tensor in tensors.items() if tensor.dtype in UNREAD
-        ],
+        Message("numbers of an unsupported type"): [name for name, tensor in tensors.items() if tensor.dtype in UNREAD],
     }
 
 
@@ -158,14 +156,14 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
     if wrong := not_finite(tensors):
         raise UserError(
             Message(
-                "{path}: not a LoRA that can be used, it has NaN or infinity: {names}",
+                "{path}: the file cannot be used as a LoRA, because it has NaN or infinity: {names}",
                 path=path,
                 names=first_few([quote(name) for name in wrong]),
             )
         )
     alphas = [tensor for name, tensor in tensors.items() if name.endswith(".alpha")]
     if alphas and not any(map(float, alphas)):
-        raise UserError(Message("{path}: alpha is 0 in all layers, so that the file does nothing", path=path))
+        raise UserError(Message("{path}: alpha is 0 in all layers, so the file has no effect", path=path))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -187,7 +185,7 @@ def _refuse_broken(tensors: Mapping[str, Tensor], what: Message, dtype: str) -> 
     if wrong:
         raise RunFailure(
             Message(
-                "{name} is zero in {names}: never trained, the file would do nothing there",
+                "{name} is zero in {names}: these layers were never trained, so the file would have no effect there",
                 name=what,
                 names=first_few(wrong),
             )

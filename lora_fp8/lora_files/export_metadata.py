@@ -306,7 +306,10 @@ def config_of(path: Path) -> str:
     config = read_header(path).metadata.get("lora_fp8_config")
     if not config:
         raise UserError(
-            Message("{path}: holds no config (it is another program's, or export.metadata was not public)", path=path)
+            Message(
+                "{path}: the file contains no config (another program wrote it, or export.metadata was not public)",
+                path=path,
+            )
         )
     return config
 

@@ -76,8 +76,8 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         name, its_rank, stated = wrong[0]
         raise UserError(
             Message(
-                "lora_adapter_metadata in the header does not describe this file: {layer} has rank {rank} and the "
-                "header says {stated} (layers that differ: {count}); save the file anew",
+                "lora_adapter_metadata in the header does not match this file: {layer} has rank {rank}, but the "
+                "header says {stated} (layers that differ: {count}); save the file again",
                 layer=name,
                 rank=its_rank,
                 stated=stated,
@@ -100,7 +100,9 @@ def _read(text: str) -> dict[str, Any]:
         held = None
     if not isinstance(held, dict):
         raise UserError(
-            Message("{key} in the header is no JSON object: {text}; save the file anew", key=KEY, text=quote(text[:80]))
+            Message(
+                "{key} in the header is not a JSON object: {text}; save the file again", key=KEY, text=quote(text[:80])
+            )
         )
     return held
 
@@ -117,7 +119,7 @@ def _components(text: str) -> dict[str, dict[str, Any]]:
             if not _is_number(value) or key == "r" and value <= 0:
                 raise UserError(
                     Message(
-                        "lora_adapter_metadata in the header: {key} = {value} is no {what}",
+                        "lora_adapter_metadata in the header: {key} = {value} is not a valid {what}",
                         key=f"{prefix}.{key}",
                         value=quote(str(value)[:40]),
                         what=key,
@@ -148,15 +150,13 @@ class _Patterns:
 
 def _compiled(patterns: Any, what: str) -> Iterator[tuple[re.Pattern[str], float]]:
     if not isinstance(patterns or {}, dict) or len(patterns or {}) > MOST_PATTERNS:
-        raise UserError(
-            Message("{key} in the header: {what} is no list of layers that can be read", key=KEY, what=what)
-        )
+        raise UserError(Message("{key} in the header: {what} is not a readable list of layers", key=KEY, what=what))
     for pattern, value in (patterns or {}).items():
         repeats = len(re.findall(r"[*+]", pattern))
         if not PATTERN.fullmatch(pattern) or repeats > MOST_REPEATS or not _is_number(value):
             raise UserError(
                 Message(
-                    "{key} in the header: {what} has {pattern}, which is not read; name the layer",
+                    "{key} in the header: {what} contains {pattern}, which is not supported; use the layer's name",
                     key=KEY,
                     what=what,
                     pattern=quote(pattern[:80]),

@@ -89,7 +89,7 @@ def find_text_module(name: str, family: Any, layout: str) -> str:
             if not re.fullmatch(r"[^.]+\.text_model\.encoder\.layers\.\d+\.(self_attn|mlp)\.\w+", module):
                 raise UserError(
                     Message(
-                        "{name}: no layer of CLIP's {encoder} that LoRAs are trained in has that name",
+                        "{name}: CLIP's {encoder} has no layer of this name that LoRAs can train",
                         name=name,
                         encoder=encoder,
                     )
@@ -159,7 +159,7 @@ def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(layers, int):
         raise UserError(
             Message(
-                "layers_per_block = {layers}: kohya's names are known where all blocks have as many layers",
+                "layers_per_block = {layers}: kohya's names exist only if all blocks have the same number of layers",
                 layers=layers,
             )
         )
@@ -208,7 +208,7 @@ def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) ->
 
 
 def _unknown(kohya: str) -> UserError:
-    return UserError(Message("{name}: no layer of this base has that name", name=f"lora_unet_{kohya}"))
+    return UserError(Message("{name}: this base model has no layer of this name", name=f"lora_unet_{kohya}"))
 
 
 def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
@@ -216,7 +216,7 @@ def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> 
     if named is None:
         raise UserError(
             Message(
-                "{name}: this layer has no name in {title}'s original code; {instead}",
+                "{name}: {title}'s original code has no name for this layer; {instead}",
                 name=module,
                 title=family.title,
                 instead=LEAVE_OUT,
@@ -229,7 +229,7 @@ def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]
     members = naming.from_native(family.native_layers, native)
     if members is None:
         raise UserError(
-            Message("{name}: no layer of {title} has that name", name=f"diffusion_model.{native}", title=family.title)
+            Message("{name}: {title} has no layer of this name", name=f"diffusion_model.{native}", title=family.title)
         )
     return members
 
@@ -259,7 +259,7 @@ def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
         # diffusers drops or swaps layers outside the blocks in kohya files, so the file would not do what was trained
         raise UserError(
             Message(
-                "{name}: kohya's FLUX layout holds layers inside the blocks only; {instead}",
+                "{name}: kohya's FLUX layout supports only layers inside the blocks; {instead}",
                 name=module,
                 instead=LEAVE_OUT,
             )
@@ -267,7 +267,7 @@ def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
     return native.replace(".", "_"), members
 
 
-LEAVE_OUT = Message("leave it out of adapter.targets, or the layout out of export.formats")
+LEAVE_OUT = Message("remove it from adapter.targets, or the layout from export.formats")
 NAMINGS = {
     "diffusers_underscored": (_underscored_to_kohya, _underscored_members),
     "sgm_unet": (_sgm_to_kohya, _sgm_members),
@@ -286,7 +286,9 @@ def get_rule(
     """
     if layout not in LAYOUTS:
         raise UserError(
-            Message("{layout}: unknown layout; there are {names}", layout=repr(layout), names=", ".join(LAYOUTS))
+            Message(
+                "{layout}: there is no such layout; accepted: {names}", layout=repr(layout), names=", ".join(LAYOUTS)
+            )
         )
     if layout != "diffusers" and not has_layout(family, layout):
         raise UserError(Message("{title} has no {layout} layout; use 'diffusers'", title=family.title, layout=layout))

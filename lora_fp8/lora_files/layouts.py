@@ -72,8 +72,8 @@ def uncarried(
         if layout == "diffusers":
             return None
         return Message(
-            "programs that read it give DoRA's lengths another meaning (A1111: of the weight's columns, ComfyUI: "
-            "over the length without the update)"
+            "programs that read it interpret DoRA's lengths differently (A1111: per column of the weight, ComfyUI: "
+            "relative to the length without the update)"
         )
     title = kinds.TITLES[kind]
     if layout == "diffusers":
@@ -81,7 +81,7 @@ def uncarried(
         return (
             None
             if read
-            else Message("nothing reads {kind} of {title} under these names", kind=title, title=family.title)
+            else Message("no program reads {kind} of {title} under these names", kind=title, title=family.title)
         )
     name_of, _ = get_rule(family, denoiser_config, layout)
     swapped = _swapped(family, denoiser_config, layout)
@@ -89,14 +89,14 @@ def uncarried(
         name, members = name_of(module)
         if len(members) > 1:
             return Message(
-                "it holds {count} layers as one ({name}), whose {kinds}s are no {kinds} of the whole",
+                "it stores {count} layers as one ({name}), and their {kinds}s cannot be combined into one {kinds}",
                 count=len(members),
                 name=name,
                 kinds=title,
             )
         if module in swapped:
             return Message(
-                "it has the rows of {name} in another order, of which there is no {kind}", name=module, kind=title
+                "it stores the rows of {name} in another order, in which no {kind} exists", name=module, kind=title
             )
     return None
 
@@ -126,14 +126,16 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
         module, dot, half = name.rpartition(".lora_")
         if not dot or half not in ("A.weight", "B.weight"):
             raise UserError(
-                Message("{name}: not a LoRA tensor (expected <module>.lora_A.weight or .lora_B.weight)", name=name)
+                Message(
+                    "{name}: this is not a LoRA tensor (expected <module>.lora_A.weight or .lora_B.weight)", name=name
+                )
             )
         halves.setdefault(module, set()).add(half)
     for module, present in halves.items():
         if len(present) != 2:
             raise UserError(
                 Message(
-                    "{name}: has {half} but not the other half of the pair",
+                    "{name}: the pair has {half}, but not the other half",
                     name=module,
                     half=f"lora_{present.pop()[0]}",
                 )
@@ -142,7 +144,7 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
         if a.ndim < 2 or b.ndim < 2 or a.shape[0] != b.shape[1]:
             raise UserError(
                 Message(
-                    "{name}: lora_A of {a} and lora_B of {b} are not of one rank",
+                    "{name}: lora_A of {a} and lora_B of {b} have different ranks",
                     name=module,
                     a=sides(a.shape),
                     b=sides(b.shape),
@@ -151,7 +153,7 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
         if any(side != 1 for side in b.shape[2:]):
             raise UserError(
                 Message(
-                    "{module}: lora_B is {shape}; only kernels of one pixel are known there",
+                    "{module}: lora_B is {shape}, but only 1x1 kernels are supported there",
                     module=module,
                     shape=sides(b.shape),
                 )
@@ -263,7 +265,7 @@ def from_layout(
         parts = ", ".join((family.denoiser_name, *family.trained_text))
         raise UserError(
             Message(
-                "{names}: not names that a LoRA of the {parts} has in the {layout} layout",
+                "{names}: a LoRA of the {parts} has no such names in the {layout} layout",
                 names=names,
                 parts=parts,
                 layout=layout,
@@ -274,7 +276,7 @@ def from_layout(
     swapped = _swapped(family, denoiser_config, layout)
     groups = modules(renamed)
     if stray := sorted(alphas.keys() - set(groups)):
-        raise UserError(Message("{names}: alpha without weights", names=first_few(stray)))
+        raise UserError(Message("{names}: there is an alpha without weights", names=first_few(stray)))
     for group in groups:
         a, b = renamed[f"{group}.lora_A.weight"], renamed[f"{group}.lora_B.weight"]
         members = members_of(group)
@@ -284,7 +286,7 @@ def from_layout(
         if sum(rows) != b.shape[0]:
             raise UserError(
                 Message(
-                    "{group}: the LoRA has {rows} rows; this base has {others}",
+                    "{group}: the LoRA has {rows} rows, but this base model has {others}",
                     group=group,
                     rows=b.shape[0],
                     others=sum(rows),
@@ -311,12 +313,15 @@ def _others_to_layout(
         kind, scale = kinds.kind_of(parts, module), _scale_of(scaling, module)
         if kind == "lora":
             raise UserError(
-                Message("{module}: LoRA beside another kind of adapter; files hold one kind", module=module)
+                Message(
+                    "{module}: the file mixes LoRA with another kind of adapter, but a file can contain only one",
+                    module=module,
+                )
             )
         if reason := uncarried(kind, [module], family, denoiser_config, layout):
             raise UserError(
                 Message(
-                    "the {layout} layout of {title} carries no {kind}: {why}",
+                    "the {layout} layout of {title} does not support {kind}: {why}",
                     layout=layout,
                     title=family.title,
                     kind=kinds.TITLES[kind],
@@ -360,7 +365,7 @@ def _others_from_layout(
     if foreign := [group for group in (*groups, *alphas) if not group.startswith(prefix) or group not in groups]:
         raise UserError(
             Message(
-                "{names}: not part of the {layout} layout ({prefix}...) of {title}",
+                "{names}: these names are not part of the {layout} layout ({prefix}...) of {title}",
                 names=first_few(foreign),
                 layout=layout,
                 prefix=prefix,
@@ -375,7 +380,7 @@ def _others_from_layout(
         if others:
             raise UserError(
                 Message(
-                    "{group}: {kind} of {count} layers as one cannot be taken apart",
+                    "{group}: the {kind} of {count} layers combined into one cannot be split",
                     group=group,
                     kind=kinds.TITLES[kind],
                     count=1 + len(others),
@@ -384,7 +389,7 @@ def _others_from_layout(
         if reason := uncarried(kind, [module], family, denoiser_config, layout) if layout != "diffusers" else None:
             raise UserError(
                 Message(
-                    "{group}: {kind} is not known in the {layout} layout: {why}",
+                    "{group}: the {layout} layout has no {kind}: {why}",
                     group=group,
                     kind=kinds.TITLES[kind],
                     layout=layout,
@@ -421,7 +426,12 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
     example = names[0] if names else Message("an empty file")
     expected = Joined(" or ", [f"{get_prefix(family, layout)}..." for layout in known])
     raise UserError(
-        Message("{path}: not a LoRA for {title} (expected {names})", path=example, title=family.title, names=expected)
+        Message(
+            "{path}: this is not a LoRA for {title} (expected {names})",
+            path=example,
+            title=family.title,
+            names=expected,
+        )
     )
 
 
@@ -511,13 +521,13 @@ def unread_by_diffusers(
         return Message("diffusers does not read the {layout} layout of {title}", layout=layout, title=family.title)
     if layout == "kohya" and layers and family.converter_blocks and not _has_whole_blocks(layers, family):
         return Message(
-            "diffusers converts kohya's names of {title} only where each block has these layers and no other: {names}",
+            "diffusers converts kohya's names of {title} only if each block has exactly these layers: {names}",
             title=family.title,
             names=", ".join(family.converter_blocks),
         )
     if layout == "comfy" and layers and family.converter_mark and not fnmatch.filter(layers, family.converter_mark):
         return Message(
-            "diffusers recognises ComfyUI's names of {title} only if a layer {pattern} is adapted",
+            "diffusers recognizes ComfyUI's names of {title} only if a layer {pattern} is trained",
             title=family.title,
             pattern=family.converter_mark,
         )
@@ -529,12 +539,12 @@ def unread_by_diffusers(
     width = sizes["num_attention_heads"] * sizes["attention_head_dim"]
     if width != family.converter_width:
         return Message(
-            "diffusers converts these names at width {width} only, this base has {other}",
+            "diffusers converts these names at width {width} only, but this base model has {other}",
             width=family.converter_width,
             other=width,
         )
     if family.kohya_naming == "bfl_flux" and (sizes["num_layers"] > 19 or sizes["num_single_layers"] > 38):
-        return Message("diffusers converts kohya's FLUX names for 19 + 38 blocks, this base has more")
+        return Message("diffusers converts kohya's FLUX names for 19 + 38 blocks only, but this base model has more")
     return None
 
 

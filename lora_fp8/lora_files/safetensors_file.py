@@ -111,7 +111,7 @@ def read_header(path: Path) -> Header:
         entries = dict(named)
         if len(entries) < len(named):
             twice = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
-            raise UserError(Message("{path}: its header names {name} twice", path=path, name=quote(twice)))
+            raise UserError(Message("{path}: the header lists {name} twice", path=path, name=quote(twice)))
         return entries
 
     try:
@@ -121,13 +121,14 @@ def read_header(path: Path) -> Header:
             if not 2 <= length <= size - 8:
                 raise UserError(
                     Message(
-                        "{path}: not a whole safetensors file (its header would end outside of the file)", path=path
+                        "{path}: the safetensors file is incomplete (its header would end after the end of the file)",
+                        path=path,
                     )
                 )
             if length > MOST_HEADER:
                 raise UserError(
                     Message(
-                        "{path}: its header takes {length} bytes, and at most {most} are read",
+                        "{path}: the header takes {length} bytes, but at most {most} are read",
                         path=path,
                         length=length,
                         most=MOST_HEADER,
@@ -137,18 +138,18 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, RecursionError):  # JSON and UTF-8 errors, or brackets nested a thousand deep
-        raise UserError(Message("{path}: not a safetensors file (its header is not JSON)", path=path)) from None
+        raise UserError(Message("{path}: this is not a safetensors file (its header is not JSON)", path=path)) from None
     if not isinstance(content, dict):
-        raise UserError(Message("{path}: not a safetensors file (its header is not a JSON object)", path=path))
+        raise UserError(Message("{path}: this is not a safetensors file (its header is not a JSON object)", path=path))
     metadata = _take_metadata(content, path)
     size_by_header = 8 + length + _data_size(content, path)
     if size_by_header != size:
-        problem = Message("has bytes that belong to no tensor")
+        problem = Message("the file has bytes that belong to no tensor")
         if size < size_by_header:
-            problem = Message("is cut short")
+            problem = Message("the file is incomplete")
         raise UserError(
             Message(
-                "{path}: {problem}: {said} bytes by its header, {size} in the file",
+                "{path}: {problem}: {said} bytes according to its header, {size} in the file",
                 path=path,
                 problem=problem,
                 said=size_by_header,
@@ -166,15 +167,17 @@ def _take_metadata(content: dict[str, Any], path: Path) -> dict[str, str]:
     """
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
-        raise UserError(Message("{path}: not a safetensors file (its metadata are not a JSON object)", path=path))
+        raise UserError(
+            Message("{path}: this is not a safetensors file (its metadata is not a JSON object)", path=path)
+        )
     wrong = [key for key, value in metadata.items() if not isinstance(value, str)]
     if wrong:
         raise UserError(
-            Message("{path}: metadata that are not text: {names}", path=path, names=", ".join(sorted(wrong)))
+            Message("{path}: these metadata entries are not text: {names}", path=path, names=", ".join(sorted(wrong)))
         )
     if wrong := [text for text in (*metadata, *metadata.values(), *content) if not is_utf8(text)]:
         raise UserError(
-            Message("{path}: its header has text that is not UTF-8: {name}", path=path, name=quote(wrong[0]))
+            Message("{path}: the header contains text that is not UTF-8: {name}", path=path, name=quote(wrong[0]))
         )
     return metadata
 
@@ -192,7 +195,9 @@ def _data_size(entries: dict[str, Any], path: Path) -> int:
                 raise UserError(Message("{path}: tensors overlap or leave a gap at byte {end}", path=path, end=end))
             end = stop
     except (KeyError, TypeError, ValueError):
-        raise UserError(Message("{path}: not a safetensors file (a tensor has no data_offsets)", path=path)) from None
+        raise UserError(
+            Message("{path}: this is not a safetensors file (a tensor has no data_offsets)", path=path)
+        ) from None
     return end
 
 
@@ -209,7 +214,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         return safetensors.torch.load_file(path), header.metadata
     except (safetensors.SafetensorError, AttributeError, KeyError) as error:  # a dtype that this torch does not have
-        raise UserError(Message("{path}: not a safetensors file ({why})", path=path, why=error)) from None
+        raise UserError(Message("{path}: this is not a safetensors file ({why})", path=path, why=error)) from None
     except OSError as error:
         raise cannot_read(path, error) from None
 

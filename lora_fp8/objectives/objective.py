@@ -186,7 +186,7 @@ def _check_scheduler(scheduler_config: dict[str, Any], *, flow: bool) -> None:
         kind = Message("flow matching") if flow else Message("diffusion (epsilon or v)")
         raise UserError(
             Message(
-                "the model's scheduler is {name}, but this architecture is trained with {kind} here",
+                "the model's scheduler is {name}, but this architecture is trained with {kind}",
                 name=name,
                 kind=kind,
             )
@@ -215,8 +215,8 @@ class Diffusion(Objective):
         if self.prediction_type not in ("epsilon", "v_prediction"):
             raise UserError(
                 Message(
-                    "the model's scheduler_config.json says prediction_type = {type}; this trainer knows "
-                    "'epsilon' and 'v_prediction'",
+                    "the model's scheduler_config.json has prediction_type = {type}; supported are 'epsilon' and "
+                    "'v_prediction'",
                     type=repr(self.prediction_type),
                 )
             )
@@ -259,12 +259,12 @@ class Diffusion(Objective):
         """Return why the settings do not fit a model of epsilon prediction with no signal at the last timestep."""
         if self.section.zero_terminal_snr:
             return Message(
-                "objective.zero_terminal_snr is for models that predict v; this one predicts epsilon, from which the "
-                "image cannot be computed where no signal is left"
+                "objective.zero_terminal_snr needs a model that predicts v; this one predicts epsilon, from which "
+                "no image can be computed where no signal is left"
             )
         if self.section.weighting == "debiased" and self.scheduler.config.rescale_betas_zero_snr:
             return Message(
-                "objective.weighting = 'debiased' has no limit for this model, which predicts epsilon and has no "
+                "objective.weighting = 'debiased' is unbounded for this model, which predicts epsilon and has no "
                 "signal at the last timestep; use 'min_snr' or 'soft_min_snr'"
             )
         return None

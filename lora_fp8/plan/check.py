@@ -173,7 +173,7 @@ def _find_refusals(job: Job) -> list[str]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = precision.problem(job.quantize, device, 1), memory.problem(job.memory, device)
-    return [Message("this machine cannot train it: {line}", line=line) for line in lines if line]
+    return [Message("this machine cannot train the job: {line}", line=line) for line in lines if line]
 
 
 def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
@@ -194,7 +194,7 @@ def _check_places(job: Job) -> list[str]:
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
     refusals = {f"{key} = {str(place)!r}": disk_space.unwritable(place) for key, place in places.items()}
     problems: list[str] = [
-        Message("{path}: cannot be written ({why}); name another folder", path=where, why=why)
+        Message("{path}: the folder cannot be written ({why}); name another folder", path=where, why=why)
         for where, why in refusals.items()
         if why
     ]

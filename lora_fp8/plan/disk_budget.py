@@ -165,4 +165,4 @@ def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
     )
     captions = len(missing.captions)
     sizes = [pictures + captions * caption_size for caption_size in (shortest, sum(sizes_by_name.values()))]
-    return Need(store.root, Message("cached pictures and captions"), *sizes)
+    return Need(store.root, Message("cache of images and captions"), *sizes)

@@ -102,7 +102,7 @@ def _run_operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return func(*args, **(kwargs | {"device": torch.device("cpu")})) if _stays_real(out) else out
         return func(*args, **kwargs)
     if func is torch.ops.aten._local_scalar_dense.default:
-        raise Undecided(Message("a value of an activation decides what is computed"))
+        raise Undecided(Message("the computation depends on the value of an activation"))
     if device is not None:
         kwargs = kwargs | {"device": META}
     key = _make_key(func, args, kwargs)
@@ -228,7 +228,7 @@ def _expand_masks(indices: Any) -> list[Tensor | None]:
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
             if index.is_meta:
-                raise Undecided(Message("a mask that is computed decides how many rows there are"))
+                raise Undecided(Message("the number of rows depends on a computed mask"))
             expanded += index.nonzero(as_tuple=True)
         else:
             expanded.append(index)

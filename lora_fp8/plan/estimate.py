@@ -115,14 +115,14 @@ class Estimate:
         """Return the estimate for the terminal."""
 
         def format_known(num: int | None) -> str:
-            return Message("not known") if num is None else format_bytes(num)
+            return Message("unknown") if num is None else format_bytes(num)
 
-        pictures = Message("{count} pictures", count=self.pictures)
+        pictures = Message("{count} images", count=self.pictures)
         if self.held_out:
             pictures = Message("{line} and {count} held out", line=pictures, count=self.held_out)
         lines: list[str] = [
             Message(
-                "steps      {pictures}, {samples} samples = {steps} steps an epoch; {epochs} epochs in all",
+                "steps      {pictures}, {samples} samples = {steps} steps per epoch; {epochs} epochs in total",
                 pictures=pictures,
                 samples=digits(self.samples_per_epoch),
                 steps=digits(self.steps_per_epoch),
@@ -144,8 +144,8 @@ class Estimate:
             )
         lines.append(
             Message(
-                "encoding   {size} before that: the VAE {vae} and {encode} for a picture, then the text encoders one "
-                "at a time, {text} at most",
+                "encoding   {size} before training: the VAE {vae} and {encode} per image, then the text encoders "
+                "one at a time, at most {text}",
                 size=format_known(self.peaks["encode"]),
                 vae=format_known(self.vae_bytes),
                 encode=format_known(self.vae_encode_bytes),
@@ -155,13 +155,13 @@ class Estimate:
         if self.vae_decode_bytes != 0:
             size, decode = format_known(self.peaks["preview"]), format_known(self.vae_decode_bytes)
             lines.append(Message("previews   {size}: decoding takes {decode}", size=size, decode=decode))
-        beside = Message("beside these, the CUDA context and torch's reserve take 0.5 to 1.5 GiB")
+        beside = Message("in addition, the CUDA context and PyTorch's reserve take 0.5 to 1.5 GiB")
         if self.process_bytes:
             beside = Message(
-                "of each of these, {size} are Python and its libraries", size=format_known(self.process_bytes)
+                "each of these includes {size} for Python and its libraries", size=format_known(self.process_bytes)
             )
         lines.append(Message("           {line}", line=beside))
-        lines.append(Message("cache      {size} on disk still to be encoded", size=format_known(self.cache_bytes)))
+        lines.append(Message("cache      {size} still to be written to disk", size=format_known(self.cache_bytes)))
         sizes = ", ".join(f"{layout} {format_bytes(size)}" for layout, size in self.file_bytes.items())
         checkpoint = format_bytes(self.checkpoint_bytes)
         lines.append(Message("file       {sizes}; a checkpoint {checkpoint}", sizes=sizes, checkpoint=checkpoint))
@@ -234,7 +234,7 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
         estimated.notes.append(
             Message(
                 "encoding the captions takes more memory than training; model.text_storage = 'fp8' halves the "
-                "text encoders"
+                "memory of the text encoders"
             )
         )
     return estimated
@@ -247,12 +247,14 @@ def _describe_sharing(job: Job, world: int) -> list[str]:
     if world == 1:
         return [
             Message(
-                "memory.shard_base: one process holds the whole base; --processes 2 counts the memory of each of two"
+                "memory.shard_base: a single process has the whole base in its memory; --processes 2 estimates the "
+                "memory of each of two processes"
             )
         ]
     return [
         Message(
-            "memory.shard_base: base is what each of {count} processes holds of it, with the blocks that it gathers",
+            "memory.shard_base: the value for the base is the part in each of {count} processes, including the "
+            "blocks that it gathers",
             count=world,
         )
     ]

@@ -82,7 +82,7 @@ KNOWN = (
     # pyproject.toml asks for 2.11, which an older environment may not have.
     Known(
         lambda machine: () < _torch(machine) < (2, 11),
-        Message("torch is older than 2.11, the oldest version that is supported: pip install --upgrade torch"),
+        Message("torch is older than 2.11, the oldest supported version: pip install --upgrade torch"),
         blocks=True,
     ),
     # The most frequent report: pip installs a CPU build on Windows, or an environment was made without CUDA.
@@ -98,7 +98,8 @@ KNOWN = (
     Known(
         _is_too_new_for_driver,
         Message(
-            "torch is built for a newer CUDA than the NVIDIA driver runs. Update the driver, or install another torch"
+            "torch needs a newer CUDA version than the NVIDIA driver supports. Update the driver, or install "
+            "another torch"
         ),
         blocks=True,
     ),
@@ -113,13 +114,13 @@ KNOWN = (
         lambda machine: bool(
             machine.driver and machine.torch_cuda and not machine.is_usable and not _is_too_new_for_driver(machine)
         ),
-        Message("torch cannot use the GPU. Look at CUDA_VISIBLE_DEVICES, and start containers with --gpus all"),
+        Message("torch cannot use the GPU. Check CUDA_VISIBLE_DEVICES, and start containers with --gpus all"),
         blocks=True,
     ),
     # Inductor's FP8 stores through a transpose were miscompiled to NaN from 2.14 on: triton issue 11111.
     Known(
         lambda machine: _torch(machine) >= (2, 14) and bool(machine.gpus),
-        Message("torch 2.14 and newer may compile FP8 wrongly. Keep memory.compile = 'off', or install torch 2.13"),
+        Message("torch 2.14 and newer may compile FP8 incorrectly. Keep memory.compile = 'off', or install torch 2.13"),
     ),
     # With a full card the driver uses RAM, and steps take minutes: musubi-tuner 685, sd-scripts 834 and 1088, kohya_ss
     # 961, 1288 and 2704.
@@ -133,6 +134,6 @@ KNOWN = (
     # torch 2.13 honours it wherever weights_only is not given, and runs the code in a pickle.
     Known(
         lambda machine: os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true"),
-        Message("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, with which opening a .pt file can run code. Unset it"),
+        Message("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set, so opening a .pt file can run code. Unset it"),
     ),
 )

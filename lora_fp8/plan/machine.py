@@ -121,7 +121,7 @@ class Machine:
 
     def _describe_gpus(self) -> Iterator[str]:
         if not self.gpus:
-            yield Message("none: training runs on the CPU, which is enough for the demo only")
+            yield Message("no GPU: training runs on the CPU, which is enough for the demo only")
         for gpu in self.gpus:
             about: list[str] = [f"{gpu.memory_bytes / 2**30:.1f} GiB"]
             if gpu.free_bytes is not None:
@@ -134,13 +134,15 @@ class Machine:
 
     def _describe_hub(self) -> Message:
         about = {"endpoint": self.hub["endpoint"]}
-        token = Message("token stored") if self.hub["token"] else Message("no token, which gated models need")
+        token = Message("token stored") if self.hub["token"] else Message("no token (gated models need one)")
         if self.hub["offline"]:
-            return Message("hub: {endpoint} is not asked, because HF_HUB_OFFLINE is set; {token}", **about, token=token)
+            return Message(
+                "hub: {endpoint} was not contacted, because HF_HUB_OFFLINE is set; {token}", **about, token=token
+            )
         if self.hub["error"]:
             why = self.hub["error"]
             return Message("hub: {endpoint} cannot be reached ({why}); {token}", **about, why=why, token=token)
-        return Message("hub: {endpoint} answers; {token}", **about, token=token)
+        return Message("hub: {endpoint} responds; {token}", **about, token=token)
 
 
 def examine(folders: dict[str, Path]) -> Machine:
@@ -341,7 +343,7 @@ def _find_problems(machine: Machine) -> Iterator[Message]:
 def _find_warnings(machine: Machine) -> Iterator[Message]:
     for path, disks in _by_free_space(machine):
         yield Message(
-            "only {size} are free for {what}",
+            "{size} are free for {what}, which is too little",
             size=format_bytes(path),
             what=Joined(", ", [disk["what"] for disk in disks]),
         )
@@ -351,7 +353,7 @@ def _find_warnings(machine: Machine) -> Iterator[Message]:
             endpoint=machine.hub["endpoint"],
         )
     if not machine.compiler and machine.versions["triton"]:
-        yield Message("there is no C compiler, which Triton needs. Install gcc, or set CC")
+        yield Message("Triton needs a C compiler, but there is none. Install gcc, or set CC")
 
 
 def _by_free_space(machine: Machine) -> Iterator[tuple[int, list[dict[str, Any]]]]:

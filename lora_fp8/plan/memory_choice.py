@@ -51,7 +51,7 @@ class MemoryChoice:
         section, share = self.section, self.section.share_in_ram
         chosen: list[str] = [
             Message("gradient checkpointing on") if section.recomputes else Message("gradient checkpointing off"),
-            Message("{percent} % of the base in RAM", percent=round(100 * share))
+            Message("{percent} % of the base offloaded to RAM", percent=round(100 * share))
             if share
             else Message("the whole base on the GPU"),
         ]
@@ -70,7 +70,7 @@ class MemoryChoice:
         if not self.advice or self.free is None:
             return ""
         return Message(
-            "the training takes about {peak} GiB, and {free} GiB are free: it may run out of memory; {line}",
+            "the training needs about {peak} GiB, but {free} GiB are free: it may run out of memory; {line}",
             peak=f"{self.peak / GIB:.1f}",
             free=f"{self.free / GIB:.1f}",
             line=self.advice,
@@ -149,7 +149,7 @@ def _advise(job: Job) -> str:
         return smaller
     names = Joined(", ", clashes)
     return Message(
-        "{settings} keeps the base from being offloaded; change that, or {line}", settings=names, line=smaller
+        "{settings} prevents offloading of the base; change that setting, or {line}", settings=names, line=smaller
     )
 
 

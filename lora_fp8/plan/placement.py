@@ -87,7 +87,7 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
     if num_held_out and num_held_out >= len(files):
         raise UserError(
             Message(
-                "validation.pictures = {wanted}: of {count} pictures none would be left to train on; use fewer",
+                "validation.pictures = {wanted}: none of {count} images would be left to train on; use fewer",
                 wanted=num_held_out,
                 count=len(files),
             )

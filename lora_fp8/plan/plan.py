@@ -182,7 +182,7 @@ def find_batch_problems(batch_size: int, world: int) -> list[str]:
         return []
     return [
         Message(
-            "train.batch_size = {size} is shared out among {count} processes; make it a multiple of {count}",
+            "train.batch_size = {size} is divided among {count} processes; use a multiple of {count}",
             size=batch_size,
             count=world,
         )
@@ -286,8 +286,8 @@ def _find_doubtful_weights(
     if not family.prompt_weights:
         return [
             Message(
-                "weights such as in {example} are read as text, in {count} of {total} captions and prompts; set "
-                "model.prompt_weights = true",
+                "{count} of {total} captions and prompts contain weights, such as {example}, which are read as "
+                "text; to use them, set model.prompt_weights = true",
                 example=quote(weighted[0]),
                 count=len(weighted),
                 total=len(texts),
@@ -298,8 +298,8 @@ def _find_doubtful_weights(
     if large:
         warnings.append(
             Message(
-                "{count} of {total} captions and prompts have a weight above {most}, such as {example}; most are "
-                "between 0.5 and 1.5",
+                "{count} of {total} captions and prompts have a weight above {most}, such as {example}; usual "
+                "weights are 0.5 to 1.5",
                 count=len(large),
                 total=len(texts),
                 most=LARGE_WEIGHT,
@@ -310,8 +310,8 @@ def _find_doubtful_weights(
     if split and (dataset.shuffle_tags or dataset.tag_dropout):
         warnings.append(
             Message(
-                "{count} of {total} captions have a bracket around several tags, such as {example}, which shuffling or "
-                "dropping tags takes apart; give each tag its own weight",
+                "{count} of {total} captions have brackets around several tags, such as {example}, which shuffling "
+                "or dropping tags tears apart; give each tag a weight of its own",
                 count=len(split),
                 total=len(captions),
                 example=quote(split[0]),

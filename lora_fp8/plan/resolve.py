@@ -134,12 +134,12 @@ def choose_layouts(job: Job, family: ModelFamily) -> Job:
         instead = (
             Message("set export.formats = [{name}]", name=f"'{able[0]}'")
             if able
-            else Message("none carries it: leave such layers out of adapter.targets, or set adapter.type = 'lora'")
+            else Message("no layout supports it: remove such layers from adapter.targets, or set adapter.type = 'lora'")
         )
         raise UserErrors(
             [
                 Message(
-                    "the {layout} layout of {title} carries no {kind}: {why}; {line}",
+                    "the {layout} layout of {title} does not support {kind}: {why}; {line}",
                     layout=layout,
                     title=family.title,
                     kind=title,

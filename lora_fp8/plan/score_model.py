@@ -23,7 +23,7 @@ def find_score_model(name: str) -> Path:
     if kind not in KNOWN:
         raise UserError(
             Message(
-                "preview.score_model = {name}: is a model of type {kind}; models that compare images are {names}",
+                "preview.score_model = {name}: this is a model of type {kind}; models that compare images are {names}",
                 name=repr(name),
                 kind=repr(kind),
                 names=", ".join(KNOWN),
@@ -40,13 +40,16 @@ def _find_cached(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError:
         raise UserError(
-            Message("preview.score_model = {name}: no such folder, and no id of Hugging Face", name=repr(name))
+            Message(
+                "preview.score_model = {name}: there is no such folder, and this is not a Hugging Face id",
+                name=repr(name),
+            )
         ) from None
     except LocalEntryNotFoundError:
         raise UserError(
             Message(
-                "preview.score_model = {name}: no such folder, and not in the cache of Hugging Face; get it with "
-                "`hf download {id}`",
+                "preview.score_model = {name}: there is no such folder, and the Hugging Face cache does not have "
+                "it; download it with `hf download {id}`",
                 name=repr(name),
                 id=name,
             )

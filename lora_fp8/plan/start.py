@@ -41,7 +41,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         kind = " and ".join(sorted(file_kinds))
         raise UserError(
             Message(
-                "{key}: is a {kind}, and adapter.type is {type}; set adapter.type = {other}",
+                "{key}: this is a {kind}, but adapter.type is {type}; set adapter.type = {other}",
                 key=where,
                 kind=kind,
                 type=repr(section.type),
@@ -64,7 +64,8 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     if misfits:
         raise UserError(
             Message(
-                "{key}: does not fit this base: {count} tensors have no place here, or another shape, {names}",
+                "{key}: the file does not fit this base model: {count} tensors have no matching layer or another "
+                "shape, {names}",
                 key=where,
                 count=len(misfits),
                 names=first_few(misfits),
@@ -87,7 +88,7 @@ def read_training_adapter(job: Job, family: ModelFamily) -> export.Adapter | Non
     if text := [layer for layer in layers if layer_names.text_encoder_of(layer, family)]:
         raise UserError(
             Message(
-                "{key}: changes text encoders ({names}), and only the denoiser can have a training adapter",
+                "{key}: the file changes text encoders ({names}), but a training adapter can change the denoiser only",
                 key=where,
                 names=first_few(text),
             )
@@ -95,7 +96,8 @@ def read_training_adapter(job: Job, family: ModelFamily) -> export.Adapter | Non
     if misfits := layouts.find_misfits(tensors, family):
         raise UserError(
             Message(
-                "{key}: {count} of its {total} layers are missing in this base model or have another size, as {names}",
+                "{key}: {count} of its {total} layers are missing in this base model or have another size, such as "
+                "{names}",
                 key=where,
                 count=len(misfits),
                 total=len(layers),
@@ -121,7 +123,7 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
     """
     path = Path(os.path.expanduser(given))
     if not path.is_file():
-        raise UserError(looked_for(path, Message("{setting}: no such file", setting=where)))
+        raise UserError(looked_for(path, Message("{setting}: this file does not exist", setting=where)))
     other = ""
     try:
         held, metadata = export.read_adapter(path)
@@ -133,7 +135,7 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
             raise UserError(Message("{key}: {line}", key=where, line=error)) from None
         raise UserError(
             Message(
-                "{key}: this LoRA is for {theirs}, and the base model is {ours}",
+                "{key}: this LoRA is for {theirs}, but the base model is {ours}",
                 key=where,
                 theirs=families.get(other).title,
                 ours=family.title,
@@ -175,8 +177,8 @@ def _check_ranks(layers: Layers, job_ranks: dict[str, int], section: Adapter, wh
         layer, rank = next(iter(wrong.items()))
         raise UserError(
             Message(
-                "{setting}: has rank {rank} in {layer}, and adapter.rank and adapter.ranks ask for {own}; "
-                "{count} layers differ",
+                "{setting}: {layer} has rank {rank}, but adapter.rank and adapter.ranks give {own}; {count} layers "
+                "differ",
                 setting=where,
                 rank=rank,
                 layer=layer,
@@ -187,8 +189,8 @@ def _check_ranks(layers: Layers, job_ranks: dict[str, int], section: Adapter, wh
     if ranks := sorted(set(wrong.values())):
         raise UserError(
             Message(
-                "{setting}: has rank {ranks}, and adapter.rank is {own}; set adapter.rank to it, or bring the "
-                "file to one rank with `lora-fp8 resize FILE --rank {own} --uniform`",
+                "{setting}: the file has rank {ranks}, but adapter.rank is {own}; set adapter.rank to it, or bring "
+                "the file to one rank with `lora-fp8 resize FILE --rank {own} --uniform`",
                 setting=where,
                 ranks=", ".join(map(str, ranks)),
                 own=section.rank,
@@ -208,7 +210,7 @@ def _check_layers(layers: Layers, job_ranks: dict[str, int], section: Adapter, f
     if untrained:
         raise UserError(
             Message(
-                "{setting}: has layers that are not trained here, {names}, and they would be lost; leave "
+                "{setting}: the file has layers that are not trained here, {names}, and would be lost; leave "
                 "adapter.targets and adapter.ranks empty, or set adapter.text_encoder = true for those of text "
                 "encoders",
                 setting=where,

@@ -64,7 +64,7 @@ class Timesteps:
                   for i, row in enumerate(self.rows, 1)]  # fmt: skip
         lines: list[str] = [
             Message(
-                "{base} at {side} x {side}: share of the images by noise level, 0 the image, 1 noise",
+                "{base} at {side} x {side}: share of the images by noise level, from 0 (clean image) to 1 (noise)",
                 base=self.base,
                 side=self.resolution,
             ),

@@ -119,7 +119,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, world: int = 1
             step = measure_step(job, family, denoiser, latents, find_cond_shapes(plan, denoiser, latents), num)
         except dry_run.Undecided as error:
             note = Message(
-                "what a step takes is not known before it is tried: {error}; training tries it before step 1",
+                "the memory of a step is known only after a test step: {error}; training tests one before step 1",
                 error=error,
             )
         else:  # activations of the text encoders stay until the denoiser's backward pass has ended
@@ -248,7 +248,7 @@ def measure_vae(
                 with dry_run.Tally() as tally:
                     family.decode_latents(latents, tiled=tiled)
     except dry_run.Undecided as error:
-        notes.append(Message("the VAE's memory is not known: {error}", error=error))
+        notes.append(Message("the memory of the VAE could not be estimated: {error}", error=error))
         return None, None
     finally:
         family.vae = None

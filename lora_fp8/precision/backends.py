@@ -84,7 +84,7 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
                 )
         line = _find_te_problem(section, device, world)
     elif importlib.util.find_spec("torchao") is None:
-        line = Message("torchao is not installed; pip install 'lora-fp8[torchao]', or use quantize.backend = 'own'")
+        line = Message("torchao is not installed; run pip install 'lora-fp8[torchao]', or use quantize.backend = 'own'")
     else:
         return ""
     return Message("quantize.backend = {backend}: {line}", backend=repr(section.backend), line=line) if line else ""
@@ -94,18 +94,18 @@ def _find_te_problem(section: settings.Quantize, device: torch.device, world: in
     """Return why TransformerEngine cannot be used here, and what to do; "" if it can."""
     if device.type != "cuda":
         return Message(
-            "TransformerEngine needs a CUDA GPU, and this job runs on a {device}; use quantize.backend = 'own'",
+            "TransformerEngine needs a CUDA GPU, but this job runs on a {device}; use quantize.backend = 'own'",
             device=device.type,
         )
     if importlib.util.find_spec("transformer_engine") is None:
         return Message(
-            "TransformerEngine is not installed; pip install --no-build-isolation 'lora-fp8[te]', or use "
+            "TransformerEngine is not installed; run pip install --no-build-isolation 'lora-fp8[te]', or use "
             "quantize.backend = 'own'"
         )
     if section.recipe == "delayed" and world > 1:
         # Each process would have its own history, and a checkpoint has room for one.
         return Message(
-            "recipe 'delayed' trains in one process, not in {count}; use another quantize.recipe, or use "
+            "recipe 'delayed' trains in one process only, not in {count}; use another quantize.recipe, or "
             "quantize.backend = 'own'",
             count=world,
         )
@@ -123,7 +123,7 @@ def _find_te_problem(section: settings.Quantize, device: torch.device, world: in
 def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
     """Return what TransformerEngine's (2.20) own check of a recipe would refuse, and what to choose instead."""
     template = Template(
-        "has compute capability {has}, recipe {recipe} needs {needed}; use quantize.recipe = 'current', or "
+        "has compute capability {has}, but recipe {recipe} needs {needed}; use quantize.recipe = 'current', or "
         "quantize.backend = 'own'"
     )
     has = f"{capability[0]}.{capability[1]}"
@@ -135,12 +135,14 @@ def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str
         if tuple(int(part) for part in (cuda or "0").split(".")[:2]) >= (12, 9):
             return ""
         return Message(
-            "runs CUDA {has}, recipe 'block' needs 12.9; use quantize.recipe = 'current', or quantize.backend = 'own'",
+            "runs CUDA {has}, but recipe 'block' needs 12.9; use quantize.recipe = 'current', or quantize.backend = "
+            "'own'",
             has=cuda,
         )
     if capability >= (8, 9):
         return ""
     return Message(
-        "has compute capability {has}, FP8 needs 8.9; use quantize.backend = 'own' with quantize.compute = 'upcast'",
+        "has compute capability {has}, but FP8 needs 8.9; use quantize.backend = 'own' with quantize.compute = "
+        "'upcast'",
         has=has,
     )

@@ -48,12 +48,12 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
 
 def _kernels_problem(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
-        return Message("quantize.kernels = 'triton': triton is not installed; pip install triton, or use 'torch'")
+        return Message("quantize.kernels = 'triton': triton is not installed; run pip install triton, or use 'torch'")
     if os.environ.get("TRITON_INTERPRET") == "1":  # slow, for tests
         return ""
     if device.type != "cuda":
         return Message(
-            "quantize.kernels = 'triton': a {device} cannot run them, a CUDA device can; use 'torch'",
+            "quantize.kernels = 'triton': these kernels need a CUDA device, not a {device}; use 'torch'",
             device=device.type,
         )
     if line := missing_c_compiler():
@@ -69,15 +69,15 @@ def missing_c_compiler() -> str:
     compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
     if compiler:
         return ""
-    return Message("there is no C compiler, which Triton needs beside its package; install gcc or set CC")
+    return Message("Triton also needs a C compiler, but there is none; install gcc, or set CC")
 
 
 def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:
     architecture = architecture.partition(":")[0]  # "gfx90a:sramecc+:xnack-"
     if architecture not in FP8_ON_AMD:
         return Message(
-            "quantize.compute = {compute}: {card} does not multiply e4m3fn, AMD's {others} do; use "
-            "quantize.compute = 'upcast', which holds the base in FP8 all the same",
+            "quantize.compute = {compute}: {card} has no e4m3fn matmul, AMD's {others} do; use quantize.compute = "
+            "'upcast', which still stores the base in FP8",
             compute=repr(section.compute),
             card=f"{name} ({architecture})",
             others=", ".join(FP8_ON_AMD),
@@ -89,7 +89,7 @@ def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> st
 
 def _no_blocks(name: str) -> str:
     return Message(
-        "quantize.recipe = 'block': {card} has no kernel for it, Hopper (9.0) has; use quantize.recipe = 'current'",
+        "quantize.recipe = 'block': {card} has no kernel for it (Hopper, 9.0, has); use quantize.recipe = 'current'",
         card=name,
     )
 
@@ -98,8 +98,8 @@ def _problem(section: settings.Quantize, name: str, capability: tuple[int, int])
     what = Message("{name} (compute capability {major}.{minor})", name=name, major=capability[0], minor=capability[1])
     if capability < FP8_SINCE:
         return Message(
-            "quantize.compute = {compute}: {card} has no FP8 tensor cores, they came with 8.9; use "
-            "quantize.compute = 'upcast', which holds the base in FP8 all the same",
+            "quantize.compute = {compute}: {card} has no FP8 tensor cores (8.9 and newer have); use "
+            "quantize.compute = 'upcast', which still stores the base in FP8",
             compute=repr(section.compute),
             card=what,
         )

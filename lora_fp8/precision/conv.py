@@ -30,7 +30,7 @@ def why_not(conv: nn.Conv2d) -> str:
     if type(conv) not in (nn.Conv2d, FrozenConv2d):
         return Message("{name} is not a plain nn.Conv2d", name=type(conv).__name__)
     if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
-        return Message("a convolution in groups, or with padding other than zeros")
+        return Message("a grouped convolution, or one with padding other than zeros")
     return ""
 
 

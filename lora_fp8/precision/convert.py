@@ -129,7 +129,7 @@ def fill_(
             if tuple(tensor.shape) != shape:
                 misshapen.append(
                     Message(
-                        "{name} {given}, expected {wanted}", name=name, given=list(tensor.shape), wanted=list(shape)
+                        "{name} is {given}, expected {wanted}", name=name, given=list(tensor.shape), wanted=list(shape)
                     )
                 )
             else:
@@ -137,16 +137,16 @@ def fill_(
                     _set(denoiser, module, attribute, name, tensor.to(device), dtype)
                 except ValueError as error:
                     raise UserError(
-                        Message("the base model's weights are broken: {why}; get the file anew", why=error)
+                        Message("the base model's weights are broken: {why}; download the file again", why=error)
                     ) from None
                 if filled is not None:
                     filled(module)
         del tensor  # otherwise it would stay in memory while the stream reads the next one
     lists = {
         Template("{count} missing: {names}"): list(waiting),
-        Template("{count} not part of this model: {names}"): unknown,
-        Template("{count} given twice: {names}"): twice,
-        Template("{count} of another shape: {names}"): misshapen,
+        Template("{count} do not belong to this model: {names}"): unknown,
+        Template("{count} occur twice: {names}"): twice,
+        Template("{count} have another shape: {names}"): misshapen,
     }
     problems = [listed(count=len(names), names=first_few(names, 8)) for listed, names in lists.items() if names]
     if problems:
@@ -271,8 +271,8 @@ def _move_computed(denoiser: nn.Module, device: torch.device) -> None:
     if lost:
         raise UserError(
             Message(
-                "{name} computes tensors in its constructor that no checkpoint holds, and on the meta device "
-                "they were lost: {names}. Construct it under accelerate.init_empty_weights() instead",
+                "{name} computes tensors in its constructor that are in no checkpoint, and they were lost on the "
+                "meta device: {names}. Construct it under accelerate.init_empty_weights() instead",
                 name=type(denoiser).__name__,
                 names=first_few(lost, 8),
             )

@@ -64,7 +64,7 @@ class Format:
             odd = shape[0] * shape[1] % NF4_BLOCK or shape[1] % 2
             return (
                 Message(
-                    "nf4 needs a multiple of {count} weights, {rows} x {columns} is none",
+                    "nf4 needs a multiple of {count} weights, but {rows} x {columns} is not",
                     count=NF4_BLOCK,
                     rows=shape[0],
                     columns=shape[1],
@@ -274,11 +274,14 @@ def _check_finite(scale: Tensor, rows: int, name: str) -> None:
         values = {"name": name, "count": len(bad), "total": len(finite), "first": bad[0], "rows": rows}
         if rows == 1:
             raise ValueError(
-                Message("{name}: weight has NaN or infinity in {count} of {total} rows (first: row {first})", **values)
+                Message(
+                    "{name}: the weight has NaN or infinity in {count} of {total} rows (first: row {first})", **values
+                )
             )
         raise ValueError(
             Message(
-                "{name}: weight has NaN or infinity in {count} of {total} blocks of {rows} rows (first: block {first})",
+                "{name}: the weight has NaN or infinity in {count} of {total} blocks of {rows} rows (first: block "
+                "{first})",
                 **values,
             )
         )
@@ -337,7 +340,7 @@ def load_bitsandbytes() -> None:
 
 def not_finite(name: str) -> ValueError:
     """Return the error for a weight that cannot be quantized."""
-    return ValueError(Message("{name}: weight has NaN or infinity", name=name))
+    return ValueError(Message("{name}: the weight has NaN or infinity", name=name))
 
 
 def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
@@ -352,7 +355,9 @@ def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     # bitsandbytes sums the scales in float32. Near the end of its range their mean overflows, and all would be NaN.
     if not (state.offset.isfinite() and state.state2.absmax.isfinite().all()):
         largest = f"{float(weight_NK.abs().amax()):.1g}"
-        raise ValueError(Message("{name}: weight is too large for nf4 (up to {largest})", name=name, largest=largest))
+        raise ValueError(
+            Message("{name}: the weight is too large for nf4 (up to {largest})", name=name, largest=largest)
+        )
     packed = quantized.view(weight_NK.shape[0], weight_NK.shape[1] // 2)
     return packed, state.absmax, state.state2.absmax, state.offset.to(torch.float32)
 

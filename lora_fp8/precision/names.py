@@ -47,7 +47,7 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
         if not meant:
             near = hint(entry.removeprefix("^"), names)
             raise UserError(
-                Message("{name} matches no layer that is adapted; {which}", name=f"{setting}: {entry!r}", which=near)
+                Message("{name} matches no trained layer; {which}", name=f"{setting}: {entry!r}", which=near)
             )
         if all(name in matched for name in meant):
             notes.append(

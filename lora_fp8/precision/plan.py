@@ -111,10 +111,11 @@ class Plan:
         held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
         what = Joined(", ", [Message("{count} in {form}", count=count, form=form) for form, count in held.items()])
         kinds = Counter(layer.kind for layer in self.layers)
-        template = Template("of {total} linear layers {what}; {size} held, {plain} without")
+        template = Template("{total} linear layers: {what}; {size} in total, {plain} without quantization")
         if kinds["convolution"]:
             template = Template(
-                "of {total} linear layers and {convolutions} convolutions {what}; {size} held, {plain} without"
+                "{total} linear layers and {convolutions} convolutions: {what}; {size} in total, {plain} without "
+                "quantization"
             )
         lines: list[str] = [
             template(
@@ -127,7 +128,7 @@ class Plan:
         ]
         if self.storage not in PLAIN:
             for reason, count in Counter(layer.reason for layer in self.kept).items():
-                lines.append(Message("  kept: {count} x {line}", count=count, line=reason))
+                lines.append(Message("  not quantized: {count} x {line}", count=count, line=reason))
         how = Counter(layer.compute for layer in self.quantized)
         if set(how) - {"upcast"}:
             counts = ", ".join(f"{count} {compute}" for compute, count in how.items())
@@ -307,13 +308,13 @@ def _storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names:
     if not not_plain and (entry := _first_match(name, section.override)) is not None:
         return _Verdict(_override(section.override[entry], shape), _listed_in("override", entry), "override")
     if (entry := _first_match(name, rules.keep)) is not None:
-        return _Verdict(None, Message("{entry} is precise in this family", entry=repr(entry)))
+        return _Verdict(None, Message("{entry} is kept in high precision for this architecture", entry=repr(entry)))
     if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
-        return _Verdict(None, Message("float32 in this model's class"))
+        return _Verdict(None, Message("the model's own code keeps it in float32"))
     if not_plain:
         return _Verdict(None, not_plain)
     if isinstance(layer, FrozenLayer):
-        return _Verdict(layer.form, Message("is quantized already"))
+        return _Verdict(layer.form, Message("is already quantized"))
     if isinstance(layer, nn.Conv2d):
         # No GPU multiplies a convolution in FP8, so it can have the format with the least error.
         kind = "int8" if section.convolutions == "auto" else section.convolutions
@@ -358,7 +359,7 @@ def _asked_storage(section: settings.Quantize, names: Sequence[str], shape: tupl
         needed = te_alignment(section)
         if any(side % needed for side in shape):
             return _Verdict(
-                None, Message("a side is no multiple of {needed}, as TransformerEngine needs", needed=needed)
+                None, Message("a side is not a multiple of {needed}, which TransformerEngine needs", needed=needed)
             )
         return _Verdict(Format("fp8", TE_SCALE[section.recipe]))
     if section.scale != "auto":
@@ -397,7 +398,7 @@ def _compute(
             return "upcast", reason
         if form.scale != TE_SCALE[section.recipe]:
             return "upcast", Message(
-                "scale {scale} is not what TransformerEngine multiplies with recipe {recipe}",
+                "TransformerEngine has no matmul for scale {scale} with recipe {recipe}",
                 scale=form.scale,
                 recipe=section.recipe,
             )
@@ -410,7 +411,7 @@ def _compute(
     if reason := _excluded(names, section):
         return "upcast", reason
     if any(side % ALIGNMENT for side in shape):
-        return "upcast", Message("a side is no multiple of {needed}", needed=ALIGNMENT)
+        return "upcast", Message("a side is not a multiple of {needed}", needed=ALIGNMENT)
     if reason := _not_multiplied(names, shape, section):
         return "upcast", reason
     return ("fp8" if section.compute == "auto" else section.compute), ""
@@ -459,9 +460,9 @@ def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
     scales = ", ".join(sorted({layer.scale for layer in again}))
     return [
         Message(
-            "the base's file is FP8 with {own} scales, and {count} layers are rounded a second time, to scale "
+            "the base model's file is FP8 with {own} scales, but {count} layers are rounded a second time, to scale "
             "{scales}, which adds about 2.4 % of error; quantize.scale = 'auto' with quantize.compute = 'upcast' "
-            "holds the file's own bytes",
+            "keeps the file's own bytes",
             own=file_scale,
             count=len(again),
             scales=scales,
@@ -476,10 +477,10 @@ def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int,
     instead = "quantize.storage = 'fp8'"
     if fitting:
         instead = Message("scale {names}", names=Joined(" or ", map(repr, fitting)))
-    template = Template("{key}: {line} ({name}); use {instead}, or name such layers in quantize.keep")
+    template = Template("{key}: {line} ({name}); use {instead}, or list such layers in quantize.keep")
     if len(affected) > 1:
         template = Template(
-            "{key}: {line} ({name} and {count} more layers); use {instead}, or name such layers in quantize.keep"
+            "{key}: {line} ({name} and {count} more layers); use {instead}, or list such layers in quantize.keep"
         )
     return template(key=setting, line=form.problem(shape), name=name, count=len(affected) - 1, instead=instead)
 

@@ -293,7 +293,8 @@ def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sum
     if not (weight_off.isfinite().all() and output_off.isfinite().all()):
         raise ValueError(
             Message(
-                "{name}: its weights are so large that they are not finite when decoded; keep it in bf16", name=name
+                "{name}: its weights are so large that they are not finite after dequantization; keep it in bf16",
+                name=name,
             )
         )
     return sums
@@ -349,7 +350,9 @@ def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
     if len(errors) > limit:
-        lines.append(Message("... and {count} layers with less; --json has them all", count=len(errors) - limit))
+        lines.append(
+            Message("... and {count} layers with smaller errors; --json lists them all", count=len(errors) - limit)
+        )
     return lines
 
 
@@ -361,7 +364,7 @@ def totals(errors: Sequence[LayerError]) -> list[str]:
         damages = sorted(error.damage for error in mine)
         lines.append(
             Message(
-                "{storage}: {count} layers, {size} MB, error of the output {middle} in the middle, {worst} at worst",
+                "{storage}: {count} layers, {size} MB, error of the output: median {middle}, largest {worst}",
                 storage=storage,
                 count=len(mine),
                 size=f"{sum(error.num_bytes for error in mine) / 1e6:.1f}",
@@ -376,14 +379,18 @@ def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, st
     """Return lines that say what to do about layers above the bound; `override` is the present quantize.override."""
     over = [error for error in errors if error.better]
     if not over:
-        return [Message("no layer is above quantize.sensitivity_bound = {bound}: nothing to do", bound=f"{bound:g}")]
+        return [
+            Message(
+                "no layer is above quantize.sensitivity_bound = {bound}: there is nothing to do", bound=f"{bound:g}"
+            )
+        ]
     more = sum(error.better_bytes - error.num_bytes for error in over)
     table = {name: storage for error in over for name, storage in error.override.items()}
     table |= {name: storage for name, storage in override.items() if name not in table}
     return [
         Message(
-            "{count} of {total} layers are above quantize.sensitivity_bound = {bound}; to hold it takes {size} MB "
-            "more: set quantize.sensitivity = 'auto', or",
+            "{count} of {total} layers are above quantize.sensitivity_bound = {bound}; to stay below it takes "
+            "{size} MB more: set quantize.sensitivity = 'auto', or",
             count=len(over),
             total=len(errors),
             bound=f"{bound:g}",

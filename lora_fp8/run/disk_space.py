@@ -73,7 +73,7 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
             if sum(need.sure for need in on_disk) <= room:
                 warnings.append(
                     Message(
-                        "{key}: the disk may become full: this job writes up to {total} ({lines}), and {free} are free",
+                        "{key}: the disk may become full: this job writes up to {total} ({lines}), but {free} are free",
                         key=place,
                         total=total,
                         lines=parts,
@@ -83,8 +83,8 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
                 continue
             problems.append(
                 Message(
-                    "{key}: the disk has no room for this job: it writes {total} ({lines}), and {free} are free; "
-                    "free some, name another output_dir or dataset.cache_dir, or keep fewer checkpoints "
+                    "{key}: the disk is too full for this job, which writes {total} ({lines}), but {free} are free; "
+                    "free some space, name another output_dir or dataset.cache_dir, or keep fewer checkpoints "
                     "(checkpoint.keep)",
                     key=place,
                     total=total,

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..common.json_files import read_json, write_json
 from ..common.writing import make_folder
-from ..errors import Message, UserError
+from ..errors import Message, UserError, cannot_read, cannot_write
 from . import ownership
 
 MARKER = ".lora-fp8-drawing"
@@ -36,11 +36,11 @@ def require_free(folder: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(Message("{path}: cannot be read ({why})", path=folder, why=error.strerror)) from None
+        raise cannot_read(folder, error) from None
     if names:
         raise UserError(
             Message(
-                "{path}: images are drawn into a folder that is absent or empty, and this one holds {entries}",
+                "{path}: drawing needs a new or empty folder, but this one contains {entries}",
                 path=folder,
                 entries=ownership.counted(names),
             )
@@ -59,9 +59,7 @@ def create(folder: Path) -> None:
         with open(folder / MARKER, "x", encoding="utf-8") as file:
             file.write('{"version": 1}\n')
     except OSError as error:
-        raise UserError(
-            Message("{path}: cannot be written ({why})", path=error.filename or folder, why=error.strerror)
-        ) from None
+        raise cannot_write(error.filename or folder, error) from None
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
@@ -90,7 +88,7 @@ def remove(folder: Path) -> list[str]:
         UserError: the folder is no drawing.
     """
     if not is_drawing(folder):
-        raise UserError(Message("{path}: is no drawing of this program; nothing was deleted", path=folder))
+        raise UserError(Message("{path}: this is not a drawing of this program; nothing was deleted", path=folder))
     with os.scandir(folder) as entries:
         names = sorted(entries, key=lambda entry: entry.name)
     left = [entry.name for entry in names if entry.name != MARKER and not _is_ours(entry)]

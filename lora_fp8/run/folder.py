@@ -54,7 +54,11 @@ class Unreadable(UserError):
     def __init__(self, filename: Path, reason: str | None):
         self.filename = filename
         super().__init__(
-            Message("{path}: cannot be read ({why}); ask as the user whose run it is", path=filename, why=reason)
+            Message(
+                "{path}: the file cannot be read ({why}); use the account of the user who trains",
+                path=filename,
+                why=reason,
+            )
         )
 
 
@@ -129,7 +133,7 @@ class Run:
         if not exists:
             raise UserError(
                 Message(
-                    "{path}: not a run folder (it has no config.toml); runs are made by `{command}`",
+                    "{path}: this is not a run folder (it has no config.toml); `{command}` creates one",
                     path=path,
                     command="lora-fp8 train",
                 )
@@ -159,7 +163,8 @@ class Run:
             here = False
         if not here:
             gone = Message(
-                "the run folder was moved or deleted while it was being trained; `lora-fp8 resume` goes on where it is"
+                "the run folder was moved or deleted during training; if it was moved, run `lora-fp8 resume` on its "
+                "new path"
             )
             raise FileNotFoundError(errno.ENOENT, gone, os.fspath(self.path))
         ownership.require_folders(self.path)
@@ -188,7 +193,8 @@ class Run:
             except OSError as error:  # the terminal, pipe or page that it prints to was closed
                 self.echo = None
                 self.log_event(
-                    "warning", text=Message("events are no longer printed ({why}); the run goes on", why=reason(error))
+                    "warning",
+                    text=Message("events are no longer printed ({why}); the training continues", why=reason(error)),
                 )
         if self.watch is not None:
             self.watch(line)
@@ -235,8 +241,8 @@ class Run:
         except OSError as error:
             raise UserError(
                 Message(
-                    "{key}: cannot be written ({why}); ask as the user who trains, or send SIGTERM to the "
-                    "process that `lock` names",
+                    "{key}: the file cannot be written ({why}); use the account of the user who trains, or send "
+                    "SIGTERM to the process that `lock` names",
                     key=self.control / what,
                     why=reason(error),
                 )
@@ -294,7 +300,7 @@ class Run:
             self._lock.close()
             raise UserError(
                 Message(
-                    "{path}: {holder} is training here; stop it (`{command}`) or choose another name",
+                    "{path}: {holder} is training in this folder; stop it (`{command}`), or choose another name",
                     path=self.path,
                     holder=holder,
                     command=f"lora-fp8 stop {quote_path(self.path)}",

@@ -71,8 +71,8 @@ def require_new(folder: Path) -> None:
     if not is_run(folder):
         raise UserError(
             Message(
-                "{path}: a new run needs a folder that is absent or empty, and this one holds {entries}. Choose "
-                "another name or output_dir (--set name=...)",
+                "{path}: a new run needs a new or empty folder, but this one contains {entries}. Choose another "
+                "name or output_dir (--set name=...)",
                 path=folder,
                 entries=counted(names),
             )
@@ -81,7 +81,8 @@ def require_new(folder: Path) -> None:
     if not _is_marked(folder) or has_results(folder):
         raise UserError(
             Message(
-                "{path}: a run was here already; `{command}` goes on with it, or choose another name (--set name=...)",
+                "{path}: this folder already contains a run; continue it with `{command}`, or choose another name "
+                "(--set name=...)",
                 path=folder,
                 command=f"lora-fp8 resume {quote_path(folder)}",
             )
@@ -98,8 +99,8 @@ def require_ours(folder: Path) -> None:
         names = _names(folder)
         raise UserError(
             Message(
-                "{path}: is no run folder of this program (it holds {entries}); nothing was written there. Give "
-                "the folder of a run",
+                "{path}: this is not a run folder of this program (it contains {entries}); nothing was written. "
+                "Give a run folder",
                 path=folder,
                 entries=counted(names),
             )
@@ -107,8 +108,8 @@ def require_ours(folder: Path) -> None:
     if wrong := _displaced(folder):
         raise UserError(
             Message(
-                "{path}: parts of the run folder are links, or not what their names say ({entries}); nothing was "
-                "written there. Put the files themselves in their place",
+                "{path}: parts of the run folder are links, or differ from their names ({entries}); nothing was "
+                "written. Replace them with the files themselves",
                 path=folder,
                 entries=counted(wrong),
             )
@@ -163,7 +164,7 @@ def require_folders(folder: Path) -> None:
     for name in FOLDERS:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR(os.lstat(folder / name).st_mode):
-                line = Message("is a link or a file now, and was a folder of this run")
+                line = Message("this was a folder of the run, but is now a link or a file")
                 raise NotADirectoryError(errno.ENOTDIR, line, str(folder / name))
 
 
@@ -220,7 +221,7 @@ def remove(folder: Path) -> list[str]:
     """
     if folder.is_symlink() or not is_run(folder):
         raise UserError(
-            Message("{path}: does not look like a run that was trained here; remove it by hand", path=folder)
+            Message("{path}: this does not look like a run that was trained here; delete it by hand", path=folder)
         )
     with _locked(folder):
         files, folders, left = [], [], []
@@ -267,7 +268,7 @@ def _names(folder: Path) -> list[str]:
 def unusable(folder: Path, error: OSError) -> UserError:
     """Return the error for a run folder that cannot be made, listed or written."""
     return UserError(
-        Message("{path}: the run folder cannot be made or written ({why})", path=folder, why=reason(error))
+        Message("{path}: the run folder cannot be created or written ({why})", path=folder, why=reason(error))
     )
 
 
@@ -346,5 +347,5 @@ def _locked(folder: Path) -> Iterator[Any]:
             if attempt < 9:  # a call to `Run.alive` holds a shared lock for an instant
                 time.sleep(0.02)
         else:
-            raise UserError(Message("{folder}: is training now; stop it first", folder=folder))
+            raise UserError(Message("{folder}: a training is running in this folder; stop it first", folder=folder))
         yield

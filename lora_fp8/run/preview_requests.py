@@ -41,7 +41,7 @@ def request_sample(run: Run, changes: Mapping[str, Any]) -> Path:
     """
     if len(list_samples(run)) >= MOST_SAMPLES:
         raise UserError(
-            Message("{path}: {count} images are waiting to be drawn already", path=run.control, count=MOST_SAMPLES)
+            Message("{path}: {count} images are already waiting to be drawn", path=run.control, count=MOST_SAMPLES)
         )
     ownership.require_ours(run.path)
     number = time.time_ns()
@@ -106,7 +106,7 @@ def read_changes(run: Run) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise needs_repair(run.previews_file, reason(error)) from None
     if not isinstance(content, dict):
-        raise needs_repair(run.previews_file, Message("no JSON object"))
+        raise needs_repair(run.previews_file, Message("the content is not a JSON object"))
     return content
 
 
@@ -121,5 +121,9 @@ def read_version(run: Run) -> tuple[int, ...]:
 
 def _cannot_ask(path: Path, error: OSError) -> UserError:
     return UserError(
-        Message("{path}: cannot be written ({why}); ask as the user who trains", path=path, why=reason(error))
+        Message(
+            "{path}: the file cannot be written ({why}); use the account of the user who trains",
+            path=path,
+            why=reason(error),
+        )
     )

@@ -10,7 +10,7 @@ from typing import Any
 from ..common import system
 from ..errors import Message, Stopped
 
-STOPPED_EARLY = Message("stopped before the first step; what was cached stays cached")
+STOPPED_EARLY = Message("stopped before the first step; cached images and captions are kept")
 
 
 class StopSignal:

@@ -92,10 +92,10 @@ FACTS = {
     "base.single_file": Message("model.path is a whole model, not a single file"),
     "base.on_hub": Message("model.path is a local path"),
     "base.guidance": Message("this model has no guidance embedding"),
-    "layers.fp8": Message("no layer can be multiplied in FP8"),
+    "layers.fp8": Message("no layer can use an FP8 matmul"),
     "layers.modulation": Message("this model has no modulation layers"),
     "layers.convolutions": Message("this model has no convolutions"),
-    "masks.matter": Message("objective.unmasked_weight = 1 counts the area outside the masks in full"),
+    "masks.matter": Message("objective.unmasked_weight = 1 gives the area outside the masks its full weight"),
     "run.several_processes": Message("the job runs in one process"),
 }
 """What a `when` may need beside settings and the family's traits, each with the reason where it does not hold.

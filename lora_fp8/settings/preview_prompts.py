@@ -58,7 +58,7 @@ def split_options(prompt: str) -> tuple[str, dict[str, Any], list[str]]:
         elif name in values:
             problems.append(Message("--{option}: {name} is given twice", option=option, name=name))
         elif not value and name != "negative":  # an empty negative prompt is one
-            problems.append(Message("--{option} has no value", option=option))
+            problems.append(Message("--{option} needs a value", option=option))
         else:
             values[name] = value if name == "negative" else _read_number(value)
     return text.strip(), values, problems
@@ -69,10 +69,10 @@ def _describe_unknown(option: str) -> Message:
     known = ", ".join(f"--{name}" for name in OPTIONS)
     name, *rest = re.split(r"\W+", unicodedata.normalize("NFKC", option), maxsplit=1)
     if name.lower() not in OPTIONS:
-        return Message("--{option} is no option of a prompt; these are: {known}", option=option, known=known)
+        return Message("a prompt has no option --{option}; the options are: {known}", option=option, known=known)
     meant = " ".join([f"--{name.lower()}", *rest]).rstrip()
     return Message(
-        "--{option} is no option of a prompt. Write {meant}; the options are: {known}",
+        "a prompt has no option --{option}. Write {meant}; the options are: {known}",
         option=option,
         meant=meant,
         known=known,

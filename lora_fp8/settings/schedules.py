@@ -27,11 +27,13 @@ def read_points(section: Schedule, total_steps: int) -> list[tuple[float, float]
         step = _find_step(name, total_steps)
         if step in points:
             raise UserError(
-                Message("{first} and {second} are the same step", first=repr(points[step][0]), second=repr(name))
+                Message(
+                    "{first} and {second} are the same step; remove one", first=repr(points[step][0]), second=repr(name)
+                )
             )
         points[step] = name, factor
     if not any(factor for _, factor in points.values()):
-        raise UserError(Message("one factor must be above 0, such as in {example}",
+        raise UserError(Message("no factor is above 0; give at least one, such as in {example}",
                                 example="{'0' = 0, '0.1' = 1, '1.0' = 0.1}"))  # fmt: skip
     return [(step, points[step][1]) for step in sorted(points)]
 
@@ -90,7 +92,7 @@ def _shape(section: Schedule, step: int, warmup: int, total_steps: int) -> float
             return 0.5 * (1.0 + math.cos(math.pi * fallen))
     raise UserError(
         Message(
-            "{key}: {given} is not known; accepted: {names}",
+            "{key}: {given} is not available; accepted: {names}",
             key="schedule.name",
             given=repr(section.name),
             names="constant, cosine, cosine_with_restarts, linear, polynomial, wsd, rex, points",
@@ -115,8 +117,8 @@ def _find_step(name: str, total_steps: int) -> float:
         pass
     raise UserError(
         Message(
-            "{name} is no place in the training; write a whole number of steps, or a share of all steps with a decimal "
-            "point, from 0.0 to 1.0",
+            "{name} is not a position in the training; give a whole number of steps, or a fraction of all steps "
+            "with a decimal point, from 0.0 to 1.0",
             name=repr(name),
         )
     )

@@ -170,8 +170,8 @@ def _make_room(session: Session, limit: float, texts: Sequence[str | Prompt]) ->
     if added > limit:
         session.warn(
             Message(
-                "dataset.cache_limit = {limit}: the cache will have up to {size} GiB, as nothing of the last 24 hours "
-                "is deleted; raise the limit",
+                "dataset.cache_limit = {limit}: the cache will take up to {size} GiB, because entries used in the "
+                "last 24 hours are not deleted; raise the limit",
                 limit=f"{limit / 2**30:g}",
                 size=f"{added / 2**30:.3g}",
             )
@@ -195,7 +195,7 @@ def read_preview_section(
         try:
             preview = apply_preview_changes(session.job, preview_requests.read_changes(session.run))
         except UserError as error:
-            session.warn(Message("the previews stay as they were: {line}", line=error))
+            session.warn(Message("the previews are unchanged: {line}", line=error))
     return session.processes.gather((preview, version))[0]
 
 

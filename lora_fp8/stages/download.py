@@ -19,7 +19,10 @@ def download(session: Session) -> None:
     family, processes = session.family, session.processes
     if not any(processes.gather(family.missing_bytes())):
         return
-    before, session.stop.at_once = session.stop.at_once, Message("the download was stopped; what has arrived is kept")
+    before, session.stop.at_once = (
+        session.stop.at_once,
+        Message("the download was stopped; the downloaded part is kept"),
+    )
     if processes.is_main:
         _fetch(session)
     processes.wait()

@@ -104,7 +104,7 @@ class RateTest:
         present, lowest = _nearest(rows, effective), _nearest(rows, self.lowest.lr)
         lines: list[str] = [
             Message("{base}, {storage}", base=self.base, storage=self.storage),
-            Message("learning rate   loss, as a share of the base's for the same images, noise and timesteps"),
+            Message("learning rate   loss, as a fraction of the base model's for the same images, noise and timesteps"),
         ]
         for point in rows:
             length = BAR * (min(point.ratio, most) - least) / max(most - least, 1e-9)
@@ -116,7 +116,9 @@ class RateTest:
     def _describe_suggestion(self) -> list[str]:
         lowest, factor = self.lowest, f"{self.factor:g}"
         if lowest.ratio > 1 - LEAST_FALL:
-            return [Message("No suggestion: the loss never fell. Are the images what the base draws already?")]
+            return [
+                Message("No suggestion: the loss never fell. The base model may already be able to draw these images.")
+            ]
         if self.still_falls:
             return [
                 Message(
@@ -127,7 +129,8 @@ class RateTest:
         lines: list[str] = [
             Message("The loss is lowest at {rate}, and rises at higher rates.", rate=f"{lowest.lr:.1e}"),
             Message(
-                "Suggestion: optimizer.lr = {rate}. It is a quarter of that, divided by optimizer.lr_scale ({factor}).",
+                "Suggestion: optimizer.lr = {rate}. It is a quarter of that learning rate, divided by "
+                "optimizer.lr_scale ({factor}).",
                 rate=f"{self.suggestion:g}",
                 factor=factor,
             ),
@@ -173,7 +176,7 @@ def find_rate(
     for text in [*plan.images.warnings, *plan.warnings]:
         session.warn(text)
     if job.adapter.init_from:
-        session.warn(Message("adapter.init_from is not used here; the learning rate is that of a new adapter"))
+        session.warn(Message("adapter.init_from is not used here; the suggested learning rate is for a new adapter"))
     with explain_errors(session):
         data = cache(session)
         session = fit_memory(session)
@@ -183,12 +186,14 @@ def find_rate(
     if points and not any(point.base_loss for point in points):
         raise UserError(
             Message(
-                "objective.prior_for_regularization: every image is a regularization image, whose target is the base's "
-                "own prediction, so no learning rate improves on it"
+                "objective.prior_for_regularization: all images are regularization images, whose target is the base "
+                "model's own prediction, so no learning rate can improve the loss"
             )
         )
     if not points:
-        raise RunFailure(Message("the gradient of the first step is not finite; is the base model whole?"))
+        raise RunFailure(
+            Message("the gradient of the first step is not finite; check that the base model file is complete")
+        )
     factor = optim.lr_factor(job.optimizer, job.quantize.storage)
     return RateTest(
         plan.family.title, loaded.layers.summary().splitlines()[0], factor, optim.lr(job.optimizer), tuple(points)

@@ -113,7 +113,7 @@ def _read_best(session: Session, state: State) -> tuple[int, dict[str, Tensor]] 
     try:
         return kept.step, checkpoint.read(checkpoint.get_best_path(session.run.checkpoints, kept.step)).adapter
     except (UserError, RunFailure) as error:  # the last step's files do not depend on it
-        session.warn(Message("the LoRA of the best step is not written: {line}", line=error))
+        session.warn(Message("the LoRA of the best step was not written: {line}", line=error))
         return None
 
 
@@ -254,7 +254,7 @@ def verify_files(
     ]
     if failures:
         raise RunFailure(
-            Message("the exported file does not do what training did: {lines}", lines=Joined("; ", failures))
+            Message("the exported file does not match the training result: {lines}", lines=Joined("; ", failures))
         )
     return reports
 
@@ -267,8 +267,8 @@ def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.devi
     run.log_event(
         "warning",
         text=Message(
-            "unquantized, the model takes {size} GiB, and {free} GiB are free on {device}: the files are "
-            "compared on the CPU, which takes longer, and previews are not",
+            "the unquantized model takes {size} GiB, but {free} GiB are free on {device}: the files are compared on "
+            "the CPU, which takes longer, and previews are not compared",
             size=f"{num_bytes / 2**30:.1f}",
             free=f"{free / 2**30:.1f}",
             device=device,
@@ -363,7 +363,7 @@ def _open_checkpoint(
         if path is None:
             raise UserError(
                 Message(
-                    "{path}: no best LoRA is kept. Train with validation.pictures, validation.every and "
+                    "{path}: the run has no best LoRA. Train with validation.pictures, validation.every and "
                     "validation.keep_best",
                     path=folder,
                 )
@@ -385,8 +385,8 @@ def _resolve_run(job: Job, step: int) -> tuple[Job, ModelFamily, export_metadata
     if report.problems:
         # The images are needed only for the metadata, so their problems do not prevent the export.
         line = Plural(
-            "{count} problem with the pictures ({line}); what the file tells of the training data is incomplete",
-            "{count} problems with the pictures ({line}); what the file tells of the training data is incomplete",
+            "{count} problem with the images ({line}); the training data in the file's metadata is incomplete",
+            "{count} problems with the images ({line}); the training data in the file's metadata is incomplete",
         )(
             count=len(report.problems),
             line=report.problems[0],

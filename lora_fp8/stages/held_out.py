@@ -37,8 +37,8 @@ def read_series(session: Session, data: Data, step: int) -> list[Measurement]:
         if content and content.get("measures") != data.held_out_fingerprint:
             session.warn(
                 Message(
-                    "the held-out images or [objective] changed since the checkpoint: only later validations are "
-                    "compared"
+                    "the held-out images or [objective] changed since the checkpoint: only validations from now on "
+                    "are compared"
                 )
             )
         else:

@@ -72,14 +72,14 @@ class LivePreviews:
             try:
                 prompts = changes.get("prompts")
                 if not (isinstance(prompts, list) and prompts):
-                    raise UserError(Message("it is no JSON object with a list of prompts"))
+                    raise UserError(Message("the request is not a JSON object with a list of prompts"))
                 # An editing model is shown the control images of the first previews.
                 controls = self.data.preview.controls[: len(prompts)]
                 preview = self.data.preview.model_copy(update={"controls": controls})
                 job = session.job.model_copy(update={"preview": preview})
                 tables += settings.split_preview(apply_preview_changes(job, changes))
             except UserError as error:
-                session.warn(Message("a request for an image was dropped: {line}", line=error))
+                session.warn(Message("a request for an image was ignored: {line}", line=error))
         return tables
 
     def _encode(self, preview: settings.Preview) -> PreviewPrompts | None:

@@ -190,7 +190,7 @@ def _describe_beneath(beneath: Adapter | None) -> list[str]:
     if beneath is None:
         return []
     layers = len(kinds.grouped(beneath.state))
-    return [Message("a training adapter beneath {count} layers, in training only", count=layers)]
+    return [Message("a training adapter is applied to {count} layers, during training only", count=layers)]
 
 
 def _describe_waiting(waiting: int) -> list[str]:
@@ -209,7 +209,7 @@ def _describe_sharing(denoiser: nn.Module, sharing: Processes | None) -> list[st
     part, whole = (f"{size / 2**30:.2f}" for size in count_local_bytes(denoiser))
     return [
         Message(
-            "{count} processes share the base: each holds {part} of {whole} GiB",
+            "{count} processes share the base model: each stores {part} of {whole} GiB",
             count=sharing.world,
             part=part,
             whole=whole,

@@ -69,7 +69,8 @@ class Question:
         if not answer.isfinite().all():
             raise RunFailure(
                 Message(
-                    "the denoiser's prediction is not finite at {place}; is the base model whole?", place=self.label
+                    "the denoiser's prediction is not finite at {place}; check that the base model file is complete",
+                    place=self.label,
                 )
             )
         return answer.float().cpu()
@@ -105,20 +106,20 @@ class Report:
         """Return the report as text."""
         lines: list[str] = [
             f"{self.base}: {self.storage}",
-            Message("measured on {count} pictures at {levels} noise levels", count=self.pictures, levels=len(LEVELS)),
+            Message("measured with {count} images at {levels} noise levels", count=self.pictures, levels=len(LEVELS)),
         ]
         if self.moved:
             lines.append(
                 Message(
-                    "quantize.sensitivity = 'auto' moved {count} layers: {lines}",
+                    "quantize.sensitivity = 'auto' changed the storage of {count} layers: {lines}",
                     count=len(self.moved),
                     lines=Joined("; ", self.moved),
                 )
             )
-        lines += ["", Message("error of each layer, and of all layers of a storage:")]
+        lines += ["", Message("error of each layer, and of all layers of each storage format:")]
         lines += [*layerwise.table(self.layers), *layerwise.totals(self.layers)]
-        plain = Message("error of the prediction, against the unquantized base:")
-        multiplied = Message("error of the prediction with FP8 matmuls, against the unquantized base:")
+        plain = Message("error of the prediction, compared with the unquantized base model:")
+        multiplied = Message("error of the prediction with FP8 matmuls, compared with the unquantized base model:")
         for heading, errors in ((plain, self.prediction), (multiplied, self.multiplied)):
             if errors:
                 lines += ["", heading]
@@ -151,8 +152,8 @@ def report(
     if not plan.layers.quantized:
         raise UserError(
             Message(
-                "quantize.storage = {storage}: no layer is quantized, so there is nothing to measure; give a "
-                "storage, such as --set quantize.storage=fp8",
+                "quantize.storage = {storage}: no layer is quantized, so there is nothing to measure; choose a "
+                "storage format, such as --set quantize.storage=fp8",
                 storage=repr(job.quantize.storage),
             )
         )
@@ -166,7 +167,7 @@ def report(
         return _measure(session, moved, num_pictures, whole)
     except torch.cuda.OutOfMemoryError:
         raise RunFailure(
-            Message("out of memory; --layers-only needs the quantized base only, without the unquantized one")
+            Message("out of memory; use --layers-only, which loads only the quantized base model")
             if whole
             else Message("out of memory; use --pictures 1, or a smaller dataset.resolution")
         ) from None
@@ -284,7 +285,7 @@ def _warn_of_moves(
         run.log_event(
             "warning",
             text=Message(
-                "{layer} stays {storage} as quantize.override says, though its error of {found} is above "
+                "{layer} stays {storage} as quantize.override requires, although its error of {found} is above "
                 "quantize.sensitivity_bound = {bound}",
                 layer=layer.name,
                 storage=layer.storage,
@@ -297,7 +298,7 @@ def _warn_of_moves(
             "warning",
             text=Message(
                 "quantize.sensitivity moved {moved} of {total} layers: quantize.sensitivity_bound = {bound} is "
-                "below what {storage} itself costs; raise it, or hold the base in quantize.storage = 'int8'",
+                "below the error of {storage} itself; raise it, or use quantize.storage = 'int8'",
                 moved=num_moved,
                 total=num_layers,
                 bound=f"{section.sensitivity_bound:g}",

@@ -95,7 +95,7 @@ class Milestones:
                     raise self._log_is_full
                 raise Stopped(
                     Message(
-                        "saved at step {step}; `{command}` goes on",
+                        "saved at step {step}; `{command}` continues",
                         step=step,
                         command=f"lora-fp8 resume {quote_path(self.session.run.path)}",
                     )

@@ -57,7 +57,10 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
         if not torch.isfinite(losses_B).all():
             files = name_files_not_finite(turn.batch, losses_B)
             raise RunFailure(
-                Message("the loss is not finite before any training; {files}; is the base model whole?", files=files)
+                Message(
+                    "the loss is not finite before training; {files}; check that the base model file is complete",
+                    files=files,
+                )
             )
 
     if job.quantize.compute == "auto":
@@ -89,7 +92,7 @@ def _explain_nondeterministic() -> Iterator[None]:
             raise
         raise RunFailure(
             Message(
-                "train.deterministic = true: {name} of this model has no deterministic kernel; use "
+                "train.deterministic = true: {name}, which this model uses, has no deterministic kernel; use "
                 "train.deterministic = false",
                 name=name[1],
             )
@@ -123,8 +126,7 @@ def _compare_with_plain(session: Session, loaded: Loaded, attempt: Callable[[Rec
         usual = "memory.compile = 'off'" if section.compile == "blocks" else "memory.cuda_graphs = false"
         raise RunFailure(
             Message(
-                "{setting}: on this machine, the gradient differs from that without it (relative difference {value}); "
-                "use {usual}",
+                "{setting}: on this machine, it changes the gradient (relative difference {value}); use {usual}",
                 setting=setting,
                 value=f"{off:.3g}",
                 usual=usual,
@@ -141,7 +143,7 @@ def _choose_compute(session: Session, loaded: Loaded, state: State, attempt: Cal
     if any(processes.gather(is_lost)):
         session.warn(
             Message(
-                "the matmul that the checkpoint had chosen, {name}, does not exist on this machine; the fastest is "
+                "the matmul chosen by the checkpoint, {name}, does not exist on this machine; the fastest one is "
                 "measured again",
                 name=state.compute,
             )
@@ -177,7 +179,7 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
     for mode, why in reasons.items():
         if why:
             session.warn(
-                Message("quantize.compute = 'auto': {mode} failed and is left out ({why})", mode=mode, why=why)
+                Message("quantize.compute = 'auto': {mode} failed and is not used ({why})", mode=mode, why=why)
             )
     finite = {mode: round(seconds[mode], 4) for mode in modes if seconds[mode] < math.inf}
     session.run.log_event("compute", chosen=chosen, seconds=finite)

@@ -113,7 +113,7 @@ class PreviewScores:
         except Exception as error:  # of a model that somebody else made: training never depends on it
             self._has_failed = True
             line = (str(error).splitlines() or [type(error).__name__])[0]
-            session.warn(Message("no scores of previews: {line}", line=line))
+            session.warn(Message("the previews have no scores: {line}", line=line))
             return
         rounded = {name: round(value, 4) for name, value in scores.items()}
         session.run.log_event("score", step=step, references=self._scorer.num_references, **rounded)

@@ -134,8 +134,8 @@ def _draw_into(
         if processes.is_cut_off:
             raise RunFailure(
                 Message(
-                    "the previews at step {step} failed: {line}. With memory.shard_base the other processes cannot go "
-                    "on without this one. Resume with preview.prompts = [], or with memory.shard_base = false",
+                    "the previews at step {step} failed: {line}. With memory.shard_base, the other processes cannot "
+                    "continue without this one. Resume with preview.prompts = [], or with memory.shard_base = false",
                     step=step,
                     line=(str(error).splitlines() or [type(error).__name__])[0],
                 )
@@ -147,7 +147,7 @@ def _draw_into(
         save(drawn, [paths[number] for number in numbers], family.clips[1])
     problems = [text for text in processes.gather(problem) if text is not None]
     if problems:
-        session.warn(Message("no preview at step {step}: {line}", step=step, line=problems[0]))
+        session.warn(Message("the preview at step {step} failed: {line}", step=step, line=problems[0]))
     return not problems
 
 

@@ -53,7 +53,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
             last_good = describe_last_checkpoint(run)
             raise RunFailure(
                 Message(
-                    "step {step}: the update left {name} not finite, so nothing was saved; {line}. Try a lower "
+                    "step {step}: {name} is not finite after the update, so nothing was saved; {line}. Try a lower "
                     "optimizer.lr or optimizer.weight_decay, or a larger optimizer.eps",
                     step=state.step,
                     name=name,
@@ -91,7 +91,8 @@ def _begin(session: Session, loaded: Loaded) -> State:
         if untouched := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
             names = first_few(untouched)
             text = Message(
-                "adapter.init_from has not all layers; {count} begin at the base itself: {names}",
+                "adapter.init_from does not contain all layers; {count} layers start from the base model itself: "
+                "{names}",
                 count=len(untouched),
                 names=names,
             )
@@ -115,14 +116,14 @@ def require_resumable(session: Session) -> None:
         raise UserErrors(
             refusals,
             Message(
-                "{path} cannot be resumed with these settings; set them back, or train under another name",
+                "{path} cannot be resumed with these settings; restore the old values, or train under another name",
                 path=newest.path,
             ),
         )
     if newest.step > job.train.steps:
         raise UserError(
             Message(
-                "{path} is at step {step}, but train.steps is {steps}; raise train.steps to go on",
+                "{path} is at step {step}, but train.steps is {steps}; raise train.steps to continue",
                 path=newest.path,
                 step=newest.step,
                 steps=job.train.steps,
@@ -158,7 +159,7 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
                 "{setting} has no effect: {line}",
                 setting="adapter.init_from",
                 line=Message(
-                    "the run goes on from its own checkpoint",
+                    "the run continues from its own checkpoint",
                 ),
             )
         )
@@ -193,8 +194,8 @@ def require_same_step(state: State, run: Run, processes: Processes) -> None:
     if len(set(steps)) > 1:
         raise RunFailure(
             Message(
-                "the processes would begin at different steps ({steps}): not all of them see the checkpoints in "
-                "{path}; put output_dir on a disk that all machines share",
+                "the processes would start at different steps ({steps}), because not all of them see the "
+                "checkpoints in {path}; put output_dir on a disk that all machines share",
                 steps=", ".join(map(str, steps)),
                 path=run.path.resolve(),
             )

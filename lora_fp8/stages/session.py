@@ -72,7 +72,7 @@ class Session:
             Message("a smaller adapter.rank"): True,
         }
         return Message(
-            "out of memory on {device} ({size} GiB were in use); in this order: {steps}",
+            "out of memory on {device} ({size} GiB were in use); try, in this order: {steps}",
             device=self.processes.device,
             size=f"{memory.peak_gib(self.processes.device):.1f}",
             steps=Joined(", ", [step for step, helps in steps.items() if helps]),

@@ -251,7 +251,7 @@ def require_finite(session: Session, step: int, gradient: Gradient, norm: float)
                 "optimizer.lr",
                 step=step,
                 quantity=quantity,
-                culprits=Joined("; ", faults or [Message("not the fault of a single file (the gradient overflowed)")]),
+                culprits=Joined("; ", faults or [Message("no single file is the cause (the gradient overflowed)")]),
                 line=describe_last_checkpoint(session.run),
             )
         )

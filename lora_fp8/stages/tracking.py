@@ -194,7 +194,7 @@ class Tracking:
         why = next((line.strip() for line in str(text).splitlines() if line.strip()), type(error).__name__)
         self._run.log_event(
             "warning",
-            text=Message("tracking.to: {name} failed ({why}). Training goes on without it.", name=name, why=why),
+            text=Message("tracking.to: {name} failed ({why}). The training continues without it.", name=name, why=why),
         )
 
     def _read_ids(self) -> dict[str, str]:

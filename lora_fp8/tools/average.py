@@ -46,7 +46,8 @@ def weights(ages: Sequence[float], half_life: float) -> list[float]:
     if half_life < 0 or not math.isfinite(half_life):
         raise UserError(
             Message(
-                "--half-life {given}: steps (or places) after which one weighs half; 0 weighs all alike",
+                "--half-life {given}: this is the number of steps (or positions) that halve the weight; give 0 "
+                "(equal weights) or more",
                 given=f"{half_life:g}",
             )
         )
@@ -67,28 +68,30 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
         UserError: the layers differ or, for "factors", their ranks or strengths.
     """
     if what not in WHAT:
-        raise UserError(Message("--average {given}: accepted are {names}", given=repr(what), names=", ".join(WHAT)))
+        raise UserError(
+            Message(
+                "--average {given}: there is no such kind; accepted: {names}", given=repr(what), names=", ".join(WHAT)
+            )
+        )
     first = loras[0]
     for lora in loras[1:]:
         if lora.pairs.keys() != first.pairs.keys():
             odd = sorted(lora.pairs.keys() ^ first.pairs.keys())
             raise UserError(
-                Message(
-                    "{names}: a layer that not all of the files have; they cannot be averaged", names=first_few(odd)
-                )
+                Message("{names}: not all files have this layer, so they cannot be averaged", names=first_few(odd))
             )
     if what == "delta":
         made, report = resize.shrink(merge.concatenate(loras, shares), rank or first.rank, 0.0, uniform=False)
         return replace(first, pairs=made, metadata=merge.in_common(loras)), report
     if rank:
-        raise UserError(Message("--rank is of --average delta: the average of the factors has the rank that they have"))
+        raise UserError(Message("--rank needs --average delta: the average of the factors keeps the rank of the files"))
     made = {}
     for module, pair in first.pairs.items():
         same_layer = [lora.pairs[module] for lora in loras]
         kinds = {(pair_of.a.shape, pair_of.b.shape, pair_of.scale) for pair_of in same_layer}
         if len(kinds) > 1:
             raise UserError(
-                Message("{name} is not of one rank and strength in all files; use --average delta", name=module)
+                Message("{name} differs in rank or strength between the files; use --average delta", name=module)
             )
         a = _sum([pair_of.a for pair_of in same_layer], shares)
         made[module] = Pair(a, _sum([pair_of.b for pair_of in same_layer], shares), pair.scale)
@@ -113,7 +116,9 @@ def files(
         UserError: there are fewer than two files, their layers or layouts differ, or the output exists.
     """
     if len(sources) < 2:
-        raise UserError(Message("name a run folder, or two LoRA files or more, from the oldest to the newest"))
+        raise UserError(
+            Message("there is nothing to average; give a run folder, or at least two LoRA files, the oldest first")
+        )
     loras = [pairs.read(path) for path in sources]
     merge.of_one_naming(sources, loras)
     held = pairs.dtype_of(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
@@ -149,8 +154,8 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     if last < 0 or len(bundles) < 2:
         raise UserError(
             Message(
-                "{folder}: two checkpoints are needed for an average, and there are {count}; checkpoint.keep says how "
-                "many a run keeps, --last how many are taken",
+                "{folder}: an average needs at least two checkpoints, but there are {count}; checkpoint.keep sets "
+                "how many a run keeps, --last how many are used",
                 folder=folder,
                 count=len(bundles),
             )
@@ -165,7 +170,8 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     else:
         raise UserError(
             Message(
-                "--average {what}: the mean of the effects of several {kind}s is no {kind}; use --average factors",
+                "--average {what}: the average of the effects of several {kind}s is not a {kind}; use --average "
+                "factors",
                 what=what,
                 kind=kinds.TITLES[job.adapter.type],
             )

@@ -148,10 +148,10 @@ def run(
         Stopped: on SIGTERM or Ctrl-C, after the current captions; the same call continues.
     """
     if settings.append and settings.overwrite:
-        raise UserError(Message("--append and --overwrite exclude each other; leave one of them out"))
+        raise UserError(Message("--append and --overwrite exclude each other; remove one of them"))
     watch = StopSignal()
     with watch.watching():
-        watch.at_once = Message("stopped; captions that were written stay")
+        watch.at_once = Message("stopped; captions written so far are kept")
         pictures = captions.listed(folder, mask)
         result = Result()
         with captions.open_journal(folder) as journal:
@@ -242,7 +242,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
         for (name, file), caption in zip(readable, model.describe(pixels) if pixels else [], strict=True):
             if not caption:
                 result.empty += 1
-                session.add_problem(Message("{name}: the model had no words for it", name=name))
+                session.add_problem(Message("{name}: the model returned no text", name=name))
                 continue
             if settings.append:
                 try:
@@ -264,7 +264,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
         if watch.requested:
             raise Stopped(
                 Message(
-                    "{path}: stopped after {done} of {total} pictures; the same command goes on",
+                    "{path}: stopped after {done} of {total} images; run the same command again to continue",
                     path=folder,
                     done=done,
                     total=len(waiting),
@@ -347,7 +347,7 @@ def _refuse_unused(settings: Settings, used: set[str]) -> None:
     if unused:
         raise UserError(
             Message(
-                "{model}: this model has no use for {options}; leave them out",
+                "{model}: this model does not use {options}; remove them",
                 model=settings.model,
                 options=", ".join(unused),
             )
@@ -375,7 +375,11 @@ def load(settings: Settings, report: Report | None = None) -> Captioner:
     """
     if settings.dtype not in ("", *DTYPES):
         raise UserError(
-            Message("dtype = {dtype}: accepted are {names}", dtype=repr(settings.dtype), names=", ".join(DTYPES))
+            Message(
+                "dtype = {dtype}: there is no such dtype; accepted: {names}",
+                dtype=repr(settings.dtype),
+                names=", ".join(DTYPES),
+            )
         )
     folder = _find_folder(settings, report)
     if wd_tagger.is_tagger(_list_names(folder)):
@@ -395,7 +399,7 @@ def load(settings: Settings, report: Report | None = None) -> Captioner:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             Message(
-                "{model}: cannot be loaded by transformers {version} ({why})",
+                "{model}: transformers {version} cannot load it ({why})",
                 model=settings.model,
                 version=transformers.__version__,
                 why=first,
@@ -408,17 +412,23 @@ def _find_folder(settings: Settings, report: Report | None) -> Path:
     folder = Path(os.path.expanduser(settings.model))
     if folder.is_dir():
         if settings.revision:
-            raise UserError(Message("{model}: a folder has no revision; leave out --revision", model=settings.model))
+            raise UserError(Message("{model}: a folder has no revision; remove --revision", model=settings.model))
         return folder
     if folder.is_file() or not HUB_ID.fullmatch(settings.model):
-        raise UserError(Message("{model}: no such folder, and no Hugging Face id (OWNER/NAME)", model=settings.model))
+        raise UserError(
+            Message(
+                "{model}: there is no such folder, and this is not a Hugging Face id (OWNER/NAME)", model=settings.model
+            )
+        )
     reference = Reference("hub", settings.model, repo=settings.model, settings=("--model", "--revision"))
     try:
         described = describe_files(reference, settings.revision, lambda names: _choose_files(names, settings.model))
         fetched = download(described, report)
     except NoAnswer as error:
         raise UserError(
-            Message("{model}: cannot be fetched from the hub ({why})", model=settings.model, why=error)
+            Message(
+                "{model}: the model cannot be downloaded from Hugging Face ({why})", model=settings.model, why=error
+            )
         ) from None
     assert fetched.folder is not None  # a repository always has one
     return fetched.folder
@@ -444,14 +454,14 @@ def _require_config(names: Collection[str], model: str) -> None:
     if any(name.endswith(".onnx") for name in names):
         raise UserError(
             Message(
-                "{model}: no config.json of a transformers model in it, and not both files of a WD tagger, "
+                "{model}: it has neither the config.json of a transformers model nor both files of a WD tagger, "
                 "{network} and {tags}",
                 model=model,
                 network=wd_tagger.MODEL,
                 tags=wd_tagger.TAGS,
             )
         )
-    raise UserError(Message("{model}: no config.json of a transformers model in it", model=model))
+    raise UserError(Message("{model}: it has no config.json of a transformers model", model=model))
 
 
 def _model_type(folder: Path, model: str) -> str:
@@ -467,12 +477,16 @@ def _model_type(folder: Path, model: str) -> str:
     )
     if kind == "timm_wrapper" or not kind:
         raise UserError(
-            Message("{model}: made for timm, which is not used here; choose a model of transformers' own", model=model)
+            Message(
+                "{model}: this is a timm model, which is not supported; choose a model with an architecture of "
+                "transformers",
+                model=model,
+            )
         )
     if kind not in CONFIG_MAPPING_NAMES:
         raise UserError(
             Message(
-                "{model}: its architecture {kind} is unknown to transformers {version}; code that comes with a "
+                "{model}: transformers {version} does not know its architecture {kind}; code that comes with a "
                 "model is never run",
                 model=model,
                 kind=repr(kind),
@@ -597,7 +611,7 @@ class _Classifier(Captioner):
         if config.problem_type != "multi_label_classification":
             raise UserError(
                 Message(
-                    "{model}: sorts pictures into one of {count} classes, which makes no tags (its config has no "
+                    "{model}: it sorts images into one of {count} classes and cannot write tags (its config has no "
                     "problem_type = 'multi_label_classification')",
                     model=settings.model,
                     count=config.num_labels,
@@ -625,5 +639,5 @@ class _Classifier(Captioner):
 def problems(result: Result, folder: Path) -> None:
     """Raise UserErrors if images were left without a caption."""
     if result.problems:
-        where = Message("{folder}: {count} captions written, pictures without", folder=folder, count=result.written)
+        where = Message("{folder}: {count} captions written, images without", folder=folder, count=result.written)
         raise UserErrors(result.problems, where)

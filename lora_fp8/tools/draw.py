@@ -304,7 +304,9 @@ def _list_cells(loras: Sequence[Lora], request: Request) -> list[Cell]:
         cells.insert(0, Cell(None, 0.0))
     if len(cells) > MOST_IMAGES:
         raise UserError(
-            Message("{count} images are too many for one drawing (at most {most})", count=len(cells), most=MOST_IMAGES)
+            Message(
+                "{count} images are too many for one drawing; the limit is {most}", count=len(cells), most=MOST_IMAGES
+            )
         )
     return cells
 
@@ -329,9 +331,9 @@ def _require_prompt(prompts: Sequence[str]) -> None:
         UserError: there is none, or there are several.
     """
     if len(prompts) > 1:
-        raise UserError(Message("preview.prompts: a drawing has one prompt, and {count} are given", count=len(prompts)))
+        raise UserError(Message("preview.prompts: a drawing has one prompt, but {count} are given", count=len(prompts)))
     if not prompts or not prompts[0].strip():
-        raise UserError(Message("there is nothing to draw: give a prompt with --prompt"))
+        raise UserError(Message("there is no prompt to draw; give one with --prompt"))
 
 
 def _choose_device(name: str) -> torch.device:
@@ -341,9 +343,17 @@ def _choose_device(name: str) -> torch.device:
         UserError: there is no such device.
     """
     if name not in ("auto", "cpu", "cuda"):
-        raise UserError(Message("--device {given}: accepted are {names}", given=repr(name), names="auto, cpu, cuda"))
+        raise UserError(
+            Message(
+                "--device {given}: there is no such device; accepted: {names}",
+                given=repr(name),
+                names="auto, cpu, cuda",
+            )
+        )
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(Message("--device cuda: torch finds no GPU here; `lora-fp8 doctor` says why"))
+        raise UserError(
+            Message("--device cuda: torch finds no GPU on this machine; run `lora-fp8 doctor` to find out why")
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import config, families
 from ..adapters import kinds
-from ..errors import Message, RunFailure, UserError, UserErrors
+from ..errors import Message, RunFailure, UserError, UserErrors, missing_file
 from ..families import read_family_name
 from ..families._clip import CHUNK_TOKENS, MOST_CHUNKS
 from ..families.base import ModelFamily
@@ -62,7 +62,7 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
     run = next((folder for source in sources if (folder := find_run(source))), None)
     if run is not None and not model:
         if family:
-            raise UserError(Message("--family is of a base model; name that with --model"))
+            raise UserError(Message("--family applies to a base model; name the base model with --model"))
         job = config.load(Run.open(run).config_file, [])
         without_prompts = job.preview.model_copy(update={"controls": job.preview.controls[:1]})
         preview, *_ = [*split_preview(job.preview), without_prompts]
@@ -70,14 +70,14 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
         return config.loads(config.dumps(job), list(overrides), where="draw")
     if not model:
         if missing := [source for source in sources if not source.exists()]:
-            raise UserError(Message("{path}: no such run folder or LoRA file", path=missing[0]))
-        raise UserError(Message("no base model is known: name it with --model, or give a run folder"))
+            raise UserError(Message("{path}: there is no run folder or LoRA file of this name", path=missing[0]))
+        raise UserError(Message("no base model is given; name it with --model, or give a run folder"))
     headers = [safetensors_file.read_header(source).metadata for source in sources if source.is_file()]
     if not family:
         family = next(filter(None, map(read_family_name, headers)), "")
     if not family:
         accepted = " | ".join(families.available())
-        raise UserError(Message("the architecture is not known; name it with --family ({names})", names=accepted))
+        raise UserError(Message("the architecture is unknown; name it with --family ({names})", names=accepted))
     needs_controls = family in families.available() and families.get(family).controls[0]
     control = "\ncontrol = '.'" if needs_controls else ""
     text = f"name = 'drawing'\n[model]\n[[dataset.folders]]\npath = '.'{control}\n"
@@ -133,7 +133,7 @@ def load_loras(sources: Sequence[Path], steps: Sequence[int], family: ModelFamil
 
 def _read_file(path: Path, family: ModelFamily) -> Lora:
     if not path.is_file():
-        raise UserError(Message("{path}: no such file", path=path))
+        raise missing_file(path)
     tensors, _ = export.read_adapter(path)
     try:
         state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
@@ -149,7 +149,7 @@ def _read_checkpoint(folder: Path, step: int, family: ModelFamily) -> Lora:
     if own.model.family != family.name:
         raise UserError(
             Message(
-                "{path}: is a run of {family}, and the base model is of {other}",
+                "{path}: this is a run of {family}, but the base model is {other}",
                 path=folder,
                 family=own.model.family,
                 other=family.name,
@@ -177,8 +177,8 @@ def _check_layers(lora: Lora, family: ModelFamily) -> None:
     if wrong:
         raise UserError(
             Message(
-                "{path}: {count} of its layers are missing in this base model or have another size, as {names}. "
-                "Choose the base model that it was trained on",
+                "{path}: {count} of its layers are missing in this base model or have another size, such as "
+                "{names}. Choose the base model that it was trained on",
                 path=os.fspath(lora.place),
                 count=len(wrong),
                 names=", ".join(wrong[:3]),

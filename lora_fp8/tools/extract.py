@@ -66,7 +66,10 @@ class Report:
             )
         kept = sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
         count = len(self.rows)
-        return [*lines, Message("{count} layers, {kept} of their difference's energy", count=count, kept=f"{kept:.4%}")]
+        return [
+            *lines,
+            Message("{count} layers, {kept} of the energy of their difference", count=count, kept=f"{kept:.4%}"),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON types."""
@@ -162,7 +165,7 @@ def extract(
     if not state:
         raise UserError(
             Message(
-                "{base} and {tuned} do not differ in the layers asked for: there is nothing to extract",
+                "{base} and {tuned} do not differ in the chosen layers, so there is nothing to extract",
                 base=base,
                 tuned=tuned,
             )
@@ -194,7 +197,7 @@ def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torc
         here, there = (known.get(wrong[0]) for known in shapes)
         raise UserError(
             Message(
-                "{base} and {tuned} are not of one architecture: {name} is {here} and {there}",
+                "{base} and {tuned} have different architectures: {name} is {here} and {there}",
                 base=base,
                 tuned=tuned,
                 name=wrong[0],
@@ -230,7 +233,7 @@ def _differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterat
         if not math.isfinite(size):
             raise UserError(
                 Message(
-                    "{name} holds NaN or infinity in {base} or {tuned}: there is no difference to take",
+                    "{name} contains NaN or infinity in {base} or {tuned}, so there is no difference to extract",
                     name=name,
                     base=base,
                     tuned=tuned,
@@ -286,7 +289,10 @@ def both(
             yield name, left, two
     if alone := sorted({**waiting[0], **waiting[1]}):
         raise UserError(
-            Message("{names}: only one of the two models has it; they are of two architectures", names=first_few(alone))
+            Message(
+                "{names}: only one of the two models has this layer, so their architectures differ",
+                names=first_few(alone),
+            )
         )
 
 

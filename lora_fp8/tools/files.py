@@ -61,8 +61,8 @@ class About:
         counts_as_text = [", ".join(f"{value} ({count})" for value, count in counts.items()) for _, counts in counted]
         answers: dict[object, str] = {
             True: Message("right"),
-            False: Message("WRONG: not of these bytes"),
-            None: Message("absent"),
+            False: Message("WRONG (the data has another hash)"),
+            None: Message("missing"),
         }
         norms = list(self.norms.items())
         values = {
@@ -71,14 +71,14 @@ class About:
             "kind": kinds.TITLES[self.kind],
             "count": len(norms),
         }
-        heading = Message("{file}: {size} MiB, {kind} of {count} layers, no known layout", **values)
+        heading = Message("{file}: {size} MiB, {kind} of {count} layers, unknown layout", **values)
         if self.layout:
             heading = Message(
                 "{file}: {size} MiB, {kind} of {count} layers, {layout} layout", layout=self.layout, **values
             )
         return [
             heading,
-            Message("family: {names}", names=Joined(" or ", self.families) or Message("none that is known")),
+            Message("architecture: {names}", names=Joined(" or ", self.families) or Message("unknown")),
             *(f"{name}: {text}" for (name, _), text in zip(counted, counts_as_text, strict=True)),
             *(f"norm {norm:.4g}: {name}" for name, norm in (norms if len(norms) <= 6 else [*norms[:3], *norms[-3:]])),
             Message(
@@ -146,7 +146,7 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
     if len(found_kinds) > 1:
         raise UserError(
             Message(
-                "{path}: holds {kinds} in one file",
+                "{path}: one file mixes {kinds}",
                 path=path,
                 kinds=Joined(" and ", [kinds.TITLES[kind] for kind in found_kinds]),
             )
@@ -263,11 +263,11 @@ def _write_other(
 
 def _only(names: list[str], path: Path) -> str:
     if len(names) != 1:
-        known = Joined(" or ", names) if names else Message("none of ours")
+        known = Joined(" or ", names) if names else Message("none that is supported")
         accepted = " | ".join(names or families.available())
         raise UserError(
             Message(
-                "{path}: by its names and shapes the architecture is {kind}; name it with --family ({names})",
+                "{path}: its names and shapes do not decide the architecture ({kind}); name it with --family ({names})",
                 path=path,
                 kind=known,
                 names=accepted,

@@ -66,15 +66,16 @@ def check(repo: str, *, public: bool = False, update: bool = False) -> Target:
     if not all(NAME.fullmatch(part) and ".." not in part and "--" not in part for part in (owner or "me", name)):
         raise UserError(
             Message(
-                "{repo} is no name of a repository. Give OWNER/NAME of letters, digits, -, _ and ., at most 96 each.",
+                "{repo} is not a valid repository name. Give OWNER/NAME of letters, digits, -, _ and ., at most 96 "
+                "characters each.",
                 repo=repr(repo),
             )
         )
     if huggingface_hub.get_token() is None:
         raise UserError(
             Message(
-                "there is no token of the Hub on this machine. Create one with write access at {page}, then run "
-                "`hf auth login`.",
+                "this machine has no Hugging Face token. Create one with write access at {page}, then run `hf auth "
+                "login`.",
                 page=TOKENS_PAGE,
             )
         )
@@ -88,12 +89,12 @@ def check(repo: str, *, public: bool = False, update: bool = False) -> Target:
         problems.append(EXISTS(repo=f"{owner}/{name}"))
     if update and not exists and not problems:
         problems.append(
-            Message("{repo} does not exist, so it cannot be updated. Leave out --update.", repo=f"{owner}/{name}")
+            Message("{repo} does not exist, so it cannot be updated. Remove --update.", repo=f"{owner}/{name}")
         )
     if exists and update and public:
         problems.append(
             Message(
-                "{repo} exists, and an update does not make it public. Leave that out, or change it on {page}.",
+                "{repo} exists, and an update cannot make it public. Remove that option, or change it on {page}.",
                 repo=f"{owner}/{name}",
                 page=f"{hub.endpoint}/{owner}/{name}/settings",
             )
@@ -124,7 +125,7 @@ def _find_problems(account: dict[str, Any], repo: str) -> list[Message]:
         writable = ", ".join(owner for owner, role in roles.items() if role in WRITERS)
         problems.append(
             Message(
-                "the account {name} may not write to {owner}. Choose one of: {names}.",
+                "the account {name} has no write access to {owner}. Choose one of: {names}.",
                 name=name,
                 owner=owner,
                 names=writable,
@@ -134,8 +135,8 @@ def _find_problems(account: dict[str, Any], repo: str) -> list[Message]:
     if not _may_write(token, repo):
         problems.append(
             Message(
-                "the token of this machine may not write to {repo}. Create one with write access at {page}, then run "
-                "`hf auth login`.",
+                "the token of this machine has no write access to {repo}. Create one with write access at {page}, "
+                "then run `hf auth login`.",
                 repo=repo,
                 page=TOKENS_PAGE,
             )
@@ -258,9 +259,9 @@ def _explain(repo: str, error: Exception) -> str:
         error = error.__cause__  # huggingface_hub's threads wrap what they raise
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == 401:
-        return Message("the Hub does not accept the token of this machine. Run `hf auth login` again.")
+        return Message("Hugging Face does not accept the token of this machine. Run `hf auth login` again.")
     if status == 403:
-        return Message("the Hub does not let the account of this machine's token write to {repo}.", repo=repo)
+        return Message("the account of this machine's token has no write access to {repo}.", repo=repo)
     if status == 409:
         return EXISTS(repo=repo)
     explained = hosts.of(parse(repo)).explain(error)

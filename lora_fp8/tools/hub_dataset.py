@@ -48,13 +48,15 @@ def describe(reference: Reference, revision: str = "", only: str = "") -> BaseDe
     files = [file for file in answer.files if not only or fnmatch.fnmatchcase(file.path, only)]
     if outside := next((file.path for file in files if not _is_inside(file.path)), ""):
         raise UserError(
-            Message("SOURCE = {name}: names a file outside of it: {path}", name=repr(reference.name), path=outside)
+            Message(
+                "SOURCE = {name}: it lists a file outside the dataset: {path}", name=repr(reference.name), path=outside
+            )
         )
     chosen = choose_files(files)
     if not chosen:
         raise UserError(
             Message(
-                "SOURCE = {name}: has no images, tables (.parquet) or shards (.tar) to read; its files: {names}",
+                "SOURCE = {name}: it has no images, tables (.parquet) or shards (.tar) to read; its files: {names}",
                 name=repr(reference.name),
                 names=first_few([file.path for file in files]),
             )

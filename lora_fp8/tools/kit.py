@@ -125,7 +125,7 @@ def from_run(
         have = ", ".join(made) or Message("none")
         raise UserError(
             Message(
-                "{path}: no exported file in the layout {names}; there are: {have}",
+                "{path}: there is no exported file in the layout {names}; the layouts are: {have}",
                 path=folder,
                 names=Joined(" or ", wanted),
                 have=have,
@@ -201,7 +201,9 @@ def check_free(folder: Path) -> None:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
-            Message("{path}: is there already and not empty; choose another folder for the kit", path=folder)
+            Message(
+                "{path}: the folder exists already and is not empty; choose another folder for the kit", path=folder
+            )
         )
 
 
@@ -248,7 +250,11 @@ def make(
         raise
     notes: list[str] = []
     if not pictures:
-        notes.append(Message("no pictures: every host wants one; draw some with preview.prompts, or add your own"))
+        notes.append(
+            Message(
+                "there are no images, and every host requires one; generate some with preview.prompts, or add your own"
+            )
+        )
     notes += _missing(facts)
     for host in hosts().values():
         notes += [
@@ -268,7 +274,7 @@ def _check_adapter(file: Path) -> None:
     if not known:
         raise UserError(
             Message(
-                "{file}: not a LoRA, it holds {names}",
+                "{file}: this is not a LoRA, it contains {names}",
                 file=file,
                 names=first_few(sorted(tensors)) or Message("nothing"),
             )
@@ -302,10 +308,10 @@ def _empty(folder: Path, remove: bool) -> None:
 
 def _missing(facts: Facts) -> list[Message]:
     lines = {
-        Message("no trigger word: give it with --trigger"): facts.trigger,
-        Message("no description: give it with --description"): facts.description,
-        Message("no licence: give it with --license"): facts.license,
-        Message("no id of the base model on the Hub: give it with --base-model"): facts.base_model,
+        Message("the trigger word is missing; give it with --trigger"): facts.trigger,
+        Message("the description is missing; give it with --description"): facts.description,
+        Message("the licence is missing; give it with --license"): facts.license,
+        Message("the base model's id on the Hub is missing; give it with --base-model"): facts.base_model,
     }
     return [line for line, value in lines.items() if not value]
 
@@ -409,32 +415,36 @@ def problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]
     """List how a file exceeds a host's limits or misses its base models, and what is unknown, one line each."""
     problems = []
     if file.suffix not in host["extensions"]:
-        problems.append(Message("{suffix} is not taken", suffix=file.suffix))
+        problems.append(Message("{suffix} files are not accepted", suffix=file.suffix))
     size, limit = file.stat().st_size / 2**20, host.get("max_mb", 0)
     if limit and size > limit:
         problems.append(
             Message(
-                "{size} MB are more than its limit of {limit} MB; see lora-fp8 resize", size=f"{size:.0f}", limit=limit
+                "the file has {size} MB, more than the limit of {limit} MB; make it smaller with lora-fp8 resize",
+                size=f"{size:.0f}",
+                limit=limit,
             )
         )
     header, limit = safetensors_file.read_header(file).data_begin / 2**20, host["max_header_mb"]
     if limit and header > limit:
         problems.append(
-            Message("a header of {size} MB is more than its limit of {limit} MB", size=f"{header:.0f}", limit=limit)
+            Message("the header has {size} MB, more than the limit of {limit} MB", size=f"{header:.0f}", limit=limit)
         )
     beside = len(list(file.parent.glob("*.safetensors")))
     if host["root_safetensors"] and beside > host["root_safetensors"]:
-        problems.append(Message("{count} .safetensors files beside each other; it takes one", count=beside))
+        problems.append(
+            Message("there are {count} .safetensors files in one folder, but only one is accepted", count=beside)
+        )
     known = base_models(host, facts.family)
     if host.get("base_is_hub_id") and facts.base_model:
         known = [facts.base_model]
     title = families.get(facts.family).title
     if known is None:
-        problems.append(Message("{title} is not offered there", title=title))
+        problems.append(Message("the host does not offer {title}", title=title))
     elif not known:
-        problems.append(Message("its name for {title} is not known here: choose it on its page", title=title))
+        problems.append(Message("the host's name for {title} is unknown; choose it on the page", title=title))
     elif len(known) > 1:
-        problems.append(Message("base model: choose the one that you trained on: {names}", names=" | ".join(known)))
+        problems.append(Message("choose the base model that you trained on: {names}", names=" | ".join(known)))
     return problems
 
 

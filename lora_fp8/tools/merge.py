@@ -54,7 +54,11 @@ def weighted(text: str) -> tuple[Path, float]:
         weight = math.nan
     if not math.isfinite(weight) or weight == 0:
         raise UserError(
-            Message("{text}: a weight is a finite number other than 0, as in {name}:0.7", text=text, name=name)
+            Message(
+                "{text}: the weight is not a finite number other than 0; write it as in {name}:0.7",
+                text=text,
+                name=name,
+            )
         )
     return Path(name if colon and name else text), weight
 
@@ -75,7 +79,7 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
         if len(shapes) > 1:
             both_shapes = " and ".join(sides(shape) for shape in sorted(shapes))
             raise UserError(
-                Message("{name} is {told}: these LoRAs are not of one architecture", name=module, told=both_shapes)
+                Message("{name} is {told}: these LoRAs have different architectures", name=module, told=both_shapes)
             )
         a = torch.cat([pair.a.float() for pair, _ in weighted_pairs])
         b = torch.cat([pair.b.float() * (pair.scale * weight) for pair, weight in weighted_pairs], 1)
@@ -101,7 +105,12 @@ def merge(
         UserError: there are fewer than two files, their layouts or shapes differ, or the output exists.
     """
     if len(sources) < 2:
-        raise UserError(Message("name two LoRA files or more, such as a.safetensors:0.7 b.safetensors:0.5"))
+        raise UserError(
+            Message(
+                "merging needs at least two LoRA files; give them with weights, such as a.safetensors:0.7 "
+                "b.safetensors:0.5"
+            )
+        )
     loras = [pairs.read(path) for path, _ in sources]
     of_one_naming([path for path, _ in sources], loras)
     widest = max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits)
@@ -132,8 +141,8 @@ def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
             ours, theirs = next(iter(loras[0].pairs)), next(iter(lora.pairs))
             raise UserError(
                 Message(
-                    "{one} has layers such as {ours}, {two} such as {theirs}: files of one layout can be merged; "
-                    "export both in the same one",
+                    "{one} has layers such as {ours}, but {two} has layers such as {theirs}: only files with the "
+                    "same layout can be merged; convert one of them",
                     one=paths[0].name,
                     ours=f"{ours}{loras[0].halves[0]}",
                     two=path.name,
@@ -153,7 +162,7 @@ def _refuse_two_architectures(paths: Sequence[Path], loras: Sequence[Lora]) -> N
         if not same:
             raise UserError(
                 Message(
-                    "{one} is for {ours}, {two} for {theirs}: only LoRAs of one architecture can be merged",
+                    "{one} is for {ours}, but {two} is for {theirs}: only LoRAs of one architecture can be merged",
                     one=first_name,
                     ours=first.title,
                     two=name,
@@ -207,7 +216,7 @@ def into(
         accepted = " | ".join(families.available())
         raise UserError(
             Message(
-                "{path} does not say its architecture; name it with --family ({names})",
+                "{path} does not name its architecture; give it with --family ({names})",
                 path=sources[0][0],
                 names=accepted,
             )
@@ -317,7 +326,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
     """
     if lost := sorted(name.removesuffix(".weight") for name in deltas.keys() - places.keys()):
         raise UserError(
-            Message("{path} has no layer {names}: the LoRA is for another model", path=base, names=first_few(lost))
+            Message("{path} has no layer {names}, so the LoRA is for another model", path=base, names=first_few(lost))
         )
     for name, layer_changes in deltas.items():
         rows, *columns = places[name].shape
@@ -326,7 +335,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
         ):
             raise UserError(
                 Message(
-                    "{name} is {rows} x {columns} in {base} and {other_rows} x {other_columns} in the LoRA: it "
+                    "{name} is {rows} x {columns} in {base}, but {other_rows} x {other_columns} in the LoRA, which "
                     "is for another model",
                     name=name,
                     rows=rows,
@@ -375,7 +384,7 @@ def _text_places(family: Any) -> dict[str, _Place]:
         if not own:
             raise UserError(
                 Message(
-                    "{path} holds no {encoder}, which the LoRA is for as well; merge into a diffusers folder",
+                    "{path} has no {encoder}, but the LoRA changes it too; merge into a diffusers folder",
                     path=family.checkpoint,
                     encoder=encoder,
                 )
@@ -412,7 +421,7 @@ def _refuse_quantized(path: Path) -> None:
     if weights:
         raise UserError(
             Message(
-                "{path} holds {name} in {dtype}: a LoRA's small changes would be rounded away there; merge into "
+                "{path} stores {name} in {dtype}, which would round away the small changes of a LoRA; merge into "
                 "the same model in bf16, fp16 or fp32, and quantize the result",
                 path=path,
                 name=weights[0],
@@ -425,7 +434,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(Message("{path}: cannot be made ({why})", path=folder, why=reason(error))) from None
+        raise UserError(
+            Message("{path}: the folder cannot be created ({why})", path=folder, why=reason(error))
+        ) from None
 
 
 def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:

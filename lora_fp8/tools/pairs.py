@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import Message, RunFailure, UserError, cannot_write, exists_already, first_few
+from ..errors import Message, RunFailure, UserError, cannot_write, exists_already, first_few, missing_file
 from ..lora_files import export, export_metadata, layouts, safetensors_file
 from ..precision.dtypes import DTYPES
 
@@ -85,14 +85,15 @@ def read(path: Path, *, sound: bool = True) -> Lora:
         UserError: it is not a safetensors file, has no pairs or half a pair, or is an adapter of another kind.
     """
     if not path.is_file():
-        raise UserError(Message("{path}: no such file", path=path))
+        raise missing_file(path)
     tensors, metadata = export.read_adapter(path, sound=sound)
     halves = next((h for h in HALVES if any(name.endswith(h) for name in tensors)), None)
     if halves is None:
-        some = first_few(sorted(tensors)) or Message("no tensor")
+        some = first_few(sorted(tensors)) or Message("no tensors")
         raise UserError(
             Message(
-                "{path}: not a LoRA of pairs, it holds {names} (LoHa and LoKr have none; a whole model neither)",
+                "{path}: this is not a LoRA with pairs of matrices, it contains {names} (LoHa, LoKr and whole "
+                "models have no pairs)",
                 path=path,
                 names=some,
             )
@@ -101,7 +102,7 @@ def read(path: Path, *, sound: bool = True) -> Lora:
     if foreign := sorted(name for name in tensors if not name.endswith(known)):
         raise UserError(
             Message(
-                "{path}: {names} is not part of a plain LoRA (DoRA's lengths, a Tucker core or another layout); "
+                "{path}: {names} does not belong to a plain LoRA (DoRA's lengths, a Tucker core or another layout); "
                 "give a file of lora_A/lora_B or lora_down/lora_up pairs only",
                 path=path,
                 names=first_few(foreign),
@@ -110,7 +111,7 @@ def read(path: Path, *, sound: bool = True) -> Lora:
     pairs = _pair_up(tensors, halves)
     alphas = [name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")]
     if stray := sorted(module for module in alphas if module not in pairs):
-        raise UserError(Message("{path}: {names} has alpha and no weights", path=path, names=first_few(stray)))
+        raise UserError(Message("{path}: {names} has an alpha, but no weights", path=path, names=first_few(stray)))
     dtypes = Counter(pair.a.dtype for pair in pairs.values())
     as_tensors = any(name.endswith(".alpha") for name in safetensors_file.read_header(path).entries)
     return Lora(pairs, halves, as_tensors or halves == HALVES[1], dtypes.most_common(1)[0][0], metadata)
@@ -199,11 +200,16 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
         UserError: the name is not bf16, fp16 or fp32; or the default is a dtype that cannot be written.
     """
     if name and name not in DTYPES:
-        raise UserError(Message("--dtype {given}: accepted are {names}", given=repr(name), names=", ".join(DTYPES)))
+        raise UserError(
+            Message(
+                "--dtype {given}: there is no such dtype; accepted: {names}", given=repr(name), names=", ".join(DTYPES)
+            )
+        )
     if not name and default not in safetensors_file.SAFETENSORS_DTYPES:
         raise UserError(
             Message(
-                "the file is in {dtype}, which is not written; say --dtype bf16, fp16 or fp32", dtype=short(default)
+                "the file is in {dtype}, which cannot be written; choose --dtype bf16, fp16 or fp32",
+                dtype=short(default),
             )
         )
     return DTYPES[name] if name else default
@@ -273,8 +279,15 @@ def check_size(rank: int, energy: float) -> None:
         UserError: neither is given, or a value is out of range.
     """
     if not rank and not energy:
-        raise UserError(Message("say how small: --rank 16 or --energy 0.98 (the share of each delta to keep), or both"))
+        raise UserError(
+            Message(
+                "the target size is missing; give --rank, such as 16, or --energy, such as 0.98 (the share of each "
+                "delta to keep), or both"
+            )
+        )
     if rank < 0:
-        raise UserError(Message("--rank {value}: a rank is at least 1", value=rank))
+        raise UserError(Message("--rank {value}: a rank must be at least 1", value=rank))
     if not 0 <= energy <= 1:
-        raise UserError(Message("--energy {value}: a share between 0 and 1, such as 0.98", value=f"{energy:g}"))
+        raise UserError(
+            Message("--energy {value}: the share must be between 0 and 1, such as 0.98", value=f"{energy:g}")
+        )

@@ -64,8 +64,8 @@ class Report:
         if self.dropped:
             lines.append(
                 Plural(
-                    "{count} layer is left out, because its delta is zero: {names}",
-                    "{count} layers are left out, because their delta is zero: {names}",
+                    "{count} layer is not written, because its delta is zero: {names}",
+                    "{count} layers are not written, because their deltas are zero: {names}",
                 )(count=len(self.dropped), names=first_few(self.dropped))
             )
         ranks = sorted({row.rank for row in self.rows})
@@ -103,7 +103,7 @@ def shrink(layers: Mapping[str, Pair], rank: int, energy: float, uniform: bool) 
             needed = spectrum.rank_for(energy) if energy else len(spectrum.values)
             ranks[module] = min(needed, rank or needed)
     if not ranks:
-        raise UserError(Message("every delta of the file is zero: there is nothing to keep"))
+        raise UserError(Message("every delta of the file is zero, so there is nothing to keep"))
     if uniform:
         ranks = {module: min(max(ranks.values()), len(spectra[module].values)) for module in ranks}
     made = {module: spectra[module].pair(wanted) for module, wanted in ranks.items()}

@@ -51,7 +51,7 @@ def find_obstacle() -> Message | None:
     """Return why this machine cannot run a tagger, with what to do; None if it can."""
     if importlib.util.find_spec("onnxruntime") is not None:
         return None
-    return Message("WD taggers need onnxruntime: pip install 'lora-fp8[tagger]'")
+    return Message("WD taggers need onnxruntime; run pip install 'lora-fp8[tagger]'")
 
 
 def require(model: str) -> None:
@@ -123,7 +123,7 @@ class WdTagger:
         if others or not is_known or given.type != "tensor(float)":
             raise UserError(
                 Message(
-                    "{model}: this tagger has an input of another form than WD taggers: {type} {shape}, and not "
+                    "{model}: the input of this tagger differs from that of WD taggers: {type} {shape}, not "
                     "tensor(float) of (images, size, size, 3). Choose a WD tagger, such as {example}",
                     model=self.name,
                     type=given.type,
@@ -155,8 +155,8 @@ class WdTagger:
         if scores.shape != (len(images), len(self.tags)):
             raise UserError(
                 Message(
-                    "{model}: {file} has {count} tags, and the model returns {shape} numbers. The two files belong to "
-                    "different models; download both again",
+                    "{model}: {file} has {count} tags, but the model returns {shape} numbers. The two files belong "
+                    "to different models; download both again",
                     model=self.name,
                     file=TAGS,
                     count=len(self.tags),
@@ -166,7 +166,7 @@ class WdTagger:
         if not (scores >= 0).all() or not (scores <= 1).all():
             raise UserError(
                 Message(
-                    "{model}: this tagger returns numbers outside 0 to 1, which are no probabilities. Choose a WD "
+                    "{model}: this tagger returns numbers outside 0 to 1, which are not probabilities. Choose a WD "
                     "tagger, such as {example}",
                     model=self.name,
                     example="SmilingWolf/wd-swinv2-tagger-v3",
@@ -211,7 +211,9 @@ def read_tags(path: Path) -> list[Tag]:
         raise cannot_read(path, error) from None
     except (KeyError, TypeError, ValueError, AttributeError):
         raise UserError(
-            Message("{path}: is no list of tags with columns name and category. Download it again", path=path)
+            Message(
+                "{path}: this is not a list of tags with the columns name and category. Download it again", path=path
+            )
         ) from None
 
 

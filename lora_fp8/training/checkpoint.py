@@ -142,7 +142,7 @@ def prune_best(folder: Path, step: int) -> list[str]:
             try:
                 lines += _remove(path)
             except OSError as error:
-                text = Message("{path}: could not be removed ({why})", path=path, why=reason(error))
+                text = Message("{path}: the checkpoint could not be removed ({why})", path=path, why=reason(error))
                 raise RunFailure(text) from None
     return lines
 
@@ -180,7 +180,7 @@ def _save(final: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, A
     if problem := _broken(final):
         raise RunFailure(
             Message(
-                "{key}: what was read back is not what was written ({why}); {line}",
+                "{key}: the file differs from what was written ({why}); {line}",
                 key=final,
                 why=problem,
                 line=_before(final),
@@ -252,14 +252,14 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         problem = _broken(path)
         if problem is None:
             return _read(path), skipped
-        skipped.append(Message("{name} passed over: {line}", name=path.name, line=problem))
+        skipped.append(Message("{name} was skipped: {line}", name=path.name, line=problem))
     if candidates:
         raise RunFailure(
             Plural(
-                "{path}: {count} checkpoint, which is not whole ({why}); nothing was overwritten. Restore it from a "
-                "copy, or remove the folder to start again",
-                "{path}: {count} checkpoints, of which none is whole ({why}); nothing was overwritten. Restore one "
+                "{path}: the only checkpoint ({count}) is incomplete ({why}); nothing was overwritten. Restore it "
                 "from a copy, or remove the folder to start again",
+                "{path}: all {count} checkpoints are incomplete ({why}); nothing was overwritten. Restore one from "
+                "a copy, or remove the folder to start again",
             )(
                 path=folder,
                 count=len(candidates),
@@ -278,9 +278,11 @@ def read(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or Message("none")
-        raise UserError(Message("{path}: no such checkpoint; there are: {names}", path=path, names=others))
+        raise UserError(
+            Message("{path}: there is no such checkpoint; the checkpoints are: {names}", path=path, names=others)
+        )
     if problem := _broken(path):
-        raise RunFailure(Message("{path} is not whole: {why}", path=path, why=problem))
+        raise RunFailure(Message("{path} is incomplete: {why}", path=path, why=problem))
     return _read(path)
 
 
@@ -379,19 +381,19 @@ def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], lis
     ]
     warnings: list[str] = [
         Message(
-            "changed since the checkpoint, applies from now on: {what_changed}",
+            "changed since the checkpoint and used from now on: {what_changed}",
             what_changed=f"{key}: {was[key]} -> {value}",
         )
         for key, value in now["settings"].items()
         if was[key] != value
     ]
     if before.get("base") != now["base"]:
-        warnings.append(Message("the base model or its training adapter is another than the checkpoint's"))
+        warnings.append(Message("the base model or its training adapter differs from the checkpoint's"))
     if before["data"] != now["data"]:
         warnings.append(
             Message(
-                "the pictures, captions or buckets changed since the checkpoint, and the order of samples with "
-                "them; from here on the run's bytes are no longer those of an uninterrupted run"
+                "the images, captions or buckets changed since the checkpoint, and with them the order of samples; "
+                "from here on, the result is no longer bit-identical to that of an uninterrupted run"
             )
         )
         warnings += describe_changes(before.get("files") or {}, now["files"])
@@ -479,9 +481,9 @@ def _before(final: Path) -> str:
     """Return words about the newest complete bundle that is left after a failed save."""
     whole = next((path for path in _candidates(final.parent) if path != final and _broken(path) is None), None)
     return (
-        Message("the newest before it, {name}, is intact", name=whole.name)
+        Message("the previous checkpoint, {name}, is intact", name=whole.name)
         if whole
-        else Message("nothing was saved before it")
+        else Message("there is no earlier checkpoint")
     )
 
 
@@ -503,7 +505,7 @@ def _read(path: Path) -> Checkpoint:
     if state.get("schema") != SCHEMA:
         raise RunFailure(
             Message(
-                "{path}: written by another version (schema {schema}, this one reads {own})",
+                "{path}: another version wrote this checkpoint (schema {schema}, this version reads {own})",
                 path=path,
                 schema=state.get("schema"),
                 own=SCHEMA,
@@ -516,7 +518,7 @@ def _read(path: Path) -> Checkpoint:
         what = ", ".join(wrong) or Message("step or moved")
         raise RunFailure(
             Message(
-                "{path} is not what a checkpoint has, though its hash agrees: {names}",
+                "{path} does not have the contents of a checkpoint, although its hash matches: {names}",
                 path=path / "state.json",
                 names=what,
             )
@@ -587,7 +589,7 @@ def _remove(path: Path) -> list[str]:
         return (
             [
                 Message(
-                    "{name} was removed, except what this program did not write ({entries})",
+                    "{name} was removed, except for files that this program did not write ({entries})",
                     name=path.name,
                     entries=left,
                 )

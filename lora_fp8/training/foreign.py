@@ -32,9 +32,7 @@ def find_class(section: Optimizer) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise _refuse(
-            section, Message("there is no module {name} here; install its package", name=error.name)
-        ) from None
+        raise _refuse(section, Message("there is no module {name}; install its package", name=error.name)) from None
     except Exception as error:
         raise _refuse(section, Message("{name} does not load ({why})", name=module_name, why=reason(error))) from error
     made = getattr(module, class_name, None)
@@ -45,9 +43,9 @@ def find_class(section: Optimizer) -> type[torch.optim.Optimizer]:
             line = Message("{line}, did you mean {meant}?", line=line, meant=repr(f"{module_name}.{near}"))
         raise _refuse(section, line)
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        raise _refuse(section, Message("it is no torch.optim.Optimizer"))
+        raise _refuse(section, Message("it is not a torch.optim.Optimizer"))
     if "lr" not in inspect.signature(made).parameters:
-        raise _refuse(section, Message("it takes no lr, so no learning rate could be set"))
+        raise _refuse(section, Message("it has no argument lr, so no learning rate can be set"))
     return made
 
 
@@ -63,12 +61,14 @@ def check_arguments(section: Optimizer, made: type[torch.optim.Optimizer]) -> No
     for name in section.arguments:
         if name in OURS:
             raise UserError(
-                Message("optimizer.arguments: {name} is given by the trainer; set optimizer.lr", name=repr(name))
+                Message(
+                    "optimizer.arguments: the trainer sets {name} itself; set optimizer.lr instead", name=repr(name)
+                )
             )
         if name not in names:  # not even where the class takes any **keyword: it would ignore a misspelled one
             raise UserError(
                 Message(
-                    "optimizer.arguments: {made} has no argument {name}; it takes {names}",
+                    "optimizer.arguments: {made} has no argument {name}; its arguments are {names}",
                     made=section.name,
                     name=repr(name),
                     names=Joined(", ", names),
@@ -110,7 +110,8 @@ def try_out(section: Optimizer, build: Callable[[list[tuple[str, torch.nn.Parame
         _go(section, resumed, range(3, 6))
     if not all(torch.equal(param, other) for (_, param), (_, other) in zip(straight, again, strict=True)):
         raise _refuse(
-            section, Message("its state does not restore: a resumed training would differ from one without a stop")
+            section,
+            Message("its state cannot be restored, so a resumed training would differ from an uninterrupted one"),
         )
 
 
@@ -142,8 +143,8 @@ def _go(section: Optimizer, optimizer: Any, steps: range) -> None:
             parameters = inspect.signature(optimizer.library.step).parameters
             closure = parameters.get("closure")
             if closure is not None and (closure.default is inspect.Parameter.empty or "closure" in str(error)):
-                raise _refuse(section, Message("it needs a closure, which computes the loss again")) from error
-            raise _refuse(section, Message("its first steps fail ({why})", why=reason(error))) from error
+                raise _refuse(section, Message("it needs a closure that computes the loss again")) from error
+            raise _refuse(section, Message("its first steps failed ({why})", why=reason(error))) from error
 
 
 def _refuse(section: Optimizer, line: Message) -> UserError:

@@ -63,7 +63,7 @@ def collect(
             else:
                 raise UserError(
                     Message(
-                        "the optimizer keeps {key} ({kind}), neither a tensor nor a number, and cannot be saved",
+                        "the optimizer's {key} ({kind}) is neither a tensor nor a number, so it cannot be saved",
                         key=repr(key),
                         kind=type(value).__name__,
                     )

@@ -52,7 +52,7 @@ class MemoryReport:
         if not self.gradient_checkpointing:
             line = Message("gradient checkpointing off")
         elif self.keeps_attention:
-            line = Message("gradient checkpointing on, but attention is kept")
+            line = Message("gradient checkpointing on, attention results kept")
         return [line, Message("compiled: {names}", names=self.compiled)] if self.compiled else [line]
 
 
@@ -71,7 +71,7 @@ def problem(section: settings.Memory, device: torch.device) -> str:
         )
     if section.shard_base and device.type == "cuda" and not torch.distributed.is_nccl_available():
         return Message(
-            "memory.shard_base = true: this PyTorch has no NCCL, by which GPUs gather the base; use "
+            "memory.shard_base = true: this PyTorch has no NCCL, which GPUs need to gather the base; use "
             "memory.shard_base = false"
         )
     if section.compile == "off":
@@ -86,7 +86,7 @@ def problem(section: settings.Memory, device: torch.device) -> str:
     if is_there:
         return ""
     return Message(
-        "memory.compile = 'blocks': there is no {name}, which torch.compile needs; install it, or use 'off'",
+        "memory.compile = 'blocks': torch.compile needs {name}, which is missing; install it, or use 'off'",
         name=needed,
     )
 
@@ -151,7 +151,7 @@ def _compile_blocks_(denoiser: nn.Module, recompute: Call | None) -> str:
     if not blocks:
         raise UserError(
             Message(
-                "memory.compile = 'blocks': {name} names no repeated blocks; use memory.compile = 'off'",
+                "memory.compile = 'blocks': {name} has no list of repeated blocks; use memory.compile = 'off'",
                 name=type(denoiser).__name__,
             )
         )

@@ -130,16 +130,16 @@ def cautions(section: Optimizer, schedule: Schedule | None = None) -> list[str]:
     if section.name == "lion8bit" and section.lr != "auto" and section.lr >= 1e-4:
         return [
             Message(
-                "{setting} is a rate for AdamW; with optimizer.name = 'lion8bit' 3 to 10 times less is usual, "
-                "and as many times the weight_decay",
+                "{setting} is a learning rate for AdamW; optimizer.name = 'lion8bit' usually needs a 3 to 10 times "
+                "smaller one, and a weight_decay as many times larger",
                 setting=f"optimizer.lr = {section.lr:g}",
             )
         ]
     if section.name == "adamw_schedulefree" and schedule is not None and schedule.name != "constant":
         return [
             Message(
-                "{setting} lowers the learning rate although optimizer.name = 'adamw_schedulefree' averages instead; "
-                "'constant' is usual",
+                "{setting} lowers the learning rate, but optimizer.name = 'adamw_schedulefree' averages the weights "
+                "instead; use 'constant'",
                 setting=f"schedule.name = {schedule.name!r}",
             )
         ]
@@ -234,7 +234,7 @@ class AdapterOptimizer:
         if section.rounding not in ("master", "stochastic", "nearest"):
             raise UserError(
                 Message(
-                    "{key}: {given} is not known; accepted: {names}",
+                    "{key}: {given} is not available; accepted: {names}",
                     key="optimizer.rounding",
                     given=repr(section.rounding),
                     names="master, stochastic, nearest",
@@ -279,7 +279,7 @@ class AdapterOptimizer:
                     "{key}: {line}",
                     key="adapter.scale_weight_norms",
                     line=Message(
-                        "{name} holds the weights a second time, which would not be limited; leave it at 0",
+                        "{name} stores the weights a second time, and these cannot be limited; leave it at 0",
                         name=repr(self.name),
                     ),
                 )
@@ -439,7 +439,7 @@ class AdapterOptimizer:
             return []
         return [
             Message(
-                "Muon updates {count} matrices; AdamW updates {others} tensors that are no matrices: {names}",
+                "Muon updates {count} matrices; AdamW updates {others} tensors that are not matrices: {names}",
                 count=len(self._units) - len(others),
                 others=len(others),
                 names=first_few(others),
@@ -589,7 +589,7 @@ class AdapterOptimizer:
             if meta.get(key) != own[key]:
                 given, expected = f"{meta.get(key)!r}", f"{own[key]!r}"
                 if key == "dtypes":
-                    given, expected = Message("others"), Message("this job's")
+                    given, expected = Message("different"), Message("as in this job")
                 raise UserError(
                     Message(
                         "the checkpoint's optimizer does not fit: {key} is {given}, expected {expected}",
@@ -599,22 +599,24 @@ class AdapterOptimizer:
                     )
                 )
         if bool(meta.get("averages")) != bool(self._averages):
-            kept = Message("has a moving average of the weights, and optimizer.ema_decay is 0")
-            missing = Message("has no moving average of the weights, and optimizer.ema_decay asks for one")
+            kept = Message("has a moving average of the weights, but optimizer.ema_decay is 0")
+            missing = Message("has no moving average of the weights, but optimizer.ema_decay needs one")
             line = missing if self._averages else kept
-            raise UserError(Message("the checkpoint {line}; resume with the setting of its run", line=line))
+            raise UserError(Message("the checkpoint {line}; resume with the old value of that setting", line=line))
         counts = meta.get("steps")
         if not isinstance(counts, dict) or not all(isinstance(count, int) for count in counts.values()):
-            raise UserError(Message("the checkpoint's optimizer does not fit: steps are not whole numbers by name"))
+            raise UserError(
+                Message("the checkpoint's optimizer does not fit: its steps are not whole numbers by parameter name")
+            )
         if self.name not in BY_KEYS and not library_state.is_complete(meta.get("library"), self._optimizers):
-            raise UserError(Message("the checkpoint's optimizer does not fit: its parameter groups are others"))
+            raise UserError(Message("the checkpoint's optimizer does not fit: its parameter groups differ"))
         estimates = meta.get("estimates")
         if self.name == "prodigy" and not (
             isinstance(estimates, dict) and all(isinstance(estimates.get(key), int | float) for key in ESTIMATES)
         ):
             names = ", ".join(ESTIMATES)
             raise UserError(
-                Message("the checkpoint's optimizer does not fit: it lacks {names} of Prodigy", names=names)
+                Message("the checkpoint's optimizer does not fit: Prodigy's {names} are missing", names=names)
             )
 
     def _read_state(self, tensors: dict[str, Tensor]) -> _SavedState:

@@ -203,7 +203,7 @@ def _find_maker(section: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer
         }
     raise UserError(
         Message(
-            "{key}: {given} is not known; accepted: {names}",
+            "{key}: {given} is not available; accepted: {names}",
             key="optimizer.name",
             given=repr(section.name),
             names=", ".join(AUTO_LR),
@@ -219,7 +219,7 @@ def _find_bitsandbytes(
     except Exception as error:  # it loads a native library, which raises differently by platform
         raise UserError(
             Message(
-                "optimizer.name = {name} needs bitsandbytes, which does not load here ({why}); use 'adamw'",
+                "optimizer.name = {name} needs bitsandbytes, which cannot be loaded ({why}); use 'adamw'",
                 name=repr(section.name),
                 why=error,
             )

@@ -36,7 +36,7 @@ def find_shared_blocks(denoiser: nn.Module) -> list[nn.Module]:
     if not blocks:
         raise UserError(
             Message(
-                "memory.shard_base = true: {name} names no repeated blocks; use memory.shard_base = false",
+                "memory.shard_base = true: {name} has no list of repeated blocks; use memory.shard_base = false",
                 name=type(denoiser).__name__,
             )
         )

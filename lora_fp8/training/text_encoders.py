@@ -66,7 +66,7 @@ class TextEncoders:
         """Return a line for the log about the memory that they take."""
         return [
             Message(
-                "text encoders that stay loaded: {names} ({size} MiB and what their backward pass needs)",
+                "text encoders that stay loaded: {names} ({size} MiB, plus the memory of their backward pass)",
                 names=", ".join(self.encoders),
                 size=f"{self.num_bytes() / 2**20:.1f}",
             )
@@ -195,15 +195,15 @@ def problem(section: settings.Adapter, Family: type[ModelFamily]) -> str:
     """Return why this family cannot train what the section asks for; "" if it can."""
     if section.text_encoder and section.type != "lora":
         return Message(
-            "adapter.text_encoder = true: text encoders are trained as LoRA only, and adapter.type is {type}; "
+            "adapter.text_encoder = true: text encoders can be trained as LoRA only, but adapter.type is {type}; "
             "use adapter.type = 'lora', or false",
             type=repr(section.type),
         )
     if not section.text_encoder or Family.trained_text:
         return ""
     return Message(
-        "adapter.text_encoder = true: no LoRA of {title}'s text encoder is read by diffusers, so none is "
-        "trained; use false",
+        "adapter.text_encoder = true: diffusers cannot read a LoRA of {title}'s text encoder, so it is not trained; "
+        "use false",
         title=Family.title,
     )
 

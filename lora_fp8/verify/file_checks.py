@@ -19,7 +19,7 @@ HEADER_KEYS = (
 )
 EMPTY_HASH = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # sha256 of nothing
 
-UNNAMED_ARCHITECTURE = Template("{path}: the header does not say its architecture; name it with --family ({names})")
+UNNAMED_ARCHITECTURE = Template("{path}: the header does not name the architecture; give it with --family ({names})")
 
 
 def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | None:
@@ -43,7 +43,9 @@ def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
         aligned,
         detail
         if aligned
-        else Message("{line}; its data begin at {place}, no multiple of 8", line=detail, place=header.data_begin),
+        else Message(
+            "{line}; its data begins at {place}, not at a multiple of 8", line=detail, place=header.data_begin
+        ),
     )
 
     problems = _header_problems(metadata, header.data_begin)
@@ -52,7 +54,7 @@ def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     whole &= _check_hash(file, metadata, report)
     try:  # checks `tensors` and not the loaded model: InvokeAI refuses a pair that is broken here
         modules = _pairs(tensors, layout)
-        whole &= report.add("pairs", True, Message("{n} layers, each with both halves at one rank", n=len(modules)))
+        whole &= report.add("pairs", True, Message("{n} layers, each with both matrices at one rank", n=len(modules)))
     except UserError as error:
         whole &= report.add("pairs", False, str(error))
     whole &= _check_values(tensors, report)
@@ -67,7 +69,9 @@ def _header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
             Message("modelspec.resolution {value} is not WxH", value=repr(metadata["modelspec.resolution"]))
         )
     if num_bytes > export.MAX_HEADER:
-        problems.append(Message("the header has {size} MiB, hosts refuse large ones", size=f"{num_bytes / 2**20:.1f}"))
+        problems.append(
+            Message("the header has {size} MiB, and hosts refuse large headers", size=f"{num_bytes / 2**20:.1f}")
+        )
     return problems
 
 
@@ -80,7 +84,12 @@ def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool
     detail = (
         f"sha256 {sha[:12]}..."
         if right
-        else Message("the data have {hash}..., the header says {told}", hash=sha[:12], told=names)
+        else Message(
+            "the data has the hash {hash}..., but the header says {told}: the file was changed or damaged after "
+            "it was written",
+            hash=sha[:12],
+            told=names,
+        )
     )
     return report.add("hash", right, detail)
 
@@ -118,7 +127,7 @@ def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
         if alphas != set(modules):
             raise UserError(
                 Message(
-                    "alpha and weights do not belong together in {names}",
+                    "alpha and weights do not match in {names}",
                     names=first_few(sorted(alphas ^ set(modules))),
                 )
             )

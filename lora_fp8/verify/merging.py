@@ -14,10 +14,10 @@ from ..lora_files import layer_names, layouts
 from .report import Report
 
 MERGED_FORMATS = {"unscaled": precision.Format("fp8", "none"), "row-scaled": precision.FP8_ROW}
-KEPT = Template("cosine to the wanted change {median} in the median layer, {worst} in {layer}")
+KEPT = Template("cosine similarity to the intended change: median over the layers {median}, lowest {worst} in {layer}")
 LOST = Template(
-    "cosine to the wanted change {median} in the median layer, {worst} in {layer}; most of what merging changes is "
-    "rounding: load the file beside the base instead"
+    "cosine similarity to the intended change: median over the layers {median}, lowest {worst} in {layer}; most of "
+    "the change is rounding error: do not merge, load the LoRA file instead"
 )
 MOSTLY_LOST = 0.7  # cosine at which half of the change of the weights is rounding
 

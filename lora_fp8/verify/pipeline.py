@@ -64,7 +64,7 @@ def clean_pipeline(
     if wrong.missing_keys or wrong.unexpected_keys:
         raise RunFailure(
             Message(
-                "the base for verification is not whole: missing {missing}, unexpected {unexpected}",
+                "the base model for verification is incomplete: missing {missing}, unexpected {unexpected}",
                 missing=first_few(wrong.missing_keys) or Message("none"),
                 unexpected=first_few(wrong.unexpected_keys) or Message("none"),
             )
@@ -73,13 +73,13 @@ def clean_pipeline(
     if left:
         raise RunFailure(
             Message(
-                "{name} has buffers that no file holds: {names}", name=type(denoiser).__name__, names=", ".join(left)
+                "{name} has buffers that are in no file: {names}", name=type(denoiser).__name__, names=", ".join(left)
             )
         )
     foreign = {type(m).__name__ for m in denoiser.modules() if type(m).__module__.split(".")[0] in ("lora_fp8", "peft")}
     if foreign:
         raise RunFailure(
-            Message("the denoiser for verification is not clean: it holds {names}", names=", ".join(sorted(foreign)))
+            Message("the denoiser for verification is not clean: it contains {names}", names=", ".join(sorted(foreign)))
         )
     return family.pipeline(denoiser.requires_grad_(False).eval(), text=text)
 
@@ -102,7 +102,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
             if layouts.unread_by_diffusers(family, denoiser_config, "diffusers", kind):
                 _attach(getattr(pipeline, family.denoiser_name), state, scaling)
                 return complaints, Message(
-                    "{why}: each delta, made from the file, is added beside the layer", why=renamed
+                    "{why}: the changes computed from the file are added beside each layer", why=renamed
                 )
             pipeline.load_lora_weights(layouts.to_layout(state, scaling, family, denoiser_config, "diffusers"))
         else:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from .. import families, settings
 from ..adapters import kinds
-from ..errors import Joined, Message, Template, UserError, first_few
+from ..errors import Joined, Message, Template, UserError, first_few, missing_file
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import encode_batch
@@ -64,20 +64,20 @@ MARGIN = 2  # between two effects of rounding, which have the same size but not 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # one step of the last bit, relative
 
 
-ON_BASE = Message("on the base")
-ON_DECODED = Message("on the base that training saw (decoded)")
-PUBLISHED = Message("on the base as published")
+ON_BASE = Message("on the base model")
+ON_DECODED = Message("on the base model as trained (dequantized)")
+PUBLISHED = Message("on the original base model")
 """On which base a file and the trained model are compared."""
 ALL_LOADED = Template("all {n} layers, by {call}")
 ALL_LOADED_RENAMED = Template("all {n} layers, by {call} after renaming ({why})")
-EQUAL = Template("every pixel the same {place}")
+EQUAL = Template("every pixel is identical {place}")
 
 
 def _allow(limit: str, floor: bool) -> str:
     """Return a limit with its reason: it is the usual one, or what the last bit of the adapter changes decides it."""
     if not floor:
         return limit
-    return Message("{limit}: {count} times what the last bit of the adapter changes", limit=limit, count=MARGIN)
+    return Message("{limit}: {count} times the effect of the adapter's last bit", limit=limit, count=MARGIN)
 
 
 def check(
@@ -156,7 +156,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         UserError: there is no such file, or its architecture is unknown.
     """
     if not file.is_file():
-        raise UserError(Message("{path}: no such file", path=file))
+        raise missing_file(file)
     if not family_name:
         metadata = safetensors_file.read_header(file).metadata
         family_name = families.read_family_name(metadata)
@@ -167,7 +167,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
                 raise UserError(UNNAMED_ARCHITECTURE(path=file, names=accepted))
             raise UserError(
                 Message(
-                    "{path}: the header says {kind}, which is none of ours; name the architecture with --family "
+                    "{path}: the header says {kind}, which is not supported; name the architecture with --family "
                     "({names})",
                     path=file,
                     kind=repr(named_family),
@@ -206,7 +206,7 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
         lost = sorted(wanted - acting)
         problems.append(
             Message(
-                "{count} of {total} layers were not loaded, as {names}",
+                "{count} of {total} layers were not loaded, such as {names}",
                 count=len(lost),
                 total=len(wanted),
                 names=first_few(lost),
@@ -214,7 +214,7 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
         )
     if acting - wanted:
         problems.append(
-            Message("layers that the file does not have: {names}", names=first_few(sorted(acting - wanted)))
+            Message("layers were loaded that the file does not have: {names}", names=first_few(sorted(acting - wanted)))
         )
     if problems:
         return report.add("load", False, Joined("; ", problems))
@@ -236,7 +236,9 @@ def _check_delta(
             "delta",
             False,
             Message(
-                "{count} trained layers are not in the file, as {names}", count=len(missing), names=first_few(missing)
+                "{count} trained layers are missing in the file, such as {names}",
+                count=len(missing),
+                names=first_few(missing),
             ),
         )
         return
@@ -252,7 +254,7 @@ def _check_delta(
         "delta",
         error <= tolerance,
         Message(
-            "relative error {error} at worst in {layer} (allowed {allowed})",
+            "largest relative error {error}, in {layer} (allowed {allowed})",
             error=_figure(error),
             layer=worst,
             allowed=f"{tolerance:.0e}",
@@ -264,7 +266,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
     """Compare the pipeline's encoding of the captions with that of training."""
     trained = [getattr(pipeline, name) for name in family.trained_text]
     if None in trained:
-        report.add("text", False, Message("the file holds no LoRA of the text encoders that were trained"))
+        report.add("text", False, Message("the file contains no LoRA of the text encoders that were trained"))
         return
     encoders = nn.ModuleList(trained)
 
@@ -284,7 +286,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
         "text",
         error <= allowed,
         Message(
-            "conditioning: relative error {error} (allowed {allowed})",
+            "text conditioning: relative error {error} (allowed {allowed})",
             error=_figure(error),
             allowed=_allow(f"{allowed:.1e}", floor),
         ),
@@ -294,7 +296,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
     report.add(
         "text effect",
         True,
-        Message("without the adapter the conditioning is {effect} off", effect=f"{effect:.1%}"),
+        Message("without the adapter, the text conditioning differs by {effect}", effect=f"{effect:.1%}"),
         judged=False,
     )
 
@@ -325,7 +327,7 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
     report.add(
         "effect",
         True,
-        Message("without the adapter the prediction is {effect} off", effect=f"{effect:.1%}"),
+        Message("without the adapter, the prediction differs by {effect}", effect=f"{effect:.1%}"),
         judged=False,
     )
 
@@ -335,14 +337,12 @@ def _check_previews(
 ) -> None:
     rendered = list(previews.render(pipeline))
     worst = report.measure("preview_psnr", worst_psnr(previews.images, rendered))
-    allowed, template = PREVIEW_PSNR, Template("{db} dB at worst {place} (at least {allowed})")
+    allowed, template = PREVIEW_PSNR, Template("lowest PSNR {db} dB {place} (at least {allowed})")
     if step and worst < allowed:
         with scale_adapter(denoiser, 1 + step):
             floor = worst_psnr(rendered, list(previews.render(pipeline)))
         allowed = min(allowed, floor - 20 * math.log10(MARGIN))
-        template = Template(
-            "{db} dB at worst {place} (at least {allowed}, as the last bit of the adapter changes that much)"
-        )
+        template = Template("lowest PSNR {db} dB {place} (at least {allowed}, the effect of the adapter's last bit)")
         report.measure("preview_floor", floor)
     if math.isinf(worst):
         template = EQUAL
@@ -362,10 +362,10 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
         report.add(
             "plain prediction",
             True,
-            Message("relative gap {error} on the base as published", error=_figure(error)),
+            Message("relative difference {error} on the original base model", error=_figure(error)),
             judged=False,
         )
     if previews is not None:
         worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
-        template = EQUAL if math.isinf(worst) else Template("{db} dB at worst {place}")
+        template = EQUAL if math.isinf(worst) else Template("lowest PSNR {db} dB {place}")
         report.add("plain preview", True, template(db=f"{worst:.1f}", place=PUBLISHED), judged=False)

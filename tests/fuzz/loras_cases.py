@@ -180,7 +180,7 @@ class Cases:
                 for name in base.keys():
                     weight = found.get_tensor(name)
                     assert list(weight.shape) == base.get_slice(name).get_shape(), name
-                    assert torch.isfinite(weight.float()).all(), f"{name} of the merged model is not finite"
+                    assert torch.isfinite(weight.float()).all(), "update"
         shutil.rmtree(merged)  # thousands of cases would fill the disk
 
     def use(self, folder: Path, allowed: Callable[[Callable[[], Any]], Any]) -> None:

@@ -47,7 +47,9 @@ def test_tokens_are_told_by_name_only(visit: Callable[..., Page]) -> None:
     expect(page.locator("#about")).to_contain_text("gradio 6.")
 
 
-@pytest.mark.parametrize(("language", "told"), [("en", "not below a folder"), ("zh-CN", "不在允许使用的文件夹内")])
+@pytest.mark.parametrize(
+    ("language", "told"), [("en", "the page may not use this path"), ("zh-CN", "页面无权使用该路径")]
+)
 def test_a_tool_tells_what_is_wrong_in_the_pages_language(visit: Callable[..., Page], language: str, told: str) -> None:
     page = visit("tools", language=language)
     field = page.get_by_label("LoRA file" if language == "en" else "LoRA 文件")

@@ -56,7 +56,9 @@ def start(folder: Path, work: Callable[[Task, Progress], None], language: str) -
         former = _tasks.pop(folder, None)
         if former is not None and former.running:
             _tasks[folder] = former
-            raise UserError(Message("{path}: another change of this folder is at work; try again", path=folder.name))
+            raise UserError(
+                Message("{path}: another change of this folder is in progress; try again", path=folder.name)
+            )
         _count += 1
         task = _tasks[folder] = Task(_count)
         for other in [path for path, known in _tasks.items() if not known.running][:-KEPT]:

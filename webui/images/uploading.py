@@ -111,12 +111,12 @@ def _list_entries(file: Path) -> list[tuple[zipfile.ZipInfo, str]]:
         with zipfile.ZipFile(file) as archive:
             entries = [(entry, _read_name(entry)) for entry in archive.infolist() if not entry.is_dir()]
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise UserError(Message("{name}: not a zip archive that can be read ({why})", name=name, why=error)) from None
+        raise UserError(Message("{name}: this is not a readable zip archive ({why})", name=name, why=error)) from None
     entries = [(entry, path) for entry, path in entries if not is_ignored(path)]
     if len(entries) > image_folders.MOST_UPLOADED:
         raise UserError(
             Message(
-                "{name}: {count} files; an archive may have {most}",
+                "{name}: the archive has {count} files; the limit is {most}",
                 name=name,
                 count=len(entries),
                 most=image_folders.MOST_UPLOADED,
@@ -180,16 +180,18 @@ def _extract(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, left: 
     """
     own = sanitize.check_name(name.rsplit("/", 1)[-1])
     if entry.flag_bits & ENCRYPTED:
-        raise UserError(Message("{name}: is encrypted; make an archive without a password", name=own))
+        raise UserError(Message("{name}: the file is encrypted; make an archive without a password", name=own))
     if stat.S_ISLNK(entry.external_attr >> 16):
-        raise UserError(Message("{name}: is a link; put the file itself into the archive", name=own))
+        raise UserError(Message("{name}: this is a link; put the file itself into the archive", name=own))
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
         target = Path(folder) / own
         try:
             with archive.open(entry) as packed, open(target, "wb") as unpacked:
                 _copy_limited(packed, unpacked, min(MOST_FILE, left), own)  # type: ignore[arg-type]
         except (ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            raise UserError(Message("{name}: is damaged in the archive ({why})", name=own, why=error)) from None
+            raise UserError(
+                Message("{name}: the file is damaged in the archive ({why})", name=own, why=error)
+            ) from None
         yield target
 
 
@@ -204,4 +206,6 @@ def _copy_limited(source: BinaryIO, target: BinaryIO, most: int, name: str) -> N
 
 
 def _too_large(name: str, most: int) -> Message:
-    return Message("{name}: too large; at most {size} MiB", name=sanitize.shorten(name), size=most // 2**20)
+    return Message(
+        "{name}: the file is too large; the limit is {size} MiB", name=sanitize.shorten(name), size=most // 2**20
+    )

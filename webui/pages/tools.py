@@ -8,7 +8,7 @@ import gradio as gr
 from gradio.blocks import Block
 
 from lora_fp8 import jobs
-from lora_fp8.errors import Message, UserError
+from lora_fp8.errors import Message, Template, UserError
 
 from .. import engine, json_table, live_panel, run_cards, sanitize
 from ..context import Ui
@@ -18,6 +18,7 @@ WRITING = ("convert", "resize", "merge")
 QUEUED = ("verify", "resize", "merge")
 LAYOUTS = ("kohya", "comfy", "diffusers")
 DTYPES = ("", "bf16", "fp16", "fp32")
+NO_TOOL = Template("{text}: there is no such tool")
 MOST_SECONDS = 600
 MOST_FILES = 300  # that are offered to choose from
 
@@ -94,7 +95,7 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
         UserError: a path is not allowed, or a value is missing or not accepted by the tool.
     """
     if tool not in TOOLS:
-        raise UserError(Message("{text}: no such tool", text=sanitize.shorten(tool)))
+        raise UserError(NO_TOOL(text=sanitize.shorten(tool)))
     line: list[str] = []
     if tool == "verify" and (base := str(given["base"] or "").strip()):
         line += ["--base", base if base == "demo" else str(ui.path(base))]
@@ -110,7 +111,7 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
     if tool == "merge":
         weighted = [_check_weighted(ui, text) for text in str(given["sources"] or "").splitlines() if text.strip()]
         if not weighted:
-            raise UserError(Message("no file given"))
+            raise UserError(Message("no file is given"))
         return [*line, "--", *weighted], target
     return [*line, "--", str(_check_lora(ui, str(given["file"] or "")))], target
 
@@ -136,7 +137,7 @@ def _run(ui: Ui, tool: str, **given: Any) -> str:
 
 def _queue(ui: Ui, tool: str, **given: Any) -> str:
     if tool not in QUEUED:
-        raise UserError(Message("{text}: no such tool", text=sanitize.shorten(tool)))
+        raise UserError(NO_TOOL(text=sanitize.shorten(tool)))
     line, target = build_arguments(ui, tool, **given)
     subject = target.name if target else Path(line[-1]).name
     id = jobs.Queue(ui.place.home).submit_command(tool, line, folder=ui.place.home, name=f"{tool} {subject}")
@@ -190,7 +191,9 @@ def _check_weighted(ui: Ui, text: str) -> str:
     except ValueError:
         raise UserError(
             Message(
-                "{text}: write a file, a colon and its weight, such as /a.safetensors:0.7", text=sanitize.shorten(text)
+                "{text}: this is not a file with a weight; write the file, a colon and the weight, such as "
+                "/a.safetensors:0.7",
+                text=sanitize.shorten(text),
             )
         ) from None
     return f"{_check_lora(ui, name if colon else weight)}:{number}"
@@ -203,5 +206,5 @@ def _make_target(ui: Ui, text: str) -> Path:
     folder = ui.place.home / "tools"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if os.path.lexists(folder / name):
-        raise UserError(Message("{name}: exists already; choose another name", name=name))
+        raise UserError(Message("{name}: the file exists already; choose another name", name=name))
     return folder / name

@@ -129,7 +129,7 @@ class BaseDescription:
         if self.missing and self.free_bytes is not None:
             lines.append(
                 Message(
-                    "download: {missing} of {total}, and {free} are free on that disk",
+                    "download: {missing} of {total} missing; {free} are free on that disk",
                     missing=format_bytes(self.missing_bytes),
                     total=format_bytes(self.total_bytes),
                     free=format_bytes(self.free_bytes),
@@ -368,7 +368,7 @@ def _ask(host: Host) -> tuple[Answer, Origin, tuple[str, ...]]:
     except NoAnswer as error:
         if kept is None:
             raise
-        note = Message("{why}; what it answered before is used (commit {commit})", why=error, commit=kept.revision[:12])
+        note = Message("{why}; the previous answer is used (commit {commit})", why=error, commit=kept.revision[:12])
         return kept, "remembered", (note,)
     if kept is not None and kept.revision == answer.revision:
         answer = dataclasses.replace(answer, headers=kept.headers)
@@ -468,7 +468,7 @@ def _family_problem(host: Host, answer: Answer, recognised: str, family: str) ->
     if not recognised:
         pipeline = read_pipeline(host.folder(answer.revision)) or "?"
         return Message(
-            "model.path = {name} is made for {pipeline}, and no family here trains that", name=name, pipeline=pipeline
+            "model.path = {name} is made for {pipeline}, which this program cannot train", name=name, pipeline=pipeline
         )
     if not family or recognised == family:
         return ""
@@ -488,21 +488,21 @@ def _no_diffusers(reference: Reference, answer: Answer) -> str:
     name = repr(reference.name)
     if meant := suggest(reference):
         return Message(
-            "model.path = {name} is no diffusers repository (it has no model_index.json); did you mean {meant}?",
+            "model.path = {name} is not a diffusers repository (it has no model_index.json); did you mean {meant}?",
             name=name,
             meant=repr(meant),
         )
     if single := selection.single_files(answer.files):
         file = dataclasses.replace(reference, file=single[0])
         return Message(
-            "model.path = {name} is no diffusers repository (it has no model_index.json). For the single file in it, "
-            "give {address}",
+            "model.path = {name} is not a diffusers repository (it has no model_index.json). To use the single file "
+            "in it, give {address}",
             name=name,
             address=repr(file_address(file)),
         )
     return Message(
-        "model.path = {name} is no diffusers repository (it has no model_index.json). Choose one with that file, or a "
-        "single .safetensors file",
+        "model.path = {name} is not a diffusers repository (it has no model_index.json). Choose one with that file, "
+        "or a single .safetensors file",
         name=name,
     )
 
@@ -534,13 +534,13 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
         size = format_bytes(known.total_bytes)
         notes = (
             Message(
-                "{title} takes about {size} (from the published sizes; the hub was not asked)",
+                "{title} takes about {size} (from the published sizes, without a connection)",
                 title=known.title,
                 size=size,
             ),
         )
         if known.gated:
-            notes = (*notes, Message("its licence must be accepted at {page} first", page=host.page))
+            notes = (*notes, Message("accept its licence first, at {page}", page=host.page))
     problem = Message(
         "model.path = {name} is not on this machine, and cannot be looked up: {why}", name=repr(reference.name), why=why
     )

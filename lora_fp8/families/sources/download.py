@@ -108,7 +108,7 @@ def _check(base: BaseDescription) -> None:
         raise UserError(
             Message(
                 "{setting} = {name}: {size} of the model are not on this machine, and HF_HUB_OFFLINE forbids "
-                "downloads. Unset it, or copy the model here and give its folder",
+                "downloads. Unset it, or copy the model to this machine and give its folder",
                 setting=base.reference.settings[0],
                 name=repr(base.reference.name),
                 size=format_bytes(base.missing_bytes),
@@ -153,7 +153,7 @@ def _run_all(transfers: list[Transfer], report: Report, is_cancelled: Callable[[
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-STOPPED = Message("the download was stopped; what has arrived is kept, and the next one continues")
+STOPPED = Message("the download was stopped; the downloaded part is kept, and the next download continues from it")
 
 
 class _Meter:

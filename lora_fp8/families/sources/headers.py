@@ -48,7 +48,7 @@ def parse(content: bytes, size: int, where: str) -> Header:
     if end != size:
         raise UserError(
             Message(
-                "{path} is damaged: the file has {size} bytes, its header says {end}; download it again",
+                "{path} is damaged: the file has {size} bytes, but its header says {end}; download it again",
                 path=where,
                 size=size,
                 end=end,
@@ -72,7 +72,7 @@ def require_length(length: int, size: int, where: str) -> None:
         # A safetensors file starts with its header's length in 8 bytes; any other file has nonsense there.
         raise UserError(
             Message(
-                "{path} is not a whole safetensors file ({size} bytes, its header would take {length})",
+                "{path} is not a complete safetensors file ({size} bytes; its header alone would take {length})",
                 path=where,
                 size=size,
                 length=length,

@@ -203,8 +203,8 @@ class Host:
         if status in (401, 403):
             return UserError(
                 Message(
-                    "{setting} = {name}: {host} refuses access (status {status}). Log in with an account that may "
-                    "read it: {how}",
+                    "{setting} = {name}: {host} refuses access (status {status}). Log in with an account that has "
+                    "access: {how}",
                     setting=self.reference.settings[0],
                     name=repr(self.reference.name),
                     host=host,
@@ -239,7 +239,7 @@ class Host:
         """Return the problem of a gated model that this machine may not read."""
         if self.has_token():
             return Message(
-                "{setting} = {name} is gated, and the account of your token may not read it. Accept its licence at "
+                "{setting} = {name} is gated, and the account of your token has no access. Accept its licence at "
                 "{page}, or log in with another account: {how}",
                 setting=self.reference.settings[0],
                 name=repr(self.reference.name),
@@ -510,7 +510,7 @@ class Civitai(Host):
         if kind != "Checkpoint":
             raise UserError(
                 Message(
-                    "model.path = {name} is a {kind} on Civitai, and no base model (checkpoint)",
+                    "model.path = {name} is a {kind} on Civitai, not a base model (checkpoint)",
                     name=repr(self.reference.name),
                     kind=kind,
                 )

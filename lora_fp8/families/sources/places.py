@@ -134,7 +134,7 @@ def find_disk_problem(description: BaseDescription) -> str:
     if missing <= free:
         return ""
     return Message(
-        "{folder}: the disk has no room for the download: {size} are still to be downloaded, and {free} are free. "
+        "{folder}: the disk is too full for the download: {size} are still to be downloaded, and {free} are free. "
         "Free some space, or set {variable} to a folder on another disk",
         variable="HF_HOME" if description.reference.kind == "hub" else "XDG_CACHE_HOME",
         folder=description.folder,

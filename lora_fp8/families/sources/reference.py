@@ -177,8 +177,8 @@ def _parse_address(given: str) -> Reference:
         return _parse_civitai(parts, parse_qs(address.query), given)
     raise UserError(
         Message(
-            "model.path: base models are fetched from Hugging Face, ModelScope and Civitai, and {given} is elsewhere. "
-            "Download the file and give its path",
+            "model.path: base models are downloaded from Hugging Face, ModelScope and Civitai only, not from "
+            "{given}. Download the file and give its path",
             given=repr(given),
         )
     )
@@ -189,7 +189,7 @@ def _parse_repository(kind: Kind, parts: list[str], given: str) -> Reference:
     if kind == "hub" and parts[:1] and parts[0] in _OTHER_REPOSITORIES:
         raise UserError(
             Message(
-                "model.path: {given} is no model on Hugging Face. Give a model's page or id (owner/name)",
+                "model.path: {given} is not a model on Hugging Face. Give a model's page or id (owner/name)",
                 given=repr(given),
             )
         )

@@ -90,7 +90,7 @@ def write(path: Path, answer: Answer) -> None:
         write_json(path, content, indent=None)
     except OSError as error:
         warning = Message(
-            "{path} cannot be written ({why}): the model is not remembered for times without a connection",
+            "{path} cannot be written ({why}): the model will be unknown when there is no connection",
             path=path,
             why=reason(error),
         )

@@ -69,14 +69,14 @@ def select(files: Sequence[RemoteFile], family: type[ModelFamily], name: str) ->
 
 
 HOLDS_PICKLES = Template(
-    "{path} holds only {file}: pickles can run code and are not opened; save the model as safetensors ({name}) or "
-    "choose a revision that has it"
+    "{path} contains only {file}, a pickle file, which can run code and is not opened; save the model as "
+    "safetensors ({name}), or choose a revision that has it"
 )
 NOT_HERE = Template(
     "model.path = {path} does not exist; give a diffusers folder, a .safetensors file, a Hugging Face id such as "
     "'name/model', or 'demo'"
 )
-NO_DEMO = Template("there is no demo base for {family}; bundled are: {names}")
+NO_DEMO = Template("there is no demo base for {family}; accepted: {names}")
 """Why nothing can be selected: for folders here as for repositories."""
 
 

@@ -124,8 +124,8 @@ class Transfer:
             if is_last:
                 raise RunFailure(
                     Message(
-                        "{file} of {name} arrived damaged twice: its SHA-256 is not {expected}. A proxy or mirror may "
-                        "change it; try another network or HF_ENDPOINT",
+                        "{file} of {name} arrived damaged twice: its SHA-256 is not {expected}. A proxy or mirror "
+                        "may have changed it; try another network or HF_ENDPOINT",
                         file=self.file.path,
                         name=self._description.reference.name,
                         expected=self.file.sha256,
@@ -160,7 +160,7 @@ class Transfer:
         self.done, self._hash = places.read_size(self._place.incomplete), hashlib.sha256()
         if not self.done:
             return
-        self.waiting = Message("checking what has arrived before")
+        self.waiting = Message("verifying the part that was downloaded before")
         with open(self._place.incomplete, "rb") as stream:
             while block := stream.read(BLOCK):
                 self._hash.update(block)
@@ -206,7 +206,7 @@ class Transfer:
     def _give_up(self, why: str) -> RunFailure:
         return RunFailure(
             Message(
-                "{file} of {name} cannot be downloaded: {why}. What has arrived is kept; repeat the command to "
+                "{file} of {name} cannot be downloaded: {why}. The downloaded part is kept; repeat the command to "
                 "continue",
                 file=self.file.path,
                 name=self._description.reference.name,
@@ -224,7 +224,7 @@ class Transfer:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return RunFailure(
                 Message(
-                    "{folder}: the disk is full. Free some space and repeat the command; what has arrived is kept",
+                    "{folder}: the disk is full. Free some space and repeat the command; the downloaded part is kept",
                     folder=self._description.folder,
                 )
             )
@@ -275,7 +275,7 @@ def is_from_start(response: Any, size: int, start: int) -> bool:
     if begin not in (0, start) or (stated.isdigit() and int(stated) != size):
         raise Retry(
             Message(
-                "the server has another file now ({size} bytes, and {expected} were announced)",
+                "the file on the server has changed ({size} bytes, announced: {expected})",
                 size=stated or "?",
                 expected=size,
             )

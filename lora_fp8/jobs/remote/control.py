@@ -30,14 +30,14 @@ RETRY_SECONDS = 5.0
 POLL_SECONDS = 2
 """How often it looks for new events there. It asks Slurm every fifth time."""
 SENTENCES = {
-    "waiting": Template("waits in Slurm's queue ({slurm})"),
-    "starting": Template("is starting"),
+    "waiting": Template("waiting in Slurm's queue ({slurm})"),
+    "starting": Template("starting"),
     "running": Template("{stage}"),
     "training": Template("step {step} of {steps}"),
-    "done": Template("done; `{fetch}` brings its files here"),
-    "stopped": Template("stopped, and can be resumed (step {step}): `{resume}`"),
+    "done": Template("done; `{fetch}` fetches its files"),
+    "stopped": Template("stopped at step {step}; `{resume}` resumes it"),
     "failed": Template("failed with exit code {code}: {line}"),
-    "lost": Template("its processes have exited without a word; `{resume}` goes on from its newest checkpoint"),
+    "lost": Template("the processes exited without a message; `{resume}` continues from the newest checkpoint"),
 }
 
 
@@ -76,7 +76,9 @@ def require_variables(names: Sequence[str]) -> None:
         if name not in os.environ:
             raise UserError(
                 Message(
-                    "{name} is passed on to the job from here (--env), where it is not set; set it first", name=name
+                    "the job needs the environment variable {name} of this machine (--env), which is not set here; "
+                    "set it first",
+                    name=name,
                 )
             )
 
@@ -133,9 +135,9 @@ def resume(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     """
     view = look(job)
     if not view.has_ended:
-        raise UserError(Message("{name} has not ended: {line}", name=job.name, line=view.sentence))
+        raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
     if view.state == "done":
-        raise UserError(Message("{name} is {line}", name=job.name, line=view.sentence))
+        raise UserError(Message("{name}: {line}", name=job.name, line=view.sentence))
     return start(replace(job, secrets=tuple(secrets) or job.secrets))
 
 
@@ -301,7 +303,7 @@ def cancel(job: Handle) -> None:
         ]
     answer = job.machine.run("\n".join(lines), login=job.kind == "slurm")
     if answer.code == NOT_RUNNING:
-        raise UserError(Message("{name}: is not running: {line}", name=job.name, line=look(job).sentence))
+        raise UserError(Message("{name} is not running: {line}", name=job.name, line=look(job).sentence))
     require_success(job.machine, answer)
 
 
@@ -318,7 +320,7 @@ def delete(job: Handle, there: bool) -> None:
     if there:
         view = look(job)
         if not view.has_ended:
-            raise UserError(Message("{name} has not ended: {line}", name=job.name, line=view.sentence))
+            raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
         remove(job.machine, job.folder)
     handles.delete(job)
 

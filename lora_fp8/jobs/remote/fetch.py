@@ -80,13 +80,13 @@ def fetch(job: Handle, progress: Callable[[int, int], None] | None = None) -> Fe
     """
     view = control.look(job)
     if not view.has_ended:
-        raise UserError(Message("{name} has not ended: {line}", name=job.name, line=view.sentence))
+        raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
     lock_file = handles.home() / job.name / handles.FETCH_LOCK
     try:
         make_folder(lock_file.parent)
         with open(lock_file, "ab") as lock:
             if not try_lock(lock):
-                raise UserError(Message("{name} is being fetched already, by another command", name=job.name))
+                raise UserError(Message("another command is already fetching {name}", name=job.name))
             return _fetch(handles.load(job.name), progress)
     except OSError as error:
         raise cannot_write(error.filename or lock_file, error) from None
@@ -129,7 +129,7 @@ def _list(job: Handle) -> tuple[dict[str, Entry], list[str]]:
     left: list[str] = []
     for path, size in sizes.items():
         if not size.isdecimal() or len(size) > MOST_DIGITS:
-            raise RunFailure(Message("{host}: the list of the run's files there cannot be read", host=job.machine))
+            raise RunFailure(Message("{host}: the list of the run's files cannot be read there", host=job.machine))
         if path not in sums:
             continue  # written or deleted between the two lists
         name = path.removeprefix("./")
@@ -154,13 +154,18 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
     """
     folder = result.folder
     if ownership.MARKER not in there:
-        raise UserError(Message("{name}: there is no run folder there yet; nothing was trained", name=job.name))
+        raise UserError(
+            Message("{name}: there is no run folder on that machine yet; nothing was trained", name=job.name)
+        )
     if _is_new(folder):
         return there
     if folder.is_symlink() or hash_file(folder / ownership.MARKER) != there[ownership.MARKER].sha256:
         ownership.require_new(folder)  # says what is there
         raise UserError(
-            Message("{folder}: another run is here; move it away, and fetch again. Nothing was written", folder=folder)
+            Message(
+                "{folder}: this is the folder of another run; move it away and fetch again. Nothing was written",
+                folder=folder,
+            )
         )
     ownership.require_ours(folder)
     wanted, changed = {}, []
@@ -178,8 +183,7 @@ def _choose(job: Handle, result: Fetched, there: dict[str, Entry]) -> dict[str, 
     if changed:
         raise UserError(
             Message(
-                "{folder}: {names} changed both here and there since the last fetch; move the folder away, and fetch "
-                "again",
+                "{folder}: {names} changed on both machines since the last fetch; move the folder away and fetch again",
                 folder=folder,
                 names=first_few(changed),
             )
@@ -196,7 +200,7 @@ def _require_room(parent: Path, size: int) -> None:
     if (free := disk_space.find_free(parent)) < size:
         raise UserError(
             Message(
-                "{path}: the disk has no room for the run: {size} come back, and {free} are free",
+                "{path}: the disk is too full for the run: {size} are to be fetched, and {free} are free",
                 path=parent,
                 size=format_bytes(size),
                 free=format_bytes(free),
@@ -265,7 +269,7 @@ def unpack(
                 kind = Message("a link or a special file") if not entry.isreg() else Message("a file")
                 raise RunFailure(
                     Message(
-                        "the machine there sent {kind} that was not asked for ({name}); nothing was kept",
+                        "the other machine sent {kind} that was not requested ({name}); nothing was kept",
                         kind=kind,
                         name=repr(name),
                     )
@@ -290,7 +294,10 @@ def unpack(
 
 
 def _wrong(name: str) -> Message:
-    return Message("{name} arrived with other bytes than it has there; nothing was kept. Fetch again", name=name)
+    return Message(
+        "{name} arrived damaged: its bytes differ from those on the other machine. Nothing was kept; fetch again",
+        name=name,
+    )
 
 
 def _place(job: Handle, result: Fetched, wanted: dict[str, Entry], staging: Path) -> None:
@@ -320,7 +327,7 @@ def _move(wanted: dict[str, Entry], staging: Path, folder: Path) -> None:
     """Move files into a run folder that is here already, while nobody can train in it."""
     with open(folder / "lock", "ab") as lock:
         if not try_lock(lock):
-            raise UserError(Message("{folder}: a training runs there; stop it first", folder=folder))
+            raise UserError(Message("{folder}: the run is still training; stop it first", folder=folder))
         ownership.require_ours(folder)
         for name in wanted:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -338,5 +345,5 @@ def _localize(job: Handle, file: Path) -> list[str]:
         data |= {"name": output.name, "output_dir": str(output.parent)}
         atomic_write(file, config.dumps(settings.Job(**data)).encode())
     except (ValueError, TypeError, UserError) as error:
-        return [Message("the config keeps the paths of the other machine ({why})", why=str(error).splitlines()[0])]
+        return [Message("the config still has the paths of the other machine ({why})", why=str(error).splitlines()[0])]
     return []

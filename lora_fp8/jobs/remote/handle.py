@@ -114,7 +114,7 @@ def load(name: str) -> Handle:
     if name not in names and not (name and name == os.path.basename(name) and os.path.lexists(file)):
         raise UserError(
             Message(
-                "there is no job {name} on another machine; there are: {names}",
+                "there is no job {name} on another machine; the jobs are: {names}",
                 name=name,
                 names=", ".join(names) or Message("none"),
             )
@@ -142,8 +142,8 @@ def require_new(name: str) -> None:
     if os.path.lexists(home() / name / FILE):
         raise UserError(
             Message(
-                "a job {name} is on another machine already: choose another name (--set name=...), or forget it with "
-                "`{command}`",
+                "another machine already has a job {name}; choose another name (--set name=...), or remove it from "
+                "the list with `{command}`",
                 name=name,
                 command=f"lora-fp8 remote delete {quote_path(name)}",
             )
@@ -177,7 +177,7 @@ def _read(file: Path) -> Handle:
         place = ".".join(map(str, first["loc"]))
         raise needs_repair(file, f"{place}: {first['msg']}" if place else first["msg"]) from None
     if handle.name != file.parent.name:
-        raise needs_repair(file, Message("it is of the job {name}", name=quote(handle.name)))
+        raise needs_repair(file, Message("it belongs to the job {name}", name=quote(handle.name)))
     return handle
 
 

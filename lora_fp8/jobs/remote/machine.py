@@ -74,8 +74,7 @@ def require_address(address: str) -> None:
     if not ADDRESS.fullmatch(address):
         raise UserError(
             Message(
-                "{address} is not the address of a host; give host, user@host or user@host:port, or a name from "
-                "~/.ssh/config",
+                "{address} is not a host address; give host, user@host or user@host:port, or a name from ~/.ssh/config",
                 address=repr(address),
             )
         )
@@ -149,7 +148,10 @@ class Machine:
         command = self.command(script, login)
         if shutil.which(command[0]) is None:
             raise UserError(
-                Message("{program} is not installed here; on Debian and Ubuntu: {command}", **_package(command[0]))
+                Message(
+                    "{program} is not installed on this machine; on Debian and Ubuntu: {command}",
+                    **_package(command[0]),
+                )
             )
         with tempfile.TemporaryFile() as errors:
             process = subprocess.Popen(
@@ -170,7 +172,7 @@ class Machine:
             text = errors.read().decode(errors="replace")
         if self.address and code == SSH_FAILED:
             raise Disconnected(
-                Message("{host}: ssh cannot connect, or lost the connection ({why})", host=self, why=last_line(text))
+                Message("{host}: the ssh connection failed or was lost ({why})", host=self, why=last_line(text))
             )
         return Answer(code, output, text)
 
@@ -211,7 +213,7 @@ def _package(program: str) -> dict[str, str]:
 def last_line(text: str) -> str:
     """Return the last line that has something in it; what a script could not do is the last that it says."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else Message("it does not say why")
+    return lines[-1] if lines else Message("no reason was given")
 
 
 def require_success(machine: Machine, answer: Answer) -> Answer:
@@ -224,14 +226,19 @@ def require_success(machine: Machine, answer: Answer) -> Answer:
         return answer
     line = last_line(answer.errors)
     if "No space left on device" in answer.errors or "Disk quota exceeded" in answer.errors:
-        raise RunFailure(Message("{host}: the disk there is full ({why})", host=machine, why=line))
+        raise RunFailure(Message("{host}: the disk of that machine is full ({why})", host=machine, why=line))
     if answer.code == NO_FOLDER:
-        raise UserError(Message("{host}: the job's folder there cannot be used ({why})", host=machine, why=line))
+        raise UserError(
+            Message("{host}: the job's folder on that machine cannot be used ({why})", host=machine, why=line)
+        )
     if answer.code == NO_TOOL:
-        raise UserError(Message("{host}: {program} is missing there", host=machine, program=line))
+        raise UserError(Message("{host}: {program} is missing on that machine", host=machine, program=line))
     raise RunFailure(
         Message(
-            "{host}: a command there failed with exit code {code} ({why})", host=machine, code=answer.code, why=line
+            "{host}: a command on that machine failed with exit code {code} ({why})",
+            host=machine,
+            code=answer.code,
+            why=line,
         )
     )
 
@@ -247,5 +254,5 @@ def enter(folder: str) -> str:
     """Return the line with which a script goes into a job's folder there, and into no other."""
     return (
         f"cd -- {quote_folder(folder)} && [ -f {MARKER} ] || "
-        f"{{ echo 'it is not the folder of a job, or gone' >&2; exit {NO_FOLDER}; }}"
+        f"{{ echo 'this is not the folder of a job, or it no longer exists' >&2; exit {NO_FOLDER}; }}"
     )

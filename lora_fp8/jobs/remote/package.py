@@ -177,7 +177,7 @@ def _status(path: Path) -> os.stat_result:
     except OSError as error:
         raise cannot_read(path, error) from None
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(Message("{path}: not a regular file, and so it cannot be sent", path=path))
+        raise UserError(Message("{path}: this is not a regular file, so it cannot be sent", path=path))
     return status
 
 

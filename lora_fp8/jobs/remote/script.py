@@ -97,8 +97,8 @@ def check(job: RemoteJob) -> None:
         if secret := SECRET.search(line):
             raise UserError(
                 Message(
-                    "{name} would be written into a file there; set it in the environment there, or pass it with "
-                    "--env {name}",
+                    "{name} would be written to a file on that machine; set it in the environment of that machine, "
+                    "or pass it with --env {name}",
                     name=secret[1],
                 )
             )

@@ -103,7 +103,8 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
     if "$" in plan.folder:
         raise UserError(
             Message(
-                "--folder {given}: variables are not expanded; write ~/ for the home folder there", given=plan.folder
+                "--folder {given}: variables are not expanded; write ~/ for the home folder of that machine",
+                given=plan.folder,
             )
         )
     control.require_variables(plan.job.secrets)
@@ -135,7 +136,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         command = f"lora-fp8 remote status {quote_path(new.name)}"
         raise Disconnected(
             Message(
-                "{why}. Everything was sent; whether the job has started is told by `{command}`",
+                "{why}. Everything was sent; check with `{command}` if the job has started",
                 why=error,
                 command=command,
             )
@@ -175,8 +176,8 @@ def look_around(machine: Machine, plan: Plan) -> str:
     if answer.code == EXISTS:
         raise UserError(
             Message(
-                "{host}: {folder}/{name} exists there already; choose another name (--set name=...) or another "
-                "--folder",
+                "{host}: {folder}/{name} exists already on that machine; choose another name (--set name=...) or "
+                "another --folder",
                 host=machine,
                 folder=plan.folder,
                 name=plan.folder_name,
@@ -185,8 +186,8 @@ def look_around(machine: Machine, plan: Plan) -> str:
     if answer.code == NO_PROGRAM:
         raise UserError(
             Message(
-                "{host}: lora-fp8 is not installed there, or not on the PATH. Install it (`{command}` in a checkout), "
-                "or say how it is activated, such as --setup 'source ~/venv/bin/activate'",
+                "{host}: lora-fp8 is not installed on that machine, or not on its PATH. Install it (`{command}` in "
+                "a checkout), or activate it, such as with --setup 'source ~/venv/bin/activate'",
                 host=machine,
                 command="sh scripts/install.sh",
             )
@@ -205,8 +206,8 @@ def _require_fit(machine: Machine, plan: Plan, facts: dict[str, str]) -> None:
     if "missing" in facts:
         raise UserError(
             Message(
-                "{host}: the base model {path} does not exist there; name its path there with --base, or send it "
-                "with --send-base",
+                "{host}: the base model {path} does not exist on that machine; give its path there with --base, or "
+                "send it with --send-base",
                 host=machine,
                 path=plan.package.needed[int(facts["missing"])],
             )
@@ -215,8 +216,8 @@ def _require_fit(machine: Machine, plan: Plan, facts: dict[str, str]) -> None:
     if version != __version__:
         raise UserError(
             Message(
-                "{host}: lora-fp8 {version} is installed there, and {own} here; install the same version at both "
-                "places",
+                "{host}: lora-fp8 {version} is installed on that machine, but {own} on this one; install the same "
+                "version on both",
                 host=machine,
                 version=version or "?",
                 own=__version__,
@@ -226,7 +227,7 @@ def _require_fit(machine: Machine, plan: Plan, facts: dict[str, str]) -> None:
     if free < plan.package.size + ROOM:
         raise UserError(
             Message(
-                "{host}: the disk there is too full: {size} are to be sent, and {free} are free",
+                "{host}: the disk of that machine is too full: {size} are to be sent, and {free} are free",
                 host=machine,
                 size=format_bytes(plan.package.size),
                 free=format_bytes(free),
@@ -270,7 +271,9 @@ def _submit_to_sky(plan: Plan, progress: Progress | None) -> Handle:
     if shutil.which("sky") is None:
         raise UserError(
             Message(
-                "{program} is not installed here; install it: {command}", program="sky", command="pip install skypilot"
+                "{program} is not installed on this machine; install it: {command}",
+                program="sky",
+                command="pip install skypilot",
             )
         )
     _stage(plan, progress)

@@ -49,7 +49,7 @@ def write(folder: Path, output: Path | None = None, language: str = "en", drawn:
     run = Run.open(folder)
     for place in drawn:
         if not drawings.is_drawing(place):
-            raise UserError(Message("--drawing {path}: not a folder of `lora-fp8 draw`", path=place))
+            raise UserError(Message("--drawing {path}: this is not a folder of `lora-fp8 draw`", path=place))
     target = output or folder / NAME
     _require_free(target)
     text = render(run, choose_language(language), drawn)

@@ -54,8 +54,8 @@ CHECKS = {
 VERIFIED, UNVERIFIED, FAILED = Message("verified"), Message("not verified"), Message("failed")
 PASSED, MEASURED = Message("passed"), Message("measured")
 OMITTED = Plural(
-    "{count} image is left out: a report holds {size} of images.",
-    "{count} images are left out: a report holds {size} of images.",
+    "{count} image is not included: a report contains at most {size} of images.",
+    "{count} images are not included: a report contains at most {size} of images.",
 )
 UNREADABLE = Plural("{count} image cannot be read.", "{count} images cannot be read.")
 TITLE = Message("Training report")

@@ -84,7 +84,7 @@ class PreviewRequests:
             run, _ = self._open(request)
             lines = [_check_prompt(line) for line in str(prompts or "").splitlines() if line.strip()]
             if not 0 < len(lines) <= MOST_PROMPTS:
-                raise UserError(Message("write one to {count} prompts, one a line", count=MOST_PROMPTS))
+                raise UserError(Message("give 1 to {count} prompts, one per line", count=MOST_PROMPTS))
             changes = {**preview_requests.read_changes(run), "prompts": lines, "negative": str(negative or "").strip()}
             self._check(run, changes)
             preview_requests.write_changes(run, changes)
@@ -96,7 +96,7 @@ class PreviewRequests:
         view, log = self.find(self.ui, request)
         run = Run.open(run_monitor.get_run_folder(self.ui, view))
         if must_train and not (run.alive() and log.facts.stage == "train"):
-            raise UserError(Message("the run is not training now; draw with it on the page Try it"))
+            raise UserError(Message("the run is not training now; draw with it on the page “Try it”"))
         return run, view
 
     def _check(self, run: Run, changes: dict[str, Any]) -> Any:
