@@ -175,7 +175,7 @@ def test_a_file_that_could_be_of_two_tools_is_asked_about(tmp_path: Path) -> Non
         ("a.json", '{"a": 1,}', "not valid JSON: line 1"),
         ("a.yaml", "a: [1", "not valid YAML"),
         ("a.json", "[1, 2]", "not a settings file of a known trainer"),
-        ("a.json", "[" * 100_000, "it is nested too deeply"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.ini", "[x]\ny=1", "expected a .toml, .json, .yaml"),
         ("a.sh", "python cache.py --dit x", "no command runs a training script"),
         ("a.yaml", "job: extension\nconfig: {process: []}", "expected one process"),
@@ -2031,7 +2031,7 @@ def test_strange_files_are_refused_and_soon(tmp_path: Path) -> None:
         ("x" * 500_000 + " " * 500_000, "no command runs"),  # a pattern that takes its square takes hours
         (f"network_dim = 0x{'f' * 5000}", "not valid TOML"),
         (f"network_dim = 1\n{'a.' * 2000}a = 1", "a key has more than 20 parts"),
-        ('{"network_dim": ' + '{"a":' * 2000 + "1" + "}" * 2001, "it is nested too deeply"),
+        ('{"network_dim": ' + '{"a":' * 2000 + "1" + "}" * 2001, "nested too deeply"),
     ):
         path = path.with_suffix(".sh" if text[0] == "x" else ".json" if text[0] == "{" else ".toml")
         path.write_text(text, encoding="utf-8")

@@ -714,4 +714,4 @@ def _changed(path: Path) -> RunFailure:
 
 
 def _lost(path: Path, error: Exception) -> RunFailure:
-    return RunFailure(Message("{path} can no longer be read: {why}", path=path, why=error))
+    return RunFailure(Message("{path} can no longer be read: {why}", path=path, why=reason(error)))
