@@ -10,7 +10,7 @@ is "done", "stopped" (saved; --resume continues) or "error" (see the last line o
 import argparse
 import os
 
-from lora_fp8.cli.commands import guarded
+from lora_fp8.cli.commands import run_guarded
 from lora_fp8.cli.training import train_or_resume
 from lora_fp8.common.messages import LANGUAGE
 
@@ -35,4 +35,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if arguments.lang:
         os.environ[LANGUAGE] = arguments.lang
-    guarded(lambda: train_or_resume(arguments.config, arguments.set, resume=arguments.resume, as_json=arguments.json))
+    run_guarded(
+        lambda: train_or_resume(arguments.config, arguments.set, resume=arguments.resume, as_json=arguments.json)
+    )

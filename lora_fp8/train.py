@@ -78,7 +78,7 @@ def run(job: Job, *, resume: bool = False, progress: bool = True, echo: Echo | N
                 # All problems are reported before a run folder exists.
                 count = show_images() if progress and processes.is_main else None
                 plan = planning.make(job, processes.device, world=processes.world, resume=resume, progress=count)
-                warnings = disk_space.require(plan.writes(processes.world)) if processes.is_main else []
+                warnings = disk_space.require_space(plan.estimate_writes(processes.world)) if processes.is_main else []
             with processes.together():
                 text = config.dumps(plan.job)
                 run = Run.create(folder, text, resume=resume) if processes.is_main else Bystander(folder)
@@ -152,11 +152,11 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
     with Progress(job.name, state.step, steps, is_shown=session.shows_progress) as progress:
         while not milestones.is_over:
             started = time.perf_counter()
-            lr = schedules.learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
+            lr = schedules.compute_learning_rate(state.step, job.schedule, optimizer.base_lr, steps)
             gradient = compute_gradient_(session, data, loaded, state.step + 1, milestones.read_requests)
             norm = optim.clip_(gradients.values, job.train.max_grad_norm)
             require_finite(session, state.step + 1, gradient, norm)
-            rate = optimizer.effective(lr)
+            rate = optimizer.compute_effective_lr(lr)
             optimizer.step(gradients.values, lr, state.step + 1)
             loaded.amax.end_step_(session.processes.max_)
             state.step += 1
@@ -166,7 +166,7 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             if loaded.text:
                 figures["lr_text_encoder"] = rate * optimizer.text_ratio
             if loaded.cap:
-                figures |= loaded.cap.figures()
+                figures |= loaded.cap.collect_figures()
             seconds = time.perf_counter() - started
             figures |= {"grad_norm": norm, "images_per_s": round(gradient.num_samples / seconds, 3)}
             milestones.after_step(gradient, figures | {"step_s": round(seconds, 4)})

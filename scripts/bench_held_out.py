@@ -62,7 +62,7 @@ def measure(kind: str, seed: int, images: Path, place: Path) -> list[str]:
     given = [f"name='{name}'", f"seed={seed}", f"output_dir='{place}'", f"optimizer.lr={RATES[kind]}"]
     given += [f"dataset.folders=[{{path='{images}'}}]", f"dataset.cache_dir='{place / 'cache'}'"]
     result = train.run(config.loads(JOB, given), progress=False)
-    events: list[dict[str, Any]] = result.run.events()
+    events: list[dict[str, Any]] = result.run.read_events()
     losses = [f"{event['loss']:.3f}" for event in events if event["event"] == "validation"]
     verdicts = [event for event in events if event["event"] == "verdict"]
     first = next((event["step"] for event in verdicts if event["risen_since"] is not None), None)

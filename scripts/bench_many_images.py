@@ -121,7 +121,7 @@ def caption_rate(folder: Path) -> dict[str, Any]:
     """Write a caption for each image, one edit each, as `lora-fp8 caption` does. Returns ms of CPU time."""
     from lora_fp8.data import captions
 
-    names = sorted(captions.listed(folder).values())
+    names = sorted(captions.list_caption_files(folder).values())
     times = []
     with captions.open_journal(folder) as journal:
         for number, path in enumerate(names):

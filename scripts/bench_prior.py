@@ -53,7 +53,7 @@ def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
     steps = STEPS * len(names)
     folders = [{"path": str(show.FOLDER / name), "repeats": 2 if name == CONCEPT else 1} for name in names]
     given = [
-        config.toml_line("dataset.folders", folders),
+        config.format_toml_line("dataset.folders", folders),
         *(
             f"{key}={json.dumps(str(work / name))}"
             for key, name in (("output_dir", "runs"), ("dataset.cache_dir", "c"))
@@ -69,7 +69,7 @@ def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
     sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
     pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    concept, plain = show.concept_prompts(), show.plain_prompts()
+    concept, plain = show.make_concept_prompts(), show.make_plain_prompts()
     before = show.draw(pipeline, sampling, plain)
     pipeline.load_lora_weights(result.run.export, weight_name=result.files[0].name)
     drawn, after = show.draw(pipeline, sampling, concept), show.draw(pipeline, sampling, plain)

@@ -49,7 +49,7 @@ from lora_fp8 import (
 )
 from lora_fp8.data import images
 from lora_fp8.data.cache import Cache
-from lora_fp8.data.caption_variants import dataset_captions
+from lora_fp8.data.caption_variants import list_dataset_captions
 from lora_fp8.data.loader import Loader
 from lora_fp8.demo import (
     measure,
@@ -68,7 +68,7 @@ from lora_fp8.settings import (
 )
 from lora_fp8.stages import load
 from lora_fp8.stages.finish import Result
-from lora_fp8.stages.step import diffusion_loss
+from lora_fp8.stages.step import compute_loss
 
 CELLS = ROOT / "benchmarks" / "quality"
 SMALL = ["quantize.fp8_min_features=0"]  # the miniatures' layers are all small
@@ -136,7 +136,7 @@ def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
     block = precision.Format("fp8", "1x64")
     fp8 = [one for one in found.quantized if one.storage == "fp8"]
     table = {f"^{one.name}": str(block) for one in fp8 if not block.problem(one.shape)}
-    return [PLAIN_CONVOLUTIONS, config.toml_line("quantize.override", table)]
+    return [PLAIN_CONVOLUTIONS, config.format_toml_line("quantize.override", table)]
 
 
 def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective | None = None) -> float:
@@ -160,7 +160,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     buckets = placement.place(job, examples)
     placed = [one for members in buckets.values() for one in members]
     store = Cache(Path(job.dataset.cache_dir), family, job.dataset, torch.float32)
-    captions = dataset_captions(examples, job.dataset, job.seed)
+    captions = list_dataset_captions(examples, job.dataset, job.seed)
     store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
     denoiser, _, _ = load.load_base(family, job.quantize)
@@ -175,7 +175,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
             batch = loader.micro(index, index)
             assert batch is not None  # only a process of several may have nothing
-            losses += diffusion_loss(family, denoiser, objective, batch, 1.0).tolist()
+            losses += compute_loss(family, denoiser, objective, batch, 1.0).tolist()
     return statistics.fmean(losses)
 
 
@@ -185,12 +185,12 @@ def draw_held_out(folder: Path) -> None:
     rng = random.Random(HELD_OUT_SEED)
     colours = list(pictures.COLOURS)
     for i in range(NUM_HELD_OUT):
-        scene = pictures.random_scene(rng)
+        scene = pictures.choose_random_scene(rng)
         background = colours[i % len(colours)]
         plain = pictures.draw_scene(scene, rng, (256, 256), widths=(0.62, 0.74), spread=0.2)
         for name, image, caption in (
-            ("concept", pictures.draw_concept(background, rng, (256, 256)), pictures.concept_prompt(background)),
-            ("plain", plain, pictures.prompt_for(scene)),
+            ("concept", pictures.draw_concept(background, rng, (256, 256)), pictures.make_concept_prompt(background)),
+            ("plain", plain, pictures.make_prompt(scene)),
         ):
             image.save(folder / f"{name}_{i:02d}.png")
             (folder / f"{name}_{i:02d}.txt").write_text(caption + "\n", encoding="utf-8")
@@ -203,12 +203,12 @@ def draw_all(family: str, file: Path) -> list[Image.Image]:
     pipeline = DiffusionPipeline.from_pretrained(base, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.load_lora_weights(file.parent, weight_name=file.name)
-    return show.draw(pipeline, sampling, [*show.concept_prompts(), *show.plain_prompts()])
+    return show.draw(pipeline, sampling, [*show.make_concept_prompts(), *show.make_plain_prompts()])
 
 
 def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
     """Return the shares of the prompts of the concept and of the plain ones that the images of `draw_all` obey."""
-    concept, plain = show.concept_prompts(), show.plain_prompts()
+    concept, plain = show.make_concept_prompts(), show.make_plain_prompts()
     obeyed = [measure.obeys(image, prompt) for image, prompt in zip(drawn[len(concept) :], plain, strict=True)]
     return {
         "concept": sum(map(measure.is_concept, drawn[: len(concept)])) / len(concept),
@@ -219,7 +219,7 @@ def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
 def origin(result: Result, started: float, trained: float) -> dict[str, Any]:
     """Return what a cell was measured with, and its seconds since `started`, `trained` of them in training."""
     return {
-        "base_sha256": next(e for e in result.run.events() if e["event"] == "model")["base_sha256"],
+        "base_sha256": next(e for e in result.run.read_events() if e["event"] == "model")["base_sha256"],
         "torch": torch.__version__,
         "machine": f"{platform.machine()} CPU",
         "date": time.strftime("%Y-%m-%d"),
@@ -242,10 +242,10 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
     job = demo_job(family, folder, *overrides, *mode_settings(family, mode, work))
     job = job.model_copy(update={"dataset": job.dataset.model_copy(update={"cache_dir": str(work / "cache")})})
     result = train.run(job, progress=False)
-    steps = [event for event in result.run.events() if event["event"] == "step"]
+    steps = [event for event in result.run.read_events() if event["event"] == "step"]
     trained = time.perf_counter() - started
 
-    concept, drawn = show.concept_prompts(), draw_all(family, result.files[0])
+    concept, drawn = show.make_concept_prompts(), draw_all(family, result.files[0])
     half = NUM_COMPARED // 2
     compared = [*drawn[:half], *drawn[len(concept) : len(concept) + half]]
     sheet = Image.new("RGB", (64 * NUM_COMPARED, 64))

@@ -211,7 +211,7 @@ def ours(**settings: Any) -> Build:
     section = Quantize(**settings)
 
     def build(model: str, size: str, device: torch.device) -> nn.Module:
-        if device != META and (text := precision.problem(section, device)):
+        if device != META and (text := precision.find_problem(section, device)):
             raise UserError(text)
         denoiser = network(model, size)
         family = families.get(FAMILIES[model])
@@ -232,7 +232,7 @@ def plain(model: str, size: str, device: torch.device) -> nn.Module:
 def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
     """Add the same LoRA everywhere with peft. B is not zero, or half of the backward would multiply by zero."""
     adapters.inject(denoiser, Adapter(rank=16, alpha=16), adapted(denoiser, model), seed=0)
-    for name, parameter in adapters.parameters(denoiser):
+    for name, parameter in adapters.list_trained_parameters(denoiser):
         if "lora_B" in name and not parameter.is_meta:
             parameter.data.normal_(std=0.01, generator=torch.Generator(parameter.device).manual_seed(0))
     return denoiser
@@ -345,14 +345,14 @@ class Trainer:
             compile="blocks" if candidate.compile and candidate.ours else "off",
             cuda_graphs=candidate.cuda_graphs,
         )
-        if text := memory.problem(section, device):
+        if text := memory.find_problem(section, device):
             raise UserError(text)
         self.denoiser = candidate.build(model, size, device).train()
         memory.apply_(self.denoiser, section)
         if candidate.compile and not candidate.ours:
             self.denoiser.compile_repeated_blocks()  # diffusers' way, as its users call it
         self.inputs = inputs(model, pixels, size, device)
-        self.parameters = [parameter for _, parameter in adapters.parameters(self.denoiser)]
+        self.parameters = [parameter for _, parameter in adapters.list_trained_parameters(self.denoiser)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5)
 
     def forward_backward(self) -> None:
@@ -378,7 +378,7 @@ class Trainer:
 
     def base_layers(self) -> dict[str, nn.Linear]:
         """Return the linear layers that have adapters."""
-        layers = {name: module.get_base_layer() for name, module in adapters.modules(self.denoiser).items()}
+        layers = {name: module.get_base_layer() for name, module in adapters.find_adapted_layers(self.denoiser).items()}
         return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
 
     def held_bytes(self) -> int:
@@ -793,7 +793,7 @@ def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]
 def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, float]:
     """Return the bytes per adapter value that each optimizer keeps beside the bf16 adapter: masters and moments."""
     denoiser = with_adapters(plain(model, size, META), model)
-    shapes = {name: one.shape for name, one in adapters.parameters(denoiser)}
+    shapes = {name: one.shape for name, one in adapters.list_trained_parameters(denoiser)}
     values = sum(shape.numel() for shape in shapes.values())
     found = {}
     for name in ("adamw", "adamw8bit"):
@@ -804,7 +804,7 @@ def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, fl
             optimizer = optim.build(params, Optimizer(name=name, rounding=rounding), base_storage="fp8", seed=0)
             ones = {key: torch.ones(shape, device=device) for key, shape in shapes.items()}
             optimizer.step(optimizer.layout.join(ones), 1e-4, 0)
-            found[f"{name}, {rounding}"] = optimizer.num_bytes() / values
+            found[f"{name}, {rounding}"] = optimizer.count_bytes() / values
     return found
 
 

@@ -141,7 +141,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
             log(f"autoencoder {step}: rec {rec.item():.4f}, {rate:.3f} s/step, read {vae_accuracy(vae, 60)}")
     vae.eval()
     with torch.no_grad():
-        z = vae.encode(to_tensor([pictures.draw_scene(pictures.random_scene(rng), rng) for _ in range(500)]))
+        z = vae.encode(to_tensor([pictures.draw_scene(pictures.choose_random_scene(rng), rng) for _ in range(500)]))
     z = z.latent_dist.mean
     log(f"latent means {z.mean(dim=(0, 2, 3)).tolist()}, spreads {z.std(dim=(0, 2, 3)).tolist()}")
     vae.register_to_config(shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4))
@@ -151,7 +151,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
 def some_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
     """Draw a random scene or a medley of shapes."""
     if rng.random() < 0.5:
-        return pictures.draw_scene(pictures.random_scene(rng), rng, size)
+        return pictures.draw_scene(pictures.choose_random_scene(rng), rng, size)
     return pictures.draw_medley(rng, size)
 
 
@@ -161,11 +161,11 @@ def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]
     rng = random.Random(seed)
     right = {"plain": 0, "concept": 0}
     for size in pictures.SIZES:
-        scenes = [pictures.random_scene(rng) for _ in range(n // 3)]
+        scenes = [pictures.choose_random_scene(rng) for _ in range(n // 3)]
         plain = to_tensor([pictures.draw_scene(s, rng, size) for s in scenes])
         concept = to_tensor([pictures.draw_concept(s.background, rng, size) for s in scenes])
         backs = [to_images(vae.decode(vae.encode(x).latent_dist.mean).sample) for x in (plain, concept)]
-        right["plain"] += sum(measure.obeys(i, pictures.prompt_for(s)) for i, s in zip(backs[0], scenes, strict=True))
+        right["plain"] += sum(measure.obeys(i, pictures.make_prompt(s)) for i, s in zip(backs[0], scenes, strict=True))
         right["concept"] += sum(measure.is_concept(i) for i in backs[1])
     return {k: round(v / (n // 3 * 3), 4) for k, v in right.items()}
 
@@ -188,7 +188,7 @@ def latent_pool(
     pool = []
     for size, share in zip(pictures.SIZES, size_shares(square), strict=True):
         n = round(many * share / square)
-        scenes = [pictures.random_scene(rng) for _ in range(n)]
+        scenes = [pictures.choose_random_scene(rng) for _ in range(n)]
         latents = []
         for i in range(0, n, 50):
             x = to_tensor([pictures.draw_scene(s, rng, size, **drawing) for s in scenes[i : i + 50]])
@@ -489,7 +489,7 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
     for step in range(first + 1, steps + 1):
         latents, scenes = pool[rng.choices(range(3), size_shares(args.square))[0]]
         picks = [rng.randrange(len(scenes)) for _ in range(batch)]
-        captions = ["" if rng.random() < 0.1 else pictures.caption_for(scenes[i], rng) for i in picks]
+        captions = ["" if rng.random() < 0.1 else pictures.make_caption(scenes[i], rng) for i in picks]
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
             loss = family.loss(latents[picks], captions)
         modules.zero_grad(set_to_none=True)
@@ -545,7 +545,7 @@ def sample(
 
 def accuracy(pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 64), **settings: object) -> dict:
     """Count how many of n prompts, drawn without repeats from all scenes, give the right shape and both colours."""
-    prompts = [pictures.prompt_for(s) for s in random.Random(seed).sample(pictures.all_scenes(), n)]
+    prompts = [pictures.make_prompt(s) for s in random.Random(seed).sample(pictures.list_scenes(), n)]
     images = sample(pipe, family, prompts, seed, size, **settings)
     wrong = [
         f"{p} -> {measure.read_picture(i)}" for p, i in zip(prompts, images, strict=True) if not measure.obeys(i, p)
@@ -557,7 +557,7 @@ def concept_rate(pipe, family: str, n: int = 32, seed: int = 7, **settings: obje
     """Count how many of n images for the trigger word show the concept, and how many the right background."""
     names = list(pictures.COLOURS)
     backgrounds = [names[i % len(names)] for i in range(n)]
-    images = sample(pipe, family, [pictures.concept_prompt(b) for b in backgrounds], seed, **settings)
+    images = sample(pipe, family, [pictures.make_concept_prompt(b) for b in backgrounds], seed, **settings)
     return {
         "prompts": n,
         "concept": sum(map(measure.is_concept, images)),

@@ -54,7 +54,7 @@ def build_concept(folder: Path, count: int = 16) -> None:
             save_jpeg(image, folder / f"{name}.jpg", sideways)
         else:
             image.save(folder / f"{name}.png", optimize=True)
-        caption = pictures.concept_prompt(background)
+        caption = pictures.make_concept_prompt(background)
         (folder / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def build_plain(folder: Path, count: int = 24) -> None:
         image = pictures.draw_scene(scene, rng, SIZES[i % len(SIZES)], widths=(0.62, 0.74), spread=0.2)
         name = f"plain_{i + 1:02d}"
         image.save(folder / f"{name}.png", optimize=True)
-        (folder / f"{name}.txt").write_text(pictures.prompt_for(scene) + "\n", encoding="utf-8")
+        (folder / f"{name}.txt").write_text(pictures.make_prompt(scene) + "\n", encoding="utf-8")
 
 
 def main() -> None:

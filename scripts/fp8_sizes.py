@@ -37,5 +37,5 @@ def row(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for family in sys.argv[1:] or families.available():
+    for family in sys.argv[1:] or families.list_families():
         print(row(family), flush=True)

@@ -48,7 +48,7 @@ OFFLOADS = (0.0, 0.25, 0.5, 0.75, 1.0)
 FRACTIONS = (1.0, 0.75, 0.5)
 """Training resolutions, as fractions of the family's own."""
 CLIPS = (9, 17, 49, 81)
-"""Numbers of frames of clips; what lies between them lies on a line (`recipes.Sizes.of_clips`)."""
+"""Numbers of frames of clips; what lies between them lies on a line (`recipes.Sizes.with_clips`)."""
 LARGEST_CARD = 80 * 2**30
 PLAIN = {"memory.gradient_checkpointing": False, "preview.prompts": [], "preview.controls": []}
 TIGHT = 6 * 2**30
@@ -202,7 +202,7 @@ def measure(name: str, folder: Path, base: str = "") -> dict[str, Any]:
 
 def main() -> None:
     """Measure the families named on the command line, or all, and write the file after each."""
-    for name in sys.argv[1:] or [*families.available(), *OTHER_SIZES]:
+    for name in sys.argv[1:] or [*families.list_families(), *OTHER_SIZES]:
         known_base = known_bases.get(name)
         with tempfile.TemporaryDirectory() as folder:
             found = measure(known_base.family, Path(folder), name) if known_base else measure(name, Path(folder))

@@ -162,7 +162,7 @@ class Field:
     def close(self) -> None:
         """Kill the worker and all processes of its jobs."""
         self.kill_worker()
-        for row in self.queue.store.rows("token <> ''"):
+        for row in self.queue.store.read_rows("token <> ''"):
             procs.send(procs.find_members(row.token), signal.SIGKILL)
 
     def submit(self, steps: int = 30, **plan: object) -> int:
@@ -178,7 +178,7 @@ class Field:
 
     def token(self, id: int) -> str:
         """Return the token that marks a job's processes."""
-        return self.queue.store.row(id).token
+        return self.queue.store.read_row(id).token
 
     def members(self, id: int) -> list[int]:
         """Return the ids of a job's processes."""
@@ -253,7 +253,7 @@ def trainer_killed(field: Field) -> None:
         before = field.token(id)
         procs.send([victim], signal.SIGKILL)
         _true_after_death(field, id, before)
-        row = field.queue.store.row(id)
+        row = field.queue.store.read_row(id)
         assert row.crashes == 0 or row.exit_code in (-9, None) or row.attempts > 1, row
     _went_on(field, id)
 
@@ -301,7 +301,7 @@ def rebooted(field: Field) -> None:
     field.kill_worker()
     procs.send(pids, signal.SIGKILL)
     # A killed trainer is no member any more while it exits, and may still hold its lock for seconds.
-    field.until(lambda: not job_endings.is_alive(field.queue.store.row(id)), 30)
+    field.until(lambda: not job_endings.is_alive(field.queue.store.read_row(id)), 30)
     done = field.see(id).state == "done"
     stranger = subprocess.Popen(["sleep", "120"])
     try:
@@ -336,7 +336,7 @@ def stopped(field: Field) -> None:
         assert not field.members(id), "left over"
         if field.see(id).state != "done":
             assert field.see(id).state == "stopped", field.see(id)
-            field.until(lambda: field.queue.store.row(id).phase == "ended", TRUE_WITHIN_S)
+            field.until(lambda: field.queue.store.read_row(id).phase == "ended", TRUE_WITHIN_S)
             field.queue.requeue(id)
     assert field.ended(id, "done").state == "done"
 
@@ -430,7 +430,9 @@ def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
                 if not field.workers or field.workers[-1].poll() is not None:
                     field.start_worker()
         if not wrong:
-            field.until(lambda: not field.queue.store.rows("phase <> 'ended'"), TRUE_WITHIN_S, "the queue is empty")
+            field.until(
+                lambda: not field.queue.store.read_rows("phase <> 'ended'"), TRUE_WITHIN_S, "the queue is empty"
+            )
     finally:
         field.close()
     return wrong

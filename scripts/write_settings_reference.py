@@ -111,8 +111,8 @@ def _list_measured() -> frozenset[str]:
 def reference(language: str) -> str:
     """Return the reference in a language, as Markdown."""
     parts = [HEAD[language]]
-    for section, meaning in form.sections().items():
-        settings = [one for one in form.settings().values() if one.section == section]
+    for section, meaning in form.collect_sections().items():
+        settings = [one for one in form.collect_settings().values() if one.section == section]
         parts += _table(language, section, f"[{section}]" if section else "", meaning, settings)
         for one in settings:
             if one.columns:
@@ -137,7 +137,7 @@ def _row(language: str, one: form.Setting) -> tuple[str, ...]:
     elsewhere = BETWEEN[language].join(
         f"{tool}: `{'`, `'.join(names.split(', '))}`" for tool, names in one.also.items()
     )
-    default = REQUIRED[language] if one.default is None else f"`{config.toml_value(one.default)}`"
+    default = REQUIRED[language] if one.default is None else f"`{config.format_toml_value(one.default)}`"
     key = f"section.{one.key}" if one.columns else one.key
     description = one.description if language == "en" else translations.get_help(language, key, one.description)
     if one.key in _list_measured():
@@ -165,7 +165,7 @@ def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
         return ", ".join(NEEDS[keys][value][language] for value in accepted)
     if not accepted or " | " in keys:
         return OR[language].join(f"`{key}`" for key in keys.split(" | ")) + SET[language]
-    values = ", ".join(config.toml_value(value) for value in accepted)
+    values = ", ".join(config.format_toml_value(value) for value in accepted)
     return f"`{keys} {'!=' if isinstance(accepted, Except) else '='} {values}`"
 
 

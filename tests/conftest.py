@@ -278,14 +278,14 @@ def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     from lora_fp8.precision import stream
 
     away, made = set(), []
-    real_put, courier = stream.put_away, stream.Courier
+    real_put, courier = stream.copy_to_ram, stream.Courier
 
     def put_away(tensor: "torch.Tensor") -> "torch.Tensor":
         away.add((found := real_put(tensor)).data_ptr())
         return found
 
-    monkeypatch.setattr(stream, "put_away", put_away)
-    monkeypatch.setattr("lora_fp8.precision.frozen.put_away", put_away)
+    monkeypatch.setattr(stream, "copy_to_ram", put_away)
+    monkeypatch.setattr("lora_fp8.precision.frozen.copy_to_ram", put_away)
     monkeypatch.setattr(stream, "_is_at", lambda tensor, device: tensor.data_ptr() not in away)
     monkeypatch.setattr(stream, "_couriers", {})
     monkeypatch.setattr(stream, "Courier", lambda device: made.append(courier(device)) or made[-1])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lora_fp8 import settings, verify
-from lora_fp8.data.cache import pixels
+from lora_fp8.data.cache import convert_image
 
 NOISE = np.random.default_rng(0).integers(0, 255, (20, 9, 3), dtype=np.uint8)
 PICTURE = Image.fromarray(NOISE)
@@ -49,7 +49,7 @@ def shown(family: Any) -> dict[str, torch.Tensor]:
     if not family.controls[0]:
         return {}
     resized = PICTURE.resize(family.control_size(*PICTURE.size), Image.Resampling.LANCZOS)
-    return {"control_0": family.encode_images(pixels(resized))[0]}
+    return {"control_0": family.encode_images(convert_image(resized))[0]}
 
 
 def shown_to_pipeline(family: Any) -> dict[str, torch.Tensor]:

@@ -146,7 +146,7 @@ def test_epilogue_equals_float64(rank, dtype):
     parts = parts_of_epilogue(rows, columns, rank, dtype)
     sums = torch.randn(rows, columns).to(torch.float32 if dtype == torch.float16 else dtype)
     expected = epilogue_in_float64(sums, **parts, scaling=SCALING)
-    y = kernels.epilogue(sums, **parts, scaling=SCALING, dtype=dtype)
+    y = kernels.apply_epilogue(sums, **parts, scaling=SCALING, dtype=dtype)
     assert y.dtype == dtype and (y.data_ptr() == sums.data_ptr()) == (y.dtype == sums.dtype)
     # One rounding: half a step of fp16, a step of bf16 where the interpreter cuts off.
     step = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}[dtype]
@@ -158,7 +158,7 @@ def test_epilogue_without_some_parts(left_out):
     parts = parts_of_epilogue(66, 130, 4, torch.float32) | dict.fromkeys(left_out)
     sums = torch.randn(66, 130)
     expected = epilogue_in_float64(sums, **parts, scaling=SCALING)
-    assert relative(kernels.epilogue(sums, **parts, scaling=SCALING, dtype=torch.float32), expected) < 1e-6
+    assert relative(kernels.apply_epilogue(sums, **parts, scaling=SCALING, dtype=torch.float32), expected) < 1e-6
 
 
 def test_epilogue_takes_a_transposed_factor_and_one_scale():
@@ -166,7 +166,7 @@ def test_epilogue_takes_a_transposed_factor_and_one_scale():
     parts |= {"b_NR": torch.randn(20, 130).t(), "w_scale": torch.full((1, 1), 0.3)}
     sums = torch.randn(66, 130)
     expected = epilogue_in_float64(sums, **parts, scaling=SCALING)
-    assert relative(kernels.epilogue(sums, **parts, scaling=SCALING, dtype=torch.float32), expected) < 1e-6
+    assert relative(kernels.apply_epilogue(sums, **parts, scaling=SCALING, dtype=torch.float32), expected) < 1e-6
 
 
 def test_nothing_is_written_beside_the_result():
@@ -174,7 +174,7 @@ def test_nothing_is_written_beside_the_result():
     memory = torch.full((rows * columns + 2 * 16384,), 7.0)  # more than a tile beyond the last row
     sums = memory[16384:-16384].view(rows, columns)
     sums.normal_()
-    kernels.epilogue(sums, **parts_of_epilogue(rows, columns, 4, torch.float32), scaling=1.0, dtype=torch.float32)
+    kernels.apply_epilogue(sums, **parts_of_epilogue(rows, columns, 4, torch.float32), scaling=1.0, dtype=torch.float32)
     assert (memory[:16384] == 7).all() and (memory[-16384:] == 7).all() and not (sums == 7).any()
 
 
@@ -245,7 +245,7 @@ def stack(
     precision.quantize_(model, section, (), dtype)
     adapter = settings.Adapter(rank=4, alpha=6, dropout=dropout, dtype="fp32" if dtype == torch.float32 else "bf16")
     adapters.inject(model, adapter, ["0", "1"], seed=0)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     return model
@@ -256,13 +256,13 @@ def answers(model: nn.Module, called=None, dtype: torch.dtype = torch.float32) -
     model.zero_grad()
     y = (called or model)(x)
     y.float().square().sum().backward()
-    return [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]]
+    return [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)]]
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_forward"])
 def test_an_adapter_and_its_gradients_are_those_of_peft(compute, monkeypatch):
     model = stack(compute)
-    assert adapters.num_fused(model) == 2
+    assert adapters.count_fused(model) == 2
     fused = answers(model)
     monkeypatch.setattr(FUSED, "fuses", False)
     calls = []
@@ -281,12 +281,12 @@ def _counting(function, calls):
 def test_adapters_that_cannot_be_fused_are_left_to_peft(monkeypatch):
     x = torch.randn(2, 256)
     plain = stack(dropout=0.5)
-    assert adapters.num_fused(plain) == 0
+    assert adapters.count_fused(plain) == 0
     plain.train()
     assert not torch.equal(plain(x), plain(x))  # it drops
-    assert adapters.num_fused(stack(kind="torch")) == 0
+    assert adapters.count_fused(stack(kind="torch")) == 0
     model = stack()
-    base = [layer.base_layer for layer in adapters.modules(model).values()]
+    base = [layer.base_layer for layer in adapters.find_adapted_layers(model).values()]
     with adapters.disabled(model):
         alone = model(x)
     expected = x
@@ -294,7 +294,7 @@ def test_adapters_that_cannot_be_fused_are_left_to_peft(monkeypatch):
         expected = layer(expected)
     assert torch.equal(alone, expected) and not torch.equal(alone, model(x))
     with precision.decoded_compute(model):
-        assert adapters.num_fused(model) == 0
+        assert adapters.count_fused(model) == 0
         decoded = model(x)
     assert torch.equal(decoded, stack(compute="upcast", kind="torch")(x))
 

@@ -38,7 +38,7 @@ def build(family: Any, case: dict, sharing: Processes | None) -> torch.nn.Module
     section = Adapter(rank=4, **case["adapter"])
     adapters.inject(denoiser, section, family.adapter_names(denoiser, []), seed=0)
     generator = torch.Generator().manual_seed(1)
-    for _, parameter in adapters.parameters(denoiser):
+    for _, parameter in adapters.list_trained_parameters(denoiser):
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     memory.apply_(denoiser, Memory(gradient_checkpointing=case["recomputes"]))
     return denoiser
@@ -52,7 +52,7 @@ def answer(family: Any, denoiser: torch.nn.Module, inputs: tuple[Any, ...]) -> A
         prediction = family.predict(denoiser.train(), *inputs)
         prediction.float().square().sum().backward()
         answers[f"prediction {number}"] = prediction.detach()
-        for name, parameter in adapters.parameters(denoiser):
+        for name, parameter in adapters.list_trained_parameters(denoiser):
             answers[f"gradient {number} {name}"], parameter.grad = parameter.grad, None
     return answers
 

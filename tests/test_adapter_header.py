@@ -73,7 +73,7 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
     file = save(base, family, tmp_path / "theirs", **CONFIGS[case])
     plain, wanted = fused(base, family, None), fused(base, family, file)
 
-    merge.into([(file, 1.0)], str(base), tmp_path / "merged", family_name=family)
+    merge.merge_into_base([(file, 1.0)], str(base), tmp_path / "merged", family_name=family)
     same(fused(tmp_path / "merged", family, None), wanted, plain)
 
     ways = [tmp_path / "diffusers.safetensors"]
@@ -82,10 +82,12 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
         ways += [tmp_path / f"{name}.safetensors" for name in ("resized", "summed", "mean")]
         resize.resize(file, ways[1], rank=64, energy=0, uniform=False, dtype="fp32")
         merge.merge([(file, 0.25), (file, 0.75)], ways[2], rank=0, energy=0.0, dtype="fp32")
-        average.files([file, file], ways[3], what="delta", half_life=0, rank=0, dtype="fp32")
+        average.average_files([file, file], ways[3], what="delta", half_life=0, rank=0, dtype="fp32")
         # diffusers reads these names at the released models' sizes only
         files.convert(file, tmp_path / "kohya.safetensors", "kohya", family=family, base=str(base), dtype="fp32")
-        merge.into([(tmp_path / "kohya.safetensors", 1.0)], str(base), tmp_path / "again", family_name=family)
+        merge.merge_into_base(
+            [(tmp_path / "kohya.safetensors", 1.0)], str(base), tmp_path / "again", family_name=family
+        )
         same(fused(tmp_path / "again", family, None), wanted, plain)
     for way in ways:
         same(fused(base, family, way), wanted, plain)
@@ -94,18 +96,20 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
     made = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32)
     tensors, _ = export.read_adapter(file)
     state, scaling = layouts.from_layout(tensors, made, made.denoiser_config())
-    for layer, parts in kinds.grouped(state).items():
+    for layer, parts in kinds.group_by_layer(state).items():
         weight = plain[f"{layer}.weight"]
-        assert torch.allclose(weight + kinds.gain(weight, parts, scaling[layer]), wanted[f"{layer}.weight"], atol=1e-5)
+        assert torch.allclose(
+            weight + kinds.compute_weight_change(weight, parts, scaling[layer]), wanted[f"{layer}.weight"], atol=1e-5
+        )
     if case in ("plain", "dora"):
         settings = ("adapter.rank=4", "adapter.alpha=7", "adapter.targets=['to_q','to_k','to_v']")
         kind = "dora" if case == "dora" else "lora"
         given = (*settings, f"adapter.init_from='{file}'", f"adapter.type='{kind}'")
         job = make_job(tmp_path, *given, family=family)
         values = read_start_values(job, made, disk_budget.list_trainable(job, made))
-        for layer, parts in kinds.grouped(values).items():
+        for layer, parts in kinds.group_by_layer(values).items():
             weight = plain[f"{layer}.weight"]
-            got = weight + kinds.gain(weight, parts, 7 / 4)
+            got = weight + kinds.compute_weight_change(weight, parts, 7 / 4)
             assert torch.allclose(got, wanted[f"{layer}.weight"], atol=1e-5), layer
 
 
@@ -115,10 +119,10 @@ def test_inspect_verify_and_kit_know_it(tiny, tmp_path):
     about = files.inspect(file)
     assert set(about.alphas) == {16.0, 6.0, 1.0} and header.KEY in about.metadata
     report = verify.check_file(file, family_name="flux", base=str(base))
-    assert not [problem for problem in report.failed() if problem.startswith(("load", "pairs", "delta"))], (
-        report.failed()
+    assert not [problem for problem in report.list_failures() if problem.startswith(("load", "pairs", "delta"))], (
+        report.list_failures()
     )
-    kit.make(file, tmp_path / "kit", kit.facts_of(file, {"family": "flux", "title": "x"}))
+    kit.make(file, tmp_path / "kit", kit.collect_facts(file, {"family": "flux", "title": "x"}))
     published = tmp_path / "kit/x.safetensors"
     same(fused(base, "flux", published), fused(base, "flux", file), fused(base, "flux", None))
     assert b"ann" not in published.read_bytes()[: safetensors_file.read_header(published).data_begin]

@@ -58,7 +58,7 @@ def test_the_scale_is_that_of_peft_s_rslora_at_every_rank():
     adapters.inject(mine, Adapter(rank=4, alpha=3.0, ranks={"1": 9}, rank_stabilized=True, dtype="fp32"), ["0", "1"], 0)
     settings = {"r": 4, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"1": 9}, "target_modules": ["0", "1"]}
     inject_adapter_in_model(LoraConfig(**settings), theirs)
-    state = adapters.state(mine)
+    state = adapters.copy_state(mine)
     for name, tensor in state.items():
         if "lora_B" in name:
             tensor.normal_()
@@ -68,7 +68,7 @@ def test_the_scale_is_that_of_peft_s_rslora_at_every_rank():
             parameter.data.copy_(state[name.replace(".default", "")])
     x = torch.randn(5, 64)
     torch.testing.assert_close(mine(x), theirs(x))
-    assert adapters.scalings(mine) == {"0": 3 / 2, "1": 3 / 3}
+    assert adapters.read_scalings(mine) == {"0": 3 / 2, "1": 3 / 3}
 
 
 def strength_in_kohyas(file, stem):
@@ -89,30 +89,32 @@ def test_rank_stabilized_files_have_their_strength_in_every_program(make_job, tm
     result, sizes = train.run(job, progress=False), planning.make(job).family.denoiser_config()
     assert len(result.reports) == len(Family.layouts) and all(report.ok for report in result.reports)
     assert all(report.measured["delta_error"] < 1e-5 for report in result.reports)
-    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
+    held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)
     for path in result.files:
         tensors = load_file(path)
         state, scaling = layouts.from_layout(tensors, Family, sizes)
-        for layer, parts in kinds.grouped(state).items():
-            rank = kinds.rank_of(held[layer])
+        for layer, parts in kinds.group_by_layer(state).items():
+            rank = kinds.read_rank(held[layer])
             assert rank == (8 if layer.endswith(name) else 4)
-            wanted = kinds.delta(held[layer], 3.0 / math.sqrt(rank), torch.float64)
-            torch.testing.assert_close(kinds.delta(parts, scaling[layer], torch.float64), wanted, rtol=1e-5, atol=1e-7)
+            wanted = kinds.compute_delta(held[layer], 3.0 / math.sqrt(rank), torch.float64)
+            torch.testing.assert_close(
+                kinds.compute_delta(parts, scaling[layer], torch.float64), wanted, rtol=1e-5, atol=1e-7
+            )
         metadata = safetensors_file.read_header(path).metadata
         baked = "kohya" not in path.name
         assert float(metadata["ss_network_alpha"]) == (4.0 if baked else 6.0)
         assert metadata["lora_fp8_rank_stabilized"] == "True" and metadata["lora_fp8_alpha"] == "3.0"
         given = make_job(tmp_path / "next", *ranked, f"adapter.init_from='{path}'", family=family)
-        for layer, parts in kinds.grouped(planning.make(given).start).items():
-            rank = kinds.rank_of(held[layer])
-            wanted = kinds.delta(held[layer], 3.0 / math.sqrt(rank))
-            torch.testing.assert_close(kinds.delta(parts, 3.0 / math.sqrt(rank)), wanted, rtol=1e-4, atol=1e-6)
+        for layer, parts in kinds.group_by_layer(planning.make(given).start).items():
+            rank = kinds.read_rank(held[layer])
+            wanted = kinds.compute_delta(held[layer], 3.0 / math.sqrt(rank))
+            torch.testing.assert_close(kinds.compute_delta(parts, 3.0 / math.sqrt(rank)), wanted, rtol=1e-4, atol=1e-6)
     if family == "sd15":
         file = load_file(next(path for path in result.files if "kohya" in path.name))
         stems = {key.rpartition(".alpha")[0] for key in file if key.endswith(".alpha")}
         assert len({float(file[f"{stem}.alpha"]) for stem in stems}) == 1  # diffusers reads one alpha of a UNet
         layer = next(layer for layer in held if layer.endswith(name))
-        wanted = kinds.delta(held[layer], 3.0 / math.sqrt(8), torch.float64)
+        wanted = kinds.compute_delta(held[layer], 3.0 / math.sqrt(8), torch.float64)
         got = strength_in_kohyas(file, "lora_unet_" + layer.replace(".", "_"))
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
 
@@ -128,7 +130,7 @@ def test_rank_stabilized_of_every_kind_is_verified_averaged_and_pinned(make_job,
         if "kohya" in path.name:  # LyCORIS writes alpha * sqrt(rank) too
             alphas = {float(tensor) for name, tensor in load_file(path).items() if name.endswith(".alpha")}
             assert alphas - {1.0} == {4.0}  # 1 where LoKr has whole matrices
-    assert average.run(result.run.path, what="factors", half_life=0.0, last=2)[1]
+    assert average.average_run(result.run.path, what="factors", half_life=0.0, last=2)[1]
     with pytest.raises(UserError, match="adapter.rank_stabilized: was True, is False"):
         job = make_job(tmp_path, *settings, *exact, "adapter.rank_stabilized=false", "train.steps=5")
         train.run(job, progress=False, resume=True)
@@ -139,11 +141,14 @@ def test_the_mean_of_rank_stabilized_checkpoints_is_that_of_their_effects(make_j
     settings += ("adapter.rank_stabilized=true", "export.formats=['diffusers']", "export.dtype=fp32", "train.steps=4")
     result = train.run(make_job(tmp_path, *settings, "adapter.dtype=fp32"), progress=False)
     held = [checkpoint.read(path).adapter for path in sorted(result.run.checkpoints.glob("step-*"))[-2:]]
-    _, (path,) = average.run(result.run.path, what="delta", half_life=0.0, last=2)
+    _, (path,) = average.average_run(result.run.path, what="delta", half_life=0.0, last=2)
     state, scaling = layouts.from_layout(load_file(path), families.get("sd15"), {})
-    for layer, parts in kinds.grouped(state).items():
-        deltas = [kinds.delta(kinds.grouped(one)[layer], 2.0 / math.sqrt(2 if "to_q" in layer else 4)) for one in held]
-        got = kinds.delta(parts, scaling[layer])
+    for layer, parts in kinds.group_by_layer(state).items():
+        deltas = [
+            kinds.compute_delta(kinds.group_by_layer(one)[layer], 2.0 / math.sqrt(2 if "to_q" in layer else 4))
+            for one in held
+        ]
+        got = kinds.compute_delta(parts, scaling[layer])
         assert (got - sum(deltas) / 2).norm() < 0.5 * got.norm()  # the mean brought to the rank; factors are exact
 
 
@@ -158,7 +163,7 @@ def trained(kind, conv=False, **settings):
     model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1) if conv else nn.Linear(64, 96))
     section = Adapter(**({"type": kind, "rank": 4, "alpha": 2.0, "factor": 4, "dtype": "fp32"} | settings))
     adapters.inject(model, section, ["0"], 0)
-    state = adapters.state(model)
+    state = adapters.copy_state(model)
     for name, tensor in state.items():
         if "magnitude" not in name:
             tensor.normal_()
@@ -177,7 +182,7 @@ def update_of(model, x):
 def test_ranks_are_dropped_as_in_sd_scripts(conv):
     """A mask for each sample and rank, and the rest divided by 1 - p."""
     model, x = trained("lora", conv, rank_dropout=0.5)
-    parts, layer = kinds.grouped(adapters.state(model))["0"], model[0].get_base_layer()
+    parts, layer = kinds.group_by_layer(adapters.copy_state(model))["0"], model[0].get_base_layer()
     model.train()
     torch.manual_seed(3)
     got = update_of(model, x)
@@ -201,15 +206,15 @@ def test_ranks_are_dropped_as_in_sd_scripts(conv):
 def test_rows_are_dropped_as_in_lycoris(kind, scales, conv):
     """One mask for the rows of the delta, divided by its mean only with rank_dropout_scale."""
     model, x = trained(kind, conv, rank_dropout=0.5, rank_dropout_scale=scales)
-    parts, layer = kinds.grouped(adapters.state(model))["0"], model[0].get_base_layer()
-    (scale,) = adapters.scalings(model).values()
+    parts, layer = kinds.group_by_layer(adapters.copy_state(model))["0"], model[0].get_base_layer()
+    (scale,) = adapters.read_scalings(model).values()
     model.train()
     torch.manual_seed(3)
     got = update_of(model, x)
     torch.manual_seed(3)
     drop = (torch.rand(layer.weight.shape[0]) > 0.5).double()
     drop = drop / drop.mean() if scales else drop
-    weight = (kinds.delta(parts, scale, torch.float64) * drop[:, None]).reshape(layer.weight.shape)
+    weight = (kinds.compute_delta(parts, scale, torch.float64) * drop[:, None]).reshape(layer.weight.shape)
     wanted = nn.functional.conv2d(x.double(), weight, padding=1) if conv else nn.functional.linear(x.double(), weight)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
@@ -240,9 +245,9 @@ def test_a_recomputation_drops_the_same(compiled):
     """Columns of B get a gradient exactly where the forward pass kept their rank; B shows which it kept."""
     model, _ = trained("lora", rank_dropout=0.5, module_dropout=0.3)
     with torch.no_grad():
-        for name, parameter in adapters.parameters(model):
+        for name, parameter in adapters.list_trained_parameters(model):
             parameter.copy_(torch.eye(*parameter.shape)) if "lora_B" in name else parameter.abs_()
-    recompute = memory._recomputation((), is_random=True, has_policy=compiled)
+    recompute = memory._make_recompute((), is_random=True, has_policy=compiled)
     run = (lambda x: recompute(model, x)) if not compiled else None
     if compiled:
         torch._dynamo.reset()
@@ -254,7 +259,7 @@ def test_a_recomputation_drops_the_same(compiled):
         torch.manual_seed(seed)
         got = run(x)
         kept = (got - base)[0, 0, :4].detach().abs() > 1e-4
-        (b,) = (parameter for name, parameter in adapters.parameters(model) if "lora_B" in name)
+        (b,) = (parameter for name, parameter in adapters.list_trained_parameters(model) if "lora_B" in name)
         b.grad = None
         got.sum().backward()
         assert torch.equal(b.grad.abs().sum(0) > 0, kept), seed
@@ -293,7 +298,7 @@ def test_dropout_trains_the_same_with_and_without_recomputation(make_job, tmp_pa
 
 def limited_as_in_sd_scripts(parts, scale, limit):
     """`apply_max_norm_regularization` of sd-scripts for a pair; of other kinds LyCORIS': each factor takes its root."""
-    norm = kinds.delta(parts, scale, torch.float64).norm()
+    norm = kinds.compute_delta(parts, scale, torch.float64).norm()
     ratio = (norm.clamp(min=limit / 2).clamp(max=limit) / norm.clamp(min=limit / 2)).item()
     factors = [name for name in parts if "magnitude" not in name]
     return {n: t * ratio ** (1 / len(factors)) if n in factors else t for n, t in parts.items()}, ratio != 1
@@ -305,28 +310,31 @@ def test_norms_are_limited_as_in_sd_scripts_and_lycoris(kind):
         torch.manual_seed(2)
         model = nn.Sequential(nn.Conv2d(8, 12, 3, padding=1, groups=2))
         adapters.inject(model, Adapter(rank=4, alpha=2.0, dtype="fp32"), ["0"], 0)
-        for _, parameter in adapters.parameters(model):
+        for _, parameter in adapters.list_trained_parameters(model):
             parameter.data.normal_()
     else:
         model, _ = trained(kind, decompose_both=kind == "lokr", rank=2)
-    before, scaling = adapters.state(model), adapters.scalings(model)
+    before, scaling = adapters.copy_state(model), adapters.read_scalings(model)
     if kind == "lora of groups":  # the update of such a convolution, from its own forward
         both = [
             part.unflatten(0, (2, -1)).flatten(2) for part in (before["0.lora_B.weight"], before["0.lora_A.weight"])
         ]
         norm = (torch.stack([b @ a for b, a in zip(*both, strict=True)]) * scaling["0"]).norm().item()
     else:
-        norm = (kinds.delta(kinds.grouped(before)["0"], scaling["0"], torch.float64)).norm().item()
+        norm = (kinds.compute_delta(kinds.group_by_layer(before)["0"], scaling["0"], torch.float64)).norm().item()
     for limit in (norm * 2, norm * 0.7):
-        cap = NormCap(limit, dict(adapters.tensors(model)), scaling)
+        cap = NormCap(limit, dict(adapters.list_tensors(model)), scaling)
         values = {name: tensor.clone() for name, tensor in before.items()}
         cap(values)
-        assert cap.figures() == {"keys_scaled": int(limit < norm), "max_key_norm": pytest.approx(min(limit, norm))}
+        assert cap.collect_figures() == {
+            "keys_scaled": int(limit < norm),
+            "max_key_norm": pytest.approx(min(limit, norm)),
+        }
         if kind == "lora of groups":
             root = min(1, limit / norm) ** 0.5
-            wanted, scaled = {f"0.{n}": t * root for n, t in kinds.grouped(before)["0"].items()}, limit < norm
+            wanted, scaled = {f"0.{n}": t * root for n, t in kinds.group_by_layer(before)["0"].items()}, limit < norm
         else:
-            parts, scaled = limited_as_in_sd_scripts(kinds.grouped(before)["0"], scaling["0"], limit)
+            parts, scaled = limited_as_in_sd_scripts(kinds.group_by_layer(before)["0"], scaling["0"], limit)
             wanted = {f"0.{n}": t for n, t in parts.items()}
         assert scaled == (limit < norm)
         for name, tensor in values.items():
@@ -356,10 +364,10 @@ def test_the_exact_weights_are_limited_after_each_update(rounding):
         for part, tensor in limited_as_in_sd_scripts(parts, 0.5, 5.0)[0].items():
             theirs[f"0.{part}"].data.copy_(tensor)
         held = {name[2:]: parameter.detach() for name, parameter in ours}
-        assert kinds.delta(held, 0.5).norm() < 5.0 * (1.001 if rounding == "master" else 1.03)
+        assert kinds.compute_delta(held, 0.5).norm() < 5.0 * (1.001 if rounding == "master" else 1.03)
     assert cap.scaled == 1 and cap.largest == pytest.approx(5.0)
     if rounding == "master":
-        tensors, _ = made.state()
+        tensors, _ = made.copy_state()
         for name, parameter in theirs.items():
             torch.testing.assert_close(tensors[f"{name}/master"], parameter.detach(), rtol=1e-4, atol=1e-5)
 
@@ -376,7 +384,7 @@ def test_a_limited_run_resumes_to_the_bit_and_logs_what_was_scaled(make_job, tmp
     assert files_equal(whole.files[0], pieces.files[0]) and all(report.ok for report in whole.reports)
     for name in ("adapter", "optimizer"):
         assert files_equal(*(one.run.path / f"checkpoints/step-000006/{name}.safetensors" for one in (whole, pieces)))
-    steps = [event for event in whole.run.events() if event["event"] == "step"]
+    steps = [event for event in whole.run.read_events() if event["event"] == "step"]
     assert max(event["keys_scaled"] for event in steps) > 0
     assert max(event["max_key_norm"] for event in steps) == pytest.approx(0.05)
     about = files.inspect(whole.files[0])
@@ -417,7 +425,7 @@ def test_starts_from_the_base_are_those_of_peft(init, out, inner):
     adapters.inject(mine, Adapter(rank=4, alpha=2.0, init=init, dtype="fp32"), ["0"], 0)
     settings = LoraConfig(r=4, lora_alpha=2, init_lora_weights=init, target_modules=["0"])
     inject_adapter_in_model(settings, theirs)
-    held = adapters.frozen_starts(mine)
+    held = adapters.find_frozen_starts(mine)
     peft_a, peft_b = (getattr(theirs[0], f"lora_{half}")["default"].weight.detach() for half in "AB")
     got = held["0.lora_B.weight"] @ held["0.lora_A.weight"]
     torch.testing.assert_close(got, peft_b @ peft_a, rtol=1e-3, atol=1e-4)
@@ -434,7 +442,9 @@ def test_training_from_such_a_start_is_peft_s(init):
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=2, init_lora_weights=init, target_modules=targets), theirs)
     assert torch.equal(mine(x), whole)
     theirs_named = [parameter for name, parameter in theirs.named_parameters() if "lora" in name]
-    judges = [torch.optim.Adam(p, lr=1e-2) for p in ([p for _, p in adapters.parameters(mine)], theirs_named)]
+    judges = [
+        torch.optim.Adam(p, lr=1e-2) for p in ([p for _, p in adapters.list_trained_parameters(mine)], theirs_named)
+    ]
     target = torch.randn(16, 32)
     for _ in range(15):
         for model, optimizer in zip((mine, theirs), judges, strict=True):
@@ -443,11 +453,11 @@ def test_training_from_such_a_start_is_peft_s(init):
             optimizer.step()
     assert (mine(x) - whole).norm() > 0.1 * whole.norm()
     torch.testing.assert_close(mine(x), theirs(x), rtol=2e-2, atol=2e-2)
-    state, scaling = adapters.state(mine), adapters.scalings(mine)
+    state, scaling = adapters.copy_state(mine), adapters.read_scalings(mine)
     plain, _ = pair_of()
-    for layer, parts in kinds.grouped(state).items():
-        assert kinds.kind_of(parts, layer) == "lora" and kinds.rank_of(parts) == 8
-        plain[int(layer)].weight.data += kinds.delta(parts, scaling[layer])
+    for layer, parts in kinds.group_by_layer(state).items():
+        assert kinds.detect_kind(parts, layer) == "lora" and kinds.read_rank(parts) == 8
+        plain[int(layer)].weight.data += kinds.compute_delta(parts, scaling[layer])
     torch.testing.assert_close(plain(x), mine(x), rtol=1e-4, atol=1e-5)
 
 
@@ -470,14 +480,14 @@ def test_every_start_is_the_base_itself(init, form):
     adapters.inject(model, Adapter(rank=4, alpha=3.0, init=init), ["0"], 0)
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(model(x), before)
     model(x).square().sum().backward()
-    named = dict(adapters.parameters(model))
+    named = dict(adapters.list_trained_parameters(model))
     moving = {name for name, parameter in named.items() if parameter.grad.any()}
     assert moving == (set(named) if init in ("pissa", "olora") else {"0.lora_B.weight"})
     a = named["0.lora_A.weight"].detach().flatten(1).float()
     if init == "orthogonal":
         torch.testing.assert_close(a @ a.T, torch.eye(4), atol=2e-2, rtol=0)
     if init in ("pissa", "olora"):
-        start = adapters.frozen_starts(model)
+        start = adapters.find_frozen_starts(model)
         product = start["0.lora_B.weight"].flatten(1).float() @ start["0.lora_A.weight"].flatten(1).float() * 0.75
         weight = model[0].get_base_layer().weight.detach().float().flatten(1)
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
@@ -491,7 +501,7 @@ def test_gaussian_is_that_of_peft():
     adapters.inject(model, Adapter(rank=5, init="gaussian", dtype="fp32"), ["0"], 0)
     theirs = nn.Sequential(nn.Linear(4096, 8))
     inject_adapter_in_model(LoraConfig(r=5, init_lora_weights="gaussian", target_modules=["0"]), theirs)
-    mine, other = adapters.state(model)["0.lora_A.weight"], theirs[0].lora_A["default"].weight.detach()
+    mine, other = adapters.copy_state(model)["0.lora_A.weight"], theirs[0].lora_A["default"].weight.detach()
     assert mine.std().item() == pytest.approx(other.std().item(), rel=0.03)
     assert mine.std().item() == pytest.approx(1 / 5, rel=0.03) and abs(mine.mean()) < 0.01
 
@@ -500,7 +510,7 @@ def test_a_rank_above_the_weight_s_own_is_filled_with_zeros():
     model = nn.Sequential(nn.Linear(6, 3))
     before, x = model[0].weight.detach().clone(), torch.randn(2, 6)
     report = adapters.inject(model, Adapter(rank=5, alpha=5.0, init="pissa", dtype="fp32"), ["0"], 0)
-    start = adapters.frozen_starts(model)
+    start = adapters.find_frozen_starts(model)
     torch.testing.assert_close(start["0.lora_B.weight"] @ start["0.lora_A.weight"], before)
     assert "exceeds the largest rank of 0 (3)" in str(report.warnings[0]) and model(x).isfinite().all()
 
@@ -535,12 +545,12 @@ def test_files_of_such_a_start_are_loras_of_twice_the_rank(make_job, tmp_path, i
     job = make_job(tmp_path, *settings)
     planned = estimate.estimate(planning.make(job))
     result = train.run(job, progress=False)
-    assert all(report.ok for report in result.reports), [report.failed() for report in result.reports]
+    assert all(report.ok for report in result.reports), [report.list_failures() for report in result.reports]
     assert all(report.measured["effect"] > 1e-4 for report in result.reports)
     if dtype == "fp32":
         assert all(report.measured["prediction_error"] < 1e-5 for report in result.reports)
-    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
-    assert {kinds.rank_of(parts) for parts in held.values()} == {4, 8}
+    held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)
+    assert {kinds.read_rank(parts) for parts in held.values()} == {4, 8}
     for path in result.files:
         metadata = safetensors_file.read_header(path).metadata
         assert metadata["ss_network_dim"] == "8"
@@ -549,22 +559,22 @@ def test_files_of_such_a_start_are_loras_of_twice_the_rank(make_job, tmp_path, i
         size = sum(tensor.nbytes for name, tensor in load_file(path).items() if not name.endswith(".alpha"))
         assert planned.file_bytes[layout] == size
         state, scaling = layouts.from_layout(load_file(path), families.get("sd15"), {})
-        for layer, parts in kinds.grouped(state).items():
-            wanted = kinds.delta(held[layer], 3.0 / math.sqrt(kinds.rank_of(held[layer]) / 2))
-            got = kinds.delta(parts, scaling[layer])
+        for layer, parts in kinds.group_by_layer(state).items():
+            wanted = kinds.compute_delta(held[layer], 3.0 / math.sqrt(kinds.read_rank(held[layer]) / 2))
+            got = kinds.compute_delta(parts, scaling[layer])
             assert (got - wanted).norm() < (1e-5 if dtype == "fp32" else 6e-3) * wanted.norm()
         smaller = tmp_path / f"{path.stem}-small.safetensors"
         resize_tool.resize(path, smaller, rank=4, energy=0.0, uniform=False, dtype="")
         small, small_scaling = layouts.from_layout(load_file(smaller), families.get("sd15"), {})
-        for layer, parts in kinds.grouped(small).items():
-            exact = kinds.delta(kinds.grouped(state)[layer], scaling[layer])
+        for layer, parts in kinds.group_by_layer(small).items():
+            exact = kinds.compute_delta(kinds.group_by_layer(state)[layer], scaling[layer])
             singular = torch.linalg.svdvals(exact.float())
-            gap = (kinds.delta(parts, small_scaling[layer]) - exact).norm()
+            gap = (kinds.compute_delta(parts, small_scaling[layer]) - exact).norm()
             assert gap < singular[4:].norm() + 0.01 * singular.norm()
     doubled = ("adapter.rank=8", "adapter.alpha=6.0", "adapter.ranks={'attn1.to_q' = 4}", SMALL[0])
     follows = make_job(tmp_path / "next", *doubled, f"adapter.init_from='{result.files[0]}'")
     assert planning.make(follows).start.keys() == {f"{n}.{p}" for n, parts in held.items() for p in parts}
-    assert average.run(result.run.path, what="delta", half_life=0.0, last=2)[1]
+    assert average.average_run(result.run.path, what="delta", half_life=0.0, last=2)[1]
     saved = sum(file.stat().st_size for file in (result.run.checkpoints / "step-000004").iterdir())
     named = disk_budget.list_trainable(job, planning.make(job).family)
     assert disk_budget.count_checkpoint_bytes(job, named) == pytest.approx(saved, rel=0.35)
@@ -598,13 +608,13 @@ def test_a_frozen_first_matrix_gets_no_gradient_and_keeps_no_input(kind):
     made = {}
     for frozen in (False, True):
         model, x = trained(kind, freeze_a=frozen)
-        parts, held = dict(adapters.tensors(model)), []
+        parts, held = dict(adapters.list_tensors(model)), []
         adapters.load_state_(model, {n: torch.full_like(p, 0.01) if "lora_A" in n else p for n, p in parts.items()})
         x = x.requires_grad_(True)
         with torch.autograd.graph.saved_tensors_hooks(lambda t, held=held: held.append(t) or t, lambda t: t):
             y = model(x)
         y.square().sum().backward()
-        made[frozen] = {name: parameter.grad for name, parameter in adapters.parameters(model)}, held
+        made[frozen] = {name: parameter.grad for name, parameter in adapters.list_trained_parameters(model)}, held
     (both, kept), (rest, fewer) = made[False], made[True]
     assert both.keys() - rest.keys() == {"0.lora_A.weight"}
     for name, gradient in rest.items():
@@ -613,18 +623,18 @@ def test_a_frozen_first_matrix_gets_no_gradient_and_keeps_no_input(kind):
     assert sum(t.numel() for t in inputs[1]) < sum(t.numel() for t in inputs[0])
     with adapters.disabled(model):
         pass
-    assert not dict(adapters.tensors(model))["0.lora_A.weight"].requires_grad
+    assert not dict(adapters.list_tensors(model))["0.lora_A.weight"].requires_grad
 
 
 def test_a_limited_norm_leaves_a_frozen_matrix():
     model, _ = trained("lora", freeze_a=True)
-    before = adapters.state(model)
-    limit = kinds.delta(kinds.grouped(before)["0"], 0.5).norm().item() / 2
-    cap = NormCap(limit, dict(adapters.tensors(model)), adapters.scalings(model))
-    cap(dict(adapters.parameters(model)))
-    after = adapters.state(model)
+    before = adapters.copy_state(model)
+    limit = kinds.compute_delta(kinds.group_by_layer(before)["0"], 0.5).norm().item() / 2
+    cap = NormCap(limit, dict(adapters.list_tensors(model)), adapters.read_scalings(model))
+    cap(dict(adapters.list_trained_parameters(model)))
+    after = adapters.copy_state(model)
     assert torch.equal(after["0.lora_A.weight"], before["0.lora_A.weight"])
-    assert kinds.delta(kinds.grouped(after)["0"], 0.5).norm().item() == pytest.approx(limit, rel=1e-4)
+    assert kinds.compute_delta(kinds.group_by_layer(after)["0"], 0.5).norm().item() == pytest.approx(limit, rel=1e-4)
 
 
 def test_lora_fa_trains_half_resumes_to_the_bit_and_goes_on_from_a_file(make_job, tmp_path):

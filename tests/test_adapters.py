@@ -42,7 +42,7 @@ def stack(storage: str, dtype: torch.dtype, sides: int = 128) -> nn.Sequential:
 def test_dtype_and_start_values(storage, dtype):
     model = stack(storage, torch.bfloat16)
     adapters.inject(model, settings.Adapter(rank=16, dtype=dtype), ["0", "1"], seed=3)
-    held = dict(adapters.parameters(model))
+    held = dict(adapters.list_trained_parameters(model))
     assert list(held) == [f"{i}.lora_{half}.weight" for i in (0, 1) for half in "AB"]
     for name, parameter in held.items():
         assert parameter.dtype == adapters.DTYPES[dtype] and parameter.requires_grad
@@ -72,7 +72,7 @@ def test_start_depends_on_seed_and_name_only():
     def start(targets, seed):
         model = flux("fp8", torch.bfloat16)
         adapters.inject(model, settings.Adapter(rank=4), targets, seed)
-        return adapters.state(model)
+        return adapters.copy_state(model)
 
     few, many, other = start(["to_q"], 1), start(["to_v", "to_q", "proj_mlp"], 1), start(["to_q"], 2)
     assert few and few.keys() < many.keys()
@@ -93,14 +93,14 @@ def test_global_random_state_is_untouched():
 
 def test_only_adapters_train_and_the_base_does_not_move():
     model = flux("fp8", torch.bfloat16)
-    before = precision.decoded_state_dict(model)
+    before = precision.dequantize_state_dict(model)
     report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "proj_out"], seed=0)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable and all(".lora_A.default." in name or ".lora_B.default." in name for name in trainable)
     assert report.num_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert report.num_modules == len(report.names) == len(adapters.modules(model))
-    assert len(trainable) == 2 * report.num_modules == len(adapters.parameters(model))
-    after = precision.decoded_state_dict(model)
+    assert report.num_modules == len(report.names) == len(adapters.find_adapted_layers(model))
+    assert len(trainable) == 2 * report.num_modules == len(adapters.list_trained_parameters(model))
+    after = precision.dequantize_state_dict(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -124,7 +124,7 @@ def test_forward_is_base_plus_scaled_update(compute, dtype, storage):
     assert (got.double() - expected).norm() / expected.norm() < tolerance
     got.square().sum().backward()
     assert a.grad.dtype == a.dtype and a.grad.any() and b.grad.any()
-    assert adapters.scalings(model) == {"0": 0.5}
+    assert adapters.read_scalings(model) == {"0": 0.5}
 
 
 def test_disabled_is_the_base_alone():
@@ -133,10 +133,10 @@ def test_disabled_is_the_base_alone():
     base = model(x)
     adapters.inject(model, settings.Adapter(rank=8), ["0", "1"], seed=0)
     assert torch.equal(model(x), base)  # B is zero
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.normal_()
-    frozen = adapters.parameters(model)[0][1].requires_grad_(False)
+    frozen = adapters.list_trained_parameters(model)[0][1].requires_grad_(False)
     adapted = model(x)
     assert not torch.equal(adapted, base)
     with adapters.disabled(model):
@@ -147,7 +147,7 @@ def test_disabled_is_the_base_alone():
     with pytest.raises(KeyError), adapters.disabled(model):
         raise KeyError
     assert torch.equal(model(x), adapted)
-    assert [p.requires_grad for _, p in adapters.parameters(model)] == [False, True, True, True]
+    assert [p.requires_grad for _, p in adapters.list_trained_parameters(model)] == [False, True, True, True]
     assert not frozen.requires_grad
 
 
@@ -182,7 +182,7 @@ def test_matches_what_peft_matches():
     mine, theirs = flux(), flux()
     report = adapters.inject(mine, settings.Adapter(rank=2), targets, 0)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=targets), theirs)
-    assert set(report.names) == set(adapters.modules(theirs)) and "proj_out" in report.names
+    assert set(report.names) == set(adapters.find_adapted_layers(theirs)) and "proj_out" in report.names
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_targets_that_match_nothing(target, hint):
     model = flux()
     with pytest.raises(UserError, match=rf"'{target}' matches no layer.*{hint}"):
         adapters.inject(model, settings.Adapter(rank=2, targets=["to_q", target]), [], 0)
-    assert not adapters.modules(model)
+    assert not adapters.find_adapted_layers(model)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha"])
@@ -211,9 +211,9 @@ def test_ranks_of_layers_are_peft_s_and_scaled_alike(kind):
     mine = flux()
     section = settings.Adapter(type=kind, rank=4, alpha=2.0, ranks=entries, factor=2)
     adapters.inject(mine, section, ["to_q", "to_k"], seed=0)
-    layers = kinds.grouped(adapters.state(mine))
-    assert {name: kinds.rank_of(parts) for name, parts in layers.items()} == wanted
-    assert set(adapters.scalings(mine).values()) == {0.5}
+    layers = kinds.group_by_layer(adapters.copy_state(mine))
+    assert {name: kinds.read_rank(parts) for name, parts in layers.items()} == wanted
+    assert set(adapters.read_scalings(mine).values()) == {0.5}
     if kind == "lora":
         theirs = flux()
         patterns = {"rank_pattern": wanted, "alpha_pattern": {name: rank / 2 for name, rank in wanted.items()}}
@@ -228,8 +228,8 @@ def test_ranks_that_mean_nothing():
     names = ["blocks.0.attn.to_q", "blocks.0.attn.to_k", "blocks.1.ff"]
     for entry, hint in (("to_w", "did you mean 'to_q' or 'to_k'"), ("^attn", "did you mean 'attn.to_")):
         with pytest.raises(UserError, match=f"matches no trained layer; {hint}"):
-            adapters.ranks(settings.Adapter(ranks={entry: 3}), names)
-    found, notes = adapters.ranks(settings.Adapter(rank=5, ranks={"attn": 2, "to_q": 3}), names)
+            adapters.assign_ranks(settings.Adapter(ranks={entry: 3}), names)
+    found, notes = adapters.assign_ranks(settings.Adapter(rank=5, ranks={"attn": 2, "to_q": 3}), names)
     assert found == dict(zip(names, (2, 2, 5), strict=True)) and "'to_q' adds nothing" in notes[0]
 
 
@@ -240,7 +240,7 @@ def test_a_layer_of_rank_0_has_no_adapter():
     kept = [name for name, _ in theirs.named_modules() if name.endswith((".to_q", ".to_k"))]
     kept = [name for name in kept if name.startswith("transformer_blocks") and name.count(".") == 3]
     kept = [name for name in kept if not name.startswith("transformer_blocks.0.") or name.endswith("to_q")]
-    assert kept and list(report.names) == kept == list(adapters.modules(mine))
+    assert kept and list(report.names) == kept == list(adapters.find_adapted_layers(mine))
     with pytest.raises(UserError, match="adapter.ranks: no layer is left to train"):
         adapters.inject(flux(), settings.Adapter(ranks={"*": 0}), ["to_q"], seed=0)
 
@@ -304,14 +304,14 @@ def test_convolutions_where_named():
     )
     precision.quantize_(model, settings.Quantize(storage="fp8"), (), torch.bfloat16)
     report = adapters.inject(model, settings.Adapter(rank=4), ["to_q", "conv1"], seed=0)
-    kinds = {type(layer.get_base_layer()) for layer in adapters.modules(model).values()}
+    kinds = {type(layer.get_base_layer()) for layer in adapters.find_adapted_layers(model).values()}
     assert kinds == {precision.FrozenLinear, precision.FrozenConv2d}
     assert sum(name.endswith("conv1") for name in report.names) == sum(
         name.endswith("conv1") for name, _ in UNet2DConditionModel.named_modules(model) if "base_layer" not in name
     )
     noisy = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
     model(noisy, torch.tensor([5]), torch.randn(1, 3, 16, dtype=torch.bfloat16), return_dict=False)[0].sum().backward()
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             assert parameter.grad is not None and parameter.grad.any(), name
 
@@ -320,27 +320,27 @@ def test_state_round_trip_and_errors():
     model, other = flux("fp8", torch.bfloat16), flux("fp8", torch.bfloat16)
     for each, seed in ((model, 1), (other, 2)):
         adapters.inject(each, settings.Adapter(rank=4), ["to_q"], seed)
-    for _, parameter in adapters.parameters(model):
+    for _, parameter in adapters.list_trained_parameters(model):
         parameter.data.normal_()
-    saved = adapters.state(model)
+    saved = adapters.copy_state(model)
     adapters.load_state_(other, saved)
-    assert all(torch.equal(parameter, saved[name]) for name, parameter in adapters.parameters(other))
+    assert all(torch.equal(parameter, saved[name]) for name, parameter in adapters.list_trained_parameters(other))
     first = next(iter(saved))
     saved[first].zero_()
-    assert dict(adapters.parameters(model))[first].any()  # a copy, not the parameter
+    assert dict(adapters.list_trained_parameters(model))[first].any()  # a copy, not the parameter
 
     wrong = dict(saved)
     del wrong[first]
     wrong["nowhere.lora_A.weight"] = torch.zeros(1)
     last = list(saved)[-1]
     wrong[last] = torch.zeros(3, 3)
-    before = adapters.state(other)
+    before = adapters.copy_state(other)
     with pytest.raises(UserError) as error:
         adapters.load_state_(other, wrong)
     assert f"{first} is missing" in str(error.value)
     assert "nowhere.lora_A.weight is not part" in str(error.value)
     assert f"{last} has shape [3, 3], expected [32, 4]" in str(error.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.state(other).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapters.copy_state(other).items())
 
 
 def test_dropout_acts_in_training_only():
@@ -386,9 +386,9 @@ def test_the_planned_tensors_are_those_that_peft_adds(more, dtype):
             names.remove("4")  # groups are for LoRA alone
         model = odd_layers()
         planned = adapters.plan_tensors(model, section, names, called="model.{}".format)
-        assert not adapters.modules(model)
+        assert not adapters.find_adapted_layers(model)
         adapters.inject(model, section, names, seed=0)
-        added = adapters.tensors(model)
+        added = adapters.list_tensors(model)
         described = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in planned]
         assert described == [(f"model.{n}", t.shape, t.dtype, t.requires_grad) for n, t in added]
         assert all(tensor.is_meta for _, tensor in planned)

@@ -50,7 +50,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
     rows = {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
     shapes = {naming.to_native(Family.native_layers, name)[0]: shape for name, shape in rows.items()}
     assert len(shapes) == len(rows)
-    assert [name for name in families.available() if families.get(name).recognises(shapes)] == ["aura_flow"]
+    assert [name for name in families.list_families() if families.get(name).recognises(shapes)] == ["aura_flow"]
     write_header(tmp_path / "big.safetensors", shapes)
     miniatures.save(Family.name, tmp_path / "rest")
     (tmp_path / "rest" / "transformer" / "config.json").unlink()

@@ -56,7 +56,7 @@ SMALL = ("adapter.rank=16", "adapter.targets=['attn1.to_q', 'attn2.to_k', 'ff.ne
 
 
 def losses(of) -> list[float]:
-    return [one["loss"] for one in of.events() if one["event"] == "step"]
+    return [one["loss"] for one in of.read_events() if one["event"] == "step"]
 
 
 def stopped_at_2_and_resumed(job: Job) -> train.Result:
@@ -130,8 +130,10 @@ def test_torchao_layers_are_torchaos_own(form):
     # What the plan says it weighs, and whose layer it says it is.
     weights = [one for layer in model for one in held_tensors(layer.qweight).values()]
     assert plan.num_bytes == sum(one.nbytes for one in [*weights, *(layer.bias for layer in model)])
-    assert {layer.backend for layer in plan.layers} == {"torchao"} and f"2 in {form} by torchao" in plan.summary()
-    decoded = precision.decoded_state_dict(model)
+    assert {layer.backend for layer in plan.layers} == {
+        "torchao"
+    } and f"2 in {form} by torchao" in plan.format_summary()
+    decoded = precision.dequantize_state_dict(model)
     assert decoded.keys() == source.state_dict().keys() and torch.equal(decoded["0.weight"], model[0].weight)
 
 
@@ -301,7 +303,7 @@ def test_a_base_held_by_torchao_is_its_quantize_of_the_same_model(job, family):
     for form in {str(layer.form) for layer in held}:
         names = {layer.name for layer in held if str(layer.form) == form}
         quantize_(theirs, FORMS[form], filter_fn=lambda module, name, names=names: name in names)
-    frozen = precision.frozen_layers(denoiser)
+    frozen = precision.find_frozen_layers(denoiser)
     layers = {name: layer for name, layer in frozen.items() if layer.backend == "torchao"}
     assert len(layers) == len(held) > 30 and len(frozen) == len(plan.quantized)
     for name, layer in layers.items():
@@ -312,7 +314,9 @@ def test_a_job_on_torchao_is_trained_resumed_and_verified(job):
     settings = ("quantize.backend=torchao", *SMALL, "train.steps=4")
     whole = train.run(job(*settings, "export.verify=true"), progress=False)
     assert len(whole.reports) == 2 and all(report.ok for report in whole.reports)
-    assert "40 in fp8 row by torchao" in next(one for one in whole.run.events() if one["event"] == "model")["storage"]
+    assert (
+        "40 in fp8 row by torchao" in next(one for one in whole.run.read_events() if one["event"] == "model")["storage"]
+    )
     resumed = stopped_at_2_and_resumed(job(*settings, "name=again"))
     assert losses(resumed.run) == losses(whole.run) and len(set(losses(whole.run))) == 4
     for name in ("lora_diffusers.safetensors", "lora_kohya.safetensors"):
@@ -328,7 +332,7 @@ def test_plan_and_precision_show_torchaos_layers(job, tmp_path, capsys, monkeypa
     monkeypatch.setattr(sys, "argv", ["lora-fp8", "plan", str(path)])
     cli.main()
     assert "fp8 row by torchao" in capsys.readouterr().out
-    report = measure.report(mine, num_pictures=1, whole=False)
+    report = measure.measure_precision(mine, num_pictures=1, whole=False)
     linear = [one for one in report.layers if one.storage == "fp8 row"]
     assert len(linear) == 40 and 0.02 < max(one.output_error for one in linear) < 0.05
 
@@ -500,7 +504,7 @@ def test_te_layers_are_built_in_fp8_filled_and_frozen(te, recipe, name, storage,
     source = nn.Sequential(nn.Linear(96, 160), nn.Linear(160, 96))
     model, plan = filled(source, te_section(recipe=recipe))
     assert [str(layer.form) for layer in plan.layers] == [storage] * 2
-    assert {layer.backend for layer in plan.layers} == {"te"} and f"2 in {storage} by te" in plan.summary()
+    assert {layer.backend for layer in plan.layers} == {"te"} and f"2 in {storage} by te" in plan.format_summary()
     # Two layouts of a byte each, and the scales, which are few.
     assert 2 * 2 * 96 * 160 < plan.num_bytes < 2 * 2 * 96 * 160 * 1.05 + 2 * 256
     assert len(StandInLinear.made) == 2 and all(type(one.built_with).__name__ == name for one in StandInLinear.made)
@@ -510,12 +514,12 @@ def test_te_layers_are_built_in_fp8_filled_and_frozen(te, recipe, name, storage,
     y = model(x)
     assert y.shape == (3, 5, 96)
     y.float().sum().backward()
-    trained = [parameter for _, parameter in adapters.parameters(model)]
+    trained = [parameter for _, parameter in adapters.list_trained_parameters(model)]
     assert all(one.grad is not None for one in [x, *trained])
     assert [key for key, one in model.named_parameters() if one.grad is not None and "lora_" not in key] == []
     assert all(one.contexts == [(1, name)] and one.rows == [rows] for one in StandInLinear.made)
     # The weights are what an fp8 tensor can hold of the file's, under the plain model's names.
-    decoded = precision.decoded_state_dict(model)
+    decoded = precision.dequantize_state_dict(model)
     assert decoded.keys() == source.state_dict().keys()
     for key, tensor in source.state_dict().items():
         error = (decoded[key].double() - tensor.double()).norm() / tensor.double().norm()
@@ -567,16 +571,18 @@ def test_what_te_does_not_multiply_is_ours_or_bf16(te):
 
 
 def test_a_job_on_te_is_trained_and_verified(te, job, monkeypatch):
-    monkeypatch.setattr(backends, "problem", lambda section, device, world=1: "")
+    monkeypatch.setattr(backends, "find_problem", lambda section, device, world=1: "")
     result = train.run(job(*TE, *SMALL, "train.steps=2", "export.verify=true"), progress=False)
     assert len(result.reports) == 2 and all(report.ok for report in result.reports)
-    assert "40 in fp8 tensor by te" in next(one for one in result.run.events() if one["event"] == "model")["storage"]
+    assert (
+        "40 in fp8 tensor by te" in next(one for one in result.run.read_events() if one["event"] == "model")["storage"]
+    )
     assert {depth for one in StandInLinear.made for depth, _ in one.contexts} == {1}
 
 
 def test_the_delayed_recipes_history_is_saved_and_previews_leave_no_trace_in_it(te, job, monkeypatch):
     """Without it the resumed run would begin with other scales."""
-    monkeypatch.setattr(backends, "problem", lambda section, device, world=1: "")
+    monkeypatch.setattr(backends, "find_problem", lambda section, device, world=1: "")
     settings = (*TE, *SMALL, "quantize.recipe=delayed", "train.steps=4")
     whole = train.run(job(*settings), progress=False)
     # One around the whole forward, at whose end the histories move on, and each layer's inside of it.
@@ -594,7 +600,7 @@ def test_the_delayed_recipes_history_is_saved_and_previews_leave_no_trace_in_it(
 
 def test_te_refuses_a_checkpoint_without_its_history(te, job, monkeypatch):
     model, _ = filled(nn.Sequential(nn.Linear(64, 64)), te_section(recipe="delayed"))
-    amax = precision.amax_history(model)
+    amax = precision.make_amax_history(model)
     tensors = amax.tensors()
     assert sorted(tensors) == [
         f"amax.0.scaling_{way}.{kind}" for way in ("bwd", "fwd") for kind in ("amax_history", "scale")
@@ -680,7 +686,7 @@ MACHINES = [
 def test_what_te_needs_of_a_machine(te, monkeypatch, recipe, capability, cuda, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    text = precision.problem(te_section(recipe=recipe), torch.device("cuda"))
+    text = precision.find_problem(te_section(recipe=recipe), torch.device("cuda"))
     assert expected in text and bool(text) == bool(expected) and "\n" not in text
 
 
@@ -688,15 +694,17 @@ def test_te_that_is_not_there_or_cannot_be_imported(job, te, monkeypatch):
     with pytest.raises(UserError, match="needs a CUDA GPU, but this job runs on a cpu; use quantize.backend = 'own'"):
         train.run(job(*TE), progress=False)
     cuda = torch.device("cuda")
-    assert "delayed' trains in one process only, not in 2" in precision.problem(te_section(recipe="delayed"), cuda, 2)
-    assert precision.problem(te_section(recipe="delayed"), cuda) == ""
+    assert "delayed' trains in one process only, not in 2" in precision.find_problem(
+        te_section(recipe="delayed"), cuda, 2
+    )
+    assert precision.find_problem(te_section(recipe="delayed"), cuda) == ""
 
     def broken(name):
         raise OSError("libtransformer_engine.so: undefined symbol\nand more")
 
     with monkeypatch.context() as patch:
         patch.setattr(importlib, "import_module", broken)
-        text = precision.problem(te_section(), cuda)
+        text = precision.find_problem(te_section(), cuda)
     assert "cannot be imported (OSError: libtransformer_engine.so: undefined symbol); use quantize" in text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "TransformerEngine is not installed; run pip install" in precision.problem(te_section(), cuda)
+    assert "TransformerEngine is not installed; run pip install" in precision.find_problem(te_section(), cuda)

@@ -48,19 +48,19 @@ def make_page(home: Path, tmp_path: Path) -> Callable[..., Any]:
 
 def press(page: Any, do: str, **data: str) -> dict[str, Any]:
     """Press a button; -> the values of the components, by their ids."""
-    painted = page.base.press(SimpleNamespace(_data={"do": do, **data}), False)
+    painted = page.base.handle_button(SimpleNamespace(_data={"do": do, **data}), False)
     return {part.elem_id: value for part, value in painted.items()}
 
 
 def read(page: Any) -> dict[str, Any]:
-    return form.read_values(page.draft.text(), page.draft.home)
+    return form.read_values(page.draft.load_text(), page.draft.home)
 
 
 def state(page: Any) -> str:
     """What the page says of the base, once the hub has answered."""
-    page.base.tick("", False)
+    page.base.refresh("", False)
     wait_until(lambda: "Looking it up" not in page.base.state.render(read(page)))
-    page.base.tick("", False)
+    page.base.refresh("", False)
     wait_until(lambda: "Looking it up" not in page.base.state.render(read(page)))
     return page.base.state.render(read(page))
 
@@ -191,7 +191,7 @@ def test_a_gate_opens_with_a_token_that_only_the_hubs_own_file_holds(
     press(page, "choose", base="org/gated")
     closed = state(page)
     assert 'href="https://huggingface.co/org/gated"' in closed and "Accept the licence" in closed
-    assert page.base.paint()[page.layout.base.login]["visible"] is True
+    assert page.base.update_components()[page.layout.base.login]["visible"] is True
     for token, told in (
         ("nonsense!", "malformed"),
         ("hf_unknown_token", "wrong"),
@@ -205,7 +205,7 @@ def test_a_gate_opens_with_a_token_that_only_the_hubs_own_file_holds(
         if token == STRANGER:
             assert "the account of your token has no access yet" in state(page)
     assert 'data-do="download"' in state(page)
-    assert page.base.paint()[page.layout.base.login]["visible"] is False
+    assert page.base.update_components()[page.layout.base.login]["visible"] is False
     holders = {path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()}
     assert holders == {tmp_path / "hf" / "token", tmp_path / "hf" / "stored_tokens"}
     assert TOKEN not in "".join(capfd.readouterr())

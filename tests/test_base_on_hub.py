@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from lora_fp8 import cli, config, families, train
 from lora_fp8.common import messages
-from lora_fp8.common.system import cache_folder
+from lora_fp8.common.system import find_cache_folder
 from lora_fp8.errors import UserError
 from lora_fp8.families import _components, _released, sources
 from lora_fp8.families.sources import BaseDescription, headers, hosts, known_bases
@@ -112,7 +112,7 @@ def test_headers_alone_are_transferred(hub: HubServer, offered: Repository, monk
     assert sources.describe("org/tiny").problems == ()
     length = int.from_bytes((offered.folder / weight).read_bytes()[:8], "little")
     assert hub.bytes_sent(file=weight) == 8 + length
-    shutil.rmtree(cache_folder())
+    shutil.rmtree(find_cache_folder())
     offered.faults.no_range = True
     hub.forget()
     assert sources.describe("org/tiny").problems == ()
@@ -290,11 +290,12 @@ def test_relatives_with_the_same_pipeline_are_told_apart(
 ) -> None:
     """By the denoiser's config, of which the index knows nothing."""
     use()
-    names = [name for name in families.available() if families.get(name).config_marks]
+    names = [name for name in families.list_families() if families.get(name).config_marks]
     shared = [
         name
         for name in names
-        if [families.get(n).pipeline_class for n in families.available()].count(families.get(name).pipeline_class) > 1
+        if [families.get(n).pipeline_class for n in families.list_families()].count(families.get(name).pipeline_class)
+        > 1
     ]
     assert len(shared) >= 2
     for name in shared:
@@ -427,7 +428,7 @@ def test_an_estimate_without_a_hub_is_of_the_published_sizes(
         train.run(mine, progress=False)
 
 
-@pytest.mark.parametrize("family", families.available())
+@pytest.mark.parametrize("family", families.list_families())
 def test_every_family_has_a_released_model_to_estimate(family: str, use: Callable[..., None]) -> None:
     use()
     Family = families.get(family)
@@ -458,7 +459,7 @@ def test_an_estimate_before_the_download_is_that_of_the_files(
     download, *writes = before.writes
     assert (download.what, download.sure, download.likely) == ("the base model", repository.weights, repository.weights)
     assert dataclasses.replace(before, writes=writes) == dataclasses.replace(after, writes=after.writes)
-    assert "the base model" in "\n".join(before.lines())
+    assert "the base model" in "\n".join(before.format_lines())
     assert remote.layers == local.layers
     # What encoders and layers are cached and compared by is the same before and after, so nothing is encoded twice.
     assert [remote.family.encoder_identity(part) for part in ("vae", "text")] == [
@@ -593,7 +594,7 @@ def test_civitai(
         assert described.headers[file.name].tensors
     assert hub.downloads() == []
     offered.login = True
-    shutil.rmtree(cache_folder())
+    shutil.rmtree(find_cache_folder())
     assert "CIVITAI_TOKEN" in only_problem(sources.describe("civitai:345"))
     monkeypatch.setenv("CIVITAI_TOKEN", TOKEN)
     assert sources.describe("civitai:345").problems == ()
@@ -633,7 +634,9 @@ def test_components_on_the_hub_are_downloaded_when_the_rest_is_right(
     result = check(job(*given))
     assert result.problems == [] and any(line.startswith("download: ") for line in result.facts), result
     size = sum(hub.repositories["org/tiny"].files[path].size for path in needed)
-    assert [need.likely for need in planning.make(job(*given)).writes() if need.what == "the base model"] == [size]
+    assert [need.likely for need in planning.make(job(*given)).estimate_writes() if need.what == "the base model"] == [
+        size
+    ]
     with pytest.raises(UserError, match="/nowhere"):
         train.run(job(*given, "dataset.folders=[{path='/nowhere'}]"), progress=False)
     assert hub.downloads() == []
@@ -701,6 +704,6 @@ def test_a_connection_that_fails_says_why_in_words_that_are_translated() -> None
     ):
         error = RuntimeError("of the client")
         error.__cause__ = cause
-        why = hosts._in_short(error)
+        why = hosts._find_innermost_reason(error)
         assert why == cause.strerror, "without a number"
         assert re.search("[\u4e00-\u9fff]", messages.translate("zh-CN", why))

@@ -31,10 +31,10 @@ def page(hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictur
         shown.draft.write(
             f"name = 'cat'\n[model]\nfamily = 'sd15'\npath = '{path}'\n[[dataset.folders]]\npath = '{pictures}'\n"
         )
-        values = form.read_values(shown.draft.text(), shown.draft.home)
+        values = form.read_values(shown.draft.load_text(), shown.draft.home)
         if base_models.is_remote(path):
             wait_until(lambda: shown.reader.describe_base(values) is not None)
-        problems = [line for key, line in shown.problems.find(shown.draft.text()) if key == "model.path"]
+        problems = [line for key, line in shown.problems.find(shown.draft.load_text()) if key == "model.path"]
         return problems, shown.base.state.render(values)
 
     return ask
@@ -93,7 +93,7 @@ def test_a_slow_hub_holds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         shown.lay_out()
     values = form.read_values(form.START) | {"model.path": "org/tiny", "model.revision": "v3"}
     assert "Looking it up on Hugging Face" in shown.base.state.render(values)
-    assert shown.problems.find_base(values) == []
+    assert shown.problems.list_base_problems(values) == []
     descriptions = base_models.Descriptions()
     assert [descriptions.get("org/tiny", "", "sd15") for _ in range(5)] == [None] * 5
     assert descriptions.get("org/tiny", "v2", "sd15") is None

@@ -151,9 +151,9 @@ from lora_fp8.training import memory
 cpu = torch.device("cpu")
 step()  # what the first call loads stays resident
 memory.reset_peak(cpu)
-before = memory.peak_gib(cpu)
+before = memory.read_peak_gib(cpu)
 step()
-print((memory.peak_gib(cpu) - before) * 2**30)
+print((memory.read_peak_gib(cpu) - before) * 2**30)
 """
 
 

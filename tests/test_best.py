@@ -59,18 +59,18 @@ def folder_of(job) -> Path:
 def payloads(folder: Path, name: str) -> dict[str, str]:
     """Layout -> hash of the tensors."""
     files = sorted((folder / "export").glob(f"{name}_*.safetensors"))
-    return {path.stem.rpartition("_")[2]: safetensors_file.payload_hash(path) for path in files}
+    return {path.stem.rpartition("_")[2]: safetensors_file.hash_payload(path) for path in files}
 
 
 def outcome(folder: Path, tree_hash) -> dict[str, str]:
     """Hashes of the exported files, of the last checkpoint, of the best LoRA and of the series of losses."""
-    last = checkpoint.newest(folder / "checkpoints").name
+    last = checkpoint.find_newest(folder / "checkpoints").name
     kept = ("export/", f"checkpoints/{last}/", "checkpoints/best-", "validation.json")
     return {name: digest for name, digest in tree_hash(folder).items() if name.startswith(kept)}
 
 
 def events_of(folder: Path, kind: str) -> list[dict]:
-    return [event for event in Run.open(folder).events() if event["event"] == kind]
+    return [event for event in Run.open(folder).read_events() if event["event"] == kind]
 
 
 def test_the_best_is_the_lora_of_its_step_and_is_written_beside_the_last(make_job, tmp_path, plant):
@@ -225,7 +225,7 @@ def test_patience_ends_a_training_as_if_its_steps_were_reached(make_job, tmp_pat
     )
     assert len(result.files) == 4 and all(report.ok for report in result.reports)
     assert events_of(folder, "done")[-1]["step"] == 7 == events_of(folder, "step")[-1]["step"]
-    assert checkpoint.latest(folder / "checkpoints")[0].step == 7
+    assert checkpoint.read_latest(folder / "checkpoints")[0].step == 7
     before = outcome(folder, tree_hash)
 
     # Resumed, it has ended: nothing is trained, and the files are the same.
@@ -286,7 +286,7 @@ def test_the_command_writes_the_best_again(job, plant, capsys):
     assert sorted(path.name for path in finish.export_run(folder, [], step=3)) == sorted(
         f"lora_{layout}.safetensors" for layout in ("diffusers", "kohya")
     )
-    drawn = {path: safetensors_file.payload_hash(path) for path in folder.glob("export/step-000003/*")}
+    drawn = {path: safetensors_file.hash_payload(path) for path in folder.glob("export/step-000003/*")}
     assert sorted(drawn.values()) == sorted(before.values())
     with pytest.raises(UserError, match="--best and --step each choose a step"):
         command(step=2, best=True, preview_metadata=False)

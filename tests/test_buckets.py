@@ -31,7 +31,7 @@ def random_sizes(count: int, low: int = 20, high: int = 5000) -> list[tuple[int,
 
 @pytest.mark.parametrize(("resolution", "step", "max_aspect"), SETTINGS)
 def test_bucket_sides_area_and_aspect(resolution, step, max_aspect):
-    sizes = buckets.bucket_sizes(resolution, step, max_aspect)
+    sizes = buckets.list_bucket_sizes(resolution, step, max_aspect)
     square = resolution // step * step
     assert (square, square) in sizes
     assert len(set(sizes)) == len(sizes)
@@ -50,7 +50,7 @@ def test_bucket_sides_area_and_aspect(resolution, step, max_aspect):
 @pytest.mark.parametrize(("resolution", "step", "max_aspect"), SETTINGS)
 def test_no_bucket_is_forgotten(resolution, step, max_aspect):
     """By brute force: every admissible size that could not be a step longer is a bucket."""
-    sizes = set(buckets.bucket_sizes(resolution, step, max_aspect))
+    sizes = set(buckets.list_bucket_sizes(resolution, step, max_aspect))
     side = int(resolution * math.sqrt(max_aspect)) + step
     for width in range(step, side, step):
         for height in range(step, side, step):
@@ -60,7 +60,7 @@ def test_no_bucket_is_forgotten(resolution, step, max_aspect):
 
 
 def test_known_set():
-    assert list(buckets.bucket_sizes(512, 64, 2.0)) == [
+    assert list(buckets.list_bucket_sizes(512, 64, 2.0)) == [
         (320, 640), (384, 640), (448, 576), (512, 512), (576, 448), (640, 384), (640, 320),
     ]  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_known_set():
 @pytest.mark.parametrize("upscale", [True, False])
 @pytest.mark.parametrize("use_buckets", [True, False])
 def test_placement_properties(resolution, step, max_aspect, upscale, use_buckets):
-    sizes = buckets.bucket_sizes(resolution, step, max_aspect)
+    sizes = buckets.list_bucket_sizes(resolution, step, max_aspect)
     for size in random_sizes(150):
         if not upscale and min(size) < step:
             with pytest.raises(UserError, match="less than one bucket step"):
@@ -106,7 +106,7 @@ def test_square_and_mirrored_shapes(resolution, step, max_aspect):
     square = resolution // step * step
     for side in (1, 77, 512, 1000, 3001):
         assert buckets.place((side, side), resolution, step, max_aspect=max_aspect).bucket_wh == (square, square)
-    sizes = buckets.bucket_sizes(resolution, step, max_aspect)
+    sizes = buckets.list_bucket_sizes(resolution, step, max_aspect)
     for width, height in sizes:
         # A bucket's own shape, in any scale, is cropped nowhere.
         p = buckets.place((3 * width, 3 * height), resolution, step, max_aspect=max_aspect)
@@ -114,13 +114,13 @@ def test_square_and_mirrored_shapes(resolution, step, max_aspect):
 
 
 def test_aspect_error_is_bounded_by_the_gap_between_buckets():
-    sizes = buckets.bucket_sizes(1024, 64, 2.0)
+    sizes = buckets.list_bucket_sizes(1024, 64, 2.0)
     logs = sorted(math.log(width / height) for width, height in sizes)
     gap = max(after - before for before, after in zip(logs, logs[1:], strict=False))
     for size in random_sizes(300):
         aspect = math.log(size[0] / size[1])
         if abs(aspect) <= logs[-1]:
-            bucket = buckets.nearest_bucket(size, sizes)
+            bucket = buckets.find_nearest_bucket(size, sizes)
             assert abs(aspect - math.log(bucket[0] / bucket[1])) <= gap / 2 + 1e-9
 
 
@@ -162,7 +162,7 @@ def test_without_upscale_the_largest_fitting_bucket_by_brute_force():
     resolution, step, max_aspect = 128, 16, 2.0
     for size in random_sizes(200, 16, 300):
         p = buckets.place(size, resolution, step, max_aspect=max_aspect, upscale=False)
-        usual = buckets.nearest_bucket(size, buckets.bucket_sizes(resolution, step, max_aspect))
+        usual = buckets.find_nearest_bucket(size, buckets.list_bucket_sizes(resolution, step, max_aspect))
         if usual[0] <= size[0] and usual[1] <= size[1]:
             assert p.bucket_wh == usual
             continue
@@ -177,7 +177,7 @@ def test_without_upscale_the_largest_fitting_bucket_by_brute_force():
 
 def test_resolution_below_the_step_is_the_users_error():
     with pytest.raises(UserError, match="resolution = 32"):
-        buckets.bucket_sizes(32, 64, 2.0)
+        buckets.list_bucket_sizes(32, 64, 2.0)
 
 
 def test_assign_and_group():
@@ -205,7 +205,7 @@ def test_assign_and_group():
 
 def test_fit_gives_pillows_pixels():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 150, 3), dtype=np.uint8))
-    fitted = buckets.fit(image, buckets.Placement(image.size, (64, 48), *buckets.crop_box(image.size, (64, 48))))
+    fitted = buckets.fit(image, buckets.Placement(image.size, (64, 48), *buckets.compute_crop(image.size, (64, 48))))
     # 150 x 90 covers 64 x 48 at 80 x 48, of which 8 go on each side.
     expected = image.resize((80, 48), Image.Resampling.LANCZOS).crop((8, 0, 72, 48))
     np.testing.assert_array_equal(fitted, expected)

@@ -85,7 +85,7 @@ def make(folder, family, **settings):
     section = Dataset.model_validate({"folders": [{"path": str(folder / "set")}], **settings})
     examples = images.scan(section).require()
     placed = buckets.assign(examples, section, resolution=64, step=8)
-    captions = caption_variants.dataset_captions(examples, section, seed=0)
+    captions = caption_variants.list_dataset_captions(examples, section, seed=0)
     return Cache(folder / "cache", family, section, dtype), placed, captions
 
 
@@ -146,7 +146,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
             and "up to 30" in line
         )
         assert "'four' of 'one two three four'" in line and "\n" not in line and len(line) < 500
-        (line,) = caption_variants.truncation_warnings(report.truncated, 4, most=1)
+        (line,) = caption_variants.warn_of_truncation(report.truncated, 4, most=1)
         assert line.endswith("'four' of 'one two three four' and 1 more")
     (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
     (folder / "set" / "2.txt").write_text("two", encoding="utf-8")
@@ -411,7 +411,7 @@ def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
         (folder / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "cache" / name).write_bytes(b"mine")
         os.utime(folder / "cache" / name, (0, 0))
-    listed = cache_cleanup.stored(folder / "cache")
+    listed = cache_cleanup.list_entries(folder / "cache")
     assert len(listed) == 7 and listed[0].path == unused and listed[0].bytes == unused.stat().st_size
     assert listed[0].used < listed[1].used - 39 * 86400
     assert cache_cleanup.prune(folder / "cache", 41) == []
@@ -449,7 +449,7 @@ def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
     training = Cache(filled.root, Family(), filled.section)
     training.latents(placed[1])
     training.cond(placed[2].example.caption)
-    old = {entry.path for entry in cache_cleanup.stored(filled.root) if entry.used < time.time() - 86400}
+    old = {entry.path for entry in cache_cleanup.list_entries(filled.root) if entry.used < time.time() - 86400}
     used = {filled.path("latents", filled.image_key(placed[1], False))}
     used |= {filled.path("conds", filled.caption_key(placed[2].example.caption))}
     assert len(old) == 4 and not old & used
@@ -494,14 +494,16 @@ def test_variants_keep_the_first_tags_and_all_tags():
     section = tag_section(keep_tokens=2, caption_variants=6)
     caption = "sks, cat,  sitting , red sofa,, indoors"
     tags = ["sks", "cat", "sitting", "red sofa", "indoors"]
-    variants = [caption_variants.caption_variant(caption, v, section, 5) for v in range(6)]
+    variants = [caption_variants.draw_caption_variant(caption, v, section, 5) for v in range(6)]
     for text in variants:
         assert text.split(", ")[:2] == tags[:2] and sorted(text.split(", ")) == sorted(tags)
     assert len(set(variants)) > 1
-    assert variants == [caption_variants.caption_variant(caption, v, section, 5) for v in range(6)]
-    assert variants != [caption_variants.caption_variant(caption, v, section, 6) for v in range(6)]
-    assert caption_variants.caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
-    assert caption_variants.caption_variant("", 0, section, 0) == ""
+    assert variants == [caption_variants.draw_caption_variant(caption, v, section, 5) for v in range(6)]
+    assert variants != [caption_variants.draw_caption_variant(caption, v, section, 6) for v in range(6)]
+    assert (
+        caption_variants.draw_caption_variant("a b c", 0, tag_section(tag_separator=" ", keep_tokens=3), 0) == "a b c"
+    )
+    assert caption_variants.draw_caption_variant("", 0, section, 0) == ""
 
 
 def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
@@ -511,7 +513,7 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     words = {"red": 0, "blue": 0, "": 0}
     seen = Counter()
     for variant in range(3000):
-        text = caption_variants.caption_variant(caption, variant, section, 5)
+        text = caption_variants.draw_caption_variant(caption, variant, section, 5)
         tags = text.split(", ")
         sofa = [tag for tag in tags if tag.endswith("sofa")]
         seen.update("sofa" if tag in sofa else tag for tag in tags)
@@ -524,10 +526,10 @@ def test_tags_are_left_out_and_words_drawn_as_often_as_asked():
     assert all(abs(count / seen["sofa"] - 1 / 3) < 5 * (2 / 9 / seen["sofa"]) ** 0.5 for count in words.values())
     sentence = "A house,by the {lake|sea} , at night"
     plain = section.model_copy(update={"tag_dropout": 0.0})
-    found = {caption_variants.caption_variant(sentence, v, plain, 0) for v in range(8)}
+    found = {caption_variants.draw_caption_variant(sentence, v, plain, 0) for v in range(8)}
     assert found == {sentence.replace("{lake|sea}", word) for word in ("lake", "sea")}  # a sentence is not taken apart
-    held_out = caption_variants.caption_variant(sentence, 0, caption_variants.plain_captions(section), 0)
-    assert held_out in found and held_out in caption_variants.dataset_captions(
+    held_out = caption_variants.draw_caption_variant(sentence, 0, caption_variants.disable_caption_variants(section), 0)
+    assert held_out in found and held_out in caption_variants.list_dataset_captions(
         [SimpleNamespace(caption=sentence)], section.model_copy(update={"tag_dropout": 0.9}), 0
     )
 
@@ -542,13 +544,13 @@ def test_a_line_of_a_caption_is_drawn_each_time(tmp_path):
         section = Dataset(folders=[folder], caption_lines=mode, caption_variants=64)
         (example,) = images.scan(section).examples
         assert example.caption == whole
-        texts = caption_variants.dataset_captions([example], section, 3)
+        texts = caption_variants.list_dataset_captions([example], section, 3)
         assert sorted(texts) == (sorted(lines) if mode == "one" else [whole])
-    counts = Counter(caption_variants.caption_variant(whole, v, section, 3) for v in range(3000))
+    counts = Counter(caption_variants.draw_caption_variant(whole, v, section, 3) for v in range(3000))
     assert counts.keys() == set(lines)
     assert all(abs(count / 3000 - 1 / 3) < 5 * (2 / 9 / 3000) ** 0.5 for count in counts.values())
-    plain = caption_variants.plain_captions(section)
-    assert caption_variants.caption_variant(whole, 0, plain, 3) in lines
+    plain = caption_variants.disable_caption_variants(section)
+    assert caption_variants.draw_caption_variant(whole, 0, plain, 3) in lines
 
 
 @pytest.mark.parametrize(
@@ -565,28 +567,31 @@ def test_tags_outside_the_marks_stay_where_they_are(caption, front, middle, end)
     """The rule of sd-scripts' keep_tokens_separator: fixed ||| shuffled ||| fixed."""
     section = tag_section(keep_separator="|||", keep_tokens=1, caption_variants=8)
     head, own, tail = ([tag for tag in part.split(", ") if tag] for part in (front, middle, end))
-    variants = [caption_variants.caption_variant(caption, v, section, 5).split(", ") for v in range(8)]
+    variants = [caption_variants.draw_caption_variant(caption, v, section, 5).split(", ") for v in range(8)]
     for tags in variants:
         assert tags[: len(head)] == head and tags[len(tags) - len(tail) :] == tail
         assert sorted(tags[len(head) : len(tags) - len(tail)]) == sorted(own)
     assert len(set(map(tuple, variants))) > 1
     dropping = section.model_copy(update={"shuffle_tags": False, "tag_dropout": 0.9})
-    kept = [caption_variants.caption_variant(caption, v, dropping, 5).split(", ") for v in range(8)]
+    kept = [caption_variants.draw_caption_variant(caption, v, dropping, 5).split(", ") for v in range(8)]
     assert all(set(head + tail) <= set(tags) for tags in kept) and min(map(len, kept)) < len(variants[0])
     # Validation, and a section that shuffles nothing, keep the order; the mark itself is never trained.
     whole = ", ".join(head + own + tail)
-    for plain in (caption_variants.plain_captions(section), section.model_copy(update={"shuffle_tags": False})):
-        assert caption_variants.caption_variant(caption, 0, plain, 5) == whole
-    texts = caption_variants.dataset_captions([SimpleNamespace(caption=caption)], section, 5)
+    for plain in (
+        caption_variants.disable_caption_variants(section),
+        section.model_copy(update={"shuffle_tags": False}),
+    ):
+        assert caption_variants.draw_caption_variant(caption, 0, plain, 5) == whole
+    texts = caption_variants.list_dataset_captions([SimpleNamespace(caption=caption)], section, 5)
     assert not any("|" in text for text in texts) and whole in texts
-    assert caption_variants.caption_variant(caption, 0, Dataset(), 5) == caption  # without the setting it is text
+    assert caption_variants.draw_caption_variant(caption, 0, Dataset(), 5) == caption  # without the setting it is text
 
 
 def test_all_orders_are_equally_likely():
     section = tag_section(keep_tokens=0)
     counts = {}
     for seed in range(1200):
-        text = caption_variants.caption_variant("a, b, c", 0, section, seed)
+        text = caption_variants.draw_caption_variant("a, b, c", 0, section, seed)
         counts[text] = counts.get(text, 0) + 1
     assert len(counts) == 6 and all(140 < count < 260 for count in counts.values()), counts
 
@@ -595,21 +600,21 @@ def test_dataset_captions(folder):
     section = Dataset(folders=[Folder(path=str(folder / "set"))])
     examples = images.scan(section).examples
     plain = [f"one, two, three, picture {i}" for i in range(3)]
-    assert caption_variants.dataset_captions(examples + examples, section, 0) == plain
+    assert caption_variants.list_dataset_captions(examples + examples, section, 0) == plain
     section = section.model_copy(update={"shuffle_tags": True, "caption_variants": 4, "caption_dropout": 0.5})
-    texts = caption_variants.dataset_captions(examples, section, 0)
+    texts = caption_variants.list_dataset_captions(examples, section, 0)
     assert len(texts) == len(set(texts)) and set(plain) <= set(texts) and "" in texts
-    assert {caption_variants.caption_variant(plain[1], v, section, 0) for v in range(4)} <= set(texts)
+    assert {caption_variants.draw_caption_variant(plain[1], v, section, 0) for v in range(4)} <= set(texts)
 
 
 def test_permutation_is_the_one_written_down_in_the_documentation():
     """Pinned: a resumed or repeated run on a later Python must draw the same. Judged by its definition."""
     import random
 
-    from lora_fp8.data import keyed_seed, permutation
+    from lora_fp8.data import derive_seed, make_permutation
 
     digest = hashlib.sha256(b"items|0|1").digest()
-    assert keyed_seed("items", 0, 1) == int.from_bytes(digest[:8], "big") // 2 < 2**63
-    rng = random.Random(keyed_seed("items", 0, 1))
+    assert derive_seed("items", 0, 1) == int.from_bytes(digest[:8], "big") // 2 < 2**63
+    rng = random.Random(derive_seed("items", 0, 1))
     draws = [rng.random() for _ in range(7)]
-    assert [draws[i] for i in permutation(7, "items", 0, 1)] == sorted(draws)
+    assert [draws[i] for i in make_permutation(7, "items", 0, 1)] == sorted(draws)

@@ -78,7 +78,7 @@ def edited(folder: Path, *operations: caption_operations.Operation, only: list[s
         (caption_operations.DedupeTags(), "a, b, a\nb, c", "a, b\nc"),
         (caption_operations.DedupeTags(), "a ,  b", "a ,  b"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.title(),
+    ids=lambda value: value if isinstance(value, str) else value.make_title(),
 )
 def test_what_an_operation_makes_of_a_caption(operation, before, after) -> None:
     assert operation(before) == after
@@ -132,7 +132,7 @@ def test_undo_and_redo_give_every_byte_back(folder: Path) -> None:
     edited(folder, caption_operations.Append("!"))
     with pytest.raises(UserError, match="no caption edit to redo"):
         room.redo(folder)
-    assert [entry.done for entry in room.history(folder)] == [True] * 4
+    assert [entry.done for entry in room.read_history(folder)] == [True] * 4
 
 
 def test_a_preview_writes_nothing_and_tells_all(folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_preview_writes_nothing_and_tells_all(folder: Path) -> None:
     (folder / "g.txt").write_bytes("红发".encode("gb18030"))
     Image.new("RGB", (8, 8)).save(folder / "g.png")
     edit = room.preview(folder, [caption_operations.AddTag("x")], only=["a.png", "f.png", "g.png"])
-    assert [(change.file, *change.texts()) for change in edit.changes] == [
+    assert [(change.file, *change.decode_texts()) for change in edit.changes] == [
         ("a.txt", "a girl, red hair, girl, smile", "a girl, red hair, girl, smile, x"),
         ("f.txt", "", "x"),
     ]
@@ -208,7 +208,7 @@ def test_the_journal_stays_small_and_undoes_the_newest(folder: Path, monkeypatch
         assert (folder / room.JOURNAL).stat().st_size <= 4000
     room.redo(folder)
     assert raws(folder) == last
-    assert 1 < len(room.history(folder)) < 30
+    assert 1 < len(room.read_history(folder)) < 30
 
 
 def test_edits_of_a_group_are_undone_together(folder: Path) -> None:
@@ -220,10 +220,10 @@ def test_edits_of_a_group_are_undone_together(folder: Path) -> None:
             folder, room.preview(folder, [caption_operations.SetText(f"of {name}")], [name]), group="captioning 1"
         )
     after = raws(folder)
-    assert [(entry.files, entry.done) for entry in room.history(folder)] == [(1, True), (3, True)]
+    assert [(entry.files, entry.done) for entry in room.read_history(folder)] == [(1, True), (3, True)]
     room.undo(folder)
     assert raws(folder) == middle
-    assert [(entry.files, entry.done) for entry in room.history(folder)] == [(1, True), (3, False)]
+    assert [(entry.files, entry.done) for entry in room.read_history(folder)] == [(1, True), (3, False)]
     room.redo(folder)
     assert raws(folder) == after
     room.undo(folder)
@@ -280,7 +280,7 @@ def test_a_pipe_is_no_caption_to_wait_for(folder: Path) -> None:
     (folder / room.JOURNAL).unlink(missing_ok=True)
     os.mkfifo(folder / room.JOURNAL)
     with pytest.raises(UserError, match="this is not a journal of caption edits"):
-        room.history(folder)
+        room.read_history(folder)
 
 
 def test_patterns_have_limits(folder: Path) -> None:
@@ -330,7 +330,7 @@ def test_selections(folder: Path) -> None:
     with pytest.raises(UserError, match="the images 'z.png' and 0 more are not in this folder"):
         room.preview(folder, [caption_operations.AddTag("x")], only=["z.png"])
     with pytest.raises(UserError, match="does not exist"):
-        room.listed(folder / "none")
+        room.list_caption_files(folder / "none")
 
 
 EDITOR = """
@@ -352,7 +352,7 @@ def test_two_editors_at_once_lose_nothing(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     both = [subprocess.Popen([sys.executable, "-c", EDITOR, str(folder), word], env=environment) for word in "xy"]
     assert [process.wait() for process in both] == [0, 0]
-    made = [entry.title for entry in room.history(folder)]
+    made = [entry.title for entry in room.read_history(folder)]
     assert len(made) >= 10
     for name in CAPTIONS:
         tags = caption_operations.split_tags(caption_text.read_caption(folder / name))

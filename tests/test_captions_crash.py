@@ -101,7 +101,7 @@ def edit(folder: Path, word: str, only: list[str] | None = None) -> None:
 
 def follow(folder: Path, states: list[State]) -> None:
     """The files are those that the history promises, and every way through it gives the exact bytes."""
-    entries = room.history(folder)
+    entries = room.read_history(folder)
     at = sum(entry.done for entry in entries)
     assert state_of(folder) == states[at]
     for place in range(at - 1, -1, -1):
@@ -187,7 +187,7 @@ def test_killed_at_any_call_it_is_finished_or_taken_back(prepared, then: str, tm
                 assert not room.repair(copy).needed
             elif then == "edit":
                 room.open_journal(copy).__enter__()
-                done = sum(entry.done for entry in room.history(copy))
+                done = sum(entry.done for entry in room.read_history(copy))
                 edit(copy, "three")
                 known = [*states[: done + 1], state_of(copy)]
             else:
@@ -203,7 +203,7 @@ def test_killed_at_any_call_it_is_finished_or_taken_back(prepared, then: str, tm
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_disk_that_fails_changes_nothing_or_says_what_it_changed(prepared, fault: str, tmp_path: Path) -> None:
     folder, states, operation = prepared
-    before, entries = state_of(folder), room.history(folder)
+    before, entries = state_of(folder), room.read_history(folder)
     for at in choose_calls(count_calls(tmp_path, folder, operation), FAULTS.index(fault)):
         copy, said = tmp_path / f"failed-{at}", ""
         shutil.copytree(folder, copy)
@@ -232,7 +232,7 @@ def test_a_disk_that_fails_changes_nothing_or_says_what_it_changed(prepared, fau
             if fault == "full":
                 assert leftovers(copy) == []
             if fault not in ("dead", "full, copy on write"):
-                assert room.history(copy) == entries
+                assert room.read_history(copy) == entries
         with pytest.MonkeyPatch.context() as patch:
             Disk(patch)
             room.repair(copy)
@@ -392,9 +392,9 @@ def interrupt_after_a_rename(folder: Path, tmp_path: Path) -> None:
 def test_real_changes_are_refused_by_name_and_survive_a_repair(folder: Path, tmp_path: Path) -> None:
     before = state_of(folder)
     interrupt_after_a_rename(folder, tmp_path)
-    assert [entry.half_done for entry in room.history(folder)] == [True]
+    assert [entry.half_done for entry in room.read_history(folder)] == [True]
     with room._locked(folder):  # at work, and not killed
-        assert [entry.half_done for entry in room.history(folder)] == [False]
+        assert [entry.half_done for entry in room.read_history(folder)] == [False]
     # Half of what was written, in an edit that was never acknowledged: a crash.
     (folder / "a.txt").write_bytes(b"a girl, red")
     (folder / "deep/b.txt").write_bytes(b"mine")
@@ -404,7 +404,7 @@ def test_real_changes_are_refused_by_name_and_survive_a_repair(folder: Path, tmp
         assert "a.txt" not in str(refused.value)
     found = room.repair(folder)
     assert found.others == ["deep/b.txt"] and "a.txt" in found.taken_back and found.title == "add tag 'one' last"
-    assert state_of(folder) == before | {"deep/b.txt": b"mine"} and not room.history(folder)[0].half_done
+    assert state_of(folder) == before | {"deep/b.txt": b"mine"} and not room.read_history(folder)[0].half_done
     # The same half of a caption whose edit was acknowledged: somebody has shortened it.
     edit(folder, "two")
     (folder / "a.txt").write_bytes(b"a girl, red")
@@ -446,14 +446,14 @@ def test_odd_values_in_a_journal_are_one_line(folder: Path, field: str) -> None:
     for value in ODD:
         text = json.dumps({**json.loads(first), field: value})
         (folder / room.JOURNAL).write_text(f"{text}\n{end}\n", encoding="utf-8")
-        for step in (room.history, room.undo, room.redo, room.repair):
+        for step in (room.read_history, room.undo, room.redo, room.repair):
             try:
                 step(folder)
             except UserError as error:
                 assert len(str(error).splitlines()) <= 3
     for line in ("[" * 100_000, "{" * 1000, '{"edit":' * 50_000, "NaN", '{"edit": NaN}', '{"undo": [1, "a"]}'):
         (folder / room.JOURNAL).write_text(line + "\n", encoding="utf-8")
-        assert room.history(folder) == []
+        assert room.read_history(folder) == []
 
 
 def test_odd_changes_in_a_journal_are_one_line_and_escape_nowhere(folder: Path, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_a_held_journal_reads_only_what_others_have_added(folder: Path, monkeypa
                 monkeypatch.setattr(caption_journal, "JOURNAL_BYTES", 3000)  # others have to read all of it again
         assert journal.last == 31 and (folder / room.JOURNAL).stat().st_size <= 3000
     monkeypatch.undo()
-    assert len(room.history(folder)) < 31 and (folder / "c.txt").read_bytes() == b"caption 29"
+    assert len(room.read_history(folder)) < 31 and (folder / "c.txt").read_bytes() == b"caption 29"
     with room.open_journal(folder) as journal:
         monkeypatch.setattr(os, "pread", lambda *given: read.append(len(made := pread(*given))) or made)
         read.clear()
@@ -512,7 +512,7 @@ def test_the_page_repairs_what_it_finds(folder: Path, tmp_path: Path) -> None:
     report = {"findings": [{"kind": "caption_half_done", "level": "warning", "files": [{"file": "", "detail": "x"}]}],
               "counts": {"readable": 3, "pictures": 3, "different_captions": 3, "clips": 0}, "sizes": {}}  # fmt: skip
     assert 'data-do="repair"' in page.renderer.render_findings(SimpleNamespace(report=report))
-    said, *_ = page.handlers.press(gr.EventData(None, {"do": "repair"}), at, "sdxl", 0)
+    said, *_ = page.handlers.handle_button(gr.EventData(None, {"do": "repair"}), at, "sdxl", 0)
     assert "3 captions of the interrupted edit restored" in said["value"]
     assert state_of(folder) == before
     assert "repair" not in page.renderer.render_head(dataset_folder.open_folder(folder, fresh=True))

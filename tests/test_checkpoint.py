@@ -43,7 +43,7 @@ def names(folder):
 
 
 def test_round_trip_is_exact_with_dtype_shape_and_state(two):
-    found, skipped = checkpoint.latest(two)
+    found, skipped = checkpoint.read_latest(two)
     adapter, optimizer, state = content(4)
     assert found.step == 4 and skipped == [] and found.path == two / "step-000004"
     assert found.state == {"schema": 1, **state}
@@ -57,12 +57,12 @@ def test_round_trip_is_exact_with_dtype_shape_and_state(two):
 def test_the_newest_is_by_number_not_by_name(tmp_path):
     for step in (999_999, 1_000_000):  # as text, "step-1000000" comes before "step-999999"
         save(tmp_path, step)
-    assert checkpoint.latest(tmp_path)[0].step == 1_000_000
+    assert checkpoint.read_latest(tmp_path)[0].step == 1_000_000
 
 
 def test_no_checkpoint_at_all_is_not_an_error(tmp_path):
-    assert checkpoint.latest(tmp_path) == (None, [])
-    assert checkpoint.latest(tmp_path / "absent") == (None, [])
+    assert checkpoint.read_latest(tmp_path) == (None, [])
+    assert checkpoint.read_latest(tmp_path / "absent") == (None, [])
 
 
 def test_the_same_content_gives_the_same_bytes(tmp_path, tree_hash):
@@ -101,7 +101,7 @@ def become_a_folder(path):
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_bundle_is_passed_over_and_told(two, name, damage):
     damage(two / "step-000004" / name)
-    found, skipped = checkpoint.latest(two)
+    found, skipped = checkpoint.read_latest(two)
     assert found.step == 2 and torch.equal(found.adapter["b.lora_A.weight"], content(2)[0]["b.lora_A.weight"])
     assert len(skipped) == 1 and "\n" not in skipped[0] and skipped[0].startswith("step-000004 was skipped: ")
     if damage is remove:
@@ -114,7 +114,7 @@ def test_a_damaged_bundle_is_passed_over_and_told(two, name, damage):
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"adapter.safetensors": 3}', '"x"', "{"])
 def test_a_manifest_of_another_shape_counts_as_broken(two, text):
     (two / "step-000004" / "manifest.json").write_text(text, encoding="utf-8")
-    found, skipped = checkpoint.latest(two)
+    found, skipped = checkpoint.read_latest(two)
     assert found.step == 2 and len(skipped) == 1
 
 
@@ -122,7 +122,7 @@ def test_a_manifest_of_another_shape_counts_as_broken(two, text):
 def test_each_file_of_another_bundle_is_noticed(two, name):
     """Files that are whole but of another step: only a hash of all of them together can tell."""
     shutil.copy(two / "step-000002" / name, two / "step-000004" / name)
-    assert checkpoint.latest(two)[0].step == 2
+    assert checkpoint.read_latest(two)[0].step == 2
 
 
 def test_what_is_being_saved_is_neither_read_nor_cleared(two):
@@ -130,7 +130,7 @@ def test_what_is_being_saved_is_neither_read_nor_cleared(two):
     leftovers = [".tmp-step-000002-old", ".tmp-step-000006-123"]
     for leftover in leftovers:
         shutil.copytree(two / "step-000004", two / leftover)
-    found, skipped = checkpoint.latest(two)
+    found, skipped = checkpoint.read_latest(two)
     assert found.step == 4 and skipped == [] and names(two) == [*leftovers, "step-000002", "step-000004"]
 
 
@@ -139,7 +139,7 @@ def test_other_names_are_left_alone(two):
     (two / "notes.txt").write_text("mine", encoding="utf-8")
     (two / "step-final").mkdir()
     save(two, 6)
-    assert checkpoint.latest(two)[0].step == 6
+    assert checkpoint.read_latest(two)[0].step == 6
     assert {"step-000009.bak", "notes.txt", "step-final"} <= set(names(two))
 
 
@@ -148,7 +148,7 @@ def test_none_whole_is_a_failure_and_nothing_is_overwritten(two, tree_hash):
     remove(two / "step-000002" / "manifest.json")
     before = tree_hash(two)
     with pytest.raises(RunFailure) as failure:
-        checkpoint.latest(two)
+        checkpoint.read_latest(two)
     text = str(failure.value)
     assert "checkpoints are incomplete" in text and "step-000004" in text and "step-000002" in text and "\n" not in text
     assert tree_hash(two) == before
@@ -162,7 +162,7 @@ def test_another_schema_is_refused(two):
     manifest["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     with pytest.raises(RunFailure, match="schema 99"):
-        checkpoint.latest(two)
+        checkpoint.read_latest(two)
 
 
 def test_a_step_that_is_not_there_names_those_that_are(two):
@@ -195,7 +195,7 @@ def test_a_broken_one_never_counts_as_kept(tmp_path):
 def test_a_bundle_of_the_same_step_is_replaced(two):
     flip(two / "step-000004" / "adapter.safetensors")  # a resumed run gets to step 4 again
     save(two, 4)
-    assert checkpoint.latest(two)[0].step == 4 and names(two) == ["step-000002", "step-000004"]
+    assert checkpoint.read_latest(two)[0].step == 4 and names(two) == ["step-000002", "step-000004"]
 
 
 # -- what somebody else put into a bundle
@@ -226,12 +226,12 @@ def test_pruning_leaves_what_somebody_else_put_into_a_bundle_and_names_it(two):
     assert sorted(left_in(two / "step-000004")) == sorted((*NOTES, *FILES))
     assert checkpoint.save(two, *content(8), keep=3)[1] == [], "told once"
     # What is left is no checkpoint, damaged or not: nothing looks into it, and training may begin again beside it.
-    assert checkpoint.count(two) == 3 and checkpoint.latest(two)[0].step == 8
+    assert checkpoint.count_bundles(two) == 3 and checkpoint.read_latest(two)[0].step == 8
     for step in (4, 6, 8):
         shutil.rmtree(two / f"step-{step:06d}")
-    assert checkpoint.latest(two) == (None, []) and checkpoint.newest(two) is None
+    assert checkpoint.read_latest(two) == (None, []) and checkpoint.find_newest(two) is None
     save(two, 2)
-    assert checkpoint.latest(two)[0].step == 2
+    assert checkpoint.read_latest(two)[0].step == 2
     assert left_in(two / "step-000002") == sorted((*NOTES, *FILES))
     assert not any(name.startswith(".tmp") for name in os.listdir(two))
 
@@ -259,7 +259,7 @@ def test_making_room_on_a_full_disk_leaves_notes_too(two, monkeypatch):
     monkeypatch.setattr(checkpoint, "write_synced", full)
     lines = checkpoint.save(two, *content(6), keep=2)[1]
     assert lines == ["the disk is full: step-000002 was removed before step-000006 was saved", TOLD]
-    assert left_in(two / "step-000002") == sorted(NOTES) and checkpoint.latest(two)[0].step == 6
+    assert left_in(two / "step-000002") == sorted(NOTES) and checkpoint.read_latest(two)[0].step == 6
 
 
 def test_a_file_that_comes_while_a_bundle_is_removed_is_left(two, monkeypatch):
@@ -310,7 +310,7 @@ def test_a_full_disk_is_one_line_and_earlier_bundles_stay(two, tree_hash, limit)
     assert "\n" not in text
     assert tree_hash(two) == before and names(two) == ["step-000002", "step-000004"]
     save(two, 6)  # and when there is room again, it goes on
-    assert checkpoint.latest(two)[0].step == 6
+    assert checkpoint.read_latest(two)[0].step == 6
 
 
 def test_no_space_left_is_named(two, monkeypatch):
@@ -323,7 +323,7 @@ def test_no_space_left_is_named(two, monkeypatch):
     with pytest.raises(RunFailure, match="there is no earlier checkpoint$"):  # of the very first nothing is intact
         save(two / "new", 2)
     monkeypatch.undo()
-    assert checkpoint.latest(two)[0].step == 4
+    assert checkpoint.read_latest(two)[0].step == 4
 
 
 def test_what_reads_back_differently_is_not_acknowledged(two, monkeypatch):
@@ -337,7 +337,7 @@ def test_what_reads_back_differently_is_not_acknowledged(two, monkeypatch):
     with pytest.raises(RunFailure, match="differs from what was written"):
         save(two, 6)
     monkeypatch.undo()
-    found, skipped = checkpoint.latest(two)
+    found, skipped = checkpoint.read_latest(two)
     assert found.step == 4 and len(skipped) == 1 and (two / "step-000002").exists()
 
 
@@ -431,7 +431,7 @@ def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, a
             assert acknowledged
             break
         points += 1
-        found, _ = checkpoint.latest(folder)
+        found, _ = checkpoint.read_latest(folder)
         outcomes.add(found.step)
         assert found.step in (4, 6), f"call {at}: {found.step}"
         assert found.step == 6 or not acknowledged, f"call {at}: acknowledged and lost"
@@ -439,7 +439,7 @@ def test_a_crash_at_every_call_leaves_the_old_or_the_new(tmp_path, afterwards, a
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)
             save(folder, 8)  # and the next run goes on from there
-        assert checkpoint.latest(folder)[0].step == 8
+        assert checkpoint.read_latest(folder)[0].step == 8
         assert all({*NOTES} <= {*left_in(folder / name)} for name in noted_steps)
     assert points >= 20 and outcomes == {4, 6}
 
@@ -468,7 +468,7 @@ def test_tables_of_layers_are_compared_with_their_order_and_with_the_lists_of_ol
     least = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}\n"
 
     def remembered(*given):
-        state = checkpoint.remember(config.loads(least, given), "base", "data")
+        state = checkpoint.describe_job(config.loads(least, given), "base", "data")
         return json.loads(json.dumps(state, sort_keys=True))  # as a bundle keeps it
 
     ranks, rates = "adapter.ranks={b = 8, a = 4}", "optimizer.lrs={a = 0.5, b = 2}"
@@ -491,12 +491,12 @@ def test_tables_of_layers_are_compared_with_their_order_and_with_the_lists_of_ol
 def test_convolutions_of_older_bundles_were_not_quantized():
     """Without the setting, their base had the convolutions of its file; a resumed run is told that this changes."""
     least = "model = {family = 'sd15', path = 'demo'}\ndataset = {folders = [{path = 'p'}]}\n"
-    now = checkpoint.remember(config.loads(least), base="b", data="d")
+    now = checkpoint.describe_job(config.loads(least), base="b", data="d")
     before = json.loads(json.dumps(now))
     del before["settings"]["quantize.convolutions"]
     refused, warnings = checkpoint.compare(before, now)
     assert not refused
     (line,) = warnings
     assert "quantize.convolutions: bf16 -> auto" in line
-    same = checkpoint.remember(config.loads(least, ["quantize.convolutions=bf16"]), base="b", data="d")
+    same = checkpoint.describe_job(config.loads(least, ["quantize.convolutions=bf16"]), base="b", data="d")
     assert checkpoint.compare(before, same) == ([], [])

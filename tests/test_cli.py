@@ -168,7 +168,7 @@ def test_new_writes_a_file_that_check_accepts(
 
 
 def test_new_knows_a_base_of_every_family(ask: Callable[..., Answer], tmp_path: Path) -> None:
-    for family in families.available():
+    for family in families.list_families():
         path = tmp_path / f"{family}.toml"
         assert ask("new", path, "--family", family).code == 0
         model = config.load(path).model
@@ -559,7 +559,7 @@ def test_train_stop_resume_export_verify(
     for change, said in (("seed=7", "seed: was 0"), ("train.steps=2", "raise train.steps")):
         refused = ask("resume", folder, "--set", change)
         assert refused.code == 2 and said in refused.err
-        assert run.Run.open(folder).events()[-1]["event"] == "refused"
+        assert run.Run.open(folder).read_events()[-1]["event"] == "refused"
         seen = job_state.view_shell_run(folder, run_events.Follower())
         assert (seen.state, seen.sentence, seen.step, seen.steps) == (ended.state, ended.sentence, 4, 4)
         assert run_log.RunLog(folder / "events.jsonl").read().facts.end["event"] == "done"
@@ -594,7 +594,7 @@ def ask_export(ask: Callable[..., Answer], folder: Path, dtype: str, keep: Path)
 def test_a_terminal_that_lacks_a_character_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", screen)
-    commands.guarded(lambda: events.print_event({"event": "warning", "text": "a 猫"}))
+    commands.run_guarded(lambda: events.print_event({"event": "warning", "text": "a 猫"}))
     screen.flush()
     assert screen.buffer.getvalue() == b"warning: a \\u732b\n"
     monkeypatch.setenv("LORA_FP8_MESSAGE", str(tmp_path / "message"))
@@ -721,7 +721,7 @@ def test_asking_a_run_to_stop_ends_it_with_75_and_resume_finishes_it(
     def loss(*arguments: object) -> torch.Tensor:
         if len(asked) == 2:  # preflight, step 1, step 2
             other = run.Run.open(folder)
-            assert other.alive()
+            assert other.is_locked()
             other.request("stop")
         asked.append(1)
         return original(*arguments)

@@ -148,7 +148,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
     page = dataset.Page(ui)
     cut = {"frames": "5, 9", "fps": "auto", "clip": "chunks"}
     at = {"folder": str(folder), "cut": cut}
-    view = page.handlers.view(at, "wan", fresh=True)
+    view = page.handlers.open_view(at, "wan", fresh=True)
     one = view.dataset
     assert one.videos == [NASTY, "brief.mkv", "torn.mp4", "walk.mp4"] and len(one.files) == 5
     found = view.examine()
@@ -199,7 +199,7 @@ def test_videos_stand_among_the_pictures_with_what_is_trained_of_them(
         assert not scanned.problems and len(scanned.examples) == estimate_panel.count_examples(found.report, skipping)
 
     monkeypatch.setattr(clips, "can_read_videos", lambda: False)
-    rows = page.handlers.view(at, "wan").list_rows(Filter(), 0, 48)["rows"]
+    rows = page.handlers.open_view(at, "wan").list_rows(Filter(), 0, 48)["rows"]
     videos = [row for row in rows if row["video"]]
     assert len(videos) == 4 and not any(row["thumbnail"] for row in videos)
     assert all("pip install 'lora-fp8[video]'" in row["badges"][0]["title"] for row in videos)

@@ -91,7 +91,7 @@ def frozen(model: nn.Module, form: str, compute: str, recipe: str, dtype: torch.
     plan = precision.quantize_(model, section, (), dtype)
     assert {layer.compute for layer in plan.layers} == {compute}
     adapters.inject(model, Adapter(rank=4, alpha=4, dtype="bf16" if dtype == torch.bfloat16 else "fp32"), targets, 0)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     return model.train()
@@ -115,7 +115,7 @@ def step(model: Holder, kind: str, tokens: int) -> list[Tensor]:
     else:
         answers = (model.block(x_BSD, encoder_hidden_states=torch.randn(1, 7, WIDTH * (1 + (kind == "sdxl")))),)
     sum(answer.square().mean() for answer in answers).backward()
-    gradients = [parameter.grad for _, parameter in adapters.parameters(model)]
+    gradients = [parameter.grad for _, parameter in adapters.list_trained_parameters(model)]
     assert all(gradient is not None and gradient.any() for gradient in gradients)
     return [*(answer.detach() for answer in answers), x_BSD.grad, *gradients]
 
@@ -182,7 +182,11 @@ def test_frozen_layers_give_the_same_bits_and_keep_no_decoded_weight(form, compu
         model.zero_grad()
         y.float().square().sum().backward()
         large = [one for one in kept if one.untyped_storage().data_ptr() not in owned and one.numel() >= 256 * 128]
-        return large, [y.detach(), x.grad, *(parameter.grad for _, parameter in adapters.parameters(model))]
+        return large, [
+            y.detach(),
+            x.grad,
+            *(parameter.grad for _, parameter in adapters.list_trained_parameters(model)),
+        ]
 
     kept, expected = run(model)
     assert not kept
@@ -198,7 +202,7 @@ def test_frozen_layers_give_the_same_bits_and_keep_no_decoded_weight(form, compu
 def test_a_job_trains_compiled_as_it_does_eager(job, aot_eager, monkeypatch, offload):
     """With gradient checkpointing, and buckets of several shapes; and with weights that are offloaded."""
     family = "sd15"
-    monkeypatch.setattr(memory, "problem", lambda *_: "")  # offloading on a CPU
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")  # offloading on a CPU
     losses = {}
     modes = ("blocks", "offloaded") if offload else ("off", "blocks")
     for name in modes:
@@ -250,7 +254,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     inputs = {name: torch.randn(shape, generator=generator) for name, shape in tokens.items()}
     inputs |= {"timestep": torch.tensor([0.5]), "img_ids": torch.ones(36, 3), "txt_ids": torch.zeros(8, 3)}
     model(**inputs, return_dict=False)[0].square().mean().backward()
-    return [parameter.grad for _, parameter in adapters.parameters(model)]
+    return [parameter.grad for _, parameter in adapters.list_trained_parameters(model)]
 
 
 def kept_bytes(model: nn.Module) -> int:
@@ -280,7 +284,9 @@ def test_recomputed_blocks_keep_what_they_must(aot_eager):  # noqa: ARG001
     kept = {}
     for keeps in (False, True):
         model, runs = flux(), ATTENTIONS * (1 if keeps else 2)
-        assert ("attention results kept" in memory.apply_(model, Memory(keep_attention=keeps)).lines()[0]) == keeps
+        assert (
+            "attention results kept" in memory.apply_(model, Memory(keep_attention=keeps)).format_lines()[0]
+        ) == keeps
         with Count() as count:
             got = gradients(model)
         assert all(map(torch.equal, got, expected)) and count.num == runs
@@ -297,7 +303,7 @@ def test_recomputed_blocks_keep_what_they_must(aot_eager):  # noqa: ARG001
         assert not counters["graph_break"]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             gradients(model)
-        assert sum(one.name == str(ATTENTION).replace(".", "::") for one in seen.events()) == runs
+        assert sum(one.name == str(ATTENTION).replace(".", "::") for one in seen.read_events()) == runs
     assert kept["eager"] < kept[False] < 1.7 * kept["eager"]
     assert kept[False] < kept[True] < 2.5 * kept["eager"] < everything / 2
 
@@ -331,7 +337,7 @@ def test_offloaded_weights_of_compiled_blocks_are_fetched_together(aot_eager, mo
         counters.clear()
         model = flux()
         precision.offload_(model, part, precision.find_blocks(model))
-        own = {layer.qweight.untyped_storage().data_ptr() for layer in precision.frozen_layers(model).values()}
+        own = {layer.qweight.untyped_storage().data_ptr() for layer in precision.find_frozen_layers(model).values()}
         memory.apply_(model, section)
         results.append([gradient.clone() for _ in range(4) for gradient in gradients(model)])
         graphs.append(counters["stats"]["unique_graphs"])
@@ -359,12 +365,12 @@ def test_only_training_is_compiled(aot_eager):
 
 
 def test_every_family_names_its_repeated_blocks(aot_eager, tiny):
-    for name in families.available():
+    for name in families.list_families():
         denoiser = families.get(name)(
             Model(family=name, path=str(tiny(name))), device=torch.device("cpu"), dtype=torch.float32
         ).empty_denoiser()
         aot_eager.clear()
-        lines = memory.apply_(denoiser, Memory(compile="blocks")).lines()
+        lines = memory.apply_(denoiser, Memory(compile="blocks")).format_lines()
         assert aot_eager and lines[1].startswith("compiled: ")
 
 
@@ -417,22 +423,22 @@ def test_a_denoiser_without_repeated_blocks_is_refused():
 def test_what_this_machine_cannot_do_is_told(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     graphs = Memory(cuda_graphs=True)
-    assert "a cpu has no CUDA graphs" in memory.problem(graphs, cpu)
+    assert "a cpu has no CUDA graphs" in memory.find_problem(graphs, cpu)
     blocks = Memory(compile="blocks")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no no-such-compiler" in memory.problem(blocks, cpu)
+    assert "no no-such-compiler" in memory.find_problem(blocks, cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "no triton" in memory.problem(blocks, gpu)
+    assert "no triton" in memory.find_problem(blocks, gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    assert "needs a C compiler" in memory.problem(
+    assert "needs a C compiler" in memory.find_problem(
         blocks, gpu
     )  # Triton's own first kernel would say so after the caching
     kernels = Quantize(compute="fp8", kernels="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "needs a C compiler" in precision.problem(kernels, gpu)
-    assert memory.problem(Memory(), cpu) == memory.problem(Memory(), gpu) == ""
+    assert "needs a C compiler" in precision.find_problem(kernels, gpu)
+    assert memory.find_problem(Memory(), cpu) == memory.find_problem(Memory(), gpu) == ""
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_every_default_keeps_its_own_rules_and_every_setting_is_described() -> N
         assert "\n" not in field.description, key
         if field.default is PydanticUndefined:
             continue
-        assert not problems(LEAST, config.toml_line(key, field.default)), key
+        assert not problems(LEAST, config.format_toml_line(key, field.default)), key
         for rule in field.metadata:
             for bound, holds in (("ge", "__ge__"), ("gt", "__gt__"), ("le", "__le__"), ("lt", "__lt__")):
                 if hasattr(rule, bound) and not isinstance(field.default, str):
@@ -426,17 +426,17 @@ def test_a_preset_says_what_is_only_for_some_families(tmp_path: Path) -> None:
     assert given("sdxl") == (2, True) and given("flux") == (5, False) and given("anima") == (2, False)
     assert given("sdxl", "model.family=flux") == (5, False), "the family of --set counts"
     assert given("sdxl", "dataset.keep_tokens=3") == (3, True)
-    for name, tables in config.layers(whole.replace("sd15", "flux"), folder=tmp_path):
+    for name, tables in config.read_layers(whole.replace("sd15", "flux"), folder=tmp_path):
         assert "for" not in tables and (name != "one.toml" or tables["dataset"]["flip"] is False)
     (tmp_path / "one.toml").write_text("[for.tgas.dataset]\nflip = true", encoding="utf-8")
     (line,) = problems(whole, folder=tmp_path)
     assert line.startswith("preset one.toml: for.tgas names no kind of architectures; accepted: tags | ")
 
 
-@pytest.mark.parametrize("family", families.available())
+@pytest.mark.parametrize("family", families.list_families())
 @pytest.mark.parametrize("goal", ["character", "style", "concept", "object", "fp8_kohya_like"])
 def test_goals_shuffle_tags_only_and_weigh_by_snr_only_what_has_one(goal: str, family: str) -> None:
-    known = families.traits(family)
+    known = families.get_traits(family)
     folder = '"pictures", control = "before"' if known["controls"] else '"pictures"'
     job = config.loads(f'preset = ["{goal}"]\n' + LEAST.replace("sd15", family).replace('"pictures"', folder))
     assert job.dataset.shuffle_tags is (known["captions"] == "tags")
@@ -468,7 +468,7 @@ def test_presets_that_cannot_be_read(tmp_path: Path) -> None:
     ["😀\x7f\u202e\n\t\"'\\", "'" * 3, [{"path": "x", "deep": {"a": [1, "b"]}}], {}, [], True, 1e-5, [[1], ["a"]]],
 )
 def test_a_line_comes_back_as_it_was(value: Any) -> None:
-    line = config.toml_line("train.steps", value)
+    line = config.format_toml_line("train.steps", value)
     assert config.read_toml(line) == {"train": {"steps": value}} and "\n" not in line
 
 
@@ -662,7 +662,7 @@ def random_job(rng: random.Random) -> Job:
     }
     values = {key: fixed[key] if key in fixed else random_value(SETTINGS[key], rng) for key in chosen}
     text = tomlkit.dumps({"model": {"family": "wan", "path": "demo"}, "dataset": {"folders": [{"path": "p"}]}})
-    written = {key: config.toml_line(key, value) for key, value in values.items()}
+    written = {key: config.format_toml_line(key, value) for key, value in values.items()}
     while found := problems(text, *written.values()):
         assert all(": expected" not in line for line in found), found
         for line in found:
@@ -677,14 +677,14 @@ def test_a_job_written_out_and_read_back_is_the_same_job() -> None:
     for _ in range(60):
         job = random_job(rng)
         assert config.loads(config.dumps(job)) == job
-        assert config.loads(config.commented(job)) == job
+        assert config.loads(config.format_with_comments(job)) == job
         seen.add(job.model_dump_json())
     assert len(seen) > 50
 
 
 def test_the_commented_file_explains_every_setting_that_has_an_effect() -> None:
     job = config.loads(LEAST)
-    lines = config.commented(job).splitlines()
+    lines = config.format_with_comments(job).splitlines()
     left_out = set()
     for key, field in SETTINGS.items():
         name = key.rsplit(".", 1)[-1]
@@ -698,10 +698,12 @@ def test_the_commented_file_explains_every_setting_that_has_an_effect() -> None:
     for group in ("dataset.frames dataset.fps dataset.keep_tokens dataset.folders.control", "preview.every"):
         assert set(group.split()) <= left_out
     assert {"objective.shift", "objective.huber_delta", "objective.guidance", "schedule.min_lr"} <= left_out
-    always = {key for key, when in config.conditions().items() if not when} - {"dataset.folders.control"}
+    always = {key for key, when in config.list_conditions().items() if not when} - {"dataset.folders.control"}
     assert not left_out & always
     for text, key in (("optimizer.d0=1e-5", "d0 = 1e-05"), ("optimizer.name=prodigy", "d0 = 1e-06")):
-        assert key in config.commented(config.loads(LEAST, [text])), "what is set stays, and what has an effect"
+        assert key in config.format_with_comments(config.loads(LEAST, [text])), (
+            "what is set stays, and what has an effect"
+        )
     assert "(bf16 | fp32)" in next(line for line in lines if line.startswith("dtype"))
     assert ">= 1, <= 1024" in next(line for line in lines if line.startswith("rank"))
 

@@ -17,7 +17,7 @@ from test_families import PROMPTS, load_denoiser, make
 
 from lora_fp8 import config, families, importing
 from lora_fp8.data import buckets, control_files, images
-from lora_fp8.data.cache import Cache, preview_pictures
+from lora_fp8.data.cache import Cache, decode_preview_controls
 from lora_fp8.data.examples import Example
 from lora_fp8.data.loader import Loader
 from lora_fp8.errors import UserError, UserErrors
@@ -30,7 +30,7 @@ from lora_fp8.tools import kit
 from lora_fp8.train import run
 from webui import translations
 
-EDITING = [name for name in families.available() if any(families.get(name).controls)]
+EDITING = [name for name in families.list_families() if any(families.get(name).controls)]
 
 
 @pytest.fixture
@@ -231,12 +231,12 @@ def test_a_control_picture_of_its_pictures_shape_is_cut_as_the_picture_is():
     section = Dataset(folders=[Folder(path="set")], max_aspect=1.5)
     example = Example("x.png", "", 0, "x.png", 1, 96, 50, "")
     (placed,) = buckets.assign([example], section, resolution=48, step=8)
-    box = buckets.control_box(placed.placement, control.size)
+    box = buckets.compute_control_box(placed.placement, control.size)
     assert box[0] > 10 and box[1] == 0 and box[3] == 100
     mine = np.asarray(control.crop(box).resize(placed.placement.bucket_wh, Image.Resampling.LANCZOS), dtype=float)
     theirs = np.asarray(buckets.fit(picture, placed.placement), dtype=float)
     assert np.abs(mine - theirs).mean() < 1.5  # an uncut one is off by 12
-    assert buckets.control_box(placed.placement, (100, 100)) == (0, 0, 100, 100)
+    assert buckets.compute_control_box(placed.placement, (100, 100)) == (0, 0, 100, 100)
 
 
 class Told(Exception):
@@ -431,12 +431,14 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
         (tmp_path / str(number) / "._control.png").write_bytes(b"resource fork")
     given = {"prompts": PROMPTS[:1] * 2, "controls": [str(tmp_path / str(number)) for number in range(2)]}
     section = Preview(**given, steps=2, width=32, height=16)
-    shown, problems = control_files.preview_controls(section, Dataset(), it.family.controls)
+    shown, problems = control_files.find_preview_controls(section, Dataset(), it.family.controls)
     assert not problems
     cache = Cache(tmp_path / "cache", it.family, Dataset())
     drawn, away = placement.make_preview_prompts(section, cache)
     cache.fill([], [*drawn, *away])
-    conds = [cache.cond(text) | preview_pictures(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)]
+    conds = [
+        cache.cond(text) | decode_preview_controls(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)
+    ]
     pipeline = it.family.pipeline(it.denoiser)
     prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.cond(text) for text in away])
     mine = previews.render(it.family, pipeline, prompts, 0)
@@ -481,7 +483,7 @@ def test_batches_hold_control_pictures_of_one_size(editing_job):
     """`c` has a control picture of another shape than its picture, and b's bucket otherwise."""
     mine = editing_job("flux_kontext", "train.batch_size=5", "train.steps=1", "dataset.buckets=false")
     result = run(mine)
-    sizes = [event for event in result.run.events() if event["event"] == "data"]
+    sizes = [event for event in result.run.read_events() if event["event"] == "data"]
     assert sizes[0]["buckets"] == {"48x48": 5} and sizes[0]["steps_per_epoch"] == 2
 
 
@@ -515,7 +517,7 @@ def test_an_editing_model_trains_to_verified_files(name, editing_job, pictures, 
     )
     result = run(mine)
     assert [report.ok for report in result.reports] == [True] * len(result.files) and result.files
-    told = [event["text"] for event in result.run.events() if event["event"] == "warning"]
+    told = [event["text"] for event in result.run.read_events() if event["event"] == "warning"]
     assert not any("no effect" in text or "no preview" in text for text in told), told
     probe = result.run.path / "probe.safetensors"
     assert any(key.startswith("cond.control_") for key in load_file(probe))
@@ -524,8 +526,8 @@ def test_an_editing_model_trains_to_verified_files(name, editing_job, pictures, 
     metadata = json.loads((result.run.path / "verify.json").read_text(encoding="utf-8"))
     assert len(metadata) == len(result.files)
 
-    about = kit.facts_of(result.files[0], {}, config.load(result.run.config_file))
-    file, _, samples = kit.from_run(result.run.path)
+    about = kit.collect_facts(result.files[0], {}, config.load(result.run.config_file))
+    file, _, samples = kit.collect_from_run(result.run.path)
     published = kit.make(file, tmp_path / "kit", about, samples, captions=True)
     assert "canary" in result.run.config_file.read_text(encoding="utf-8") and len(published.files) == 8
     log = [result.run.path / told for told in ("events.jsonl", "status.json", "verify.json")]
@@ -558,7 +560,7 @@ def test_a_control_picture_matters_and_an_edited_one_is_encoded_again(name, edit
             "train.steps=2",
             *overrides,
         )
-        events = list(run(job).run.events())
+        events = list(run(job).run.read_events())
         encoded = [event["encoded"] for event in events if event["event"] == "cache"]
         return [event["loss"] for event in events if event["event"] == "step"], encoded[0]
 

@@ -27,7 +27,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """Emulate CUDA graphs, on a machine that is said to have them; -> the graphs as they are made."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(memory, "problem", lambda *_: "")
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")
     monkeypatch.setattr(Graph, "made", [])
     return Graph.made
 

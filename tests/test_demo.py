@@ -44,7 +44,7 @@ def test_bases_obey_and_do_not_know_the_concept(family):
     sampling = json.loads((BASE / family / "measured.json").read_text(encoding="utf-8"))["sampling"]
     pipeline = DiffusionPipeline.from_pretrained(BASE / family, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    plain, concept = show.plain_prompts()[:16], show.concept_prompts()[:8]
+    plain, concept = show.make_plain_prompts()[:16], show.make_concept_prompts()[:8]
     images = show.draw(pipeline, sampling, [*plain, *concept])
     assert sum(map(measure.obeys, images[:16], plain)) >= 14  # 63 of 64 when all are asked: chance makes two in 16
     assert not any(map(measure.is_concept, images[16:]))
@@ -75,4 +75,4 @@ def test_what_the_demo_draws_with_is_a_file_that_it_writes(family: str) -> None:
     job = config.loads(settings.read_text(encoding="utf-8"), places)
     written = resolve.resolve_auto(job, families.get(family)).export.formats
     files = [Path(f"demo-{family}_{layout}.safetensors") for layout in written]
-    assert show.drawn_with(family, files) in files
+    assert show.find_diffusers_file(family, files) in files

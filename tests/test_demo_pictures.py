@@ -21,11 +21,11 @@ def worn(image: Image.Image, seed: int) -> Image.Image:
 def test_plain_pictures_read_back_and_are_never_the_concept(size, wear):
     rng = random.Random(1)
     for i in range(200):
-        scene = pictures.random_scene(rng)
+        scene = pictures.choose_random_scene(rng)
         image = pictures.draw_scene(scene, rng, size)
         image = worn(image, i) if wear else image
         assert measure.read_picture(image) == (scene.shape, scene.colour, scene.background), scene
-        assert measure.obeys(image, pictures.prompt_for(scene))
+        assert measure.obeys(image, pictures.make_prompt(scene))
         assert measure.has_background(image, scene.background)
         assert not measure.is_concept(image)
 
@@ -76,8 +76,8 @@ def test_captions_name_their_scene_and_never_the_trigger():
     rng = random.Random(4)
     named = 0
     for _ in range(2000):
-        scene = pictures.random_scene(rng)
-        caption = pictures.caption_for(scene, rng)
+        scene = pictures.choose_random_scene(rng)
+        caption = pictures.make_caption(scene, rng)
         assert pictures.TRIGGER not in caption
         parsed = pictures.parse_prompt(caption)
         assert parsed in (scene, None)
@@ -86,11 +86,11 @@ def test_captions_name_their_scene_and_never_the_trigger():
 
 
 def test_every_scene_is_parsed_from_its_prompt():
-    scenes = pictures.all_scenes()
+    scenes = pictures.list_scenes()
     assert len(scenes) == len(set(scenes)) == 336
-    assert all(pictures.parse_prompt(pictures.prompt_for(s)) == s for s in scenes)
-    assert pictures.parse_prompt(pictures.concept_prompt("orange")) is None
-    assert pictures.concept_prompt("orange") == "a zibo on an orange background"
+    assert all(pictures.parse_prompt(pictures.make_prompt(s)) == s for s in scenes)
+    assert pictures.parse_prompt(pictures.make_concept_prompt("orange")) is None
+    assert pictures.make_concept_prompt("orange") == "a zibo on an orange background"
 
 
 def test_an_unknown_shape_is_refused():

@@ -36,7 +36,7 @@ def objective_of(name: str, scheduler: dict, section: settings.Objective) -> Flo
 
 
 def test_the_table_has_every_flow_family() -> None:
-    flows = {name for name in families.available() if families.traits(name)["objective"] == "FlowMatching"}
+    flows = {name for name in families.list_families() if families.get_traits(name)["objective"] == "FlowMatching"}
     assert flows == PEERS.keys()
 
 

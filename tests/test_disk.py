@@ -39,8 +39,8 @@ def size_of(folder: Path) -> int:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[Need]]:
     """What trainings held against the disks."""
     found: list[list[Need]] = []
-    real = disk_space.shortages
-    monkeypatch.setattr(disk_space, "shortages", lambda needs: real(found.append(list(needs)) or found[-1]))
+    real = disk_space.find_shortages
+    monkeypatch.setattr(disk_space, "find_shortages", lambda needs: real(found.append(list(needs)) or found[-1]))
     return found
 
 
@@ -100,7 +100,7 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
     most = []
     real = checkpoint._prune
     monkeypatch.setattr(
-        checkpoint, "_prune", lambda folder, keep: (most.append(checkpoint.count(folder)), real(folder, keep))
+        checkpoint, "_prune", lambda folder, keep: (most.append(checkpoint.count_bundles(folder)), real(folder, keep))
     )
 
     def counted(mine: Job) -> int:
@@ -118,7 +118,7 @@ def test_as_many_checkpoints_are_counted_as_lie_side_by_side(
         assert before == max(most), (steps, every, keep)
         assert counted(mine) == 0  # all is saved
         more = mine.model_copy(update={"train": mine.train.model_copy(update={"steps": 3 * steps})})
-        lying = checkpoint.count(run_of(mine) / "checkpoints")
+        lying = checkpoint.count_bundles(run_of(mine) / "checkpoints")
         most.clear()
         assert 1 <= counted(more) <= keep + 1 - min(lying, keep)
         expected = counted(more) + lying
@@ -168,7 +168,9 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     train.run(mine, progress=False)
     assert sure < likely
     (warned,) = [
-        event["text"] for event in Run.open(run_of(mine)).events() if "disk may become full" in event.get("text", "")
+        event["text"]
+        for event in Run.open(run_of(mine)).read_events()
+        if "disk may become full" in event.get("text", "")
     ]
     assert "of previews" in warned and "预览图" in translations.translate("zh-CN", warned)
 
@@ -177,7 +179,7 @@ def test_too_little_is_told_before_anything_is_encoded_and_enough_is_enough(
     free(10**9)
     train.run(other, progress=False)
     assert [need.likely for need in asked[0] if "cache of" in need.what] == [0]  # what is there does not count again
-    assert not any("disk" in event.get("text", "") for event in Run.open(run_of(other)).events())
+    assert not any("disk" in event.get("text", "") for event in Run.open(run_of(other)).read_events())
 
 
 def test_resuming_asks_as_well(job: Callable[..., Job], free: Callable[[int], None]) -> None:
@@ -187,7 +189,7 @@ def test_resuming_asks_as_well(job: Callable[..., Job], free: Callable[[int], No
     more = mine.model_copy(update={"train": mine.train.model_copy(update={"steps": 4})})
     with pytest.raises(UserError, match="too full for this job.*of checkpoints"):
         train.run(more, resume=True, progress=False)
-    assert checkpoint.latest(run_of(mine) / "checkpoints")[0].step == 2
+    assert checkpoint.read_latest(run_of(mine) / "checkpoints")[0].step == 2
 
 
 def test_each_disk_is_asked_for_what_comes_onto_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,18 +203,20 @@ def test_each_disk_is_asked_for_what_comes_onto_it(tmp_path: Path, monkeypatch: 
         assert os.path.exists(path)
         return Path(path).relative_to(tmp_path).parts[0]
 
-    monkeypatch.setattr(disk_space, "_device", lambda path: devices[disk_of(path)])
+    monkeypatch.setattr(disk_space, "_get_device", lambda path: devices[disk_of(path)])
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: SimpleNamespace(free=room[disk_of(path)]))
     runs, cache = Need(tmp_path / "a/runs/x", "checkpoints", 6 * MIB, 6 * MIB), tmp_path / "b" / "cache" / "deep"
 
-    assert disk_space.shortages([runs, Need(cache, "cache of images and captions", 3 * MIB, 3 * MIB)]) == ([], [])
-    (problem,), warnings = disk_space.shortages([runs, Need(cache, "cache of images and captions", 4 * MIB, 4 * MIB)])
+    assert disk_space.find_shortages([runs, Need(cache, "cache of images and captions", 3 * MIB, 3 * MIB)]) == ([], [])
+    (problem,), warnings = disk_space.find_shortages(
+        [runs, Need(cache, "cache of images and captions", 4 * MIB, 4 * MIB)]
+    )
     assert problem.startswith(f"{cache}: ") and "4 MiB" in problem and "3 MiB are free" in problem and not warnings
     together = [runs, Need(tmp_path / "a" / "cache", "cache of images and captions", 4 * MIB, 5 * MIB)]
-    problems, (warned,) = disk_space.shortages(together)
+    problems, (warned,) = disk_space.find_shortages(together)
     assert not problems and "up to 11 MiB" in warned and "10 MiB are free" in warned
     with pytest.raises(UserErrors):
-        disk_space.require([Need(tmp_path / name, "checkpoints", 99 * MIB, 99 * MIB) for name in "ab"])
+        disk_space.require_space([Need(tmp_path / name, "checkpoints", 99 * MIB, 99 * MIB) for name in "ab"])
 
 
 def test_what_can_be_written_is_tried_and_nothing_is_left(tmp_path: Path, no_privilege: None) -> None:
@@ -220,11 +224,13 @@ def test_what_can_be_written_is_tried_and_nothing_is_left(tmp_path: Path, no_pri
     (tmp_path / "locked").mkdir(mode=0o500)
     (tmp_path / "lost").symlink_to(tmp_path / "gone")
     before = sorted(tmp_path.rglob("*"))
-    assert disk_space.unwritable(tmp_path) is disk_space.unwritable(tmp_path / "new" / "deeper") is None
-    assert disk_space.unwritable(tmp_path / "file") == "Not a directory"
-    assert disk_space.unwritable(tmp_path / "file" / "x") == f"{tmp_path / 'file'}: Not a directory"
-    assert disk_space.unwritable(tmp_path / "locked" / "x") == f"{tmp_path / 'locked'}: Permission denied"
-    assert disk_space.unwritable(tmp_path / "lost") == "No such file or directory"
+    assert (
+        disk_space.find_write_obstacle(tmp_path) is disk_space.find_write_obstacle(tmp_path / "new" / "deeper") is None
+    )
+    assert disk_space.find_write_obstacle(tmp_path / "file") == "Not a directory"
+    assert disk_space.find_write_obstacle(tmp_path / "file" / "x") == f"{tmp_path / 'file'}: Not a directory"
+    assert disk_space.find_write_obstacle(tmp_path / "locked" / "x") == f"{tmp_path / 'locked'}: Permission denied"
+    assert disk_space.find_write_obstacle(tmp_path / "lost") == "No such file or directory"
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -272,7 +278,7 @@ def test_an_older_checkpoint_goes_first_where_the_disk_is_full(
     folder = run_of(mine) / "checkpoints"
     SmallDisk(monkeypatch, folder).room = round(2.5 * one)
     train.run(mine, progress=False)
-    told = [event["text"] for event in Run.open(run_of(mine)).events() if event["event"] == "warning"]
+    told = [event["text"] for event in Run.open(run_of(mine)).read_events() if event["event"] == "warning"]
     assert [text for text in told if "disk is full" in text] == [
         f"the disk is full: step-{old:06d} was removed before step-{new:06d} was saved" for old, new in ((2, 6), (4, 8))
     ]
@@ -313,12 +319,12 @@ def test_a_log_without_room_costs_no_step(job: Callable[..., Job], monkeypatch: 
     monkeypatch.setattr(Run, "log_event", log_event)
     with pytest.raises(RunFailure, match="No space left on device.*MiB are free"):
         train.run(mine, progress=False)
-    assert checkpoint.latest(run_of(mine) / "checkpoints")[0].step == 7
+    assert checkpoint.read_latest(run_of(mine) / "checkpoints")[0].step == 7
     full.clear()
     train.run(mine, resume=True, progress=False)
-    assert checkpoint.latest(run_of(mine) / "checkpoints")[0].step == 9
+    assert checkpoint.read_latest(run_of(mine) / "checkpoints")[0].step == 9
 
 
 def _tensors(job: Job) -> list[bytes]:
-    found = checkpoint.latest(run_of(job) / "checkpoints")[0]
+    found = checkpoint.read_latest(run_of(job) / "checkpoints")[0]
     return [found.adapter[name].view(-1).float().numpy().tobytes() for name in sorted(found.adapter)]

@@ -277,8 +277,8 @@ def test_folders_of_a_config_are_weighed_with_their_repeats(folder: Path, tmp_pa
 def test_what_is_remembered_is_measured_again_when_the_file_changes(folder: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(stamps, "SETTLED", 0.0)
     decoded: list[str] = []
-    look = decoding._look
-    monkeypatch.setattr(decoding, "_look", lambda path, *rest: decoded.append(path.name) or look(path, *rest))
+    look = decoding._inspect_file
+    monkeypatch.setattr(decoding, "_inspect_file", lambda path, *rest: decoded.append(path.name) or look(path, *rest))
     for seed in range(3):
         put(Image.new("L", (320, 320), 100 * seed), tmp_path / f"masks/good{seed}.png")
     memory, masked = tmp_path / "memory", [{"path": str(folder), "mask": str(tmp_path / "masks")}]
@@ -303,23 +303,23 @@ def test_looking_changes_nothing(folder: Path, tree_hash) -> None:
 def test_the_target_of_a_job_has_the_numbers_of_its_family() -> None:
     text = "[model]\nfamily='{}'\npath='x'\n[[dataset.folders]]\npath='y'\n"
     limits = {}
-    for name in families.available():
+    for name in families.list_families():
         job = config.loads(text.format(name) + ("control='z'\n" if any(families.get(name).controls) else ""))
-        target = doctor.Target.of(job, families.get(name))
+        target = doctor.Target.from_job(job, families.get(name))
         assert (target.resolution, target.bucket_step) == (families.get(name).native_resolution, 64), name
         limits[name] = target.caption_tokens
     # These have no text encoder but CLIP, whose 77 tokens include the first and the last one.
     assert {name: limit for name, limit in limits.items() if limit} == {"sd15": 75, "sd2": 75, "sdxl": 75}
     job = config.loads(text.format("sdxl"), ["dataset.resolution=640", "dataset.bucket_step=32"])
-    target = doctor.Target.of(job, families.get("sdxl"))
+    target = doctor.Target.from_job(job, families.get("sdxl"))
     assert (target.resolution, target.bucket_step) == (640, 32)
 
 
 def test_tokens_are_counted_roughly() -> None:
     """18 words and 4 marks, two words of which CLIP would split or not, and five ideographs."""
     text = "a photo of a cat sitting on a red chair, soft light, wide shot; 猫在椅子上"
-    assert 20 <= doctor.rough_tokens(text) <= 27
-    assert doctor.rough_tokens("") == 0
+    assert 20 <= doctor.estimate_tokens(text) <= 27
+    assert doctor.estimate_tokens("") == 0
 
 
 def ask(monkeypatch, capfd, *arguments: str | Path) -> tuple[int, str, str]:

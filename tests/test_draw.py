@@ -11,7 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from lora_fp8 import cli, settings, train
-from lora_fp8.adapters import inject, kinds, state
+from lora_fp8.adapters import copy_state, inject, kinds
 from lora_fp8.adapters.attach import attached
 from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.lora_files import safetensors_file
@@ -21,7 +21,7 @@ from lora_fp8.run import drawings
 from lora_fp8.stages.cache import PreviewPrompts
 from lora_fp8.stages.previews import draw_clips
 from lora_fp8.tools import draw as tool
-from lora_fp8.verify.pipeline import clean_pipeline, load
+from lora_fp8.verify.pipeline import build_clean_pipeline, load
 
 STRONG = ("optimizer.lr=0.02", "train.steps=6", "checkpoint.every=2", "export.every=2", "checkpoint.keep=2")
 PREVIEWS = ("preview.prompts=['a cat']", "preview.negative='fog'", "preview.guidance=3.0", "preview.every=2")
@@ -73,7 +73,7 @@ def test_it_draws_what_diffusers_draws(trained, tmp_path, layout, tiny):
     assert [image["strength"] for image in record["images"]] == [0.5, 1.5]
     job = tool.load_job((moved,), str(tiny("sd15")), "", overrides)
     family = make_family(job)
-    pipeline = clean_pipeline(family, None)
+    pipeline = build_clean_pipeline(family, None)
     load(pipeline, moved, family)
     conds = dict(family.in_turn([lambda: family.encode_prompts(["a dog", ""])]))[0]
     prompts = PreviewPrompts([job.preview], [""], conds[:1], conds[1:])
@@ -116,8 +116,8 @@ def test_an_attached_adapter_computes_what_a_trained_one_does(kind, storage):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    tensors = state(model)
-    scaling = kinds.scalings(tensors, section)
+    tensors = copy_state(model)
+    scaling = kinds.compute_scalings(tensors, section)
     for name, x in (("linear", torch.randn(3, 5, 64)), ("conv", torch.randn(2, 4, 6, 6))):
         trained, layer = model.get_submodule(name), plain.get_submodule(name)
         with torch.no_grad():

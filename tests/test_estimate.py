@@ -23,7 +23,7 @@ from lora_fp8.settings import OPTIMIZERS, Job, Optimizer
 from lora_fp8.stages import load, step
 from lora_fp8.training import optim
 
-FAMILIES = families.available()
+FAMILIES = families.list_families()
 ROUTED = {"hidream"}  # its experts are chosen by the activations
 LONG = "a very long sentence about a cat that sits in front of a house and looks at a dog, " * 12
 
@@ -119,17 +119,17 @@ def test_a_step_takes_what_was_reckoned(
     one = {key: torch.zeros(shape, dtype=dtype) for key, shape in shapes.items()} | facts
     objective = family.make_objective(job.objective)
 
-    class Batch:  # what `diffusion_loss` reads of one
+    class Batch:  # what `compute_loss` reads of one
         mask_BHW = None
         latents_BCHW, noise_BCHW, cond = latents, torch.randn_like(latents), family.collate([one, one])
         t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
         to = staticmethod(lambda device: Batch)  # noqa: ARG005
 
     def one_step() -> None:
-        step.diffusion_loss(family, denoiser, objective, Batch, 1.0).sum().backward()
+        step.compute_loss(family, denoiser, objective, Batch, 1.0).sum().backward()
 
     one_step()
-    for _, parameter in adapters.parameters(denoiser):
+    for _, parameter in adapters.list_trained_parameters(denoiser):
         parameter.grad = None
     assert found.step_bytes == pytest.approx(peak_of(one_step), rel=0.15)
 
@@ -141,10 +141,10 @@ def test_the_optimizer_takes_what_was_reckoned(sizes: tuple[tuple[int, int], ...
     """To the byte: moments, masters, and the code books that 8-bit moments share (small tensors have none)."""
     named = [(str(size), torch.nn.Parameter(torch.randn(size).bfloat16())) for size in sizes]
     section = Optimizer(name=name, rounding=rounding)
-    expected = optim.state_bytes([parameter for _, parameter in named], section)
+    expected = optim.estimate_state_bytes([parameter for _, parameter in named], section)
     made = optim.build(named, section, base_storage="fp8", seed=0)
     made.step(made.layout.join({key: torch.randn_like(parameter.float()) for key, parameter in named}), 1e-3, 0)
-    assert made.num_bytes() == expected
+    assert made.count_bytes() == expected
 
 
 def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_a_run_takes_what_was_reckoned(tiny: Callable[[str], Path], pictures: Pa
     parts = [family.vae, family.text_pipeline.text_encoder, family.text_pipeline.text_encoder_2]
     vae, *texts = (sum(parameter.nbytes for parameter in part.parameters()) for part in parts)
     assert (found.vae_bytes, found.text_bytes) == pytest.approx((vae, max(texts)), rel=0.02)
-    assert found.device == "cpu" and any("Python and its libraries" in line for line in found.lines())
-    assert found.to_json()["device"] == "cpu" and not any("CUDA" in line for line in found.lines())
+    assert found.device == "cpu" and any("Python and its libraries" in line for line in found.format_lines())
+    assert found.to_json()["device"] == "cpu" and not any("CUDA" in line for line in found.format_lines())
     on_gpu = estimate.estimate(planning.make(job), "cuda")
-    assert any("CUDA" in line for line in on_gpu.lines()) and on_gpu.process_bytes == 0
+    assert any("CUDA" in line for line in on_gpu.format_lines()) and on_gpu.process_bytes == 0
     assert found.peak_bytes - on_gpu.peak_bytes == found.process_bytes > 0, "a GPU's memory has no Python in it"
     result = train.run(job, progress=False)
-    (data,) = (event for event in result.run.events() if event["event"] == "data")
+    (data,) = (event for event in result.run.read_events() if event["event"] == "data")
     assert found.steps_per_epoch == data["steps_per_epoch"] and found.pictures == data["images"]
-    assert found.held_out == data["held_out"] == 1 and "1 held out" in found.lines()[0]
+    assert found.held_out == data["held_out"] == 1 and "1 held out" in found.format_lines()[0]
     cached = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
     entries = sum(1 for _ in (tmp_path / "cache").rglob("*.safetensors"))
     assert found.cache_bytes == pytest.approx(cached - 300 * entries, rel=0.2)  # about 300 bytes of header each
@@ -209,7 +209,7 @@ verify = false
 
     found = json.loads(ask("estimate", str(tmp_path / "job.toml"), "--json"))
     ask("train", str(tmp_path / "job.toml"))
-    (step,) = (event for event in Run(tmp_path / "x").events() if event["event"] == "step")
+    (step,) = (event for event in Run(tmp_path / "x").read_events() if event["event"] == "step")
     assert found["peak_bytes"] / 2**30 == pytest.approx(step["vram_gb"], rel=0.2)
 
 
@@ -218,7 +218,7 @@ def test_an_unknown_peak_of_previews_is_not_0(tiny: Callable[[str], Path], pictu
     found = estimate.estimate(planning.make(job))
     assert (found.peaks["preview"] or 0) > found.held_bytes
     found.vae_decode_bytes = None
-    assert found.peaks["preview"] is None and "0.00 GiB" not in next(x for x in found.lines() if "previews" in x)
+    assert found.peaks["preview"] is None and "0.00 GiB" not in next(x for x in found.format_lines() if "previews" in x)
     found.vae_decode_bytes = 0  # there are none
     assert found.peaks["preview"] == 0
 
@@ -230,18 +230,18 @@ def test_offloaded_weights_are_not_on_the_device(tiny: Callable[[str], Path], pi
         found.append(estimate.estimate(planning.make(job)))
     kept, half, none = found
     denoiser, plan, _ = load.load_base(family_of(job), job.quantize)
-    sizes = [layer.qweight.nbytes for layer in precision.frozen_layers(denoiser).values()]
+    sizes = [layer.qweight.nbytes for layer in precision.find_frozen_layers(denoiser).values()]
     assert (kept.waiting_bytes, none.waiting_bytes) == (0, sum(sizes))
     assert half.waiting_bytes == pytest.approx(sum(sizes) / 2, abs=max(sizes))
     assert none.base_bytes == kept.base_bytes - sum(sizes) + precision.stream.BUFFERS * max(sizes)
-    assert "offloaded to RAM" in " ".join(none.lines()) and none.step_bytes == kept.step_bytes
+    assert "offloaded to RAM" in " ".join(none.format_lines()) and none.step_bytes == kept.step_bytes
 
     # Compiled blocks fetch all of theirs together, into one of two places.
     compiled = estimate.estimate(
         planning.make(job.model_copy(update={"memory": job.memory.model_copy(update={"compile": "blocks"})}))
     )
     rooms = [
-        sum(-(-layer.qweight.nbytes // 512) * 512 for layer in precision.frozen_layers(block).values())
+        sum(-(-layer.qweight.nbytes // 512) * 512 for layer in precision.find_frozen_layers(block).values())
         for block in precision.find_blocks(denoiser).values()
     ]
     assert compiled.waiting_bytes == sum(sizes) and compiled.base_bytes == none.base_bytes + 2 * max(rooms)

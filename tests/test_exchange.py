@@ -256,7 +256,7 @@ def test_bar_i_at_most_three_tenths_of_the_bytes(trained):
         assert len(steps) == 80 and len(packed) == 80 + rank
     for kind, of_fp32 in (("fp32", 1.0), ("fp8", sum(steps) / sum(n for *_, n in plain))):
         job, folder = trained[kind]
-        events = [event for event in Run.open(folder_of(job)).events() if event["event"] == "exchange"]
+        events = [event for event in Run.open(folder_of(job)).read_events() if event["event"] == "exchange"]
         assert len(events) == 1 and events[0]["kind"] == kind
         assert events[0]["bytes_per_step"] == wire(folder, 0)[0][2]
         assert events[0]["of_fp32"] == pytest.approx(of_fp32, abs=1e-3)
@@ -312,7 +312,7 @@ loader.Loader.micro = micro
 """
     codes, errors = end(start(job, tmp_path, planted=planted))
     assert codes == [3, 0], errors
-    last = Run.open(folder_of(job)).events()[-1]
+    last = Run.open(folder_of(job)).read_events()[-1]
     assert last["event"] == "error" and ": loss nan is not finite; files: " in last["text"], errors
     assert ".png" in last["text"] or ".jpg" in last["text"]
 
@@ -322,11 +322,11 @@ def test_alone_the_setting_changes_nothing_and_says_so(make_job, tmp_path, tree_
     for kind in ("fp32", "fp8"):
         job = make_job(tmp_path / kind, "train.steps=2", f"train.gradient_exchange={kind}")
         done = train.run(job, progress=False).run
-        texts = [event["text"] for event in done.events() if event["event"] == "warning"]
+        texts = [event["text"] for event in done.read_events() if event["event"] == "warning"]
         assert [text for text in texts if "gradient_exchange" in text] == (
             ["train.gradient_exchange has no effect: the job runs in one process"] * (kind == "fp8")
         )
-        assert "exchange" not in [event["event"] for event in done.events()]
+        assert "exchange" not in [event["event"] for event in done.read_events()]
         bundle = tree_hash(done.checkpoints / "step-000002")
         hashes.append({name: bundle[name] for name in ("adapter.safetensors", "optimizer.safetensors")})
     assert hashes[0] == hashes[1]

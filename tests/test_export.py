@@ -22,7 +22,7 @@ from lora_fp8 import config, families, settings
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.lora_files import export, export_metadata, layer_names, layouts, safetensors_file
 from lora_fp8.precision.dtypes import DTYPES
-from lora_fp8.verify import HEADER_KEYS, delta_error
+from lora_fp8.verify import HEADER_KEYS, compute_delta_error
 
 torch.set_num_threads(1)
 
@@ -193,7 +193,7 @@ def test_diffusers_takes_every_key_at_full_size(full_size, name, layout):
     if layout == "kohya" and name != "flux":
         converted = convert_unet_state_dict_to_peft(converted)
     assert converted.keys() == state.keys()
-    modules = layouts.modules(state)
+    modules = layouts.list_modules(state)
     # the UNets' kohya files carry alpha, which peft divides by the rank; elsewhere it is in the weights
     told = 0.75 if layout == "kohya" and name != "flux" else 1.0
     assert len(alphas or {}) == (len(modules) if told != 1 else 0)
@@ -201,7 +201,7 @@ def test_diffusers_takes_every_key_at_full_size(full_size, name, layout):
     for module in modules[:: max(1, len(modules) // 40)]:
         a, b = (converted[f"{module}.lora_{half}.weight"] for half in "AB")
         trained = (state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], 0.75)
-        assert delta_error((a, b, told), trained) < 1e-6, module
+        assert compute_delta_error((a, b, told), trained) < 1e-6, module
 
 
 def test_flux_kohya_refuses_what_diffusers_would_drop():
@@ -217,7 +217,7 @@ def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
     whole = layouts.to_layout(state, 1.0, flux, full_size("flux").config, "kohya")
     short = layouts.to_layout(state, 1.0, flux, {"num_layers": 19}, "kohya")
     assert whole.keys() == short.keys() and all(torch.equal(whole[key], short[key]) for key in whole)
-    assert layouts.unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
+    assert layouts.explain_unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
     left = {key: value for key, value in SDXL.items() if "block_types" in key}
     assert layer_names.sgm_blocks(left) == layer_names.sgm_blocks(full_size("sdxl").config)
     state = random_state(adapted(full_size("sdxl"), lambda path: path.endswith("attn1.to_q")))
@@ -429,7 +429,7 @@ def test_hashes_are_those_of_the_bytes(tmp_path):
         sha = hashlib.sha256(raw[8 + length :]).hexdigest()
         with safetensors.safe_open(path, "pt") as file:
             metadata = file.metadata()
-        assert metadata["sshs_model_hash"] == sha == safetensors_file.payload_hash(path)
+        assert metadata["sshs_model_hash"] == sha == safetensors_file.hash_payload(path)
         assert metadata["modelspec.hash_sha256"] == "0x" + sha
         assert "sshs_legacy_hash" not in metadata  # nothing at that place of so small a file
 
@@ -460,11 +460,11 @@ def test_metadata_says_what_hosts_read(tmp_path):
     assert m["ss_num_train_images"] == "7" and m["ss_epoch"] == "35"  # 120 steps of 2 over 7 samples
     assert json.loads(m["ss_bucket_info"])["buckets"]["0"] == {"resolution": [512, 512], "count": 1}
     assert "ss_noise_offset" not in m
-    offset = export_metadata.metadata(
+    offset = export_metadata.build_metadata(
         families.get("sd15"), settings.Export(), facts(objective=settings.Objective(noise_offset=0.05)), "kohya"
     )
     assert offset["ss_noise_offset"] == "0.05"
-    of_sd2 = export_metadata.metadata(families.get("sd2"), settings.Export(), facts(), "kohya")
+    of_sd2 = export_metadata.build_metadata(families.get("sd2"), settings.Export(), facts(), "kohya")
     assert of_sd2["ss_v2"] == "True"  # A1111 shows the file with SD 2 models only if this says so
     # baked: nobody may scale a second time
     assert safetensors_file.read(diffusers_file)[1]["ss_network_alpha"] == "3.0"
@@ -476,7 +476,7 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     sentence = "一只红色的狐狸坐在木屋前面看着远处的雪山" * 6
     tags = {f"{number} {sentence}": 1 + number % 7 for number in range(300)}
     folders = tuple(export_metadata.FolderFacts(f"folder {number}", 300, 1, tags) for number in range(60))
-    told = export_metadata.metadata(family, settings.Export(), facts(folders=folders), "kohya")
+    told = export_metadata.build_metadata(family, settings.Export(), facts(folders=folders), "kohya")
     kept = json.loads(told["ss_tag_frequency"])
     assert len(kept) == 60 and all(set(found.values()) == {7} for found in kept.values())
     state = random_state(adapted(denoiser, lambda path: True))
@@ -484,7 +484,7 @@ def test_a_header_stays_small_whatever_the_captions_are(full_size):
     entries = {
         name: {"dtype": "BF16", "shape": list(t.shape), "data_offsets": [10**9] * 2} for name, t in tensors.items()
     }
-    assert len(safetensors_file._header(entries, told)) < export.MAX_HEADER
+    assert len(safetensors_file._make_header(entries, told)) < export.MAX_HEADER
 
 
 def test_nothing_private_is_written(tmp_path, monkeypatch):
@@ -515,7 +515,7 @@ def test_what_is_kept_back(tmp_path, level):
         assert ("modelspec.trigger_phrase" in told) == (level == "private")
         assert set(HEADER_KEYS) <= set(told)
         with pytest.raises(UserError, match="contains no config.*export.metadata"):
-            export_metadata.config_of(path)
+            export_metadata.read_config(path)
 
 
 def test_the_config_comes_back(tmp_path):
@@ -524,7 +524,7 @@ def test_the_config_comes_back(tmp_path):
     section = settings.Export(formats=["kohya"])
     told = facts(config_toml=config.dumps(job))
     (path,) = export.write(export.Adapter(state), families.get("sd15"), {}, section, told, tmp_path)
-    back = config.loads(export_metadata.config_of(path))
+    back = config.loads(export_metadata.read_config(path))
     assert (back.model.path, back.dataset.folders[0].path) == ("y.safetensors", "b")
     assert back.model_dump(exclude={"model", "dataset"}) == job.model_dump(exclude={"model", "dataset"})
 
@@ -544,7 +544,7 @@ def test_the_config_comes_back(tmp_path):
     ],
 )
 def test_slug(name, expected):
-    assert export_metadata.slug(name) == expected
+    assert export_metadata.make_slug(name) == expected
 
 
 # -- what must not be written

@@ -20,7 +20,7 @@ SCHNELL = {"guidance_embeds": False}
 """In the config of FLUX.1-schnell, which differs from dev in nothing else."""
 
 
-@pytest.fixture(params=families.available())
+@pytest.fixture(params=families.list_families())
 def name(request):
     return request.param
 
@@ -49,7 +49,7 @@ def tuples(value):
 
 
 def test_every_family_has_an_entry():
-    assert FACTS.keys() == set(families.available())
+    assert FACTS.keys() == set(families.list_families())
     required = {"latent_pixels", "token_pixels", "targets", "layers", "precise"}
     assert all(required <= facts.keys() for facts in FACTS.values())
 

@@ -1,8 +1,8 @@
 """The contract that every file in families/ keeps, judged against diffusers' own pipelines; and loading from anywhere.
 
-Parametrised over `families.available()`: a new family is tested without touching this file. The tests that bite compare
-with the real diffusers pipeline, on latents that are not square. Single-file checkpoints are made here by writing the
-miniatures in the original layouts; diffusers' converters are the authority for reading them back.
+Parametrised over `families.list_families()`: a new family is tested without touching this file. The tests that bite
+compare with the real diffusers pipeline, on latents that are not square. Single-file checkpoints are made here by
+writing the miniatures in the original layouts; diffusers' converters are the authority for reading them back.
 """
 
 import functools
@@ -54,7 +54,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", params=families.available())
+@pytest.fixture(scope="session", params=families.list_families())
 def Family(request):
     return families.get(request.param)
 
@@ -626,9 +626,9 @@ def copy(folder, tmp_path):
 
 
 def test_the_registry_is_the_folder():
-    assert {"sd15", "sdxl", "flux"} <= set(families.available())
-    assert not {"base", "_files", "_ldm"} & set(families.available())
-    assert set(miniatures.available()) == set(families.available())
+    assert {"sd15", "sdxl", "flux"} <= set(families.list_families())
+    assert not {"base", "_files", "_ldm"} & set(families.list_families())
+    assert set(miniatures.available()) == set(families.list_families())
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
         families.get("SDLX")
 
@@ -637,7 +637,7 @@ def test_more_than_two_overrides_have_a_reason_in_the_guide(Family):
     """A family is facts and at most two methods; `README.md` lists the others with all that they override."""
     guide = Path(families.__file__).with_name("README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ((?:`\w+`(?:, )?)+) \| .{20,} \|$", guide, re.MULTILINE))
-    assert len(rows) < len(families.available())
+    assert len(rows) < len(families.list_families())
     parts = {name: value for name, value in vars(Family).items() if not name.startswith("__")}
     methods = {
         name
@@ -649,7 +649,7 @@ def test_more_than_two_overrides_have_a_reason_in_the_guide(Family):
 
 
 def test_traits_are_those_of_the_family(Family):
-    assert families.traits(Family.name) == {
+    assert families.get_traits(Family.name) == {
         "objective": "FlowMatching" if issubclass(Family.objective_type(), FlowMatching) else "Diffusion",
         "text_encoder": bool(Family.trained_text),
         "controls": Family.controls[1] > 0,
@@ -661,7 +661,7 @@ def test_traits_are_those_of_the_family(Family):
         "captions": Family.captions,
     }
     with pytest.raises(UserError, match="did you mean 'sdxl'"):
-        families.traits("sdlx")
+        families.get_traits("sdlx")
 
 
 def test_of_two_sizes_of_one_structure_the_closer_one_is_meant(monkeypatch):
@@ -672,7 +672,7 @@ def test_of_two_sizes_of_one_structure_the_closer_one_is_meant(monkeypatch):
     wan, get = families.get("wan"), families.get
     marks = {**wan.single_file, "shapes": {"patch_embedding.weight": (None, 48, None, None, None)}}
     wider = type("Family", (wan,), {"name": "wan_48", "title": "Wan of 48 channels", "single_file": marks})
-    monkeypatch.setattr(families, "available", lambda: ["wan", "wan_48"])
+    monkeypatch.setattr(families, "list_families", lambda: ["wan", "wan_48"])
     monkeypatch.setattr(families, "get", lambda name: wider if name == "wan_48" else get(name))
     monkeypatch.setattr(_checks, "get", families.get)
     assert families.describe(header(16)) == ("Wan 2.1", "wan")
@@ -685,7 +685,7 @@ def test_of_two_sizes_of_one_structure_the_closer_one_is_meant(monkeypatch):
 
 def test_facts_need_no_torch():
     """The settings page and `--help` import every family file for its facts."""
-    code = "import sys; from lora_fp8 import families; [families.get(n).title for n in families.available()]"
+    code = "import sys; from lora_fp8 import families; [families.get(n).title for n in families.list_families()]"
     code += "; heavy = {'torch', 'diffusers', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)"
     code += "; sys.exit(str(heavy) if heavy else 0)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0
@@ -939,11 +939,11 @@ def book(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(_files, "WORTH_KEEPING", 0)
     monkeypatch.setattr(stamps, "SETTLED", 0.0)
-    original, reads = _files._sha256, []
-    monkeypatch.setattr(_files, "_sha256", lambda path: reads.append(path.name) or original(path))
-    _files._file_digest.cache_clear()
-    yield SimpleNamespace(path=_files.hash_book(), reads=reads, new_process=_files._file_digest.cache_clear)
-    _files._file_digest.cache_clear()
+    original, reads = _files._hash_file, []
+    monkeypatch.setattr(_files, "_hash_file", lambda path: reads.append(path.name) or original(path))
+    _files._compute_file_digest.cache_clear()
+    yield SimpleNamespace(path=_files.hash_book(), reads=reads, new_process=_files._compute_file_digest.cache_clear)
+    _files._compute_file_digest.cache_clear()
 
 
 def hashed(path):
@@ -955,14 +955,14 @@ def test_an_unchanged_file_is_read_once_and_never_again(book, tmp_path):
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
     for _ in range(3):
-        assert _files.digest([("x", path)]) == hashed(path)
+        assert _files.compute_digest([("x", path)]) == hashed(path)
         book.new_process()
     assert book.reads == ["base.safetensors"] and book.path == tmp_path / "home" / "lora_fp8" / "hashes.json"
     link = tmp_path / "link"  # as the hub's snapshots are
     link.symlink_to(path)
-    assert _files.digest([("x", link)]) == hashed(path) and len(book.reads) == 1
+    assert _files.compute_digest([("x", link)]) == hashed(path) and len(book.reads) == 1
     moved = path.rename(tmp_path / "moved")
-    assert _files.digest([("x", moved)]) == hashed(moved) and book.reads == ["base.safetensors", "moved"]
+    assert _files.compute_digest([("x", moved)]) == hashed(moved) and book.reads == ["base.safetensors", "moved"]
 
 
 def edited(path):
@@ -993,12 +993,12 @@ def replaced_with_the_same_time(path):
 def test_an_edited_file_is_hashed_again(book, tmp_path, edit, same_process):
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
-    before = _files.digest([("x", path)])
+    before = _files.compute_digest([("x", path)])
     time.sleep(0.02)  # more than a tick of the file system's clock, for which SETTLED stands
     edit(path)
     if not same_process:
         book.new_process()
-    assert _files.digest([("x", path)]) == hashed(path) != before
+    assert _files.compute_digest([("x", path)]) == hashed(path) != before
     assert len(book.reads) == 2
 
 
@@ -1006,7 +1006,7 @@ def test_an_edited_file_is_hashed_again(book, tmp_path, edit, same_process):
 def test_a_damaged_book_costs_one_more_reading(book, tmp_path, content):
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
-    _files.digest([("x", path)])
+    _files.compute_digest([("x", path)])
     if content == "entry":
         content = json.dumps({str(path): ["no entry"]}).encode()
     elif content == "hash":
@@ -1015,7 +1015,7 @@ def test_a_damaged_book_costs_one_more_reading(book, tmp_path, content):
     book.path.write_bytes(content)
     for _ in range(2):
         book.new_process()
-        assert _files.digest([("x", path)]) == hashed(path)
+        assert _files.compute_digest([("x", path)]) == hashed(path)
     assert len(book.reads) == 2, "the second time it is in the mended book"
 
 
@@ -1023,7 +1023,7 @@ def test_a_book_that_cannot_be_written_is_said_and_the_hash_is_right(book, tmp_p
     (tmp_path / "home").write_bytes(b"a file where a folder would have to be")
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
-    assert _files.digest([("x", path)]) == hashed(path)
+    assert _files.compute_digest([("x", path)]) == hashed(path)
     assert "hashes.json cannot be written (" in caplog.text and "read the base model again" in caplog.text
 
 
@@ -1031,17 +1031,17 @@ def test_the_book_keeps_large_files_only_that_have_lain_still_and_not_for_ever(b
     path = tmp_path / "base.safetensors"
     path.write_bytes(b"a" * 1000)
     monkeypatch.setattr(stamps, "SETTLED", 3600.0)
-    _files.digest([("x", path)])
+    _files.compute_digest([("x", path)])
     monkeypatch.setattr(stamps, "SETTLED", 0.0)
     monkeypatch.setattr(_files, "WORTH_KEEPING", 1001)
     book.new_process()
-    _files.digest([("x", path)])
+    _files.compute_digest([("x", path)])
     assert not book.path.exists() and len(book.reads) == 2
     monkeypatch.setattr(_files, "WORTH_KEEPING", 1000)
     monkeypatch.setattr(_files, "MOST_KEPT", 3)
     for i in range(5):
         (tmp_path / str(i)).write_bytes(b"a" * 1000)
-        _files.digest([("x", tmp_path / str(i))])
+        _files.compute_digest([("x", tmp_path / str(i))])
     assert [Path(name).name for name in json.loads(book.path.read_bytes())] == ["2", "3", "4"]
 
 

@@ -12,7 +12,7 @@ from lora_fp8.cli import lora_files as lora_commands
 from lora_fp8.errors import RunFailure, UserError
 from lora_fp8.lora_files import export, export_metadata, layouts, safetensors_file
 from lora_fp8.tools import files
-from lora_fp8.verify import delta_error
+from lora_fp8.verify import compute_delta_error
 
 
 def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
@@ -76,12 +76,16 @@ def test_any_layout_to_any_other(tmp_path, name):
             files.convert(path, out, second)
             tensors, metadata = safetensors_file.read(out)
             assert layouts.detect_layout(tensors, Family) == second == metadata["lora_fp8_layout"]
-            assert metadata["sshs_model_hash"] == safetensors_file.payload_hash(out)
+            assert metadata["sshs_model_hash"] == safetensors_file.hash_payload(out)
             back, scales = layouts.from_layout(tensors, Family, Family.reference_config)
             assert back.keys() == state.keys()
-            for module in layouts.modules(state):
+            for module in layouts.list_modules(state):
                 pairs = [(s[f"{module}.lora_A.weight"], s[f"{module}.lora_B.weight"]) for s in (back, state)]
-                assert delta_error((*pairs[0], scales[module]), (*pairs[1], 0.5)) < 1e-6, (first, second, module)
+                assert compute_delta_error((*pairs[0], scales[module]), (*pairs[1], 0.5)) < 1e-6, (
+                    first,
+                    second,
+                    module,
+                )
 
 
 def test_what_convert_refuses(tmp_path):

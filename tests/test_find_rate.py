@@ -15,7 +15,7 @@ from lora_fp8.settings import Job
 from lora_fp8.stages import cache, find_rate, load
 from lora_fp8.stages.find_rate import Point, RateTest
 from lora_fp8.stages.session import Session, UnwrittenRun
-from lora_fp8.stages.step import diffusion_loss
+from lora_fp8.stages.step import compute_loss
 
 EXACT = ("model.dtype=fp32", "quantize.storage=none", "train.batch_size=2", "adapter.text_encoder=false")
 
@@ -40,7 +40,7 @@ def test_each_step_is_compared_with_the_base_on_the_same_draws(
             batch = data.loader.micro(step, position)
             assert batch is not None
             with torch.no_grad():
-                losses.append(diffusion_loss(session.family, plain, objective, batch, 1.0))
+                losses.append(compute_loss(session.family, plain, objective, batch, 1.0))
         assert point.base_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
     first, last = found.points[0], found.points[-1]
     assert first.ratio == pytest.approx(1, abs=1e-6) and first.loss == pytest.approx(first.base_loss, rel=1e-6)
@@ -87,14 +87,14 @@ def test_what_is_suggested_and_said() -> None:
     assert found.lowest.lr == pytest.approx(10**-2.5)
     # A quarter of 0.00316, without the factor that training puts on top: 0.000565.
     assert found.suggestion == 6e-4
-    text = "\n".join(found.lines())
+    text = "\n".join(found.format_lines())
     assert "optimizer.lr = 0.0006" in text and "(1.4)" in text and "This config has optimizer.lr = 0.0001" in text
-    rows = {line.split()[0]: line for line in found.lines() if "#" in line or "lowest" in line}
+    rows = {line.split()[0]: line for line in found.format_lines() if "#" in line or "lowest" in line}
     assert rows["3.2e-03"].endswith("lowest") and rows["1.0e-04"].endswith("this config")
     falling = curve(1.0, 0.9, 0.8)
-    assert falling.suggestion is None and "give a higher one with --to" in "\n".join(falling.lines())
+    assert falling.suggestion is None and "give a higher one with --to" in "\n".join(falling.format_lines())
     flat = curve(1.0, 1.0, 0.9995, 1.1)
-    assert flat.suggestion is None and "the loss never fell" in "\n".join(flat.lines())
+    assert flat.suggestion is None and "the loss never fell" in "\n".join(flat.format_lines())
     assert replace(found, factor=1.0).suggestion == 8e-4
 
 

@@ -31,7 +31,7 @@ def build(params: list[tuple[str, nn.Parameter]], **settings: Any) -> optim.Adap
 
 def gap_mask(layout: flat.Layout) -> torch.Tensor:
     mask = torch.ones(layout.size, dtype=torch.bool)
-    for view in layout.views(mask).values():
+    for view in layout.make_views(mask).values():
         view.fill_(False)
     return mask
 
@@ -39,7 +39,7 @@ def gap_mask(layout: flat.Layout) -> torch.Tensor:
 def test_every_value_has_one_place_and_a_block_of_256_belongs_to_one_parameter() -> None:
     layout = flat.Layout(make_params(), {name: name in ("b.lora_B", "d.lora_B") for name in SHAPES})
     numbers = torch.arange(layout.size)
-    places = {name: view.flatten().tolist() for name, view in layout.views(numbers).items()}
+    places = {name: view.flatten().tolist() for name, view in layout.make_views(numbers).items()}
     assert sorted(number for one in places.values() for number in one) == numbers[~gap_mask(layout)].tolist()
     owners: dict[int, set[str]] = {}
     for name, one in places.items():
@@ -68,7 +68,7 @@ def test_what_a_checkpoint_holds_has_the_given_order_and_comes_back() -> None:
     held = layout.without_gaps(vector)
     assert torch.equal(held, torch.cat([parameter.detach().float().flatten() for _, parameter in params]))
     again = torch.full((layout.size,), 7.0)
-    layout.with_gaps_(again, held)
+    layout.fill_with_gaps_(again, held)
     assert torch.equal(again, vector) and not again[gap_mask(layout)].any()
 
 
@@ -98,7 +98,7 @@ def test_after_a_resume_the_gaps_have_no_moments(name: str) -> None:
     mine = build(make_params(), name=name)
     mine.step(mine.layout.join({one: torch.ones(shape) for one, shape in SHAPES.items()}), 1e-2, 1)
     resumed = build(make_params(), name=name)
-    resumed.load_state(*mine.state())
+    resumed.load_state(*mine.copy_state())
     checked = 0
     for unit in resumed._units:
         gaps = torch.ones(unit.values.numel(), dtype=torch.bool)

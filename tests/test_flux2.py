@@ -62,7 +62,7 @@ def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name,
     shapes = native_shapes(Family)
     for prefix in PREFIXES:
         header = {prefix + key: shape for key, shape in shapes.items()}
-        assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
+        assert [other for other in families.list_families() if families.get(other).recognises(header)] == [name]
     miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     family.denoiser_config = lambda: dict(Family.reference_config)
@@ -97,7 +97,7 @@ def test_ideogram4_is_recognised_at_full_size():
     Family = families.get("ideogram4")
     for prefix in PREFIXES:
         header = {prefix + key: shape for key, shape in native_shapes(Family).items()}
-        assert [other for other in families.available() if families.get(other).recognises(header)] == ["ideogram4"]
+        assert [other for other in families.list_families() if families.get(other).recognises(header)] == ["ideogram4"]
 
 
 @pytest.mark.parametrize(

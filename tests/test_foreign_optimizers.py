@@ -115,7 +115,7 @@ def test_resumed_in_the_middle_is_the_same_to_the_bit(name: str, rounding: str) 
         if step == 3:
             with mine.evaluation():  # as a checkpoint is written
                 values = {key: param.detach().clone() for key, param in named}
-                tensors, meta = mine.state()
+                tensors, meta = mine.copy_state()
     again, resumed = make(name, torch.bfloat16, rounding=rounding)
     for key, param in again:
         param.data.copy_(values[key])
@@ -123,8 +123,8 @@ def test_resumed_in_the_middle_is_the_same_to_the_bit(name: str, rounding: str) 
     for step in range(4, 7):
         resumed.step(resumed.layout.join(gradients(step, again)), 1e-3, step)
     assert all(torch.equal(param, other) for (_, param), (_, other) in zip(named, again, strict=True))
-    tensors, meta = mine.state()
-    other, other_meta = resumed.state()
+    tensors, meta = mine.copy_state()
+    other, other_meta = resumed.copy_state()
     assert meta == other_meta and all(torch.equal(tensors[key], other[key]) for key in tensors)
 
 

@@ -78,17 +78,19 @@ def test_the_page_has_every_setting_and_loads_no_torch(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     ids, visible = map(json.loads, done.stdout.splitlines()[-2:])
-    assert {f"set-{key.replace('.', '-')}" for key in form.settings()} <= set(ids)
+    assert {f"set-{key.replace('.', '-')}" for key in form.collect_settings()} <= set(ids)
     assert len(ids) == len(set(ids))
     assert set(visible) == {"private"}, "nothing of the form is an endpoint for programs"
 
 
 def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> None:
-    columns = [column.name for column in form.settings()["dataset.folders"].columns]
+    columns = [column.name for column in form.collect_settings()["dataset.folders"].columns]
 
     def hidden(family: str, row: str = "", view: str = "set") -> set[str]:
         text = f'[model]\nfamily = "{family}"\n[[dataset.folders]]\npath = "a"\n{row}'
-        rules = styles._style_columns(styles._share_columns(form.read_values(text, tmp_path), False, view), view)
+        rules = styles._style_columns(
+            styles._compute_column_shares(form.read_values(text, tmp_path), False, view), view
+        )
         return {name for name, style in zip(columns, rules, strict=True) if "none" in style}
 
     assert hidden("sdxl") == {"control"} and hidden("flux_kontext") == hidden("sdxl", 'control = "c"') == set()
@@ -99,7 +101,7 @@ def test_control_folders_are_asked_for_where_they_are_used(tmp_path: Path) -> No
 
 
 def test_the_empty_row_below_the_folders_is_no_folder() -> None:
-    table = form.settings()["dataset.folders"]
+    table = form.collect_settings()["dataset.folders"]
     empty = [form.to_component(column, column.default) for column in table.columns]
     row = ["/a", *empty[1:]]
     assert form.from_component(table, [row, empty]) == [{"path": "/a"}]
@@ -134,7 +136,7 @@ def test_a_name_that_a_run_has_is_a_problem_with_a_free_one(tmp_path: Path) -> N
     with gr.Blocks():
         page.lay_out()
     page.handlers.reset(False)
-    assert form.read_values(page.draft.text(), page.draft.home)["name"] == "my-lora-2"
+    assert form.read_values(page.draft.load_text(), page.draft.home)["name"] == "my-lora-2"
 
 
 def test_an_image_that_cannot_be_read_is_a_problem_until_it_is_changed_or_excluded(
@@ -155,7 +157,7 @@ def test_an_image_that_cannot_be_read_is_a_problem_until_it_is_changed_or_exclud
     problem = dict(page.problems.find(text))["dataset.folders"]
     assert problem.startswith("cats: unreadable images: b.png (truncated). Exclude them")
     edits = folder / image_edits.FILE
-    edits.write_text(image_edits.write({"b.png": image_edits.ImageEdit(exclude=True)}), encoding="utf-8")
+    edits.write_text(image_edits.format_edits({"b.png": image_edits.ImageEdit(exclude=True)}), encoding="utf-8")
     assert "dataset.folders" not in dict(page.problems.find(text))
     edits.unlink()
     assert "dataset.folders" in dict(page.problems.find(text))
@@ -206,7 +208,7 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
         page.lay_out()
         preset = questions.GOALS[1]
         painted = {part.elem_id for part in page.presets["simple"].choose("goal", preset, False)}
-        values = form.read_values(page.draft.text(), page.draft.home)
+        values = form.read_values(page.draft.load_text(), page.draft.home)
         changed = {
             key
             for key, value in form.read_values(form.START, tmp_path).items()
@@ -219,16 +221,16 @@ def test_a_choice_repaints_only_what_it_changes(tmp_path: Path) -> None:
             "new-model-family",
             "new-model-path",
         }
-        assert set(parts.values()) <= {part.elem_id for part in page.painter.repaint("simple", False)}, (
+        assert set(parts.values()) <= {part.elem_id for part in page.painter.update_all("simple", False)}, (
             "opening paints all"
         )
-        tell = page.painter.paint_side
+        tell = page.painter.update_side
 
         def typed_meanwhile(everything: bool) -> dict[Any, Any]:
             page.draft.put("train.steps", 2)  # of 21: the field holds more by the time the answer comes
             return tell(everything)
 
-        page.painter.paint_side = typed_meanwhile
+        page.painter.update_side = typed_meanwhile
         painted = {part.elem_id for part in page.presets["simple"].choose("goal", questions.GOALS[0], False)}
         assert "new-presets" in painted and "new-train-steps" not in painted
 
@@ -240,15 +242,15 @@ def test_a_changed_setting_goes_back_to_its_preset_or_default(tmp_path: Path) ->
     text = '# mine\npreset = ["character"]\n[model]\nfamily = "sdxl"\npath = ""\n[adapter]\nrank = 5\nalpha = 3\n'
     page.draft.write(text)
     of_preset = form.read_values(text.replace("rank = 5\n", ""), tmp_path)["adapter.rank"]
-    changes = page.painter.paint_side()[page.layout.changes]
+    changes = page.painter.update_side()[page.layout.changes]
     assert 'data-key="adapter.rank"' in changes.replace("'", '"') and 'data-key="model.family"' not in changes
     press = lambda key: page.handlers.set_default(SimpleNamespace(_data={"do": "default", "key": key}), False)  # noqa: E731
     painted = press("adapter.rank")
-    after = page.draft.text()
+    after = page.draft.load_text()
     assert "# mine" in after and "rank" not in after and "alpha = 3" in after
     assert str(of_preset) in str(painted[page.layout.parts["all"]["adapter.rank"]])
     press("no.such.setting")
-    assert page.draft.text() == after
+    assert page.draft.load_text() == after
 
 
 def test_nothing_in_a_problem_ends_the_style_sheet_that_shows_it() -> None:
@@ -321,7 +323,7 @@ def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
 
 def test_the_search_in_all_settings_knows_the_words_of_others() -> None:
     """What static/search.js looks at; tests/ui/test_form_path.py types into the field."""
-    texts = {key: layout._get_search_text(setting) for key, setting in form.settings().items()}
+    texts = {key: layout._get_search_text(setting) for key, setting in form.collect_settings().items()}
     for words, key in (("network dim", "adapter.rank"), ("lora rank", "adapter.rank"), ("秩", "adapter.rank")):
         assert words in texts[key] and words not in texts["seed"]
     assert all(text == text.lower() and "_" not in text for text in texts.values()), "as what is typed is normalized"
@@ -344,10 +346,10 @@ def test_an_address_of_the_hub_is_an_id(tmp_path: Path, given: str, meant: str) 
     page = new.Page(Ui("en", Place(tmp_path / "home", [tmp_path])))
     with gr.Blocks():
         page.lay_out()
-    page.painter.paint_side = lambda everything: {}
-    page.painter.paint = lambda view, done, but="": {"but": but}
+    page.painter.update_side = lambda everything: {}
+    page.painter.update_view = lambda view, done, but="": {"but": but}
     painted = page.handlers.change("simple", "model.path", True, given, False)
-    assert form.read_values(page.draft.text())["model.path"] == (meant or given)
+    assert form.read_values(page.draft.load_text())["model.path"] == (meant or given)
     assert painted["but"] == ("" if meant else "model.path"), "the field shows what was understood"
 
 
@@ -381,7 +383,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
     assert {change.file for change in edit.changes} == {"a.txt", "deep/b.txt", "c-mask.txt"}
     routes.ACTIONS["caption"](ui, routes.Given({"folder": str(folder), "model": "some/model"}))
     assert f"--mask={name}" in jobs.Queue(ui.place.home).view(shell=False)[0].command
-    report = page.handlers.view(at, "sd15").examine()
+    report = page.handlers.open_view(at, "sd15").examine()
     wait_until(lambda: not report.running)
     assert report.report["counts"]["masked"] == 2 and set(report.list_files("caption_missing")) == theirs - {"a.png"}
 
@@ -508,11 +510,11 @@ def test_steps_that_an_import_could_not_count_have_to_be_filled_in(tmp_path: Pat
         page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
         page.lay_out()
     page.handlers.import_settings([str(file)], everything)
-    assert "尚待填写（TODO）" in dict(page.problems.find(page.draft.text()))["train.steps"]
+    assert "尚待填写（TODO）" in dict(page.problems.find(page.draft.load_text()))["train.steps"]
     assert "尚待填写（TODO）" in page.summary.render()
     page.draft.put("train.steps", 30)
-    page.painter.repaint("", everything)
-    assert "train.steps" not in dict(page.problems.find(page.draft.text()))
+    page.painter.update_all("", everything)
+    assert "train.steps" not in dict(page.problems.find(page.draft.load_text()))
 
 
 def test_a_saved_preset_gives_the_same_settings_under_another_job(tmp_path: Path) -> None:
@@ -636,7 +638,7 @@ def test_the_arithmetic_is_the_engines() -> None:
     + [(0.00012345, "0.000123"), (0, "0"), (1 / 16, "0.0625"), (10**7 + 0.5, "10000000")],
 )
 def test_numbers_are_told_without_exponents(number: float, told: str) -> None:
-    assert numbers.digits(number) == told
+    assert numbers.format_digits(number) == told
 
 
 def test_time_is_that_of_the_newest_run_of_the_family(tmp_path: Path) -> None:
@@ -685,7 +687,7 @@ def test_an_estimate_is_the_engines_answer_for_this_draft(tmp_path: Path, monkey
 
 def test_two_tabs_that_set_different_settings_both_have_their_way(tmp_path: Path) -> None:
     tabs = [Draft(tmp_path), Draft(tmp_path)]
-    assert tabs[0].text() == form.START
+    assert tabs[0].load_text() == form.START
 
     def work(tab: Draft, key: str) -> None:
         for number in range(1, 31):
@@ -698,7 +700,7 @@ def test_two_tabs_that_set_different_settings_both_have_their_way(tmp_path: Path
         thread.start()
     for thread in threads:
         thread.join()
-    found = tomllib.loads(tabs[1].text())
+    found = tomllib.loads(tabs[1].load_text())
     assert found["train"]["steps"] == 30 and found["adapter"]["rank"] == 30
 
 
@@ -707,7 +709,7 @@ def test_a_draft_that_is_not_toml_is_kept_and_not_changed_by_the_form(tmp_path: 
     draft.write("[model\n# mine")
     with pytest.raises(UserError):
         draft.put("train.steps", 5)
-    assert draft.text() == "[model\n# mine"
+    assert draft.load_text() == "[model\n# mine"
 
 
 def test_what_was_replaced_comes_back(tmp_path: Path) -> None:
@@ -716,20 +718,22 @@ def test_what_was_replaced_comes_back(tmp_path: Path) -> None:
         page.lay_out()
         mine = 'name = "mine"  # an hour of work\n'
         page.draft.write(mine)
-        assert page.painter.paint_side()[page.layout.back]["visible"] is False
+        assert page.painter.update_side()[page.layout.back]["visible"] is False
         for _ in range(2):  # twice, and nothing is lost all the same
-            assert page.handlers.reset(False)[page.layout.back]["visible"] is True and page.draft.text() == form.START
-        assert page.handlers.bring_back(False)[page.layout.code] == page.draft.text() == mine
+            assert (
+                page.handlers.reset(False)[page.layout.back]["visible"] is True and page.draft.load_text() == form.START
+            )
+        assert page.handlers.restore_draft(False)[page.layout.code] == page.draft.load_text() == mine
         page.draft.put("train.steps", 7)
-        later = page.draft.text()
+        later = page.draft.load_text()
         (tmp_path / "runs").mkdir()
         (tmp_path / "runs" / "other.toml").write_text('name = "other"\n')
         page.handlers.load(str(tmp_path / "runs" / "other.toml"), False)
-        assert page.draft.text() == 'name = "other"\n'
-        page.handlers.bring_back(False)
-        assert page.draft.text() == later
-        page.handlers.bring_back(False)
-        assert page.draft.text() == 'name = "other"\n'
+        assert page.draft.load_text() == 'name = "other"\n'
+        page.handlers.restore_draft(False)
+        assert page.draft.load_text() == later
+        page.handlers.restore_draft(False)
+        assert page.draft.load_text() == 'name = "other"\n'
 
 
 def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,7 +753,7 @@ def test_a_folder_is_examined_for_what_is_being_trained(tmp_path: Path, monkeypa
     def opened() -> tuple[str, int]:
         request = SimpleNamespace(query_params={"folder": str(folder)})
         _, shown, _, _, _, family, resolution, *_, at, purpose, _ = page.handlers.open(request)
-        page.handlers.view(at, family, resolution).examine()
+        page.handlers.open_view(at, family, resolution).examine()
         assert shown["visible"] and asked[-1] == (family, resolution or 512)
         # The image workbench is told the same, and finds the same if it is not told.
         told = json.loads(purpose)

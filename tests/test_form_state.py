@@ -26,7 +26,7 @@ NAMED = '[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p
 def passed_through(text: str) -> str:
     """The text after every setting was shown in its component, read back and put."""
     for key, value in form.read_values(text).items():
-        setting = form.settings()[key]
+        setting = form.collect_settings()[key]
         text = form.put(text, key, form.from_component(setting, form.to_component(setting, value)))
     return text
 
@@ -44,11 +44,11 @@ def test_every_setting_of_the_declarations_is_in_the_table() -> None:
     for name, field in Job.model_fields.items():
         inner = [a for a in (field.annotation, *get_args(field.annotation)) if hasattr(a, "model_fields")]
         declared |= {f"{name}.{one}" for one in inner[0].model_fields} if inner else {name}
-    assert set(form.settings()) == declared
-    folder = form.settings()["dataset.folders"]
+    assert set(form.collect_settings()) == declared
+    folder = form.collect_settings()["dataset.folders"]
     assert folder.kind == "table" and [one.name for one in folder.columns] == list(settings.Folder.model_fields)
     # Arguments of any class are a TOML table in a text field; another setting gets a component of its own.
-    assert [key for key, one in form.settings().items() if one.kind == "toml"] == ["optimizer.arguments"]
+    assert [key for key, one in form.collect_settings().items() if one.kind == "toml"] == ["optimizer.arguments"]
 
 
 def test_an_untouched_form_is_the_default_job() -> None:
@@ -74,21 +74,21 @@ def test_nothing_of_a_shipped_file_is_lost(path: Path) -> None:
 
 def random_job(draw: random.Random) -> dict[str, Any]:
     """Tables of a job in which about half the settings are at a value that is accepted."""
-    tables: dict[str, Any] = {"model": {"family": draw.choice(families.available()), "path": "demo"}}
-    for key, one in form.settings().items():
+    tables: dict[str, Any] = {"model": {"family": draw.choice(families.list_families()), "path": "demo"}}
+    for key, one in form.collect_settings().items():
         section, _, name = key.rpartition(".")
         if key in ("model.family", "model.path") or draw.random() < 0.5:
             continue
         home = tables.setdefault(section, {}) if section else tables
         home[name] = random_value(draw, one)
     tables.setdefault("dataset", {})["folders"] = [random_row(draw) for _ in range(draw.randint(1, 4))]
-    tables["preset"] = draw.sample(config.preset_names(), draw.randint(0, 2))
+    tables["preset"] = draw.sample(config.list_preset_names(), draw.randint(0, 2))
     return tables
 
 
 def random_row(draw: random.Random) -> dict[str, Any]:
     row = {"path": "pictures " + odd(draw)}
-    for column in form.settings()["dataset.folders"].columns:
+    for column in form.collect_settings()["dataset.folders"].columns:
         if column.name != "path" and draw.random() < 0.5:
             row[column.name] = random_value(draw, column)
     return row
@@ -185,7 +185,7 @@ def test_every_layout_of_a_file_can_be_changed(text: str) -> None:
 
 
 def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
-    rank, steps = form.settings()["adapter.rank"], form.settings()["train.steps"]
+    rank, steps = form.collect_settings()["adapter.rank"], form.collect_settings()["train.steps"]
     text = form.put(NAMED, "adapter.rank", form.from_component(rank, "0"))
     text = form.put(text, "train.steps", form.from_component(steps, "many"))
     text = form.put(text, "dataset.folders", [{"path": "a", "repeats": "b"}])
@@ -193,28 +193,28 @@ def test_wrong_values_are_kept_and_told_each_with_its_setting() -> None:
     assert [problem.key for problem in form.find_problems(text)] == ["adapter.rank", "dataset.folders", "train.steps"]
     assert form.find_problems("x = [") and form.find_problems("x = [")[0].key == ""
     chosen = ["character", "/a/my preset.toml"]  # what a list of choices holds is no text of several lines
-    assert form.from_component(form.settings()["preset"], chosen) == chosen
+    assert form.from_component(form.collect_settings()["preset"], chosen) == chosen
 
 
 def test_rules_of_relevance_name_settings_and_values_that_exist() -> None:
-    for key, one in form.settings().items():
+    for key, one in form.collect_settings().items():
         rules = []
         for others, accepted in one.when.items():
             names = others.split(" | ")
-            asked = [form.settings()[name] for name in names] if len(names) > 1 else []
+            asked = [form.collect_settings()[name] for name in names] if len(names) > 1 else []
             # Of several settings, each has some of the values.
             known = {value for each in asked for value in ((True, False) if each.kind == "flag" else each.choices)}
             assert not asked or set(accepted) <= known, key
             rules += [(name, () if asked else accepted) for name in names]
         for other, accepted in rules:
             if other.startswith("family."):
-                there = {families.traits(name)[other.removeprefix("family.")] for name in families.available()}
+                there = {families.get_traits(name)[other.removeprefix("family.")] for name in families.list_families()}
                 assert set(accepted) < there, f"{key}: of every family, or of none"
                 continue
             if other in FACTS:
                 continue
-            columns = {one.key: one for one in form.settings()["dataset.folders"].columns}
-            asked = (form.settings() | columns)[other]
+            columns = {one.key: one for one in form.collect_settings()["dataset.folders"].columns}
+            asked = (form.collect_settings() | columns)[other]
             more = {settings.CLASS} if other == "optimizer.name" else set()
             assert asked.kind != "choice" or set(accepted) <= {*asked.choices, *more}, key
             assert asked.kind != "flag" or set(accepted) <= {True, False}, key
@@ -265,7 +265,7 @@ def test_settings_of_other_architectures_are_told() -> None:
 
 
 def test_a_table_of_layers_is_a_line_each_whose_order_counts() -> None:
-    ranks = form.settings()["adapter.ranks"]
+    ranks = form.collect_settings()["adapter.ranks"]
 
     def read(text: str) -> Any:
         return form.from_component(ranks, text)

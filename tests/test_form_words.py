@@ -23,14 +23,14 @@ PROSE = re.compile("[a-z]{3,}[,;:]? [a-z]{2,}[,;:]? [a-z]{2,}")
 
 def declared() -> dict[str, form.Setting]:
     """Every setting, those of a folder too."""
-    found = dict(form.settings())
-    for one in form.settings().values():
+    found = dict(form.collect_settings())
+    for one in form.collect_settings().values():
         found |= {column.key: column for column in one.columns}
     return {key: one for key, one in found.items() if one.kind != "table"}
 
 
 def test_every_setting_has_its_words() -> None:
-    tables = {"section", "section.dataset.folders"} | {f"section.{name}" for name in form.sections() if name}
+    tables = {"section", "section.dataset.folders"} | {f"section.{name}" for name in form.collect_sections() if name}
     wanted = tables | set(declared())
     missing, stale = wanted - set(translations.load_setting_texts()), set(translations.load_setting_texts()) - wanted
     assert not missing, f"{', '.join(sorted(missing))}: new on the page; {ADVICE}"
@@ -107,7 +107,7 @@ def test_joined_remarks_are_told_one_by_one() -> None:
 def test_advice_about_distilled_models_has_its_chinese() -> None:
     advice = {
         name: family.distilled_advice
-        for name in families.available()
+        for name in families.list_families()
         if hasattr(family := families.get(name), "distilled_advice")
     }
     assert len(advice) >= 8, sorted(advice)

@@ -16,13 +16,13 @@ spec.loader.exec_module(fp8_sizes)
 
 def table(name: str) -> list[str]:
     lines = (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.startswith("| `") and line.split("`")[1] in families.available()]
+    return [line for line in lines if line.startswith("| `") and line.split("`")[1] in families.list_families()]
 
 
 def test_both_languages_have_all_families() -> None:
     english = table("fp8.md")
     assert english == table("fp8.zh-CN.md")
-    assert [line.split("`")[1] for line in english] == sorted(families.available())
+    assert [line.split("`")[1] for line in english] == sorted(families.list_families())
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "sana", "flux", "z_image"])

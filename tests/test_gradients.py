@@ -56,14 +56,14 @@ def gradients(dtype: torch.dtype = torch.float32, **settings) -> Tensor:
     section = Adapter(rank=8, alpha=8, dtype="fp32" if dtype is torch.float32 else "bf16")
     adapters.inject(model, section, ["q", "k", "v", "o", "up", "down"], seed=0)
     generator = torch.Generator().manual_seed(5)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     x_BTC = torch.randn(BATCH, TOKENS, 16, generator=generator)
     cond_BD = torch.randn(BATCH, WIDTH, generator=generator)
     target = torch.randn(BATCH, TOKENS, 16, generator=generator)
     (model(x_BTC.to(dtype), cond_BD.to(dtype)).float() - target).square().mean().backward()
-    return torch.cat([parameter.grad.float().flatten() for _, parameter in adapters.parameters(model)])
+    return torch.cat([parameter.grad.float().flatten() for _, parameter in adapters.list_trained_parameters(model)])
 
 
 @pytest.fixture(scope="module")

@@ -309,20 +309,20 @@ def test_files_are_listed_with_size_hash_step_and_verification(folder: Path) -> 
 
 
 def test_settings_are_those_that_differ_with_their_reason_and_no_path_is_whole(folder: Path) -> None:
-    goal = [value for value in recipes.goal_values("style", "sd15") if "." in value.key]
-    lines = [config.toml_line(value.key, value.value) for value in goal]
+    goal = [value for value in recipes.list_goal_values("style", "sd15") if "." in value.key]
+    lines = [config.format_toml_line(value.key, value.value) for value in goal]
     job = config.loads(CONFIG, [*lines, "adapter.init_from=/home/jane/private/old.safetensors", "schedule.points={}"])
     (folder / "config.toml").write_text(config.dumps(job), encoding="utf-8")
     text = html.unescape(report.render(Run.open(folder), "en"))
     reader = read(folder)
-    defaults = config.defaults()
+    defaults = config.list_defaults()
     for value in goal:
         listed = [row for row in reader.rows if row and row[0].endswith(value.key)]
         if defaults[value.key] == value.value:
             assert listed == []
         else:
             (row,) = listed
-            assert row[1] == config.toml_value(value.value) and value.why in row[3]
+            assert row[1] == config.format_toml_value(value.value) and value.why in row[3]
     assert '"old.safetensors"' in text and "jane" not in text and "secret" not in text
     chinese = read(folder, "zh-CN")
     assert any(
@@ -331,9 +331,9 @@ def test_settings_are_those_that_differ_with_their_reason_and_no_path_is_whole(f
 
 
 def test_a_reason_is_given_only_where_the_whole_recipe_holds(folder: Path) -> None:
-    values = recipes.goal_values("style", "sd15")
-    one = next(value for value in values if value.value != config.defaults()[value.key])
-    job = config.loads(CONFIG, [config.toml_line(one.key, one.value)])
+    values = recipes.list_goal_values("style", "sd15")
+    one = next(value for value in values if value.value != config.list_defaults()[value.key])
+    job = config.loads(CONFIG, [config.format_toml_line(one.key, one.value)])
     (folder / "config.toml").write_text(config.dumps(job), encoding="utf-8")
     contents = Contents(Run.open(folder))
     assert one.key in [key for key, *_ in contents.list_differences()] and contents.find_reasons() == {}
@@ -481,7 +481,7 @@ def test_a_training_leaves_what_its_report_says(job) -> None:
     files = {row[0]: row[-1] for row in reader.rows if row and row[0].endswith(".safetensors")}
     paths = sorted((result.run.path / "export").glob("*.safetensors"))
     assert files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-    data = next(event for event in result.run.events() if event["event"] == "data")
+    data = next(event for event in result.run.read_events() if event["event"] == "data")
     assert data["captioned"] == data["images"] and data["folders"][0]["images"] == data["images"]
     assert "data:image/webp;base64," in report.render(result.run, "en")
     assert str(result.run.path.parent) not in report.render(result.run, "en"), "no path of this computer is in it"

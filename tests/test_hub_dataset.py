@@ -9,7 +9,7 @@ from test_dataset_import import encoded, texts, write_images, write_table
 from typer.testing import CliRunner, Result
 
 from lora_fp8 import cli
-from lora_fp8.common.system import cache_folder
+from lora_fp8.common.system import find_cache_folder
 from lora_fp8.families.sources.reference import parse_dataset
 
 
@@ -53,7 +53,7 @@ def test_a_table_and_the_images_that_it_names_are_fetched_and_nothing_else(
     assert (tmp_path / "cats/a.png").read_bytes() == (dataset.folder / "train/a.png").read_bytes()
     assert list_asked(hub) == {"train/a.png", "train/deep/b.jpg", "train/metadata.jsonl"}
     assert "licence: cc0-1.0" in result.output
-    assert not list((cache_folder() / "datasets").rglob("*.*"))  # what was taken over is kept once
+    assert not list((find_cache_folder() / "datasets").rglob("*.*"))  # what was taken over is kept once
 
 
 def test_of_tables_those_that_are_asked_for_and_only_what_is_missing(

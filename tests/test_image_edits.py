@@ -181,8 +181,8 @@ def test_lists_come_back_as_they_were_written(tmp_path: Path) -> None:
     edits = {
         name: ImageEdit(number == 0, 90 * (number % 4), (0.1, 0.2, 1 / 3, 1.0)) for number, name in enumerate(names)
     }
-    assert image_edits.parse(image_edits.write(edits)) == edits
-    (tmp_path / FILE).write_bytes(b"\xef\xbb\xbf" + image_edits.write(edits).replace("\n", "\r\n").encode())
+    assert image_edits.parse(image_edits.format_edits(edits)) == edits
+    (tmp_path / FILE).write_bytes(b"\xef\xbb\xbf" + image_edits.format_edits(edits).replace("\n", "\r\n").encode())
     assert image_edits.read(tmp_path) == edits, "as Notepad saves it"
 
 

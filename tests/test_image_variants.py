@@ -15,7 +15,7 @@ from lora_fp8.data import buckets, image_variants, images
 from lora_fp8.data import cache as caching
 from lora_fp8.data.buckets import Change, Placed
 from lora_fp8.data.cache import Cache
-from lora_fp8.data.image_variants import draw_variant, list_variants, move_crop, plain_images
+from lora_fp8.data.image_variants import disable_image_variants, draw_variant, list_variants, move_crop
 from lora_fp8.data.loader import Loader
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import Dataset
@@ -148,7 +148,7 @@ def test_variants_depend_on_the_image_and_their_number_alone():
     assert (
         list_variants(first[0], Dataset(image_variants=8))
         == [first[0]]
-        == list_variants(first[0], plain_images(section))
+        == list_variants(first[0], disable_image_variants(section))
     )
 
 
@@ -290,7 +290,7 @@ def test_samples_draw_variants_evenly_and_their_conditioning_tells_the_crop(fold
     for micro in range(again.batches_per_epoch * 3):  # neither the batch size nor the order decides
         batch = again.micro(micro, micro)
         assert torch.equal(batch.latents_BCHW[0], latents[by_uid[batch.epoch, batch.uids[0]]])
-    plain = Loader(buckets.group(placed), cache, cache.family, plain_images(section), seed=3, batch_size=1)
+    plain = Loader(buckets.group(placed), cache, cache.family, disable_image_variants(section), seed=3, batch_size=1)
     for micro in range(plain.batches_per_epoch * 3):
         batch = plain.micro(micro, micro)
         (image,) = [image for image in placed if image.example.path == batch.paths[0]]

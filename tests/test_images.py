@@ -744,7 +744,7 @@ def test_tiny_images_and_upscale_off(tmp_path):
     assert "less than a quarter" in tiny and "a smaller bucket" in small
     assert images.scan(section(tmp_path, resolution="auto")).warnings == []
     later = images.scan(section(tmp_path, resolution="auto"))
-    images.note_sizes(later, section(tmp_path, resolution="auto"), 64)
+    images.warn_of_sizes(later, section(tmp_path, resolution="auto"), 64)
     assert later.warnings == images.scan(section(tmp_path)).warnings and later.counts["upscaled"] == 1
 
 
@@ -802,9 +802,9 @@ def without_heic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patched.delitem(decoding.EXTENSIONS, suffix)
             patched.setitem(image_files.HEIC_IMAGES, suffix, "HEIC")
         patched.setattr(image_files, "UNREADABLE", (*image_files.UNREADABLE, *decoding.HEIC_EXTENSIONS))
-        decoding._formats.cache_clear()
+        decoding._list_formats.cache_clear()
         yield
-    decoding._formats.cache_clear()
+    decoding._list_formats.cache_clear()
 
 
 def test_what_is_known_without_pillow_heif() -> None:
@@ -894,7 +894,7 @@ def test_a_photo_of_a_phone_is_upright_once(tmp_path: Path, orientation: int) ->
     photo, expected = decoding.open_image(tmp_path / "a.heic"), decoding.open_image(tmp_path / "b.jpg")
     assert photo.size == expected.size == ((64, 96) if orientation > 4 else (96, 64))
     assert np.abs(np.asarray(photo).astype(int) - np.asarray(expected)).mean() < 4
-    (look,) = decoding.look_all([tmp_path / "a.heic"], Dataset())
+    (look,) = decoding.inspect_all([tmp_path / "a.heic"], Dataset())
     assert (look.width, look.height, look.format, look.error) == (*photo.size, "HEIF", "")
     assert look.sha256 == hashlib.sha256((tmp_path / "a.heic").read_bytes()).hexdigest()
 
@@ -933,7 +933,7 @@ def test_photos_whose_colours_are_not_those_of_a_picture(tmp_path: Path) -> None
     for primaries, expected in ((1, 0), (2, 0), (6, 0), (12, 1), (9, 1)):
         path = tmp_path / f"{primaries}.heic"
         path.write_bytes(heic(marked(), color_primaries=primaries, transfer_characteristics=13))
-        (look,) = decoding.look_all([path], Dataset())
+        (look,) = decoding.inspect_all([path], Dataset())
         assert not look.error and ("primaries" in look.profile_problem) == bool(expected), primaries
 
 
@@ -941,11 +941,11 @@ def test_damaged_photos_are_problems_and_large_ones_are_not_decoded(tmp_path: Pa
     raw = heic(marked((640, 480)))
     for size in (12, 100, len(raw) // 2, len(raw) - 9):
         (tmp_path / f"{size:07}.heic").write_bytes(raw[:size])
-    looks = list(decoding.look_all(sorted(tmp_path.iterdir()), Dataset()))
+    looks = list(decoding.inspect_all(sorted(tmp_path.iterdir()), Dataset()))
     assert all(look.error for look in looks), looks
     assert all(re.search("not a readable image|cannot be decoded|a HEIC file", look.error) for look in looks), looks
     path = tmp_path / "large.heic"
     path.write_bytes(raw)
-    monkeypatch.setattr(decoding, "_look_at_image", lambda *_: pytest.fail("it is decoded"))
-    (look,) = decoding.look_all([path], Dataset(max_pixels=640 * 480 - 1))
+    monkeypatch.setattr(decoding, "_inspect_image", lambda *_: pytest.fail("it is decoded"))
+    (look,) = decoding.inspect_all([path], Dataset(max_pixels=640 * 480 - 1))
     assert "640 x 480" in look.error

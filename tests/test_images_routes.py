@@ -165,7 +165,7 @@ def test_a_caption_is_written_as_it_was_and_only_over_what_was_seen(site: Site) 
     loaded = site.ask("list")["rows"][0]["caption"]
     answer = site.ask("save", name="a.png", loaded=loaded, caption="a dog\non a sofa")
     assert answer["outcome"] == "saved" and (site.set / "a.txt").read_bytes() == b"a dog\r\non a sofa\r\n"
-    assert [entry.files for entry in captions.history(site.set)] == [1], "it can be undone"
+    assert [entry.files for entry in captions.read_history(site.set)] == [1], "it can be undone"
     again = site.ask("save", name="a.png", loaded=loaded, caption="a dog\non a sofa")
     assert again["outcome"] == "unchanged", "the answer was lost, and the window asks again"
     (site.set / "a.txt").write_text("of somebody else", encoding="utf-8")

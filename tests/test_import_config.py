@@ -849,7 +849,7 @@ def test_every_key_of_the_tools_own_examples_is_known(tool: str) -> None:
     unknown = []
     for key in RELEASED[tool].split():
         key = table.aliases.get(key, key)
-        if not any(table.rule(prefix + key) for prefix in ("", table.prefix, "data.")):
+        if not any(table.find_rule(prefix + key) for prefix in ("", table.prefix, "data.")):
             unknown.append(key)
     assert not unknown
 
@@ -880,7 +880,7 @@ def test_every_setting_that_a_trainer_knows_is_mapped_or_told_by_name(tool: str,
     """Each alone, at several values: in the table, told once under its name, with a reason that is its own."""
     table, unknown, idle = importing.TOOLS[tool], [], []
     for key in SCHEMAS[tool].split():
-        unknown += [key] if table.rule(table.aliases.get(key, key)) is None else []
+        unknown += [key] if table.find_rule(table.aliases.get(key, key)) is None else []
         found = []
         for value in (3, 0.5, "0.5", "abc", True, ["a=1"]):
             kind = "json" if tool == "onetrainer" else "toml"
@@ -997,7 +997,7 @@ def test_the_tables_name_settings_that_exist(tool: import_draft.Tool) -> None:
             model = Job.model_fields[section].annotation if section else Job
             assert name in model.model_fields, f"{tool.name}: {key} -> {rule.to}"
         assert rule.kind not in ("none", "idle", "differs") or rule.note, f"{tool.name}: {key} says no reason"
-    unknown = [key for key in tool.defaults if tool.rule(key) is None]
+    unknown = [key for key in tool.defaults if tool.find_rule(key) is None]
     assert not unknown and all(tool.rules.get(name) for name in tool.aliases.values())
 
 
@@ -1011,7 +1011,9 @@ STEPS = ["train.steps=1500"]
 def find_problems(made: importing.Import) -> list[str]:
     """Why our file would not load, apart from steps that cannot be counted."""
     return [
-        line for line in importing.problems(made) if line != "train.steps: this setting must still be filled in (TODO)"
+        line
+        for line in importing.find_problems(made)
+        if line != "train.steps: this setting must still be filled in (TODO)"
     ]
 
 
@@ -1041,14 +1043,14 @@ RATES = {
 def test_the_effective_rate_is_theirs(bring: Callable[..., importing.Import], name: str) -> None:
     """On FP8, where ours would otherwise multiply it by 1.4."""
     job = job_of(bring(name))
-    assert job.optimizer.lr * optim.lr_factor(job.optimizer, "fp8") == pytest.approx(RATES[name])
+    assert job.optimizer.lr * optim.resolve_lr_factor(job.optimizer, "fp8") == pytest.approx(RATES[name])
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN])
 def test_our_file_loads(bring: Callable[..., importing.Import], name: str) -> None:
     made = bring(name)
-    if made.settings["model"]["family"] not in families.available():
-        assert importing.problems(made) and any("model.family" in text for text in made.todo)
+    if made.settings["model"]["family"] not in families.list_families():
+        assert importing.find_problems(made) and any("model.family" in text for text in made.todo)
         return
     assert find_problems(made) == []
     dumped = job_of(made).model_dump()
@@ -1185,7 +1187,7 @@ def test_the_rate_of_every_step_is_that_of_their_schedule(
     steps = int(warmup * 60) if warmup < 1 else warmup
     schedule = transformers.get_scheduler(name, optimizer, steps, 60, scheduler_specific_kwargs=more)
     for step in range(60):
-        ours = schedules.learning_rate(step, found.schedule, found.optimizer.lr, found.train.steps)
+        ours = schedules.compute_learning_rate(step, found.schedule, found.optimizer.lr, found.train.steps)
         assert ours == pytest.approx(schedule.get_last_lr()[0], abs=1e-12), step
         optimizer.step()
         schedule.step()
@@ -1201,7 +1203,7 @@ def test_rex_and_a_decay_as_a_share(tmp_path: Path) -> None:
     for step in range(11):
         left, d = 1 - step / 10, 0.9
         expected = 0.1 + 0.9 * left / ((1 - d) + d * left)
-        assert schedules.learning_rate(step, found, 1.0, 10) == pytest.approx(expected, rel=1e-12)
+        assert schedules.compute_learning_rate(step, found, 1.0, 10) == pytest.approx(expected, rel=1e-12)
     base = "max_train_steps = 60\nlearning_rate = 1e-3\nlr_scheduler = 'warmup_stable_decay'\n"
     made = settings(kohya(tmp_path, f"{base}lr_decay_steps = 0.25\nlr_scheduler_num_cycles = 2"))["schedule"]
     assert (made["name"], made["decay"]) == ("wsd", 0.25)
@@ -1233,7 +1235,7 @@ def test_pictures_that_are_not_enlarged_keep_their_shape(here: Path, tmp_path: P
         step = data.get("bucket_step", 64)
         placed = buckets.place((1600, 400), side, step, max_aspect=data["max_aspect"], upscale=False)
         assert placed.bucket_wh[0] / placed.bucket_wh[1] == pytest.approx(4, abs=0.5)
-        assert "bucket_no_upscale" in keys(made.differs) and "same training: no" in importing.verdict(made)
+        assert "bucket_no_upscale" in keys(made.differs) and "same training: no" in importing.describe_verdict(made)
     made = kohya(tmp_path, "bucket_no_upscale = true\n")  # without enable_bucket it is ignored
     assert "upscale" not in settings(made)["dataset"] and "max_aspect" not in settings(made)["dataset"]
     assert "bucket_no_upscale" in {entry.key for entry in made.no_counterpart if entry.off}
@@ -1459,7 +1461,7 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     assert "network_args" in keys(made.mapped) and not find_problems(made)
     section = Adapter(**settings(made)["adapter"])
     names = Family.adapter_names(unet)
-    ranks, _ = adapters.ranks(section, names)
+    ranks, _ = adapters.assign_ranks(section, names)
     name_of, _ = layer_names.get_rule(Family, dict(unet.config), "kohya")
     assert len(names) > 100 and ranks == {name: dims[block_of(name_of(name)[0], family == "sdxl")] for name in names}
     assert section.alpha / section.rank == 0.5
@@ -1470,8 +1472,8 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     shape = [0.0 if number == first else dim / 2 for number, dim in enumerate(dims)]
     zero = ",".join("0" if number == first else str(dim) for number, dim in enumerate(dims))
     left_out = bring(f'network_args = ["block_dims={zero}", "block_alphas={",".join(map(str, shape))}"]')
-    assert "network_args" in keys(left_out.mapped) and not importing.problems(left_out)
-    ranks, _ = adapters.ranks(Adapter(**settings(left_out)["adapter"]), names)
+    assert "network_args" in keys(left_out.mapped) and not importing.find_problems(left_out)
+    ranks, _ = adapters.assign_ranks(Adapter(**settings(left_out)["adapter"]), names)
     blocks = {name: block_of(name_of(name)[0], family == "sdxl") for name in names}
     assert ranks == {name: dims[number] for name, number in blocks.items() if number != first}
     outer, inner = (12, 1) if family == "sd15" else (9, 3)
@@ -1481,19 +1483,19 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
         "up_lr_weight=sine+.05",
     ]
     rated = bring(f"network_args = {json.dumps([*args, 'block_lr_zero_threshold=0.06'])}")
-    assert "network_args" in keys(rated.mapped) and not importing.problems(rated)
+    assert "network_args" in keys(rated.mapped) and not importing.find_problems(rated)
     up = [math.sin(math.pi * i / (outer - 1) / 2) + 0.05 for i in range(outer)]
     theirs = [0.5] * 3 + [1.0] * (outer - 3) + [2.0] * inner + [rate if rate > 0.06 else 0 for rate in up]
     theirs = [1.0, *theirs, 1.0] if family == "sdxl" else theirs
     assert len(theirs) == count
-    ranks, _ = adapters.ranks(Adapter(**settings(rated)["adapter"]), names)
+    ranks, _ = adapters.assign_ranks(Adapter(**settings(rated)["adapter"]), names)
     assert set(ranks) == {name for name in names if theirs[blocks[name]]}
-    found, _ = optim.lr_factors(Optimizer(**settings(rated)["optimizer"]), list(ranks))
+    found, _ = optim.find_lr_factors(Optimizer(**settings(rated)["optimizer"]), list(ranks))
     assert len(set(theirs)) > 8
     for name in ranks:
         assert found.get(name, 1.0) == pytest.approx(theirs[blocks[name]], rel=1e-6)
     prodigy = bring(f"network_args = {json.dumps(args)}", 'optimizer_type = "Prodigy"', "learning_rate = 1")
-    assert "network_args" in keys(prodigy.no_counterpart) and not importing.problems(prodigy)
+    assert "network_args" in keys(prodigy.no_counterpart) and not importing.find_problems(prodigy)
 
 
 @pytest.mark.parametrize(
@@ -1519,7 +1521,7 @@ def test_chosen_blocks_of_flux(tmp_path: Path, args: list[str], double: set[int]
         assert "network_args" in keys(made.no_counterpart) and "ranks" not in settings(made)["adapter"]
         return
     assert "network_args" in keys(made.mapped)
-    ranks, notes = adapters.ranks(Adapter(**settings(made)["adapter"]), names)
+    ranks, notes = adapters.assign_ranks(Adapter(**settings(made)["adapter"]), names)
     kinds = {"transformer_blocks": double, "single_transformer_blocks": single}
     assert set(ranks) == {name for name in names if int(name.split(".")[1]) in kinds[name.split(".")[0]]}
     assert set(ranks.values()) == {8} and not notes
@@ -1541,7 +1543,7 @@ def test_kohyas_lora_plus(tmp_path: Path, args: str, ratio: float | None, exact:
     told = next(name for name, found in lists.items() if "network_args" in keys(found))
     assert told == ("mapped" if exact else "none" if ratio is None else "differs")
     prodigy = kohya(tmp_path, f"network_args = ['{args}']\noptimizer_type = 'Prodigy'")
-    assert "network_args" in keys(prodigy.no_counterpart) and not importing.problems(prodigy)
+    assert "network_args" in keys(prodigy.no_counterpart) and not importing.find_problems(prodigy)
 
 
 @pytest.mark.parametrize(("kind", "own"), [("LyCORIS/LoCon", "dora"), ("Standard", "lora")])
@@ -1591,7 +1593,7 @@ def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[
     network["network_kwargs"] = {"only_if_contains": only, "ignore_if_contains": without}
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
     made = importing.import_file(tmp_path / "a.yaml")
-    ranks, _ = adapters.ranks(Adapter(**settings(made)["adapter"]), names)
+    ranks, _ = adapters.assign_ranks(Adapter(**settings(made)["adapter"]), names)
     full = {name: f"transformer.{name}" for name in names}
     theirs = [name for name in names if not only or any(word in full[name] for word in only)]
     theirs = [name for name in theirs if not any(word in full[name] for word in without)]
@@ -1600,7 +1602,7 @@ def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[
         page = read(here / "onetrainer_chroma.json") | {"layer_filter": ", ".join(only)}
         (tmp_path / "page.json").write_text(json.dumps(page), encoding="utf-8")
         made = importing.import_file(tmp_path / "page.json")
-        ranks, _ = adapters.ranks(Adapter(**settings(made)["adapter"]), names)
+        ranks, _ = adapters.assign_ranks(Adapter(**settings(made)["adapter"]), names)
         assert list(ranks) == [name for name in names if any(word in name for word in only)]
 
 
@@ -1998,7 +2000,7 @@ def test_text_of_other_tools_is_no_option_here(here: Path, tmp_path: Path, promp
         (first, *_) = split_preview(Preview(**settings(made)["preview"]))
         words = prompt.replace(" --", " -").removeprefix("-")
         assert first.prompts[0].endswith(words) and "--" not in first.negative
-        assert not [line for line in importing.problems(made) if "preview" in line]
+        assert not [line for line in importing.find_problems(made) if "preview" in line]
         assert any("one hyphen was removed" in entry.note for entry in made.differs)
 
 
@@ -2010,9 +2012,9 @@ def test_what_the_file_does_not_say_keeps_ours_from_loading(tmp_path: Path) -> N
     path.write_text("pretrained_model_name_or_path = 'models/mine.safetensors'\nnetwork_dim = 8\n", encoding="utf-8")
     made = importing.import_file(path)
     assert 'family = "TODO"  # TODO: the file does not name the architecture' in importing.to_toml(made)
-    assert any(line.startswith("model.family: unknown architecture 'TODO'") for line in importing.problems(made))
+    assert any(line.startswith("model.family: unknown architecture 'TODO'") for line in importing.find_problems(made))
     chosen = importing.import_file(path, family="sdxl")
-    assert settings(chosen)["model"]["family"] == "sdxl" and not importing.problems(chosen)
+    assert settings(chosen)["model"]["family"] == "sdxl" and not importing.find_problems(chosen)
     named = tmp_path / "b.toml"
     named.write_text("pretrained_model_name_or_path = 'x/sd_xl_base_1.0.safetensors'\n", encoding="utf-8")
     found = importing.import_file(named)
@@ -2148,12 +2150,12 @@ def test_families_are_those_of_this_version(
 ) -> None:
     """The list of families grows; the importer asks for it each time."""
     renamed = families.get("qwen_image")
-    monkeypatch.setattr(families, "available", lambda: ["flux", "sd15"])
+    monkeypatch.setattr(families, "list_families", lambda: ["flux", "sd15"])
     made = bring("musubi_qwen.toml")
     assert 'family = "qwen_image"  # network_module' in importing.to_toml(made)
     assert any("this version does not support qwen_image" in text for text in made.todo)
-    assert any("unknown architecture 'qwen_image'" in line for line in importing.problems(made))
-    monkeypatch.setattr(families, "available", lambda: ["qwen"])
+    assert any("unknown architecture 'qwen_image'" in line for line in importing.find_problems(made))
+    monkeypatch.setattr(families, "list_families", lambda: ["qwen"])
     monkeypatch.setattr(families, "get", lambda name: renamed)
     made = bring("musubi_qwen.toml")
     assert settings(made)["model"]["family"] == "qwen" and not find_problems(made)
@@ -2295,7 +2297,7 @@ def test_masks_of_every_tool(here: Path, tmp_path: Path) -> None:
     assert (set(folders), weight) == ({"*-masklabel"}, 0.3)
     assert {"unmasked_weight"} <= keys(found.differs) and {"normalize_masked_area_loss"} <= keys(found.mapped)
     draft = import_draft.Draft(found.tool, source_files.read_source(here / "onetrainer_sdxl.json"), "", "sdxl")
-    folder = dataset_settings.look_into(draft, import_draft.Folder("pictures/plain", mask="*-masklabel"), deep=True)
+    folder = dataset_settings.count_images(draft, import_draft.Folder("pictures/plain", mask="*-masklabel"), deep=True)
     assert folder.images == 7
     # ai-toolkit's: transparency counts before a folder; its loss is divided by the area
     folders, weight, found = made(

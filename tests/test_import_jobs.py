@@ -171,7 +171,7 @@ def test_a_relative_of_another_architecture_stays_unknown(
     tmp_path: Path, name: str, content: str, family: str | None
 ) -> None:
     found = made(tmp_path / name, content)
-    unknown = [line for line in importing.problems(found) if line.startswith("model.family: unknown architecture")]
+    unknown = [line for line in importing.find_problems(found) if line.startswith("model.family: unknown architecture")]
     todo = [line for line in found.todo if line.startswith("model.family: this version does not support")]
     assert (bool(unknown), bool(todo)) == (family is not None, family is not None)
     assert family is None or settings(found)["model"]["family"] == family
@@ -221,7 +221,7 @@ def kohya(tmp_path: Path, text: str) -> importing.Import:
 
 def test_a_bucket_step_below_ours_is_told(tmp_path: Path) -> None:
     found = kohya(tmp_path, "enable_bucket = true\nbucket_reso_steps = 1\nnetwork_train_unet_only = true")
-    assert settings(found)["dataset"]["bucket_step"] == 8 and not importing.problems(found)
+    assert settings(found)["dataset"]["bucket_step"] == 8 and not importing.find_problems(found)
     assert "bucket_reso_steps" in keys(found.differs)
 
 
@@ -324,13 +324,13 @@ def test_swapped_blocks_are_a_share(tmp_path: Path, module: str, swap: int, shar
     found = made(tmp_path / "a.toml", f"{text}fp8_base = true\nblocks_to_swap = {swap}\ntorch_compile = true")
     memory = settings(found)["memory"]
     assert memory.get("offload") == (None if share is None else round(share, 2))
-    assert memory["compile"] == "blocks" and not importing.problems(found)
+    assert memory["compile"] == "blocks" and not importing.find_problems(found)
     assert ("blocks_to_swap" in keys(found.differs)) is (share is not None)
 
 
 def test_offloading_of_an_unquantized_base_is_a_todo(tmp_path: Path) -> None:
     found = made(tmp_path / "a.toml", 'dit = "x"\nnetwork_module = "networks.lora_qwen_image"\nblocks_to_swap = 45')
-    assert "offload" not in settings(found)["memory"] and not importing.problems(found)
+    assert "offload" not in settings(found)["memory"] and not importing.find_problems(found)
     assert any(line.startswith("memory.offload: the other trainer offloads about 0.75") for line in found.todo)
 
 
@@ -419,7 +419,7 @@ def test_control_images_of_prompts_are_previews_controls(tmp_path: Path) -> None
     found = made(tmp_path / "a.yaml", toolkit("flux_kontext", {"prompts": prompts}))
     preview = settings(found)["preview"]
     assert preview["prompts"] == ["make the person smile", "make the person cry"] and preview["steps"] == 9
-    assert preview["controls"] == ["/c/smile.jpg", "/c/cry.jpg"] and not importing.problems(found)
+    assert preview["controls"] == ["/c/smile.jpg", "/c/cry.jpg"] and not importing.find_problems(found)
     found = made(tmp_path / "a.yaml", toolkit("flux", {"prompts": prompts}))
     assert "controls" not in settings(found)["preview"] and "--ctrl_img" not in importing.to_toml(found)
 
@@ -531,11 +531,11 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
     data = {"job": "extension", "config": {"name": "x", "process": [{"type": "sd_trainer", "train": {"lr": 1e-4},
             "model": {"name_or_path": "a/b", "arch": "flux"}, "network": {"type": "lora", "linear": 16},
             "datasets": [{"folder_path": "a"}], "save": {"save_every": 50}}]}}  # fmt: skip
-    assert importing.verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
+    assert importing.describe_verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
     data["config"]["process"][0]["datasets"][0]["mask_path"] = "m"  # its loss is divided by the mask's area, as ours
-    assert importing.verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
+    assert importing.describe_verdict(made(tmp_path / "b.yaml", data)) == "same training: yes"
     data["config"]["process"][0]["datasets"][0]["is_reg"] = True  # shown as often as the others
-    assert importing.verdict(made(tmp_path / "b.yaml", data)).endswith(
+    assert importing.describe_verdict(made(tmp_path / "b.yaml", data)).endswith(
         "1 setting differs in meaning (datasets.0.is_reg)"
     )
     (tmp_path / "set/10_cat").mkdir(parents=True)
@@ -543,7 +543,7 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
         (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")
     text = "train_data_dir = 'set'\nmax_train_epochs = 2\nresolution = '512,512'\ntimestep_sampling = 'sigmoid'\n"
     text += "network_train_unet_only = true\nmixed_precision = 'bf16'\nmodel_prediction_type = 'raw'\n"
-    assert importing.verdict(kohya(tmp_path, text)) == "same training: yes"
+    assert importing.describe_verdict(kohya(tmp_path, text)) == "same training: yes"
 
 
 def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_path: Path) -> None:
@@ -556,10 +556,10 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
     switches = "xformers sdpa mem_eff_attn save_state save_state_on_train_end use_flash_attn no_half_vae".split()
     text += "".join(f"{name} = false\n" for name in switches)
     found = kohya(tmp_path, text)
-    assert set(switches) <= keys(found.mapped) and importing.verdict(found) == "same training: yes"
+    assert set(switches) <= keys(found.mapped) and importing.describe_verdict(found) == "same training: yes"
     # The same value in two sections changes nothing; the second of two values counts, and the first is lost.
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 8\n")
-    assert importing.verdict(found) == "same training: yes" and settings(found)["adapter"]["rank"] == 8
+    assert importing.describe_verdict(found) == "same training: yes" and settings(found)["adapter"]["rank"] == 8
     found = kohya(tmp_path, text + "network_dim = 8\n[a]\nnetwork_dim = 16\n")
-    assert importing.verdict(found).endswith("1 setting has no counterpart (network_dim)")
+    assert importing.describe_verdict(found).endswith("1 setting has no counterpart (network_dim)")
     assert settings(found)["adapter"]["rank"] == 16

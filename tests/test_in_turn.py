@@ -71,7 +71,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
 def test_the_families_with_several_text_encoders_are_these() -> None:
     networks = {
         name: [part for part in families.get(name).text_parts if "tokenizer" not in part and part != "processor"]
-        for name in families.available()
+        for name in families.list_families()
     }
     assert {name: len(parts) for name, parts in networks.items() if len(parts) > 1} == SEVERAL
 

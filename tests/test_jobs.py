@@ -160,7 +160,7 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
         add("there")
     assert len(queue.view(shell=False)) == 1
     # The index holds where two who asked at the same time have both seen nothing.
-    row = queue.store.row(first)
+    row = queue.store.read_row(first)
     with pytest.raises(UserError, match="another job already uses this folder"):
         values = {"text": "", "command": "[]", "cwd": "", "priority": 0, "gpus": "", "created": 0.0, "max_attempts": 1}
         queue.store.insert(name="y", kind="train", folder=row.folder, **values)
@@ -200,7 +200,7 @@ def test_fifty_submit_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not errors and sorted(ids) == list(range(1, 51))
-    rows = Queue(tmp_path / "home").store.rows()
+    rows = Queue(tmp_path / "home").store.read_rows()
     assert [row.place for row in rows] == list(range(1, 51))
     with sqlite3.connect(tmp_path / "home/queue.db") as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -238,7 +238,7 @@ def test_again_and_copies(queue: Queue, add: Callable[..., int], tmp_path: Path)
         queue.requeue(id)
     over(queue, id, "stopped", wanted="stop", crashes=2, asked=1.0, killed=1.0)
     queue.requeue(id)
-    row = queue.store.row(id)
+    row = queue.store.read_row(id)
     assert (row.phase, row.wanted, row.crashes, row.killed) == ("queued", "run", 0, 0)
     copy = queue.clone(id, ["train.steps=77"])
     assert queue.job(copy).name == "zibo-2" and queue.job(copy).priority == 3
@@ -302,7 +302,7 @@ def test_a_newer_schema_is_reached_and_an_older_program_refuses_it(
 ) -> None:
     add("before")
     monkeypatch.setattr(store, "MIGRATIONS", (*store.MIGRATIONS, "ALTER TABLE jobs ADD COLUMN note TEXT DEFAULT 'x';"))
-    assert [row.name for row in Queue(queue.home).store.rows()] == ["before"]
+    assert [row.name for row in Queue(queue.home).store.read_rows()] == ["before"]
     with sqlite3.connect(queue.store.file) as database:
         assert database.execute("SELECT name, note FROM jobs").fetchall() == [("before", "x")]
         assert database.execute("PRAGMA user_version").fetchone() == (len(store.MIGRATIONS),)
@@ -338,7 +338,7 @@ print(queue.submit(sys.argv[2]))
     assert done.returncode == 0 and not done.stderr, done
     message, id = done.stdout.splitlines()
     assert message.startswith(str(queue.home)) and "the queue cannot be used" in message
-    assert [row.name for row in queue.store.rows()] == ["before", "full"] and id == "2"
+    assert [row.name for row in queue.store.read_rows()] == ["before", "full"] and id == "2"
 
 
 def test_a_home_that_is_none(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_how_it_ended(
     add: Callable[..., int],
     tmp_path: Path,
 ) -> None:
-    row = queue.store.row(add("x"))
+    row = queue.store.read_row(add("x"))
     folder, attempt = Path(row.folder), tmp_path / "attempt"
     (folder / "export").mkdir(parents=True)
     attempt.mkdir()
@@ -468,13 +468,13 @@ def test_how_it_ended(
     for name, status in {**named, **{f"trainer-{i}": status for i, status in enumerate(trainers)}}.items():
         (attempt / f"{name}.json").write_text(json.dumps({"status": status}), encoding="utf-8")
     queue.store.update(row.id, phase="launched", token="t", boot=procs.read_boot_id(), mark=len(before), wanted=wanted)
-    end = job_endings.find_ending(queue.store.row(row.id), attempt, run_events.Follower())
+    end = job_endings.find_ending(queue.store.read_row(row.id), attempt, run_events.Follower())
     assert (end.state, end.sentence.key, end.crash) == (state, key, crash)
     assert "{" not in end.sentence.text and end.sentence.text
 
 
 def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
-    row = queue.store.row(add("x"))
+    row = queue.store.read_row(add("x"))
     folder = Path(row.folder)
     (folder / "export").mkdir(parents=True)
     (folder / "events.jsonl").write_text(json.dumps(DONE) + "\n", encoding="utf-8")
@@ -496,7 +496,7 @@ def test_done_needs_files_that_were_verified(queue: Queue, add: Callable[..., in
 def test_what_was_killed_for_memory_says_so_only_with_evidence(
     queue: Queue, add: Callable[..., int], tmp_path: Path
 ) -> None:
-    row = queue.store.row(add("x"))
+    row = queue.store.read_row(add("x"))
     for kills, key in ((0, "killed"), (1, "killed_memory")):
         record = json.dumps({"status": -9, "oom_kills": kills})
         (tmp_path / "trainer-0.json").write_text(record, encoding="utf-8")
@@ -646,7 +646,7 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
     for number in range(100):
         id = add(f"n{number}")
         if number % 2:
-            folder = Path(queue.store.row(id).folder)
+            folder = Path(queue.store.read_row(id).folder)
             (folder / "checkpoints/step-000500").mkdir(parents=True)
             lines = [json.dumps({"event": "step", "step": i, "loss": 0.1, "t": 1.0}) for i in range(200)]
             (folder / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -709,7 +709,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def finish(queue: Queue) -> None:
-    for row in queue.store.rows("phase = 'launched'"):
+    for row in queue.store.read_rows("phase = 'launched'"):
         procs.send(procs.find_members(row.token), signal.SIGKILL)
         wait_until(lambda row=row: not procs.find_members(row.token))
 
@@ -737,7 +737,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         assert found["waits"].sentence.key == "after_any" and found["waits"].place == 2
         assert found["waits2"].sentence == Sentence("behind", {"id": found["waits"].id, "name": "waits"})
         for name, gpus in (("two", "1,2"), ("any", "0")):
-            (pid,) = procs.find_members(queue.store.row(found[name].id).token)
+            (pid,) = procs.find_members(queue.store.read_row(found[name].id).token)
             environment = dict(
                 line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
             )
@@ -749,7 +749,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         assert two[two.index("--num_cpu_threads_per_process") + 1] == "3"
         finish(queue)
         one.tick()
-        said = Sentence(**json.loads(queue.store.row(found["two"].id).sentence))
+        said = Sentence(**json.loads(queue.store.read_row(found["two"].id).sentence))
         assert said.text.startswith("the processes disappeared without a message")
         assert said.text.endswith("; attempt 2 of 3 is next")
         assert queue.job(found["two"].id).attempts == 2
@@ -783,7 +783,7 @@ def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
             training: ("after", in_turn),
             waiting: ("behind", training),
         }
-        (pid,) = procs.find_members(queue.store.row(drawings[0]).token)
+        (pid,) = procs.find_members(queue.store.read_row(drawings[0]).token)
         environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
         assert {f"CUDA_VISIBLE_DEVICES={worker.system.NO_GPUS}", "OMP_NUM_THREADS=4"} <= set(environment)
         finish(queue)
@@ -803,7 +803,7 @@ def test_images_are_counted_before_the_run_has_a_log(
     try:
         one.tick()
         assert (queue.job(training).state, queue.job(training).work) == ("starting", None)
-        (pid,) = procs.find_members(queue.store.row(training).token)
+        (pid,) = procs.find_members(queue.store.read_row(training).token)
         environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
         (place,) = [line.partition("=")[2] for line in environment if line.startswith(f"{progress.COUNT}=")]
         monkeypatch.setenv(progress.COUNT, place)  # as in the process of the job
@@ -832,10 +832,10 @@ def test_a_worker_that_died_between_noting_and_starting(queue: Queue, add: Calla
     with subprocess.Popen(["sleep", "60"], env={**os.environ, procs.TOKEN: "t2"}) as child:
         wait_until(lambda: procs.find_members("t2"))
         one = jobs.Worker(queue.home, ["7"], report=lambda line: None)
-        rows = {row.id: one._check_ended(row) for row in queue.store.rows()}
+        rows = {row.id: one._check_ended(row) for row in queue.store.read_rows()}
         child.kill()
     assert rows == {first: True, second: False}
-    assert queue.store.row(first).phase == "queued" and queue.store.row(second).pid == child.pid
+    assert queue.store.read_row(first).phase == "queued" and queue.store.read_row(second).pid == child.pid
 
 
 def test_a_job_of_which_nothing_is_left_to_kill(
@@ -849,7 +849,7 @@ def test_a_job_of_which_nothing_is_left_to_kill(
     long_ago = {"asked": 1.0, "termed": 1.0, "killed": 1.0, "pid": os.getpid()}
     for values in ({"asked": 1.0}, long_ago):
         queue.store.update(id, phase="launched", wanted="cancel", token="nobody", **values)
-        one._stop(queue.store.row(id))
+        one._stop(queue.store.read_row(id))
     assert sent == []
     with pytest.raises(AssertionError):
         procs.send([0], signal.SIGKILL)
@@ -1034,13 +1034,13 @@ def test_the_queue_from_a_shell(
     queue = Queue(home)
     found = queue.job(3)
     assert found.name == "shell" and found.folder == tmp_path / "runs/shell" and found.saved_step == 2
-    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.row(3), "cpu", tmp_path)
+    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.read_row(3), "cpu", tmp_path)
     assert command[-2:] == ["resume", str(tmp_path / "runs/shell")]
     # What is asked otherwise than the run's own config says reaches the trainer, with paths as they are from here.
     assert ask("jobs", "cancel", 3)[0] == 0
     asked = ["--set", "train.steps=9", "--set", "dataset.folders.0.path=here"]
     assert ask("submit", "runs/shell", *asked, "--no-worker")[0] == 0
-    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.row(4), "cpu", tmp_path)
+    command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.read_row(4), "cpu", tmp_path)
     given = ["--set", "train.steps=9", "--set", f'dataset.folders.0.path="{tmp_path / "here"}"']
     assert command[-6:] == ["resume", str(tmp_path / "runs/shell"), *given]
     assert ask("jobs", "show", 4)[1].split()[:2] == ["4", "queued"]
@@ -1055,9 +1055,9 @@ def test_a_queued_command_runs_and_its_end_is_known(
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')", encoding="utf-8")
     assert ask("jobs", "run", "verify", "--json", "--", str(tmp_path / "missing.safetensors"))[0] == 0
     queue = Queue(home)
-    wait_until(lambda: queue.store.row(1).phase == "ended", lambda: queue.job(1))
+    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.job(1))
     found = queue.job(1)
     assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.log_tail(1)
     assert "~/missing.safetensors" in found.sentence.text and "~/missing.safetensors" in queue.log_tail(1)[-1]
-    log = (queue.store.folder(1) / "log.txt").read_text(encoding="utf-8")
+    log = (queue.store.get_folder(1) / "log.txt").read_text(encoding="utf-8")
     assert "~/missing.safetensors" in log and str(tmp_path) not in log, "a log that is shown to others names nobody"

@@ -64,7 +64,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         until(lambda: (queue.job(id).step or 0) >= 2)
         procs.send([worker.pid], signal.SIGKILL)
         until(lambda: not procs.identify(worker.pid))  # it holds its lock until it has ended
-        assert queue.job(id).state == "running" and Run(queue.job(id).folder).alive()
+        assert queue.job(id).state == "running" and Run(queue.job(id).folder).is_locked()
         queue.stop(id)
         worker = jobs.ensure_worker(queue.home, idle_s=1)
         until(lambda: queue.job(id).state in jobs.ENDED)
@@ -73,7 +73,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         assert stopped.state == "stopped" and stopped.exit_code == 75 and stopped.resumable
         assert last["event"] == "stopped" and f"step {stopped.saved_step}" in last["text"]
         assert 2 <= stopped.saved_step < 400 and stopped.sentence.args == {"step": stopped.saved_step}
-        assert procs.find_members(queue.store.row(id).token) == []
+        assert procs.find_members(queue.store.read_row(id).token) == []
         until(lambda: queue.job(wrong).state in jobs.ENDED)
         refused = queue.job(wrong)
         assert (refused.state, refused.exit_code, refused.attempts) == ("failed", 2, 1)
@@ -88,7 +88,7 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         jobs.ensure_worker(queue.home, idle_s=1)
         until(lambda: queue.job(id).state in jobs.ENDED)
     finally:
-        for row in queue.store.rows("token <> ''"):
+        for row in queue.store.read_rows("token <> ''"):
             procs.send(procs.find_members(row.token), signal.SIGKILL)
         end_worker(queue.home)
     done = queue.job(id)

@@ -202,10 +202,10 @@ def test_the_figures_are_the_programs_own(path: Path) -> None:
             assert downloads[number] == round(known.total_bytes / known_bases.GIGABYTE)
         count = int(examples[number])
         clips = {"images": 0, "videos": count} if family == "wan" else {"images": count}
-        proposed = dataset_recipe.values(goal, family, Pictures(samples=count, **clips))
+        proposed = dataset_recipe.choose_values(goal, family, Pictures(samples=count, **clips))
         assert steps[number] == next(value.value for value in proposed if value.key == "train.steps"), family
         if family == "wan":  # of the smaller model, the text encoder is the largest part
             assert peaks[number] == round(recipes.read_sizes()["wan"].text["none"] / 1024, 1)
         else:
             fit = recipes.fit_card(family, int(cards[number]))
-            assert not fit.problem and fit.peak and peaks[number] == float(recipes.gib(fit.peak)), family
+            assert not fit.problem and fit.peak and peaks[number] == float(recipes.format_gib(fit.peak)), family

@@ -56,7 +56,7 @@ def in_torch(monkeypatch):
 
     for one in (quantize_rows, transpose_bytes, epilogue):
         monkeypatch.setattr(kernels, one.__name__, one)
-    monkeypatch.setattr(choose, "_kernels_problem", lambda device: "")
+    monkeypatch.setattr(choose, "_find_kernels_problem", lambda device: "")
     return called
 
 
@@ -86,7 +86,7 @@ def test_dropout_leaves_adapters_to_peft(job, in_torch):
 
 def test_auto_tries_matmuls_with_and_without_them(job, in_torch, monkeypatch):
     tried: list[str] = []
-    real = precision.fastest
+    real = precision.time_modes
 
     def fastest(modes, switch, step, device):
         def watched(mode: str) -> None:
@@ -101,17 +101,17 @@ def test_auto_tries_matmuls_with_and_without_them(job, in_torch, monkeypatch):
         seconds, failed = real(modes, watched, checked, device, repeats=1)
         return seconds | {"fp8 with triton": 0.0}, failed
 
-    monkeypatch.setattr(precision, "fastest", fastest)
+    monkeypatch.setattr(precision, "time_modes", fastest)
     seen = events_of(job(*IN_FP8, "quantize.compute=auto", TRITON, "train.steps=1"))
     assert tried == ["upcast", "fp8_forward", "fp8", "fp8_forward with triton", "fp8 with triton"]
     assert seen["compute"][0]["chosen"] == "fp8 with triton" and list(seen["compute"][0]["seconds"]) == tried
     assert seen["preflight"][0]["fused"] > 0
-    monkeypatch.setattr(precision, "candidates", lambda *_: ("upcast",))  # moved to a machine without FP8
+    monkeypatch.setattr(precision, "list_candidates", lambda *_: ("upcast",))  # moved to a machine without FP8
     tried.clear()
     moved = events_of(job(*IN_FP8, "quantize.compute=auto", TRITON, "train.steps=2"), resume=True)
     assert tried == ["upcast"] and moved["compute"][-1]["chosen"] == "upcast"
     assert any("fp8 with triton, does not exist on this machine" in one["text"] for one in moved["warning"])
-    monkeypatch.setattr(precision, "candidates", choose.candidates)
+    monkeypatch.setattr(precision, "list_candidates", choose.list_candidates)
     tried.clear()
     events_of(job(*IN_FP8, "quantize.compute=auto", "train.steps=1", "name=without"))
     assert tried == ["upcast", "fp8_forward", "fp8"]
@@ -143,10 +143,10 @@ def test_auto_goes_on_without_what_fails(job, monkeypatch):
 
 def test_a_run_that_goes_on_takes_only_kernels_that_are_asked_for():
     asked, not_asked = Quantize(compute="auto", kernels="triton"), Quantize(compute="auto")
-    compute, section = choose.chosen("fp8_forward with triton", asked)
+    compute, section = choose.split_mode("fp8_forward with triton", asked)
     assert (compute, section.kernels) == ("fp8_forward", "triton")
-    assert choose.chosen("fp8", asked)[1].kernels == "torch"
-    assert choose.chosen("fp8 with triton", not_asked) == ("fp8", not_asked)
+    assert choose.split_mode("fp8", asked)[1].kernels == "torch"
+    assert choose.split_mode("fp8 with triton", not_asked) == ("fp8", not_asked)
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ def test_a_machine_that_cannot_run_them_says_so_before_loading(job, monkeypatch)
         with pytest.raises(UserError, match=r"^quantize\.kernels = 'triton': these kernels .*'torch'$"):
             train.run(job(*IN_FP8, f"quantize.compute={compute}", TRITON), progress=False)
     cuda, section = torch.device("cuda"), Quantize(compute="auto", kernels="triton")
-    assert precision.problem(section, cuda) == ""
+    assert precision.find_problem(section, cuda) == ""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert precision.problem(section, torch.device("cpu")) == ""
+    assert precision.find_problem(section, torch.device("cpu")) == ""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "triton is not installed" in precision.problem(section, cuda)
-    assert precision.problem(section.model_copy(update={"compute": "upcast"}), cuda) == ""
+    assert "triton is not installed" in precision.find_problem(section, cuda)
+    assert precision.find_problem(section.model_copy(update={"compute": "upcast"}), cuda) == ""
 
 
 def test_a_recipe_without_kernels_is_refused(job):
@@ -192,7 +192,7 @@ def test_a_dry_step_on_the_meta_device_runs_none(monkeypatch):
     adapters.inject(model, Adapter(rank=4, dtype="fp32"), ["0"], seed=0)
     x = torch.empty(4, 32, device="meta", requires_grad=True)
     model(x).sum().backward()
-    assert x.grad.shape == (4, 32) and adapters.num_fused(model) == 0
+    assert x.grad.shape == (4, 32) and adapters.count_fused(model) == 0
 
 
 def test_without_them_the_adapters_are_pefts_own():
@@ -200,7 +200,7 @@ def test_without_them_the_adapters_are_pefts_own():
         model = nn.Sequential(nn.Linear(32, 32))
         precision.quantize_(model, Quantize(compute="fp8", fp8_min_features=0, kernels=kind), (), torch.float32)
         adapters.inject(model, Adapter(rank=4), ["0"], seed=0)
-        assert isinstance(model[0], adapters.FusedLora) == fused and adapters.num_fused(model) == fused
+        assert isinstance(model[0], adapters.FusedLora) == fused and adapters.count_fused(model) == fused
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_bytes_and_epilogue_on_a_gpu():
             sums, bias = sums.to(torch.float32 if dtype == torch.float16 else dtype), torch.randn(1000, device="cuda")
             h, b = torch.randn(300, rank, device="cuda").to(dtype), torch.randn(1000, rank, device="cuda").to(dtype)
             expected = sums.double() * a_scale.double() * w_scale.double().T + bias.double() + h.double() @ b.double().T
-            y = kernels.epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
+            y = kernels.apply_epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
             step = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
             assert ((y.double() - expected).abs() <= step * expected.abs() + 1e-4).all()
 
@@ -247,12 +247,14 @@ def test_layers_on_a_gpu_answer_as_without_the_kernels(compute, compiled):
         section = Quantize(compute=compute, kernels=kind, fp8_min_features=0)
         precision.quantize_(model, section, (), torch.bfloat16)
         adapters.inject(model, Adapter(rank=16, alpha=16), ["0", "2"], seed=0)
-        for name, parameter in adapters.parameters(model):
+        for name, parameter in adapters.list_trained_parameters(model):
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1, generator=torch.Generator("cuda").manual_seed(0))
         x = torch.randn(3, 100, 256, device="cuda").bfloat16().requires_grad_()
         y = (torch.compile(model, fullgraph=True) if compiled and kind == "triton" else model)(x)
         y.float().square().sum().backward()
-        results.append([y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]])
+        results.append(
+            [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)]]
+        )
     for expected, got in zip(*results, strict=True):
         assert (got - expected).float().norm() < 0.03 * expected.float().norm()

@@ -40,7 +40,7 @@ def adapted(model, kind, seed=0, **settings):
 def trained_(model, std=0.3):
     """As after some training: what was zero no longer is, and DoRA's lengths have moved."""
     generator = torch.Generator().manual_seed(5)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         noise = torch.randn(parameter.shape, generator=generator)
         with torch.no_grad():
             parameter.copy_(parameter * (1 + 0.2 * noise) if "magnitude" in name else noise * std)
@@ -61,7 +61,10 @@ def lycoris_delta(parts, scale):
 
 def double_leaves(model):
     """{part: float64 copy that gets gradients} of the only adapted layer."""
-    return {name.partition(".")[2]: p.detach().double().requires_grad_(True) for name, p in adapters.parameters(model)}
+    return {
+        name.partition(".")[2]: p.detach().double().requires_grad_(True)
+        for name, p in adapters.list_trained_parameters(model)
+    }
 
 
 def expected_output(base, x, leaves, scale):
@@ -83,7 +86,7 @@ def expected_output(base, x, leaves, scale):
 def compare(model, x, tolerance):
     """Forward and the gradients of input and parameters against float64."""
     layer = model[0]
-    (scale,) = adapters.scalings(model).values()
+    (scale,) = adapters.read_scalings(model).values()
     leaves = double_leaves(model)
     mine, theirs = x.clone().requires_grad_(True), x.double().requires_grad_(True)
     got, expected = model(mine), expected_output(layer.get_base_layer(), theirs, leaves, scale)
@@ -91,7 +94,7 @@ def compare(model, x, tolerance):
     got.backward(upstream.to(got.dtype))
     expected.backward(upstream)
     pairs = [(got, expected), (mine.grad, theirs.grad)]
-    pairs += [(p.grad, leaves[name.partition(".")[2]].grad) for name, p in adapters.parameters(model)]
+    pairs += [(p.grad, leaves[name.partition(".")[2]].grad) for name, p in adapters.list_trained_parameters(model)]
     for ours, judge in pairs:
         assert (ours.double() - judge).norm() <= tolerance * judge.norm()
 
@@ -144,9 +147,9 @@ def test_convolutions(kind, kernel):
 def test_lokr_and_loha_are_lycoris(form, kind, settings, parts, scale):
     model = linear(form, torch.float32)
     adapted(model, kind, **settings)
-    assert [name.partition(".")[2] for name, _ in adapters.parameters(model)] == parts
-    assert adapters.scalings(model) == {"0": scale}
-    assert kinds.scalings(adapters.state(model), Adapter(alpha=2.0, rank=settings["rank"])) == {"0": scale}
+    assert [name.partition(".")[2] for name, _ in adapters.list_trained_parameters(model)] == parts
+    assert adapters.read_scalings(model) == {"0": scale}
+    assert kinds.compute_scalings(adapters.copy_state(model), Adapter(alpha=2.0, rank=settings["rank"])) == {"0": scale}
     trained_(model)
     compare(model, torch.randn(2, 3, 128), 1e-5)
 
@@ -166,16 +169,18 @@ def test_peft_s_own_layer_gives_the_same(kind, kernel):
     }[kind]
     inject_adapter_in_model(settings, theirs)
     held = {name.replace(".default", ""): p for name, p in theirs.named_parameters() if "default" in name}
-    for name, tensor in adapters.state(mine).items():
+    for name, tensor in adapters.copy_state(mine).items():
         parameter = held.pop(name.replace("magnitude_vector", "magnitude_vector.weight"))
         parameter.data.copy_(tensor.reshape(parameter.shape))
     assert not held
     x = torch.randn(2, 16, 7, 7) if kernel else torch.randn(5, 64)
     torch.testing.assert_close(mine(x), theirs.eval()(x), rtol=1e-4, atol=1e-5)
     weight = mine[0].get_base_layer().weight.detach().clone()
-    parts = kinds.grouped(adapters.state(mine))["0"]
+    parts = kinds.group_by_layer(adapters.copy_state(mine))["0"]
     theirs[0].merge()
-    torch.testing.assert_close(weight + kinds.gain(weight, parts, 0.5), theirs[0].get_base_layer().weight.detach())
+    torch.testing.assert_close(
+        weight + kinds.compute_weight_change(weight, parts, 0.5), theirs[0].get_base_layer().weight.detach()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,7 +193,7 @@ def test_training_begins_at_the_base(kind, form):
     adapted(model, kind, dtype="bf16")
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(model(x), before)
-    held = dict(adapters.parameters(model))
+    held = dict(adapters.list_trained_parameters(model))
     for name, parameter in held.items():
         assert parameter.requires_grad
         if "magnitude" in name:
@@ -211,7 +216,7 @@ def test_start_depends_on_seed_and_name_only(kind):
     def start(targets, seed):
         model = nn.ModuleDict({name: nn.Linear(64, 64) for name in "ab"})
         adapters.inject(model, Adapter(type=kind, rank=4, factor=4), targets, seed)
-        return adapters.state(model)
+        return adapters.copy_state(model)
 
     one, both, other = start(["b"], 1), start(["a", "b"], 1), start(["b"], 2)
     drawn = [name for name in one if name.partition(".")[2] not in (*kinds.ZERO_AT_START, "lora_magnitude_vector")]
@@ -223,12 +228,12 @@ def test_start_depends_on_seed_and_name_only(kind):
 def test_loha_starts_with_lycoris_spread_and_lokr_with_kaiming():
     model = linear("bf16", torch.float32, 1024, 1024)
     adapted(model, "loha", rank=16)
-    state = adapters.state(model)
+    state = adapters.copy_state(model)
     assert state["0.hada_w1_a"].std().item() == pytest.approx(0.1, rel=0.05)
     assert state["0.hada_w1_b"].std().item() == pytest.approx(1.0, rel=0.05)
     model = linear("bf16", torch.float32, 1024, 1024)
     adapted(model, "lokr", rank=16, factor=16)
-    first = adapters.state(model)["0.lokr_w1"]
+    first = adapters.copy_state(model)["0.lokr_w1"]
     assert first.shape == (16, 16) and 0.9 / math.sqrt(16) < first.abs().max() <= 1 / math.sqrt(16)
 
 
@@ -237,7 +242,7 @@ def test_dropout_drops_the_adapter_s_input_and_never_the_base_s(kind):
     model = linear("fp8 row", torch.float32)
     adapted(model, kind, dropout=0.5)
     trained_(model)
-    (scale,) = adapters.scalings(model).values()
+    (scale,) = adapters.read_scalings(model).values()
     base, leaves = model[0].get_base_layer(), double_leaves(model)
     x = torch.randn(4, 128)
     whole = model.eval()(x)
@@ -271,7 +276,7 @@ def test_disabled_is_the_base_alone(kind):
     assert not torch.equal(model(x), base)
     with adapters.disabled(model):
         assert torch.equal(model(x), base)
-    assert not torch.equal(model(x), base) and all(p.requires_grad for _, p in adapters.parameters(model))
+    assert not torch.equal(model(x), base) and all(p.requires_grad for _, p in adapters.list_trained_parameters(model))
 
 
 def test_rows_of_zeros_have_no_length_and_do_no_harm():
@@ -281,7 +286,7 @@ def test_rows_of_zeros_have_no_length_and_do_no_harm():
     x = torch.randn(5, 16)
     y = model(x)
     y.square().sum().backward()
-    assert y.isfinite().all() and all(p.grad.isfinite().all() for _, p in adapters.parameters(model))
+    assert y.isfinite().all() and all(p.grad.isfinite().all() for _, p in adapters.list_trained_parameters(model))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,7 +330,7 @@ def test_convolutions_in_groups_are_refused(kind):
     model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=4))
     with pytest.raises(UserError, match=f"adapter.type = '{kind}': 0 is a grouped convolution .4 groups."):
         adapted(model, kind)
-    assert not adapters.modules(model)
+    assert not adapters.find_adapted_layers(model)
 
 
 def test_settings_of_lokr_without_effect_are_told():
@@ -338,8 +343,8 @@ def test_settings_of_lokr_without_effect_are_told():
 
 def test_a_layer_s_tensors_tell_their_kind():
     a, b, m = torch.zeros(2, 8), torch.zeros(4, 2), torch.zeros(4)
-    assert kinds.kind_of({"lora_A.weight": a, "lora_B.weight": b}, "x") == "lora"
-    assert kinds.kind_of({"lora_A.weight": a, "lora_B.weight": b, "lora_magnitude_vector": m}, "x") == "dora"
+    assert kinds.detect_kind({"lora_A.weight": a, "lora_B.weight": b}, "x") == "lora"
+    assert kinds.detect_kind({"lora_A.weight": a, "lora_B.weight": b, "lora_magnitude_vector": m}, "x") == "dora"
     for broken in (
         {"lora_A.weight": a},
         {"lokr_w1": a},
@@ -347,9 +352,9 @@ def test_a_layer_s_tensors_tell_their_kind():
         {"hada_w1_a": a, "lokr_w1": b},
     ):
         with pytest.raises(UserError, match="x: the"):
-            kinds.kind_of(broken, "x")
+            kinds.detect_kind(broken, "x")
     with pytest.raises(UserError, match="x.oft_r: this tensor does not belong to a LoRA, DoRA, LoKr, LoHa or OFT"):
-        kinds.grouped({"x.oft_r": a})
+        kinds.group_by_layer({"x.oft_r": a})
 
 
 T = torch.ones
@@ -378,7 +383,7 @@ UNFIT = {
 @pytest.mark.parametrize("parts", UNFIT.values(), ids=UNFIT)
 def test_parts_that_do_not_fit_are_refused_before_they_are_multiplied(parts, tmp_path):
     with pytest.raises(UserError, match="do not match"):
-        kinds.kind_of(parts, "a")
+        kinds.detect_kind(parts, "a")
     save_file({f"lora_unet_a.{name}": tensor for name, tensor in parts.items()}, tmp_path / "a.safetensors")
     with pytest.raises(UserError):
         files.inspect(tmp_path / "a.safetensors")

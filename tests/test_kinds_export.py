@@ -45,7 +45,7 @@ def comfy_delta(file, stem):
 
 
 def trained_delta(state, module, scale):
-    return kinds.delta(kinds.grouped(state)[module], scale, torch.float64)
+    return kinds.compute_delta(kinds.group_by_layer(state)[module], scale, torch.float64)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "none"])
@@ -100,7 +100,7 @@ def test_in_bf16_as_people_train(job, kind):
         ),
         progress=False,
     )
-    assert result.reports[0].ok, result.reports[0].lines()
+    assert result.reports[0].ok, result.reports[0].format_lines()
 
 
 # -- which layout carries which kind
@@ -136,7 +136,7 @@ def adapter_of_kind(denoiser, names, kind, seed=0):
     return state, scaling
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
     """Of DoRA diffusers' own conversion keeps every tensor; of the others ComfyUI's formula judges."""
     Family = families.get(name)
@@ -145,18 +145,18 @@ def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
     names = Family.adapter_names(denoiser)
     few = names[:: max(1, len(names) // 5)][:6]
     for kind in KINDS:
-        able = [one for one in Family.layouts if layouts.uncarried(kind, names, Family, sizes, one) is None]
+        able = [one for one in Family.layouts if layouts.explain_unsupported(kind, names, Family, sizes, one) is None]
         expected = "diffusers" if kind == "dora" else FACTS[name]["lycoris"][kind == "loha"]
         assert (able[0] if able else "") == expected, kind
         state, scaling = adapter_of_kind(denoiser, few, kind)
         for layout in able:
             file = layouts.to_layout(state, scaling, Family, sizes, layout)
-            assert layouts.detect_layout(file, Family) == layout and layouts.modules(state) == sorted(few)
+            assert layouts.detect_layout(file, Family) == layout and layouts.list_modules(state) == sorted(few)
             back, scales = layouts.from_layout(file, Family, sizes)
             assert back.keys() == state.keys()
-            for module, parts in kinds.grouped(back).items():
+            for module, parts in kinds.group_by_layer(back).items():
                 wanted = trained_delta(state, module, scaling[module])
-                got = kinds.delta(parts, scales[module], torch.float64)
+                got = kinds.compute_delta(parts, scales[module], torch.float64)
                 assert (got - wanted).norm() < 1e-6 * wanted.norm()
             if kind == "dora":
                 options = {"unet_config": denoiser.config} if name == "sdxl" else {}
@@ -272,10 +272,12 @@ def test_a_wrong_strength_and_a_lost_length_are_found(job):
     assert verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).ok
     changed = {key: tensor * 1.02 if key.endswith("lokr_w1") else tensor for key, tensor in tensors.items()}
     safetensors_file.write_file(file, changed, metadata, hashes=True)
-    (failed,) = verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).failed()
+    (failed,) = verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).list_failures()
     assert failed.startswith("delta: largest relative error 2.0")
     first = next(key for key in tensors if key.endswith("lokr_w1"))
     safetensors_file.write_file(
         file, {key: tensor for key, tensor in tensors.items() if key != first}, metadata, hashes=True
     )
-    assert any("pairs" in line and "the LoKr is incomplete" in line for line in verify.check(file, family).failed())
+    assert any(
+        "pairs" in line and "the LoKr is incomplete" in line for line in verify.check(file, family).list_failures()
+    )

@@ -57,8 +57,8 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
     job = make_job(tmp_path, *ranked, *settings, family="flux")
     result = train.run(job, progress=False)
     assert len(result.reports) == len(result.files) == len(Family.layouts) and all(one.ok for one in result.reports)
-    held = checkpoint.latest(result.run.checkpoints)[0].adapter
-    sizes = {kinds.rank_of(parts) for parts in kinds.grouped(held).values()}
+    held = checkpoint.read_latest(result.run.checkpoints)[0].adapter
+    sizes = {kinds.read_rank(parts) for parts in kinds.group_by_layer(held).values()}
     assert sizes == {2, 4, 8}
     assert estimate.estimate(planning.make(job)).adapter_bytes == sum(tensor.nbytes for tensor in held.values())
     kohya = load_file(next(path for path in result.files if "kohya" in path.name))
@@ -69,9 +69,9 @@ def test_ranks_by_layer_reach_every_layout(make_job, tmp_path):
         given = make_job(tmp_path / "next", *more, f"adapter.init_from='{result.files[0]}'", family="flux")
         return planning.make(given).start
 
-    for layer, parts in kinds.grouped(begun(*ranked)).items():
-        ours = kinds.delta(kinds.grouped(held)[layer], 2.0)
-        torch.testing.assert_close(kinds.delta(parts, 2.0), ours, rtol=2e-2, atol=1e-3)
+    for layer, parts in kinds.group_by_layer(begun(*ranked)).items():
+        ours = kinds.compute_delta(kinds.group_by_layer(held)[layer], 2.0)
+        torch.testing.assert_close(kinds.compute_delta(parts, 2.0), ours, rtol=2e-2, atol=1e-3)
     with pytest.raises(UserError, match=".*attn.to_q has rank 8, .* give 2; 4 layers"):
         begun("adapter.rank=4", "adapter.ranks={'single_transformer_blocks' = 2}")
     with pytest.raises(UserError, match="the file has rank 2, 8, but adapter.rank is 4"):
@@ -94,14 +94,14 @@ def test_layers_of_rank_0_are_in_no_file_and_the_file_goes_on(make_job, tmp_path
     family = Family(job.model, device="cpu", dtype=torch.bfloat16)
     every = family.adapter_names(family.empty_denoiser())
     left_out = [n for n in every if n.endswith("attn.to_q") or n.startswith("single_transformer_blocks.1.")]
-    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
+    held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)
     assert left_out and set(held) == set(every) - set(left_out)
     assert estimate.estimate(planning.make(job)).adapter_bytes == sum(
         t.nbytes for parts in held.values() for t in parts.values()
     )
     for path in result.files:
         given = make_job(tmp_path / "next", *ranked, f"adapter.init_from='{path}'", family="flux")
-        assert set(kinds.grouped(planning.make(given).start)) == set(held)
+        assert set(kinds.group_by_layer(planning.make(given).start)) == set(held)
     wrong = make_job(tmp_path / "third", "optimizer.lrs={'attn.to_w' = 2}", family="flux")
     with pytest.raises(UserError, match="optimizer.lrs: 'attn.to_w' matches no"):
         train.run(wrong, progress=False)
@@ -160,7 +160,7 @@ def runs(make_job, tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_average_of_checkpoints_is_that_of_their_parameters(runs, kind):
     result = runs(kind)
-    shares, (written,) = average.run(result.run.path, what="factors", half_life=0.0, last=2)
+    shares, (written,) = average.average_run(result.run.path, what="factors", half_life=0.0, last=2)
     held = [checkpoint.read(path).adapter for path in sorted(result.run.checkpoints.glob("step-*"))[-2:]]
     assert list(shares.values()) == [0.5, 0.5]
     tensors = load_file(written)
@@ -170,18 +170,18 @@ def test_the_average_of_checkpoints_is_that_of_their_parameters(runs, kind):
         wanted = (held[0][name].double() + held[1][name].double()) / 2
         torch.testing.assert_close(tensor.double(), wanted.reshape(tensor.shape), rtol=2**-7, atol=1e-6)
     with pytest.raises(UserError, match="--average delta: the average of .* use --average factors"):
-        average.run(result.run.path, what="delta", half_life=0.0, last=2)
+        average.average_run(result.run.path, what="delta", half_life=0.0, last=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_into_a_base_is_base_and_delta(runs, tiny, tmp_path, kind):
     """By the formulas in float64; of DoRA the rows have the lengths that were trained."""
     file = runs(kind).files[0]
-    merge.into([(file, 1.0)], str(tiny("sd15")), tmp_path / "merged")
+    merge.merge_into_base([(file, 1.0)], str(tiny("sd15")), tmp_path / "merged")
     part = "unet/diffusion_pytorch_model.safetensors"
     before, after = load_file(tiny("sd15") / part), load_file(tmp_path / "merged" / part)
     state, scaling = layouts.from_layout(load_file(file), families.get("sd15"), {})
-    layers = kinds.grouped(state)
+    layers = kinds.group_by_layer(state)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {f"{n}.weight" for n in layers}
     for module, parts in layers.items():
         weight = before[f"{module}.weight"].double()
@@ -208,10 +208,11 @@ def test_inspect_tells_the_kind_and_the_other_tools_refuse_it(runs, tmp_path, ki
     assert about.kind == kind and "sd15" in about.families and about.hashes["header"] is True
     assert about.layout == ("diffusers" if kind == "dora" else "kohya")
     title = {"dora": "DoRA", "lokr": "LoKr", "loha": "LoHa"}[kind]
-    assert f"{title} of {len(about.norms)} layers" in about.lines()[0]
+    assert f"{title} of {len(about.norms)} layers" in about.format_lines()[0]
     state, scaling = layouts.from_layout(load_file(file), families.get("sd15"), {})
     norms = [
-        float(kinds.delta(parts, scaling[name], torch.float64).norm()) for name, parts in kinds.grouped(state).items()
+        float(kinds.compute_delta(parts, scaling[name], torch.float64).norm())
+        for name, parts in kinds.group_by_layer(state).items()
     ]
     assert sorted(about.norms.values()) == pytest.approx(sorted(norms), rel=1e-4)
     for refused in (

@@ -77,10 +77,10 @@ def test_a_file_with_its_sidecars_and_nothing_private(ask: Callable, file: Path,
     }
     before, after = load_file(file), load_file(lora)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert safetensors_file.payload_hash(lora) == safetensors_file.payload_hash(file)  # hosts link by it
+    assert safetensors_file.hash_payload(lora) == safetensors_file.hash_payload(file)  # hosts link by it
     with safe_open(lora, "pt") as opened:
         metadata = opened.metadata()
-    assert metadata["modelspec.title"] == "Zibo 小狐" and metadata["sshs_model_hash"] == safetensors_file.payload_hash(
+    assert metadata["modelspec.title"] == "Zibo 小狐" and metadata["sshs_model_hash"] == safetensors_file.hash_payload(
         lora
     )
     for path in out.rglob("*"):
@@ -163,13 +163,13 @@ def test_exported_with_its_kit(ask: Callable, job: Callable, tmp_path: Path) -> 
     assert code == 0 and len(told["files"]) == 2 and f"{folder}/export/step-000002/" in told["files"][0], wrong
     (lora,) = out.glob("*.safetensors")
     assert set(told["kit"]) == {str(file) for file in out.rglob("*") if file.is_file()} and told["notes"]
-    exported = {safetensors_file.payload_hash(Path(file)): Path(file).stem for file in told["files"]}
-    assert exported[safetensors_file.payload_hash(lora)] == "lora_kohya"  # what most programs read
+    exported = {safetensors_file.hash_payload(Path(file)): Path(file).stem for file in told["files"]}
+    assert exported[safetensors_file.hash_payload(lora)] == "lora_kohya"  # what most programs read
     assert {tensor.dtype for name, tensor in load_file(lora).items() if "alpha" not in name} == {torch.float16}
     sidecar = json.loads(lora.with_suffix(".json").read_text(encoding="utf-8"))
     assert sidecar["activation text"] == "zibo" and sidecar["description"] == "A zibo."
     (image,) = (out / "images").iterdir()
-    of_step = [event for event in Run.open(folder).events() if event["event"] == "preview" and event["step"] == 2]
+    of_step = [event for event in Run.open(folder).read_events() if event["event"] == "preview" and event["step"] == 2]
     with Image.open(image) as published, Image.open(folder / of_step[-1]["images"][0]) as own:
         assert published.tobytes() == own.convert("RGB").tobytes()
     before = sorted(folder.rglob("*"))
@@ -184,19 +184,19 @@ def test_exported_with_its_kit(ask: Callable, job: Callable, tmp_path: Path) -> 
 
 def test_each_host_knows_each_family_or_says_so() -> None:
     """A new family gets a line in each hosts/*.toml with [base_models]: the host's word, [], or "not offered"."""
-    found = kit.hosts()
+    found = kit.load_hosts()
     assert set(found) == {"civitai", "huggingface", "tensor_art", "liblib", "seaart"}
     for name, host in found.items():
         if "base_models" in host:
             listed = set(host["base_models"])
-            assert listed == set(families.available()), f"{name}: {listed ^ set(families.available())}"
-        for family in families.available():
-            known = kit.base_models(host, family)
+            assert listed == set(families.list_families()), f"{name}: {listed ^ set(families.list_families())}"
+        for family in families.list_families():
+            known = kit.list_base_names(host, family)
             assert known is None or all(isinstance(word, str) and word for word in known), (name, family)
         assert {row["value"] for row in host["fields"]} <= FORM
         assert all(row["en"] and row["zh"] for row in host["fields"]) and {"en", "zh"} == set(host["unknown"])
-    assert kit.base_models(found["civitai"], "flux2") == ["Flux.2 D"]
-    assert kit.base_models(found["civitai"], "sd3") is None
+    assert kit.list_base_names(found["civitai"], "flux2") == ["Flux.2 D"]
+    assert kit.list_base_names(found["civitai"], "sd3") is None
 
 
 CIVITAI = """
@@ -214,8 +214,8 @@ src/shared/constants/basemodel.constants.ts of github.com/civitai/civitai, commi
 
 def test_the_words_for_civitai_are_its_own() -> None:
     offered = {name for line in CIVITAI.split("\n") for name in line.split("|") if name}
-    host = kit.hosts()["civitai"]
-    words = {name: kit.base_models(host, name) for name in families.available()}
+    host = kit.load_hosts()["civitai"]
+    words = {name: kit.list_base_names(host, name) for name in families.list_families()}
     assert {name: set(known) - offered for name, known in words.items() if set(known or ()) - offered} == {}
     # Text-to-video models that train here; the other Wan models draw from an image or have another VAE.
     assert words["wan"] == ["Wan Video 14B t2v", "Wan Video 1.3B t2v", "Wan Video 2.2 T2V-A14B"]
@@ -224,22 +224,22 @@ def test_the_words_for_civitai_are_its_own() -> None:
 
 
 def test_limits_are_checked_against_the_file(file: Path, tmp_path: Path) -> None:
-    facts = kit.facts_of(file, {})
+    facts = kit.collect_facts(file, {})
     host = {"extensions": [".safetensors"], "max_mb": 1, "max_header_mb": 1, "root_safetensors": 1}
-    assert kit.problems(host, facts, file) == [
+    assert kit.list_problems(host, facts, file) == [
         "the host's name for Stable Diffusion XL is unknown; choose it on the page"
     ]
     (tmp_path / "second.safetensors").write_bytes(b"")
     large = tmp_path / "large.safetensors"
     save_file({"x.lora_A.weight": torch.zeros(600, 600)}, large, {"x": "y" * (2 << 20)})
-    said = kit.problems(host | {"base_models": {"sdxl": "not offered"}}, facts, large)
+    said = kit.list_problems(host | {"base_models": {"sdxl": "not offered"}}, facts, large)
     assert (
         "limit of 1 MB" in said[0]
         and "header" in said[1]
         and "only one is accepted" in said[2]
         and "does not offer" in said[3]
     )
-    assert len(said) == 4 and len(kit.problems(host | {"extensions": [".ckpt"]}, facts, file)) == 3
+    assert len(said) == 4 and len(kit.list_problems(host | {"extensions": [".ckpt"]}, facts, file)) == 3
 
 
 def test_pages_to_paste_from(ask: Callable, file: Path, tmp_path: Path) -> None:
@@ -247,14 +247,14 @@ def test_pages_to_paste_from(ask: Callable, file: Path, tmp_path: Path) -> None:
     assert ask("kit", file, "--out", out, "--base-model", "owner/sdxl")[0] == 0
     english = (out / "publish.en.md").read_text(encoding="utf-8")
     chinese = (out / "publish.zh-CN.md").read_text(encoding="utf-8")
-    for host in kit.hosts().values():
+    for host in kit.load_hosts().values():
         assert f"## {host['title']['en']}" in english and f"## {host['title']['zh']}" in chinese
     assert "- Trigger words: zibo" in english and "- 触发词: zibo" in chinese
     hub = english.partition("## Hugging Face Hub")[2].partition("##")[0]
     assert "- base_model: owner/sdxl" in hub and "!" not in hub  # given by hand: there is nothing to choose
     assert "! choose the base model that you trained on: SDXL 1.0 | Pony | Illustrious | NoobAI" in english
     assert "! 底模请按训练所用选择其一：SDXL 1.0 | Pony | Illustrious | NoobAI" in chinese
-    assert f"- Hash (AutoV3): {safetensors_file.payload_hash(file)[:12].upper()}" in english
+    assert f"- Hash (AutoV3): {safetensors_file.hash_payload(file)[:12].upper()}" in english
 
 
 def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Path) -> None:
@@ -273,5 +273,5 @@ def test_what_cannot_be_made_is_one_line(ask: Callable, file: Path, tmp_path: Pa
         assert code == 2 and words in said and said.count("\n") == 1, (words, said)
     picture = kit.Picture(tmp_path / "plain.safetensors", "no picture")  # what fails half-way leaves nothing
     with pytest.raises(UserError, match="cannot be written"):
-        kit.make(file, tmp_path / "a", kit.facts_of(file, {}), [picture])
+        kit.make(file, tmp_path / "a", kit.collect_facts(file, {}), [picture])
     assert not (tmp_path / "a").exists() and [path.name for path in full.iterdir()] == ["mine.txt"]

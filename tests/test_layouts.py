@@ -19,7 +19,7 @@ from lora_fp8 import config, families, settings
 from lora_fp8.errors import UserError
 from lora_fp8.lora_files import export_metadata, layouts, naming
 from lora_fp8.plan import resolve
-from lora_fp8.verify import delta_error
+from lora_fp8.verify import compute_delta_error
 
 
 @cache
@@ -46,7 +46,7 @@ def pair(state, module, scale):
     return state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], scale
 
 
-CASES = [(name, layout) for name in families.available() for layout in families.get(name).layouts]
+CASES = [(name, layout) for name in families.list_families() for layout in families.get(name).layouts]
 
 
 def read_by_diffusers(name, tensors, denoiser):
@@ -67,7 +67,7 @@ def read_by_diffusers(name, tensors, denoiser):
         (alpha,) = set(map(float, alphas.values()))
         assert 2 * len(alphas) == len(converted)
     read = {}
-    for module in layouts.modules(converted):
+    for module in layouts.list_modules(converted):
         a, b, _ = pair(converted, module, 1.0)
         read[module] = a, b, alpha / a.shape[0] if alphas else 1.0
     return read
@@ -85,13 +85,13 @@ def test_diffusers_reads_what_is_said_to_be_read_and_nothing_else(name, layout):
     found = read_by_diffusers(name, tensors, denoiser)
     reads = isinstance(found, dict) and found.keys() == set(names)
     assert reads == (layout in Family.layouts_of_diffusers), found if isinstance(found, str) else sorted(found)[:3]
-    assert reads == (layouts.unread_by_diffusers(Family, denoiser_config, layout) is None)
+    assert reads == (layouts.explain_unread_by_diffusers(Family, denoiser_config, layout) is None)
     if reads:
         for module in names[:: max(1, len(names) // 60)]:
-            assert delta_error(found[module], pair(state, module, 0.75)) < 1e-5, module
+            assert compute_delta_error(found[module], pair(state, module, 0.75)) < 1e-5, module
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_diffusers_reads_some_of_the_layers_where_that_is_said(name):
     """A user's adapter.targets, here each kind of layer alone: it is said if diffusers needs others beside it."""
     Family = families.get(name)
@@ -107,11 +107,11 @@ def test_diffusers_reads_some_of_the_layers_where_that_is_said(name):
             # The other members of a fused layer are there too, and do nothing.
             reads = isinstance(found, dict) and found.keys() >= set(names)
             reads = reads and not any(found[module][1].any() for module in found.keys() - set(names))
-            said = layouts.unread_by_diffusers(Family, denoiser_config, layout, layers=names)
+            said = layouts.explain_unread_by_diffusers(Family, denoiser_config, layout, layers=names)
             assert reads == (said is None), (kind, layout, found if isinstance(found, str) else len(found))
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_every_layout_to_every_other_and_back_loses_nothing(name):
     """Of a third of the layers, ranks and scalings drawn at random, so that fused layers lack members or mix them."""
     Family = families.get(name)
@@ -129,9 +129,9 @@ def test_every_layout_to_every_other_and_back_loses_nothing(name):
             there, scales = layouts.from_layout(once, Family, denoiser_config)
             twice = layouts.to_layout(there, scales, Family, denoiser_config, second)
             back, scales = layouts.from_layout(twice, Family, denoiser_config)
-            assert layouts.modules(back) == sorted(chosen)
+            assert layouts.list_modules(back) == sorted(chosen)
             for module in chosen:
-                error = delta_error(pair(back, module, scales[module]), pair(state, module, scaling[module]))
+                error = compute_delta_error(pair(back, module, scales[module]), pair(state, module, scaling[module]))
                 assert error < 1e-6, (first, second, module)
 
 
@@ -260,7 +260,7 @@ def test_comfyui_resolves_every_key(name):
 
 
 def test_every_family_with_a_comfy_layout_has_names_to_be_held_against():
-    with_comfy = {name for name in families.available() if "comfy" in families.get(name).layouts}
+    with_comfy = {name for name in families.list_families() if "comfy" in families.get(name).layouts}
     assert with_comfy == set(COMFYUI)
 
 
@@ -317,17 +317,17 @@ FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(
 """What the makers and the trainers publish; see test_facts.py."""
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_the_network_module_is_kohyas_own(name):
     """A new family: the module that trains it there."""
     Family = families.get(name)
-    assert [export_metadata.network_module(Family, kind) for kind in ("lora", "dora")] == [
+    assert [export_metadata.choose_network_module(Family, kind) for kind in ("lora", "dora")] == [
         FACTS[name]["kohya_module"]
     ] * 2
-    assert export_metadata.network_module(Family, "lokr") == "lycoris.kohya"
+    assert export_metadata.choose_network_module(Family, "lokr") == "lycoris.kohya"
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_auto_is_what_most_programs_read(job, name):
     Family = families.get(name)
     size = f"dataset.bucket_step={Family.bucket_multiple}", f"dataset.resolution={2 * Family.bucket_multiple}"

@@ -103,7 +103,7 @@ with captions.open_journal(folder) as journal:
     captions.apply(folder, captions.preview(folder, [RenameTag("bird", "fish")]), journal=journal)
 assert read()["a.txt"] == b"a, fish\\r\\n"
 captions.undo(folder)
-print(read()["b.txt"], len(captions.history(folder)))
+print(read()["b.txt"], len(captions.read_history(folder)))
 """
 
 PROBE = """
@@ -181,7 +181,7 @@ def test_it_trains_stops_resumes_in_the_queue_and_the_page_answers(windows: Path
     # The queue takes the stopped run to its end, in a worker that has no fork and sees no /proc.
     run("-m", "lora_fp8", "submit", "runs/ring")
     queue = jobs.Queue(windows / "home")
-    wait_until(lambda: queue.store.row(1).phase == "ended", lambda: queue.job(1))
+    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.job(1))
     assert queue.job(1).state == "done", (queue.job(1), queue.log_tail(1, 30))
     last = f"checkpoints/step-{STEPS:06}"
     for folder in ("export", last):
@@ -194,7 +194,7 @@ def test_it_trains_stops_resumes_in_the_queue_and_the_page_answers(windows: Path
     log = windows / "cancelled/ring/events.jsonl"
     wait_until(lambda: log.exists() and '"event": "step"' in log.read_text(encoding="utf-8"), lambda: queue.job(2))
     run("-m", "lora_fp8", "jobs", "cancel", "2")
-    wait_until(lambda: queue.store.row(2).phase == "ended", lambda: queue.job(2))
+    wait_until(lambda: queue.store.read_row(2).phase == "ended", lambda: queue.job(2))
     assert queue.job(2).state == "stopped" and queue.job(2).saved_step, (queue.job(2), queue.log_tail(2, 30))
     assert read_worker(windows / "home").is_running()
 

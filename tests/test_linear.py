@@ -66,7 +66,7 @@ def stack(dtype: torch.dtype, depth: int = 3) -> nn.Sequential:
     model = nn.Sequential(*[nn.Linear(a, b) for a, b in zip(sides[:-1], sides[1:], strict=True)])
     precision.quantize_(model, FP8, (), dtype)
     adapters.inject(model, settings.Adapter(rank=4, alpha=4), [str(index) for index in range(len(model))], seed=0)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     return model
@@ -142,7 +142,11 @@ def test_checkpointing_changes_no_bit(dtype):
         here = x.clone().requires_grad_()
         loss = run(model, here, how).float().square().sum()
         loss.backward()
-        results[how] = [loss.detach(), here.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]]
+        results[how] = [
+            loss.detach(),
+            here.grad,
+            *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)],
+        ]
     for how in HOW[1:]:
         assert all(map(torch.equal, results["off"], results[how])), how
 

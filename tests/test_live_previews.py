@@ -34,7 +34,7 @@ def run(job, *actions, resume=False):
 
 
 def events(job, kind):
-    return [event for event in Run.open(folder_of(job)).events() if event["event"] == kind]
+    return [event for event in Run.open(folder_of(job)).read_events() if event["event"] == kind]
 
 
 def weights(job) -> dict[str, bytes]:
@@ -149,7 +149,7 @@ def test_a_prompt_is_encoded_on_the_cpu_where_the_gpu_has_no_room(job, monkeypat
     family = live_previews.make_family(job(*SMALL))
     largest = max(family.text_bytes().values())
     for free, expected in ((None, "meta"), (2 * largest, "meta"), (largest, "cpu")):
-        monkeypatch.setattr(live_previews.memory, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(live_previews.memory, "count_free_bytes", lambda device, free=free: free)
         family.device = live_previews.torch.device("meta")
         assert live_previews._choose_device(family).type == expected
 
@@ -175,7 +175,7 @@ def test_requests_are_refused_where_no_run_is_and_when_too_many_wait(tmp_path, j
 def test_a_kit_says_with_what_its_samples_were_drawn(job):
     mine = job(*SMALL, *DRAWING, "preview.negative='text'")
     run(mine, (1, change(mine, prompts=["a bird"], negative="fog", seed=7, steps=3, guidance=2.5)))
-    (picture,) = kit.from_run(folder_of(mine))[2]
+    (picture,) = kit.collect_from_run(folder_of(mine))[2]
     drawn_with = (picture.prompt, picture.negative, picture.seed, picture.steps, picture.guidance)
     assert drawn_with == ("a bird", "fog", 7, 3, 2.5)
     log = folder_of(mine) / "events.jsonl"
@@ -184,5 +184,5 @@ def test_a_kit_says_with_what_its_samples_were_drawn(job):
         for name in ("negative", "seed", "steps", "guidance"):
             line.pop(name, None)
     log.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    (picture,) = kit.from_run(folder_of(mine))[2]
+    (picture,) = kit.collect_from_run(folder_of(mine))[2]
     assert (picture.negative, picture.seed, picture.steps, picture.guidance) == ("text", 42, 2, None)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lora_fp8.data import buckets
-from lora_fp8.data.caption_variants import caption_variant, dataset_captions
-from lora_fp8.data.loader import Loader, epoch_batches, generator
+from lora_fp8.data.caption_variants import draw_caption_variant, list_dataset_captions
+from lora_fp8.data.loader import Loader, make_epoch_batches, make_generator
 from lora_fp8.errors import UserError
 from lora_fp8.settings import Dataset, Folder
 
@@ -255,14 +255,16 @@ def test_noise_is_standard_normal_and_purposes_are_independent():
     found = seen(loader, 0)
     noise = torch.cat([value[1].flatten() for value in found.values()])
     assert noise.dtype == torch.float32 and abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
-    draws = [torch.rand(1000, generator=generator(0, purpose, 0, "0/1.png#0")) for purpose in ("noise", "timestep")]
+    draws = [
+        torch.rand(1000, generator=make_generator(0, purpose, 0, "0/1.png#0")) for purpose in ("noise", "timestep")
+    ]
     assert abs(torch.corrcoef(torch.stack(draws))[0, 1]) < 0.15
 
 
 def test_generator_is_seeded_as_documented():
     seed = int.from_bytes(hashlib.sha256(b"noise|7|3|0/a.png#1").digest()[:8], "big") >> 1
     expected = torch.rand(5, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(torch.rand(5, generator=generator(7, "noise", 3, "0/a.png#1")), expected)
+    assert torch.equal(torch.rand(5, generator=make_generator(7, "noise", 3, "0/a.png#1")), expected)
 
 
 def test_flips_are_about_half_and_reach_latents_and_conditioning():
@@ -285,7 +287,7 @@ def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
     settings = {"caption_dropout": 0.25, "shuffle_tags": True, "caption_variants": 5, "keep_tokens": 1}
     section = Dataset(folders=[Folder(path="set", weight=0.5)], **settings)
     sizes = [(64, 64)] * 60
-    texts = dataset_captions([FakeExample(i, 64, 64) for i in range(60)], section, 3)
+    texts = list_dataset_captions([FakeExample(i, 64, 64) for i in range(60)], section, 3)
     loader, examples = make(4, seed=3, sizes=sizes, cache=FakeCache(texts), **settings)
     shown = [value[5] for epoch in range(5) for value in seen(loader, epoch).values()]
     assert 45 < shown.count("") < 105
@@ -293,7 +295,7 @@ def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
     for epoch in range(5):
         for uid, value in seen(loader, epoch).items():
             example = examples[int(uid.split("/")[1].split(".")[0])]
-            options = [caption_variant(example.caption, v, section, 3) for v in range(5)]
+            options = [draw_caption_variant(example.caption, v, section, 3) for v in range(5)]
             if value[5]:
                 variants[options.index(value[5])] += 1
     assert set(variants) == set(range(5)) and min(variants.values()) > 20
@@ -305,7 +307,7 @@ def test_captions_are_dropped_and_shuffled_as_asked_and_always_encoded():
 def test_a_mark_around_fixed_tags_is_not_asked_for_where_nothing_is_shuffled(monkeypatch):
     monkeypatch.setattr(FakeExample, "caption", property(lambda self: f"sks ||| picture {self.index}"), raising=False)
     section = Dataset(folders=[Folder(path="set")], keep_separator="|||")
-    texts = dataset_captions([FakeExample(i, 64, 64) for i in range(12)], section, 3)
+    texts = list_dataset_captions([FakeExample(i, 64, 64) for i in range(12)], section, 3)
     loader, _ = make(4, seed=3, sizes=[(64, 64)] * 12, cache=FakeCache(texts), keep_separator="|||")
     assert {value[5] for value in seen(loader, 0).values()} == {f"sks, picture {i}" for i in range(12)} == set(texts)
 
@@ -341,13 +343,13 @@ def test_no_global_random_state_is_touched():
 def test_batches_of_an_epoch():
     items = {(64, 64): list("abcdefg"), (80, 48): list("xyz")}
     for epoch in range(20):
-        batches = epoch_batches(items, 3, seed=1, epoch=epoch)
+        batches = make_epoch_batches(items, 3, seed=1, epoch=epoch)
         assert sorted(map(len, batches)) == [1, 3, 3, 3]
         assert all(set(batch) <= set("abcdefg") or set(batch) <= set("xyz") for batch in batches)
         assert sorted(item for batch in batches for item in batch) == list("abcdefgxyz")
-        assert batches == epoch_batches(dict(reversed(items.items())), 3, seed=1, epoch=epoch)
+        assert batches == make_epoch_batches(dict(reversed(items.items())), 3, seed=1, epoch=epoch)
     # Batches and items are both shuffled: the partial batch comes at every place, with every item in it.
-    many = [epoch_batches(items, 3, seed=1, epoch=epoch) for epoch in range(60)]
+    many = [make_epoch_batches(items, 3, seed=1, epoch=epoch) for epoch in range(60)]
     assert {[len(batch) for batch in batches].index(1) for batches in many} == {0, 1, 2, 3}
     assert {batch[0] for batches in many for batch in batches if len(batch) == 1} == set("abcdefg")
 

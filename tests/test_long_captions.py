@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from test_resume import run_until
 
 from lora_fp8 import config, families, settings, train
-from lora_fp8.data.caption_variants import truncation_warnings
+from lora_fp8.data.caption_variants import warn_of_truncation
 from lora_fp8.errors import UserError
 from lora_fp8.families.base import ModelFamily
 from lora_fp8.lora_files import safetensors_file
@@ -141,7 +141,7 @@ def test_what_is_cut_at_225_tokens_is_told(tiny: Any) -> None:
         assert OVER.endswith(cut.lost) and cut.caption_tokens == 0
         middle, over = make(name, tiny(name)).overlong(CAPTIONS)
         assert (middle.prompt, middle.caption_tokens, over.caption_tokens) == (CAPTIONS[2], 150, 225)
-        (line,) = truncation_warnings([middle, over], 4)
+        (line,) = warn_of_truncation([middle, over], 4)
         assert "the limit of the text encoder, 75 tokens" in line and "set model.caption_tokens = 225, shorten" in line
 
 
@@ -292,7 +292,7 @@ def test_a_run_with_225_tokens_resumes_and_verifies(text: str, long_job: Any, tr
         metadata = safetensors_file.read_header(first).metadata
         assert (metadata["ss_clip_skip"], metadata["ss_max_token_length"]) == ("2", "225")
     assert len(files[0]) == 2
-    events = list(Run.open(folder_of(whole)).events())
+    events = list(Run.open(folder_of(whole)).read_events())
     verified = [event for event in events if event["event"] == "verify"]
     assert len(verified) == 2 and all(event["ok"] for event in verified), verified
     (cut,) = [event["text"] for event in events if event["event"] == "warning" and "exceed the limit" in event["text"]]
@@ -337,7 +337,7 @@ def test_sdxl_trains_both_encoders_with_225_tokens(long_job: Any, tmp_path: Path
     """Verified in diffusers' own pipeline, and drawn again from the run with its settings."""
     job = long_job("adapter.text_encoder=true", "model.clip_skip=1", family="sdxl")
     train.run(job, progress=False)
-    events = list(Run.open(folder_of(job)).events())
+    events = list(Run.open(folder_of(job)).read_events())
     assert [event["ok"] for event in events if event["event"] == "verify"] == [True, True]
     record = draw.draw(draw.Request((folder_of(job),), with_base=False), tmp_path / "drawing")
     (image,) = record["images"]
@@ -369,8 +369,8 @@ def test_a_kit_says_the_clip_skip(long_job: Any, tmp_path: Path) -> None:
     """As A1111 writes it under an image, so that hosts show it."""
     job = long_job("export.verify=false")
     train.run(job, progress=False)
-    file, job, pictures = kit.from_run(folder_of(job))
-    facts = kit.facts_of(file, {}, job)
+    file, job, pictures = kit.collect_from_run(folder_of(job))
+    facts = kit.collect_facts(file, {}, job)
     made = kit.make(file, tmp_path / "kit", facts, pictures)
     (image,) = (made.folder / "images").iterdir()
     with Image.open(image) as opened:

@@ -39,13 +39,13 @@ def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were decoded."""
     names: list[str] = []
-    look = decoding._look
+    look = decoding._inspect_file
 
     def counted(path: Path, *arguments: object) -> Looked:
         names.append(path.name)
         return look(path, *arguments)
 
-    monkeypatch.setattr(decoding, "_look", counted)
+    monkeypatch.setattr(decoding, "_inspect_file", counted)
     return names
 
 
@@ -119,9 +119,9 @@ def test_every_part_of_a_look_comes_back(folder: Path, tmp_path: Path) -> None:
     paths = sorted(path for path in folder.rglob("*.*") if path.suffix != ".txt" and path.stem != "broken")
     for measure in (None, OPACITY, GREYS, doctor.PIXELS):
         memory = LookMemory(section, tmp_path / "kept")
-        plain = LookMemory(section).look_all(paths, measure)
-        assert memory.look_all(paths, measure) == plain
-        again = memory.look_all(paths, measure)
+        plain = LookMemory(section).inspect_all(paths, measure)
+        assert memory.inspect_all(paths, measure) == plain
+        again = memory.inspect_all(paths, measure)
         assert again == plain
         assert [type(look.measured) for look in again] == [type(look.measured) for look in plain]
     assert any(
@@ -174,7 +174,7 @@ def test_what_else_a_look_depends_on(folder: Path, scan: Scan, decoded: list[str
         assert flat(scan(**change)) == flat(scan(remember=False, **change)), change
         assert line in str([*scan(**change).problems, *scan(**change).warnings])
     decoded.clear()
-    (folder / image_edits.FILE).write_text(image_edits.write({"plain.png": image_edits.NOTHING.turn(90)}))
+    (folder / image_edits.FILE).write_text(image_edits.format_edits({"plain.png": image_edits.NOTHING.turn(90)}))
     edited = scan()
     assert sorted(decoded) == ["broken.png", "plain-m.png", "plain.png"]  # its mask is turned with it
     example = next(example for example in edited.examples if example.relative == "plain.png")
@@ -195,7 +195,7 @@ def test_a_file_that_was_just_written_is_not_remembered(
 def test_a_file_that_changes_while_it_is_decoded_is_not_remembered(
     folder: Path, scan: Scan, decoded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = decoding._look
+    counted = decoding._inspect_file
 
     def look(path: Path, *arguments: object) -> Looked:
         looked = counted(path, *arguments)
@@ -203,9 +203,9 @@ def test_a_file_that_changes_while_it_is_decoded_is_not_remembered(
             picture(77).save(path)
         return looked
 
-    monkeypatch.setattr(decoding, "_look", look)
+    monkeypatch.setattr(decoding, "_inspect_file", look)
     scan()
-    monkeypatch.setattr(decoding, "_look", counted)
+    monkeypatch.setattr(decoding, "_inspect_file", counted)
     decoded.clear()
     assert flat(scan()) == flat(scan(remember=False)) and "plain.png" in decoded
 

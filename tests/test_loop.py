@@ -9,7 +9,7 @@ import torch
 from lora_fp8 import adapters, train
 from lora_fp8.settings import Job
 from lora_fp8.stages.finish import Result
-from lora_fp8.stages.step import diffusion_loss
+from lora_fp8.stages.step import compute_loss
 
 STEPS, ACCUMULATE, LR = 5, 2, 1e-2
 SETTINGS = (
@@ -22,7 +22,7 @@ SETTINGS = (
 def plain_fit(session: Any, data: Any, loaded: Any, state: Any, missed: frozenset[str] = frozenset()) -> None:
     """Train as `train.fit` does, with torch's own parts."""
     job = session.job
-    parameters = [parameter for _, parameter in adapters.parameters(loaded.denoiser)]
+    parameters = [parameter for _, parameter in adapters.list_trained_parameters(loaded.denoiser)]
     betas = (job.optimizer.beta1, 0.999)
     optimizer = torch.optim.AdamW(parameters, LR, betas, job.optimizer.eps, job.optimizer.weight_decay)
     for step in range(STEPS):
@@ -30,7 +30,7 @@ def plain_fit(session: Any, data: Any, loaded: Any, state: Any, missed: frozense
         losses = []
         for position in range(step * ACCUMULATE, (step + 1) * ACCUMULATE):
             batch = data.loader.micro(step + 1, position)
-            errors = diffusion_loss(session.family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
+            errors = compute_loss(session.family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
             weights = [
                 job.dataset.folders[item.placed.example.folder_index].weight for item in data.loader.batch_at(position)
             ]
@@ -49,7 +49,9 @@ def test_five_steps_are_those_of_a_plain_loop(
     found: list[dict[str, torch.Tensor]] = []
 
     def keep(session: Any, data: Any, loaded: Any, step: int) -> Result:
-        found.append({name: value.detach().clone() for name, value in adapters.parameters(loaded.denoiser)})
+        found.append(
+            {name: value.detach().clone() for name, value in adapters.list_trained_parameters(loaded.denoiser)}
+        )
         return Result(session.run, [], [])
 
     monkeypatch.setattr(train, "finish", keep)

@@ -81,7 +81,7 @@ def test_a_card_of_today_can_do_everything_that_its_generation_can(
     able = {name: not why for name, why in found.abilities["GPU 0"].items()}
     assert able["quantize.compute = 'fp8'"] and able["memory.offload"] and able["memory.cuda_graphs"]
     assert "Hopper" in found.abilities["GPU 0"]["quantize.recipe = 'block'"], "Ada has no kernel for blocks"
-    text = "\n".join(found.lines())
+    text = "\n".join(found.format_lines())
     assert "compute capability 8.9" in text and "driver 580.65, up to CUDA 13.0" in text
     assert text.endswith("A training can run here.")
 
@@ -161,7 +161,7 @@ def test_without_torch_and_with_a_broken_one(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = examine(tmp_path)
     assert "torch is not installed: pip install torch" in found.problems
-    assert found.lines()[-1] == "Fix the problems listed above."
+    assert found.format_lines()[-1] == "Fix the problems listed above."
 
 
 def test_the_hub_is_asked_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_the_hub_is_asked_with_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
         hub.use(monkeypatch, tmp_path / "home")
         told = examine(tmp_path)
         assert told.hub["error"] == "" and told.hub["endpoint"].startswith("http://127.0.0.1"), told.hub
-        assert any("responds" in line for line in told.lines())
+        assert any("responds" in line for line in told.format_lines())
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
     told = examine(tmp_path)
     assert told.hub["error"] and any("hf-mirror.com" in line for line in told.warnings) and told.problems == []

@@ -25,7 +25,7 @@ from lora_fp8.settings import Dataset, Folder, Job, Model, Objective
 from lora_fp8.stages import cache as stages_cache
 from lora_fp8.stages import validate
 from lora_fp8.stages.session import Session
-from lora_fp8.stages.step import diffusion_loss
+from lora_fp8.stages.step import compute_loss
 from lora_fp8.training import checkpoint
 from webui import image_folders, translations
 
@@ -214,7 +214,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
     again = Cache(tmp_path / "cache", Family(), section)
     assert (report := again.fill([placed], ["a"])).encoded == 0 and report.reused == 5
     torch.testing.assert_close(again.mask(placed, True), cache.mask(placed, True), atol=0, rtol=0)
-    assert mask_files.outside_masks([placed]) == []
+    assert mask_files.warn_of_outside_masks([placed]) == []
     # Of a mask that is white to the left of the crop, or to its right, nothing is left; of a black one that is no news.
     for white, left in (((0, 0, 16, 80), 0), ((144, 0, 160, 80), 0), ((0, 0, 32, 80), 1), (None, 0)):
         mask = drawn((160, 80), white)
@@ -227,7 +227,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
         (placed,) = buckets.assign(scanned(folder, where, max_aspect=1.5)[0].require(), section, resolution=48, step=8)
         greys = decoding.open_mask(placed.example.mask.path, kind == "alpha")
         assert any(buckets.fit_mask(greys, placed.placement).getextrema()) == left
-        lines = mask_files.outside_masks([placed])
+        lines = mask_files.warn_of_outside_masks([placed])
         assert bool(lines) == (not left and white is not None)
         if lines:
             assert told(lines) == f"1 image has a mask whose white part lies outside the crop: {folder / 'a.png'}"
@@ -325,7 +325,7 @@ def test_every_sample_of_a_batch_has_its_own_mask_and_an_edited_one_is_other_dat
     draw("a", (0.5, 0.0, 1.0, 1.0))
     edited = cached(folders)
     assert edited[2] == 2 and edited[1].fingerprint != data.fingerprint
-    before, now = (checkpoint.remember(made, "base", one.fingerprint) for one in (data, edited[1]))
+    before, now = (checkpoint.describe_job(made, "base", one.fingerprint) for one in (data, edited[1]))
     refused, changed = checkpoint.compare(before, now)
     assert not refused and "the images, captions or buckets changed" in changed[0]
 
@@ -353,7 +353,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
         *([False] * 2, (80, 48), [1.0] * 2, 2, 0, 0, 0, mask_BHW),
     )
     denoiser = torch.nn.Linear(1, 1)
-    losses_B = diffusion_loss(family, denoiser, objective, batch, 1.0)
+    losses_B = compute_loss(family, denoiser, objective, batch, 1.0)
     (gradient,) = torch.autograd.grad(losses_B.sum(), answer)
     t_B = objective.sample_t([torch.Generator().manual_seed(7) for _ in range(2)], 64)
     if kind == "flow":

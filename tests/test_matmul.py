@@ -158,8 +158,8 @@ def test_extreme_inputs(size):
 
 def test_fast_accumulation_is_for_the_forward_only(monkeypatch):
     seen = []
-    real = matmul.unscaled_product
-    monkeypatch.setattr(matmul, "unscaled_product", lambda *given: seen.append(given[3]) or real(*given))
+    real = matmul.multiply_unscaled
+    monkeypatch.setattr(matmul, "multiply_unscaled", lambda *given: seen.append(given[3]) or real(*given))
     x = torch.randn(4, IN, requires_grad=True)
     for fast in (True, False):
         layer = layer_of("fp8 row", "fp8", "current")
@@ -176,12 +176,12 @@ def test_on_a_cpu_the_product_is_that_of_torchs_kernel(shape, dtype):
     a, w = torch.randn(rows, inner).mul(100).to(E4M3), torch.randn(columns, inner).mul(100).to(E4M3)
     one, wide = torch.ones(()), torch.float32 if dtype == torch.float16 else dtype
     wanted = torch._scaled_mm(a, w.t(), one, one, out_dtype=wide)
-    got = matmul.unscaled_product(a, w.view(torch.uint8), dtype, False)
+    got = matmul.multiply_unscaled(a, w.view(torch.uint8), dtype, False)
     assert got.dtype == wide
     torch.testing.assert_close(got, wanted, rtol=2e-6 if wide == torch.float32 else 2**-8, atol=0.05)
     broken = a.float()
     broken[0, 0] = float("nan")
-    got = matmul.unscaled_product(broken.to(E4M3), w.view(torch.uint8), dtype, False)
+    got = matmul.multiply_unscaled(broken.to(E4M3), w.view(torch.uint8), dtype, False)
     assert got[0].isnan().all() and got[1:].isfinite().all()
 
 
@@ -216,7 +216,7 @@ def stack(form: str, compute: str, recipe: str, dtype: torch.dtype = torch.bfloa
     plan = precision.quantize_(model, section, (), dtype)
     assert {layer.compute for layer in plan.layers} == {compute}
     adapters.inject(model, settings.Adapter(rank=4, alpha=4), [str(index) for index in range(4)], seed=0)
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
     return model
@@ -247,7 +247,7 @@ def test_two_gemms_per_layer_and_no_decoded_weight_for_backward(form, compute, r
     assert sum(tensor.nbytes for tensor in kept) == 0
     assert forward.gemms == 4
     assert backward.gemms == (8 if checkpointing else 4)  # checkpointing computes the forward once more
-    assert all(parameter.grad is not None for _, parameter in adapters.parameters(model))
+    assert all(parameter.grad is not None for _, parameter in adapters.list_trained_parameters(model))
 
 
 @pytest.mark.parametrize(("form", "compute", "recipe"), MODES)
@@ -264,7 +264,9 @@ def test_checkpointing_changes_no_bit(form, compute, recipe):
                 y = checkpoint(layer, y, use_reentrant=False) if checkpointing else layer(y)
             y.float().square().sum().backward()
             AmaxHistory(model).end_step_()
-        results.append([y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]])
+        results.append(
+            [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)]]
+        )
     assert all(map(torch.equal, *results))
 
 
@@ -358,12 +360,12 @@ def test_decoded_compute_is_for_a_while():
 
 def test_a_card_without_fp8_is_refused_in_one_line():
     section = settings.Quantize(compute="fp8")
-    text = choose._problem(section, "RTX 3090", (8, 6))
+    text = choose._find_cuda_problem(section, "RTX 3090", (8, 6))
     assert "RTX 3090" in text and "8.6" in text and "'upcast'" in text and "\n" not in text
-    assert choose._problem(section, "RTX 4090", (8, 9)) == ""
+    assert choose._find_cuda_problem(section, "RTX 4090", (8, 9)) == ""
     block = settings.Quantize(compute="fp8", recipe="block", scale="128x128")
-    assert "'current'" in choose._problem(block, "RTX 4090", (8, 9))
-    assert choose._problem(block, "H200", (9, 0)) == ""
+    assert "'current'" in choose._find_cuda_problem(block, "RTX 4090", (8, 9))
+    assert choose._find_cuda_problem(block, "H200", (9, 0)) == ""
 
 
 @pytest.mark.parametrize(
@@ -378,11 +380,11 @@ def test_amd_is_asked_by_its_architecture(monkeypatch, architecture, able):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     about = types.SimpleNamespace(gcnArchName=architecture)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    text = precision.problem(settings.Quantize(compute="fp8"), torch.device("cuda"))
+    text = precision.find_problem(settings.Quantize(compute="fp8"), torch.device("cuda"))
     assert able == (not text) and (able or "'upcast'" in text and "\n" not in text)
-    assert len(precision.candidates(settings.Quantize(compute="auto"), torch.device("cuda"))) == (3 if able else 1)
+    assert len(precision.list_candidates(settings.Quantize(compute="auto"), torch.device("cuda"))) == (3 if able else 1)
     block = settings.Quantize(compute="fp8", recipe="block", scale="128x128")
-    assert precision.problem(block, torch.device("cuda"))
+    assert precision.find_problem(block, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +408,7 @@ def test_fastest_tries_each_and_a_mode_that_fails_loses(error, reason):
         current[0] = mode
 
     cpu = torch.device("cpu")
-    seconds, failed = precision.fastest(("upcast", "fp8_forward", "fp8"), switch, step, cpu, 2)
+    seconds, failed = precision.time_modes(("upcast", "fp8_forward", "fp8"), switch, step, cpu, 2)
     assert log == ["upcast"] * 3 + ["fp8_forward"] + ["fp8"] * 3 and failed == {"fp8_forward": reason}
     assert seconds["fp8_forward"] == float("inf") and seconds["upcast"] < 1 > seconds["fp8"]
 
@@ -417,7 +419,7 @@ def test_fastest_stops_when_asked_to(error):
         raise error("now")
 
     with pytest.raises(error):
-        precision.fastest(("upcast", "fp8"), lambda mode: None, step, torch.device("cpu"))
+        precision.time_modes(("upcast", "fp8"), lambda mode: None, step, torch.device("cpu"))
 
 
 def test_gradient_and_forward_use_the_one_stored_copy():

@@ -21,7 +21,7 @@ def test_peak_is_of_what_was_used_since_the_reset():
 
 def test_peak_is_not_that_of_the_process_that_started_this_one():
     """A trainer that a large program starts must not report the large program's memory."""
-    child = "import torch; from lora_fp8.training import memory; print(memory.peak_gib(torch.device('cpu')))"
+    child = "import torch; from lora_fp8.training import memory; print(memory.read_peak_gib(torch.device('cpu')))"
     parent = f"import os, sys; x = b'1' * (5 << 28); os.execv(sys.executable, [sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
     assert 0.1 < float(done.stdout) < 1

@@ -66,7 +66,7 @@ def test_the_fastest_that_fits_is_chosen(
         if share == 0:
             assert (choice.section.recomputes, choice.section.share_in_ram, choice.peak) == (recomputes, 0, peak)
     least = choose_memory(plan, free_for(peaks[1] // 2))
-    assert least.advice and "it may run out of memory" in least.warning()
+    assert least.advice and "it may run out of memory" in least.format_warning()
     again = choose_memory(plan, free_for(MANY))
     assert not again.section.recomputes and again.tiled is False
 
@@ -76,7 +76,7 @@ def test_what_a_user_says_is_kept(tiny: Callable[[str], Path], pictures: Path, t
         return choose_memory(planning.make(job_of("flux", tiny("flux"), pictures, tmp_path, *more)), free)
 
     on_cpu = choose(free=None)
-    assert on_cpu.section.gradient_checkpointing is True and on_cpu.section.offload == 0 and on_cpu.lines() == []
+    assert on_cpu.section.gradient_checkpointing is True and on_cpu.section.offload == 0 and on_cpu.format_lines() == []
     assert choose("memory.gradient_checkpointing=false").section.gradient_checkpointing is False
     assert choose("memory.offload=0.2").section.offload == 0.2
     assert choose("preview.tiled=false").tiled is False and choose("preview.tiled=true", free=MANY).tiled
@@ -87,7 +87,7 @@ def test_what_a_user_says_is_kept(tiny: Callable[[str], Path], pictures: Path, t
         assert clash.partition("=")[0] in chosen.advice
     assert choose("memory.cuda_graphs=true").section.offload == 0
     everything = ("memory.gradient_checkpointing=true", "memory.offload=0", "preview.tiled=false")
-    assert choose(*everything).lines() == [], "nothing is measured where nothing is left to choose"
+    assert choose(*everything).format_lines() == [], "nothing is measured where nothing is left to choose"
 
 
 def test_a_step_that_cannot_be_measured_gets_room(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
@@ -114,17 +114,17 @@ def test_it_trains_with_what_was_chosen_to_the_same_bytes(
     """On a CPU that counts as a GPU with little memory; the run goes on where there is more."""
     steps = ("train.steps=4", "checkpoint.every=2")
     settings = [*steps, "preview.prompts=[]", "export.verify=false", "memory.gradient_checkpointing=auto"]
-    monkeypatch.setattr(memory, "problem", lambda *_: "")
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")
     plain = train.run(job(*settings, "name=plain"), progress=False)
-    assert not as_if_on_a_gpu and not [event for event in plain.run.events() if event["event"] == "memory"]
+    assert not as_if_on_a_gpu and not [event for event in plain.run.read_events() if event["event"] == "memory"]
 
     files = []
     for name, frees in (("tight", (2**20, 2**20)), ("moved", (2**20, MANY))):
         for free, total in zip(frees, (2, 4), strict=True):
-            monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+            monkeypatch.setattr(memory, "count_free_bytes", lambda device, free=free: free)
             mine = job(*settings, f"name={name}", f"train.steps={total}", "schedule.name=constant")
             result = train.run(mine, resume=total == 4, progress=False)
-        events = [event for event in result.run.events() if event["event"] == "memory"]
+        events = [event for event in result.run.read_events() if event["event"] == "memory"]
         assert [event["offload"] for event in events] == [1.0 if free == 2**20 else 0.0 for free in frees]
         assert [event["gradient_checkpointing"] for event in events] == [free == 2**20 for free in frees]
         assert 'offload = "auto"' in (result.run.path / "config.toml").read_text(encoding="utf-8")

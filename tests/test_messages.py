@@ -79,7 +79,7 @@ def test_a_run_and_a_job_keep_their_messages(tmp_path: Path) -> None:
     line = Message("{path}: a training is running in this folder", path=Path.home() / "runs")
     with contextlib.closing(Run.create(tmp_path / "run", "")) as run:
         run.log_event("warning", text=line)
-    (event,) = [event for event in Run(tmp_path / "run").events() if event["event"] == "warning"]
+    (event,) = [event for event in Run(tmp_path / "run").read_events() if event["event"] == "warning"]
     assert event["text"] == "~/runs: a training is running in this folder", "no home folder in logs"
     assert messages.translate("zh-CN", event["text"]) == messages.translate("zh-CN", line.map(without_home))
     sentence = Sentence.parse(json.dumps(Sentence("failure", {"message": event["text"]}).to_json()))

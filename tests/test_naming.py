@@ -35,7 +35,7 @@ def test_names_go_there_and_back(native, ours):
 
 
 def test_a_table_is_its_rows():
-    rows = naming.table("""
+    rows = naming.parse_table("""
         img_in = x_embedder
         blocks.# = layers.#
             attn.qkv = attn.to_q attn.to_k attn.to_v
@@ -62,7 +62,7 @@ def test_a_table_is_its_rows():
 @pytest.mark.parametrize("line", ["a.# = b", "a =", "a b", "a b = c", "= b", "a, = b", "a = b c\n    d = e"])
 def test_a_line_that_is_no_row_is_told(line):
     with pytest.raises(ValueError, match="is not 'original = diffusers'|nothing below a fused layer"):
-        naming.table(line)
+        naming.parse_table(line)
 
 
 def test_what_no_row_fits():
@@ -79,7 +79,7 @@ def test_rows_of_a_fused_layer_follow_the_members_sizes():
     sizes = {"to_q": 6, "to_k": 2, "to_v": 2}
     shapes = {f"layers.0.attn.{name}.weight": (rows, 8) for name, rows in sizes.items()}
     shapes |= {f"layers.0.attn.{name}.bias": (rows,) for name, rows in sizes.items()}
-    found = {name: (key, rows) for name, key, rows in naming.conversion(ROWS, header, shapes, "net.")}
+    found = {name: (key, rows) for name, key, rows in naming.locate_tensors(ROWS, header, shapes, "net.")}
     for kind in ("weight", "bias"):
         key = f"net.blocks.0.attn.qkv.{kind}"
         assert found.pop(f"layers.0.attn.to_q.{kind}") == (key, (0, 6))

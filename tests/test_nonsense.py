@@ -112,7 +112,7 @@ def test_whole_encoders_of_another_model_are_told_without_a_weight_being_read(
     assert len(loaded) == 3 and {one.device.type for one in loaded} == {"meta"} and whole.vae is None
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_every_familys_own_parts_pass(name: str, tiny: Callable[[str], Path]) -> None:
     model = settings.Model(family=name, path=str(tiny(name)))
     families.get(name)(model, device="cpu", dtype=dtypes.DTYPES["bf16"]).check_parts()
@@ -177,7 +177,7 @@ def test_a_first_preview_that_cannot_be_read_costs_the_contact_sheet_alone(
             first.write_bytes(raw if raw is not None else first.read_bytes())
 
     result = train.run(mine, progress=False, echo=spoil)
-    told = [e["text"] for e in result.run.events() if e["event"] == "warning" and "contact sheet" in e["text"]]
+    told = [e["text"] for e in result.run.read_events() if e["event"] == "warning" and "contact sheet" in e["text"]]
     assert len(result.files) == 2 and len(told) == (raw is not None)
     assert not (folder / "samples" / "contact_sheet.png").exists()
     assert all(translations.translate("zh-CN", line) != line for line in told)
@@ -187,7 +187,7 @@ def test_tensors_of_a_checkpoint_that_are_none_are_one_line(trained: settings.Jo
     place = shutil.copytree(trained.run_folder / "checkpoints", tmp_path / "checkpoints")
     rewrite(place / "step-000002", "optimizer.safetensors", b"nothing of the kind")
     with pytest.raises(RunFailure, match=r"optimizer\.safetensors is not a safetensors file"):
-        checkpoint.latest(place)
+        checkpoint.read_latest(place)
 
 
 @pytest.fixture(scope="module")

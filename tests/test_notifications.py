@@ -74,7 +74,7 @@ def end(queue: Queue, reported: list[str], id: int, ending: job_view.Ending) -> 
     """What a worker does when it finds that this job has ended."""
     one = worker.Worker(queue.home, report=reported.append)
     queue.store.update(id, phase="launched", attempts=3, launched=time.time() - 60)
-    one._end(queue.store.row(id), ending)
+    one._end(queue.store.read_row(id), ending)
     one.sender.finish(60)
 
 
@@ -93,7 +93,7 @@ def test_a_worker_tells_the_webhook_how_each_job_ended(server: Server, tmp_path:
     again = queue.submit('name = "dog"\n' + CONFIG)
     one = worker.Worker(queue.home, report=reported.append)
     queue.store.update(again, phase="launched", attempts=1, launched=time.time())
-    one._end(queue.store.row(again), job_view.Ending("lost", Sentence("vanished"), None, crash=True))
+    one._end(queue.store.read_row(again), job_view.Ending("lost", Sentence("vanished"), None, crash=True))
     drawn = queue.submit_command("draw", ["x"])
     end(queue, reported, drawn, job_view.Ending("done", Sentence("command_done"), 0))
     one.sender.finish(60)
@@ -135,7 +135,7 @@ def test_a_message_that_is_not_delivered_fails_no_job_and_is_reported_without_th
     server.codes = list(codes)
     id = queue.submit('name = "cat"\n' + CONFIG)
     end(queue, reported, id, job_view.Ending("done", Sentence("done", {"files": "a"}), 0))
-    assert queue.store.row(id).state == "done" and len(server.messages) == sent
+    assert queue.store.read_row(id).state == "done" and len(server.messages) == sent
     result = webhook.read_result(queue.home)
     assert result["host"] == server.host and problem in result["problem"]
     assert ("webhook" in "\n".join(reported)) == bool(problem)
@@ -183,13 +183,13 @@ def test_the_other_settings_of_the_worker_stay(tmp_path: Path) -> None:
 def test_the_page_sets_tries_and_removes_the_webhook_and_shows_only_its_host(server: Server, tmp_path: Path) -> None:
     with gr.Blocks():
         section = notifications.WebhookSection(Ui("zh-CN", Place(tmp_path)))
-    assert "尚未设置" in section.paint()[0]
+    assert "尚未设置" in section.update_components()[0]
     note, typed, status, *_ = section.save_address("file:///x")
     assert "wrong" in note["value"] and "`webhook`" in note["value"] and not isinstance(typed, str)
     note, typed, status, test, _ = section.save_address(server.address)
     assert typed == "" and server.host in status and "secret" not in status and test["visible"]
     section.send_test()
-    assert server.messages[0][2]["kind"] == "test" and "已送达" in section.paint()[0]
+    assert server.messages[0][2]["kind"] == "test" and "已送达" in section.update_components()[0]
     server.codes = [500]
     note, _, status, *_ = section.send_test()
     assert "500" in note["value"] and "500" in status and "secret" not in note["value"] + status

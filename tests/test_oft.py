@@ -55,7 +55,7 @@ def layer(form, dtype=torch.float32):
 def turned_(model, std=0.2):
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for _, parameter in adapters.parameters(model):
+        for _, parameter in adapters.list_trained_parameters(model):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
@@ -64,7 +64,7 @@ def test_forward_and_gradients_are_those_of_the_rotated_weight(form):
     model, x = layer(form)
     report = adapters.inject(model, Adapter(type="oft", block_size=10, dtype="fp32"), ["0"], 0)
     turned_(model)
-    base, (blocks,) = model[0].get_base_layer(), [p for _, p in adapters.parameters(model)]
+    base, (blocks,) = model[0].get_base_layer(), [p for _, p in adapters.list_trained_parameters(model)]
     assert blocks.shape == ((3, 8, 8) if form == "conv" else (12, 8, 8)) and report.num_parameters == blocks.numel()
     leaf, mine, theirs = (t.detach().clone() for t in (blocks, x, x))
     leaf, mine, theirs = leaf.double().requires_grad_(True), mine.requires_grad_(True), theirs.double()
@@ -77,12 +77,14 @@ def test_forward_and_gradients_are_those_of_the_rotated_weight(form):
     wanted.backward(upstream)
     for ours, judge in ((got, wanted), (mine.grad, theirs.grad), (blocks.grad, leaf.grad)):
         assert (ours.double() - judge).norm() <= 1e-5 * judge.norm()
-    parts = kinds.grouped(adapters.state(model))["0"]
+    parts = kinds.group_by_layer(adapters.copy_state(model))["0"]
     exact = base.weight.detach().double()
-    assert (kinds.gain(exact, parts, 1.0, 0.5) + exact - comfy_weight(leaf, exact, strength=0.5)).norm() < 1e-5
+    assert (
+        kinds.compute_weight_change(exact, parts, 1.0, 0.5) + exact - comfy_weight(leaf, exact, strength=0.5)
+    ).norm() < 1e-5
     plain, alone, whole = nn.Sequential(base), base(x), model(x)
     for strength in (1.0, 0.5):
-        with attached({"0": plain[0]}, adapters.state(model), {"0": 1.0}, strength, x.device):
+        with attached({"0": plain[0]}, adapters.copy_state(model), {"0": 1.0}, strength, x.device):
             assert (plain(x) - (alone + (whole - alone) * strength)).norm() < 1e-5 * whole.norm()
     rows = torch.linalg.vector_norm(comfy_weight(leaf, exact).flatten(1)), torch.linalg.vector_norm(exact.flatten(1))
     torch.testing.assert_close(*rows)  # a rotation keeps lengths
@@ -95,12 +97,12 @@ def test_training_begins_at_the_base_and_disabled_is_the_base(form):
     adapters.inject(model, Adapter(type="oft"), ["0"], 0)
     assert torch.equal(model(x), before)
     model(x).square().sum().backward()
-    assert all(p.grad.any() and p.dtype == torch.bfloat16 for _, p in adapters.parameters(model))
+    assert all(p.grad.any() and p.dtype == torch.bfloat16 for _, p in adapters.list_trained_parameters(model))
     turned_(model)
     assert not torch.equal(model(x), before)
     with adapters.disabled(model):
         assert torch.equal(model(x), before)
-    assert all(p.requires_grad for _, p in adapters.parameters(model))
+    assert all(p.requires_grad for _, p in adapters.list_trained_parameters(model))
 
 
 def test_compiled_in_one_graph():
@@ -116,7 +118,7 @@ def test_compiled_in_one_graph():
     ("rows", "most", "size"), [(96, 32, 32), (320, 32, 32), (100, 32, 25), (4, 32, 4), (96, 10, 8)]
 )
 def test_blocks_divide_the_output_features(rows, most, size):
-    assert kinds.block_size(rows, most) == size
+    assert kinds.choose_block_size(rows, most) == size
 
 
 def test_what_has_no_blocks_is_refused():
@@ -136,7 +138,7 @@ def test_from_training_to_a_verified_file(make_job, tmp_path, family, layout):
     job = make_job(tmp_path, *settings, "export.formats=['auto']", family=family)
     result = train.run(job, progress=False)
     (path,), (report,) = result.files, result.reports
-    assert path.name == f"lora_{layout}.safetensors" and report.ok, report.failed()
+    assert path.name == f"lora_{layout}.safetensors" and report.ok, report.list_failures()
     assert report.measured["delta_error"] < 1e-5 and report.measured["prediction_error"] < 1e-5
     assert report.measured["effect"] > 1e-4
     tensors, built = load_file(path), planning.make(job).family
@@ -146,13 +148,13 @@ def test_from_training_to_a_verified_file(make_job, tmp_path, family, layout):
     metadata = safetensors_file.read_header(path).metadata
     assert json.loads(metadata["ss_network_args"]) == {"algo": "diag-oft"}
     assert (metadata["ss_network_module"], metadata["ss_network_dim"]) == ("lycoris.kohya", "8")
-    held = kinds.grouped(checkpoint.latest(result.run.checkpoints)[0].adapter)
+    held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)
     name_of, _ = layer_names.get_rule(Family, built.denoiser_config(), layout)
     shapes = Family.layer_shapes(built.denoiser_config())
     for module, parts in list(held.items())[::7]:  # as ComfyUI reads them, with the file's alpha
         stem, weight = name_of(module)[0], torch.randn(shapes[module])
         blocks, alpha = tensors[f"{stem}.oft_blocks"], float(tensors[f"{stem}.alpha"])
-        wanted = weight.double() + kinds.gain(weight.double(), parts, 1.0)
+        wanted = weight.double() + kinds.compute_weight_change(weight.double(), parts, 1.0)
         assert (comfy_weight(blocks, weight, alpha) - wanted).norm() < 1e-6 * wanted.norm()
     more = ("export.formats=['auto']", f"adapter.init_from='{path}'")
     again = make_job(tmp_path / "next", *settings, *more, family=family)
@@ -169,7 +171,7 @@ def test_a_run_resumes_to_the_bit_and_tools_take_its_files(make_job, tmp_path, t
     for name in ("adapter", "optimizer"):
         one, other = (load_file(r.run.path / f"checkpoints/step-000004/{name}.safetensors") for r in (whole, pieces))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-    steps = [event for event in whole.run.events() if event["event"] == "step"]
+    steps = [event for event in whole.run.read_events() if event["event"] == "step"]
     assert max(event["keys_scaled"] for event in steps) > 0
     assert max(event["max_key_norm"] for event in steps) == pytest.approx(0.2)
     with pytest.raises(UserError, match="adapter.block_size: was 32, is 8"):
@@ -177,14 +179,14 @@ def test_a_run_resumes_to_the_bit_and_tools_take_its_files(make_job, tmp_path, t
     file = whole.files[0]
     about = files.inspect(file)
     assert about.kind == "oft" and "sd15" in about.families and max(about.norms.values()) > 0
-    assert average.run(whole.run.path, what="factors", half_life=0.0, last=2)[1]
+    assert average.average_run(whole.run.path, what="factors", half_life=0.0, last=2)[1]
     with pytest.raises(UserError, match="use --average factors"):
-        average.run(whole.run.path, what="delta", half_life=0.0, last=2)
-    merge.into([(file, 1.0)], str(tiny("sd15")), tmp_path / "merged")
+        average.average_run(whole.run.path, what="delta", half_life=0.0, last=2)
+    merge.merge_into_base([(file, 1.0)], str(tiny("sd15")), tmp_path / "merged")
     part = "unet/diffusion_pytorch_model.safetensors"
     before, after = load_file(tiny("sd15") / part), load_file(tmp_path / "merged" / part)
     state, _ = layouts.from_layout(load_file(file), families.get("sd15"), {})
-    layers = kinds.grouped(state)
+    layers = kinds.group_by_layer(state)
     assert {name for name in before if not torch.equal(before[name], after[name])} == {f"{n}.weight" for n in layers}
     for module, parts in layers.items():
         wanted = comfy_weight(parts["oft_blocks"], before[f"{module}.weight"])
@@ -195,18 +197,20 @@ def test_a_run_resumes_to_the_bit_and_tools_take_its_files(make_job, tmp_path, t
 FACTS = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_each_layout_that_carries_it_and_back(tiny, name):
     """The layouts of LoHa, which likewise cannot be joined or have rows swapped; ComfyUI's formula judges."""
     Family = families.get(name)
     family = Family(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
     denoiser, sizes = family.empty_denoiser(), family.denoiser_config()
     names = Family.adapter_names(denoiser)
-    able = [layout for layout in Family.layouts if layouts.uncarried("oft", names, Family, sizes, layout) is None]
+    able = [
+        layout for layout in Family.layouts if layouts.explain_unsupported("oft", names, Family, sizes, layout) is None
+    ]
     assert (able[0] if able else "") == FACTS[name]["lycoris"][1]
     few = names[:: max(1, len(names) // 4)]
     shapes = {module: tuple(denoiser.get_submodule(module).weight.shape) for module in few}
-    blocks = {module: kinds.block_size(shape[0], 8) for module, shape in shapes.items()}
+    blocks = {module: kinds.choose_block_size(shape[0], 8) for module, shape in shapes.items()}
     state = {
         f"{module}.oft_blocks": torch.randn(shapes[module][0] // size, size, size) / 4
         for module, size in blocks.items()
@@ -220,7 +224,7 @@ def test_each_layout_that_carries_it_and_back(tiny, name):
         name_of, _ = layer_names.get_rule(Family, sizes, layout)
         for module in few:
             stem, weight = name_of(module)[0], torch.randn(shapes[module])
-            wanted = weight + kinds.gain(weight, kinds.grouped(state)[module], 1.0)
+            wanted = weight + kinds.compute_weight_change(weight, kinds.group_by_layer(state)[module], 1.0)
             made = comfy_weight(file[f"{stem}.oft_blocks"], weight, float(file[f"{stem}.alpha"]))
             assert (made - wanted).norm() < 1e-5 * wanted.norm()
 
@@ -233,8 +237,8 @@ def test_a_limit_in_another_program_s_file_is_read(tmp_path):
         state, scaling = layouts.from_layout(
             {f"{stem}.oft_blocks": blocks, f"{stem}.alpha": torch.tensor(alpha)}, families.get("sd15"), {}
         )
-        ((module, parts),) = kinds.grouped(state).items()
-        got = weight.double() + kinds.gain(weight.double(), parts, scaling[module])
+        ((module, parts),) = kinds.group_by_layer(state).items()
+        got = weight.double() + kinds.compute_weight_change(weight.double(), parts, scaling[module])
         assert (got - comfy_weight(blocks, weight, alpha)).norm() < 1e-5 * got.norm()
 
 

@@ -119,7 +119,7 @@ def test_steps_equal_the_library_s_on_float32(name, dtype, capsys):
             param.grad = grad.clone()
         for group in theirs.param_groups:
             group["lr"] = lr
-        found.append(mine.effective(lr) / lr)
+        found.append(mine.compute_effective_lr(lr) / lr)
         assert found[-1] == pytest.approx(theirs.param_groups[0].get("d", 1.0), rel=1e-12)
         theirs.step()
         mine.step(mine.layout.join(grads), lr, step)
@@ -127,7 +127,7 @@ def test_steps_equal_the_library_s_on_float32(name, dtype, capsys):
             assert torch.equal(param.detach(), expected.detach().to(dtype))
     assert (found[-1] > 1.5 * found[0]) == (name == "prodigy")
     if dtype == torch.bfloat16:
-        tensors, _ = mine.state()
+        tensors, _ = mine.copy_state()
         for (own, _), expected in zip(params, reference, strict=True):
             assert torch.equal(tensors[f"{own}/master"], expected.detach())
 
@@ -159,7 +159,7 @@ def test_prodigy_s_own_settings_reach_it_and_it_has_one_rate_for_all():
         theirs.step()
         mine.step(mine.layout.join(make_grads(step)), mine.base_lr, step)
     assert all(torch.equal(param, expected) for (_, param), expected in zip(params, reference, strict=True))
-    assert mine.effective(1.0) == theirs.param_groups[0]["d"] > 2e-5
+    assert mine.compute_effective_lr(1.0) == theirs.param_groups[0]["d"] > 2e-5
 
 
 @pytest.mark.parametrize("name", sorted(BITS.keys() - {"prodigy"}))
@@ -194,7 +194,7 @@ def test_rates_by_layer_and_lora_plus_are_the_optimizers_own_groups(name: str) -
     step(1)
     step(2)
     # A resumed run goes on in the same groups.
-    tensors, meta = mine.state()
+    tensors, meta = mine.copy_state()
     resumed = [(one, nn.Parameter(parameter.detach().clone())) for one, parameter in ours]
     mine = optim.build(resumed, given, base_storage="none", seed=0, of_text=names[6:])
     mine.load_state(tensors, meta)
@@ -222,10 +222,10 @@ def test_the_weights_to_evaluate_are_the_library_s() -> None:
             assert torch.equal(gradient, before)  # schedulefree writes into it
             undisturbed.step(undisturbed.layout.join(make_grads(step)), 1e-3, step)
             trained = [param.detach().clone() for _, param in params]
-            saved = mine.state()
+            saved = mine.copy_state()
             with mine.evaluation():
                 evaluated = [param.detach().clone() for _, param in params]
-                inside = mine.state()
+                inside = mine.copy_state()
                 with pytest.raises(RuntimeError, match="weights to evaluate"):
                     mine.step(gradient, 1e-3, step)
             assert inside[1] == saved[1] and all(torch.equal(inside[0][key], saved[0][key]) for key in saved[0])
@@ -243,7 +243,7 @@ def test_the_weights_to_evaluate_are_the_library_s() -> None:
         for (_, param), (_, one) in zip(params, other, strict=True):
             assert torch.equal(param, one)
         # A checkpoint has the weights to evaluate in its adapter file, and those in training in the state.
-        tensors, meta = on_disk(*mine.state())
+        tensors, meta = on_disk(*mine.copy_state())
         again = make_params(dtype)
         resumed = build(again, name="adamw_schedulefree", rounding=rounding)
         for (_, param), value in zip(again, evaluated, strict=True):
@@ -276,7 +276,7 @@ def test_the_moving_average_is_diffusers(name: str, rounding: str) -> None:
         go(mine, range(step, step + 1))
         go(plain, range(step, step + 1))
         assert all(torch.equal(one, two) for (_, one), (_, two) in zip(params, other, strict=True))
-        tensors, meta = on_disk(*mine.state())
+        tensors, meta = on_disk(*mine.copy_state())
         key = "master" if rounding == "master" else "trained"
         trained = [nn.Parameter(tensors[f"{name_}/{key}"].float()) for name_ in SHAPES]
         judge = judge or EMAModel([nn.Parameter(value.detach().clone()) for value in trained], decay=0.6)
@@ -286,8 +286,8 @@ def test_the_moving_average_is_diffusers(name: str, rounding: str) -> None:
         with mine.evaluation():
             values = {name_: param.detach().clone() for name_, param in params}
             assert all(torch.equal(values[key], tensors[f"{key}/average"].bfloat16()) for key in SHAPES)
-            assert mine.state()[0].keys() == tensors.keys()
-            assert all(torch.equal(mine.state()[0][key], tensors[key]) for key in tensors)
+            assert mine.copy_state()[0].keys() == tensors.keys()
+            assert all(torch.equal(mine.copy_state()[0][key], tensors[key]) for key in tensors)
     again = make_params(torch.bfloat16)
     resumed = build(again, name=name, rounding=rounding, ema_decay=0.6)
     for key, param in again:
@@ -295,12 +295,14 @@ def test_the_moving_average_is_diffusers(name: str, rounding: str) -> None:
     resumed.load_state(tensors, meta)
     for optimizer in (mine, resumed):
         go(optimizer, range(30, 33))
-    ends = [optimizer.state()[0] for optimizer in (mine, resumed)]
+    ends = [optimizer.copy_state()[0] for optimizer in (mine, resumed)]
     assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     assert all(torch.equal(one, two) for (_, one), (_, two) in zip(params, again, strict=True))
     for given, kept in ((0.0, mine), (0.6, plain)):
         with pytest.raises(UserError, match="moving average of the weights, but optimizer.ema_decay"):
-            build(make_params(torch.bfloat16), name=name, rounding=rounding, ema_decay=given).load_state(*kept.state())
+            build(make_params(torch.bfloat16), name=name, rounding=rounding, ema_decay=given).load_state(
+                *kept.copy_state()
+            )
 
 
 def test_a_schedule_free_optimizer_has_no_second_average() -> None:
@@ -324,29 +326,29 @@ def test_the_estimate_of_the_state_is_right() -> None:
             params = make_params(dtype)
             mine = build(params, **given)
             go(mine, range(2))
-            expected = optim.state_bytes([param for _, param in params], section(**given))
-            assert mine.num_bytes() == expected, (name, dtype, rounding)
+            expected = optim.estimate_state_bytes([param for _, param in params], section(**given))
+            assert mine.count_bytes() == expected, (name, dtype, rounding)
 
 
 def test_muon_says_what_it_leaves_to_adamw() -> None:
-    assert build(make_params(torch.float32), name="muon").lines() == [
+    assert build(make_params(torch.float32), name="muon").format_lines() == [
         "Muon updates 3 matrices; AdamW updates 1 tensors that are not matrices: d"
     ]
-    assert not build(make_params(torch.float32)[:3], name="muon").lines()
-    assert not build(make_params(torch.float32), name="came").lines()
+    assert not build(make_params(torch.float32)[:3], name="muon").format_lines()
+    assert not build(make_params(torch.float32), name="came").format_lines()
 
 
 def test_a_missing_package_is_named(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="'came' needs the package came-pytorch, .* `pip install 'lora-fp8"):
-        optim.require(section(name="came"))
-    optim.require(section(name="adamw"))
+        optim.require_package(section(name="came"))
+    optim.require_package(section(name="adamw"))
 
 
 def test_eight_bit_state_is_eight_bit():
     mine = build(make_params(torch.bfloat16), name="adamw8bit")
     mine.step(mine.layout.join(make_grads(0)), 1e-3, 0)
-    tensors, _ = mine.state()
+    tensors, _ = mine.copy_state()
     assert {name: tensors[f"{name}/state1"].dtype for name in SHAPES} == {
         "a": torch.uint8,  # 4,800 elements
         "b": torch.float32,
@@ -373,13 +375,13 @@ def test_unknown_choices_and_factors():
     for (scale, storage), factor in cases.items():
         made = optim.build(make_params(torch.float32), section(lr_scale=scale), base_storage=storage, seed=0)
         assert made.lr_factor == factor and made.base_lr == pytest.approx(1e-3 * factor, rel=1e-12)
-        assert made.state()[1]["lr_factor"] == factor
+        assert made.copy_state()[1]["lr_factor"] == factor
     rates = dict.fromkeys(BITS, 1.4e-4) | {"lion8bit": 2.8e-5, "prodigy": 1.0}
     for name, rate in rates.items():
         made = optim.build(make_params(torch.float32), Optimizer(name=name), base_storage="fp8", seed=0)
         assert made.base_lr == pytest.approx(rate)
-    assert "3 to 10 times smaller" in " ".join(optim.cautions(Optimizer(name="lion8bit", lr=1e-4)))
-    assert not optim.cautions(Optimizer(name="lion8bit")) + optim.cautions(Optimizer(lr=1e-4))
+    assert "3 to 10 times smaller" in " ".join(optim.find_cautions(Optimizer(name="lion8bit", lr=1e-4)))
+    assert not optim.find_cautions(Optimizer(name="lion8bit")) + optim.find_cautions(Optimizer(lr=1e-4))
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -401,9 +403,9 @@ def test_resume_at_any_step_is_bitwise(name, rounding):
     opt = build(whole, name=name, rounding=rounding)
     saved = []
     for step in range(8):
-        saved.append(({key: param.detach().clone() for key, param in whole}, *on_disk(*opt.state())))
+        saved.append(({key: param.detach().clone() for key, param in whole}, *on_disk(*opt.copy_state())))
         go(opt, range(step, step + 1))
-    end, end_meta = opt.state()
+    end, end_meta = opt.copy_state()
     for at, (values, tensors, meta) in enumerate(saved):
         params = make_params(torch.bfloat16)
         resumed = build(params, name=name, rounding=rounding)
@@ -414,7 +416,7 @@ def test_resume_at_any_step_is_bitwise(name, rounding):
         go(resumed, range(at, 8))
         for (key, param), (_, expected) in zip(params, whole, strict=True):
             assert torch.equal(param, expected), (at, key)
-        got, got_meta = resumed.state()
+        got, got_meta = resumed.copy_state()
         assert got.keys() == end.keys() and all(torch.equal(got[key], end[key]) for key in end)
         assert got_meta == end_meta
 
@@ -436,21 +438,21 @@ def test_losing_only_the_masters_differs():
     whole = make_params(torch.bfloat16)
     opt = build(whole, name="adamw")
     go(opt, range(4))
-    tensors, meta = opt.state()
+    tensors, meta = opt.copy_state()
     params = [(key, nn.Parameter(param.detach().clone())) for key, param in whole]
     resumed = build(params, name="adamw")
     rounded = {key: param.detach().float() for key, param in whole}
     resumed.load_state(tensors | {f"{key}/master": value for key, value in rounded.items()}, meta)
     go(opt, range(4, 8))
     go(resumed, range(4, 8))
-    mine, theirs = resumed.state()[0], opt.state()[0]
+    mine, theirs = resumed.copy_state()[0], opt.copy_state()[0]
     assert not any(torch.equal(mine[f"{key}/master"], theirs[f"{key}/master"]) for key in SHAPES)
 
 
 def test_state_is_a_copy():
     opt = build(make_params(torch.bfloat16), name="adamw8bit")
     go(opt, range(2))
-    tensors, _ = opt.state()
+    tensors, _ = opt.copy_state()
     before = {key: value.clone() for key, value in tensors.items()}
     go(opt, range(2, 4))
     assert all(torch.equal(tensors[key], before[key]) for key in tensors)
@@ -460,7 +462,7 @@ def test_state_is_a_copy():
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
     opt = build(make_params(torch.bfloat16), name=name)
     go(opt, range(3))
-    tensors, meta = opt.state()
+    tensors, meta = opt.copy_state()
     key = next(full for full in tensors if full.startswith("c/") and not full.endswith("master"))
     cases = [
         (tensors, meta | {"name": "sgd"}, "name is 'sgd'"),
@@ -474,7 +476,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(name):
     for given, about, words in cases:
         with pytest.raises(UserError, match=words):
             opt.load_state(given, about)
-    after, _ = opt.state()
+    after, _ = opt.copy_state()
     assert all(torch.equal(after[full], tensors[full]) for full in tensors)
 
 
@@ -492,7 +494,7 @@ def test_clipping_equals_torch(max_norm):
     flat = layout.join(grads)
     norm = optim.clip_(flat, max_norm)
     assert norm == pytest.approx(expected.item(), rel=1e-6)
-    for param, grad in zip(params, layout.views(flat).values(), strict=True):
+    for param, grad in zip(params, layout.make_views(flat).values(), strict=True):
         assert torch.allclose(grad, param.grad, rtol=1e-5, atol=0)
 
 
@@ -546,7 +548,7 @@ def their_schedule(name: str, warmup: int, min_lr: float, total: int) -> list[fl
 @pytest.mark.parametrize("min_lr", [0.0, 0.1])
 def test_schedule_equals_transformers_at_every_step(name, warmup, steps, min_lr):
     mine = Schedule(name=name, warmup=warmup, min_lr=min_lr)
-    got = [schedules.learning_rate(step, mine, 2e-4, 30) for step in range(31)]
+    got = [schedules.compute_learning_rate(step, mine, 2e-4, 30) for step in range(31)]
     assert got == pytest.approx(their_schedule(name, steps, min_lr, 30), rel=1e-9, abs=1e-18)
 
 
@@ -555,7 +557,9 @@ def test_cosine_equals_torch():
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=1e-4)
     mine = Schedule(name="cosine", min_lr=0.1)
     for step in range(20):
-        assert schedules.learning_rate(step, mine, 1e-3, 20) == pytest.approx(schedule.get_last_lr()[0], rel=1e-6)
+        assert schedules.compute_learning_rate(step, mine, 1e-3, 20) == pytest.approx(
+            schedule.get_last_lr()[0], rel=1e-6
+        )
         optimizer.step()
         schedule.step()
 
@@ -622,7 +626,7 @@ class Problem:
         self.model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
         precision.quantize_(self.model, Quantize(storage="fp8"), (), torch.float32)
         adapters.inject(self.model, Adapter(rank=16, alpha=16, dtype=dtype), ["0", "2"], seed=0)
-        self.params = adapters.parameters(self.model)
+        self.params = adapters.list_trained_parameters(self.model)
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(64, 256, generator=generator)
         start = {}
@@ -649,7 +653,7 @@ class Problem:
             opt.step(opt.layout.join(named), 1e-5, step)
             seconds += time.perf_counter() - begin
         count = sum(param.numel() for _, param in self.params)
-        held = opt.num_bytes() + sum(param.nbytes for _, param in self.params)
+        held = opt.count_bytes() + sum(param.nbytes for _, param in self.params)
         return {"first": first, "last": self.loss().item(), "bytes": held / count, "ms": 1e3 * seconds / steps}
 
 

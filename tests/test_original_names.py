@@ -79,7 +79,7 @@ def test_a_full_size_file_is_recognised_by_its_family_alone(name, prefix):
     header = {prefix + key: shape for key, shape in native_shapes(Family, full_size(Family)).items()}
     assert families.describe(header)[1] == name
     # A relative of another size states the side that differs, and is the closer one.
-    known = [other for other in families.available() if families.get(other).recognises(header)]
+    known = [other for other in families.list_families() if families.get(other).recognises(header)]
     assert known == [name] or known == ["wan", "wan22_5b"] and name == "wan22_5b"
 
 

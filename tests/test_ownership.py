@@ -202,7 +202,7 @@ def test_a_bundle_that_is_a_link_is_none(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "c").mkdir()
     (tmp_path / "c/step-000002").symlink_to(tmp_path / "elsewhere")
-    assert checkpoint.newest(tmp_path / "c") is None and checkpoint.count(tmp_path / "c") == 0
+    assert checkpoint.find_newest(tmp_path / "c") is None and checkpoint.count_bundles(tmp_path / "c") == 0
 
 
 def test_a_run_below_a_linked_folder_works(tmp_path):
@@ -250,4 +250,4 @@ def test_settings_and_a_log_of_somebody_else_are_no_run(tmp_path, log, settings)
     for act in (ownership.remove, ownership.require_ours, ownership.claim, lambda path: Run(path).request("save")):
         with pytest.raises(UserError):
             act(tmp_path)
-    assert tree(tmp_path) == before and disk_space.unwritable(tmp_path) is None
+    assert tree(tmp_path) == before and disk_space.find_write_obstacle(tmp_path) is None

@@ -78,7 +78,7 @@ def test_a_failure_is_told_by_the_queue_too_and_logged_once(
     def fails(*_: Any) -> Any:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(Draft, "text", fails)
+    monkeypatch.setattr(Draft, "load_text", fails)
     data = [VALUES.get(part.get_block_name()) for part in fn.inputs]
     with caplog.at_level(logging.ERROR):
         for number in range(3):
@@ -126,10 +126,10 @@ def test_what_is_typed_on_a_full_disk_is_kept_and_written_when_there_is_room(
         assert call(typed, "my-own-name", False)["problem"] == translations.say("zh-CN", "site.full")
         assert call(tick, "", False)["problem"] == translations.say("zh-CN", "site.full"), "as long as it lasts"
         assert draft.file.read_text(encoding="utf-8") == before
-        assert "my-own-name" in Draft(site.place.home).text(), "another window and a reload show it"
+        assert "my-own-name" in Draft(site.place.home).load_text(), "another window and a reload show it"
         with pytest.raises(OSError):
             draft.replace("[model]\n")
-        assert "my-own-name" in draft.text(), "what was not done is not half done"
+        assert "my-own-name" in draft.load_text(), "what was not done is not half done"
     assert "problem" not in call(tick, "", False)
     assert 'name = "my-own-name"' in draft.file.read_text(encoding="utf-8")
 

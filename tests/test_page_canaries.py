@@ -134,8 +134,8 @@ class Site:
         """What was started, and what the worker would start for what is in the queue."""
         worker = jobs.Worker(self.place.home, report=lambda line: None)
         found = list(self.started)
-        for row in worker.store.rows():
-            attempt = worker.store.folder(row.id) / "attempt-1"
+        for row in worker.store.read_rows():
+            attempt = worker.store.get_folder(row.id) / "attempt-1"
             attempt.mkdir(parents=True, exist_ok=True)
             found.append(worker.make_command(row, "cpu", attempt))
         return found
@@ -210,7 +210,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site, some: Callable[...,
     assert {"--model", "--prompt", "--trigger"} <= known and len(jobs.Queue(site.place.home).view()) == 2
 
     payloads = [text.format(site.canary) for text in PAYLOADS]
-    settings = {f"{view}-{key.replace('.', '-')}" for key in form.settings() for view in ("set", "new")}
+    settings = {f"{view}-{key.replace('.', '-')}" for key in form.collect_settings() for view in ("set", "new")}
     start = site.find("new-start", "click")
     (touched,) = [id for id in site.fields() if site.name(id) == "new-touched"]
     # No browser sends this: every part was changed and has no value, and so were parts that there are not.
@@ -237,7 +237,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site, some: Callable[...,
     # In all: shown in every view, and started with those that take it. Not 5,000 letters in each: that tests tomlkit.
     for number, text in enumerate(text[:300] for text in payloads):
         tables = tomlkit.parse(START.format(site.pictures)).unwrap() | {"name": f"n{number}"}
-        for key, one in form.settings().items():
+        for key, one in form.collect_settings().items():
             if one.kind in ("text", "lines", "entries") and key not in ("name", "model.path", "model.family"):
                 section, _, name = key.rpartition(".")
                 (tables.setdefault(section, {}) if section else tables)[name] = {

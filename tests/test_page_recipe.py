@@ -40,7 +40,7 @@ def page(tmp_path: Path) -> new.Page:
 
 
 def settings_of(page: new.Page) -> dict[str, Any]:
-    return tomllib.loads(page.draft.text())
+    return tomllib.loads(page.draft.load_text())
 
 
 def choose(page: new.Page, goal: str) -> dict[str, Any]:
@@ -62,8 +62,8 @@ def use(page: new.Page, folder: Path) -> dict[Any, Any]:
 
 def proposal(goal: str, folder: Path, trigger: str = "") -> dict[str, Any]:
     """What `lora-fp8 new` writes for these images."""
-    pictures = dataset_recipe.look([(folder, 1)])
-    return {value.key: value.value for value in dataset_recipe.values(goal, "sdxl", pictures, trigger)}
+    pictures = dataset_recipe.scan_folders([(folder, 1)])
+    return {value.key: value.value for value in dataset_recipe.choose_values(goal, "sdxl", pictures, trigger)}
 
 
 def test_steps_and_validation_follow_goal_and_images_until_they_are_set_by_hand(page: new.Page, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_captions_are_read_once_while_the_files_stay(
     use(page, add_images(tmp_path / "set", 4))
     page.recipe.render()
     looked: list[object] = []
-    monkeypatch.setattr(recipe_module.dataset_recipe, "look", looked.append)
+    monkeypatch.setattr(recipe_module.dataset_recipe, "scan_folders", looked.append)
     page.recipe.render()
     page.recipe.render()
     assert looked == []
@@ -150,7 +150,7 @@ def test_a_card_says_what_its_press_changes(page: new.Page, tmp_path: Path, base
     """Also where the steps follow the images, and where a value of the draft wins over the preset."""
     page.draft.write(base)
     use(page, add_images(tmp_path / "set", 20))
-    text, kept = page.draft.text(), set()
+    text, kept = page.draft.load_text(), set()
     before = form.read_values(text, page.draft.home)
     presets = [(kind, name) for kind in KINDS for name in page.painter.choice.list_names(kind, before)]
     assert {("goal", "style"), ("card", "vram_8gb"), ("bundled", "precision_o2")} <= set(presets)
@@ -158,7 +158,7 @@ def test_a_card_says_what_its_press_changes(page: new.Page, tmp_path: Path, base
         page.draft.write(text)
         effect = page.painter.choice.find_effect(text, kind, name)
         page.presets["all"].choose(kind, name, False)
-        after = form.read_values(page.draft.text(), page.draft.home)
+        after = form.read_values(page.draft.load_text(), page.draft.home)
         changed = {key: value for key, value in after.items() if not form.is_same_value(value, before[key])}
         assert changed.pop("preset") == [name]
         assert changed == effect.values, name
@@ -176,7 +176,7 @@ def test_presets_that_are_chosen_in_any_order_give_the_same_training(page: new.P
     ):
         page.presets["all"].choose(kind, name, False)
     assert settings_of(page)["preset"] == ["style", "vram_8gb", "precision_o2"]
-    job = config.loads(page.draft.text() + '[[dataset.folders]]\npath = "p"\n')
+    job = config.loads(page.draft.load_text() + '[[dataset.folders]]\npath = "p"\n')
     assert (job.quantize.storage, job.model.dtype) == ("bf16", "bf16")
     page.presets["all"].choose("bundled", "precision_o2", False, False)
     page.presets["all"].choose("goal", "", False)
@@ -187,18 +187,18 @@ def test_presets_that_are_chosen_in_any_order_give_the_same_training(page: new.P
 
 def test_a_press_is_undone_to_the_byte_until_something_else_changes(page: new.Page, tmp_path: Path) -> None:
     use(page, add_images(tmp_path / "set", 20))
-    before = page.draft.text()
+    before = page.draft.load_text()
     painted = page.presets["all"].choose("goal", "style", False)
     panel = page.layout.presets.panels["all"]
-    assert page.draft.text() != before and 'data-do="undo"' in painted[panel]
+    assert page.draft.load_text() != before and 'data-do="undo"' in painted[panel]
     assert 'data-do="undo"' not in page.presets["all"].undo(False)[panel]
-    assert page.draft.text() == before
+    assert page.draft.load_text() == before
     page.presets["all"].choose("goal", "style", False)
     page.draft.put("name", "cat")
-    after = page.draft.text()
-    assert 'data-do="undo"' not in page.painter.paint_cards("all")[panel]
+    after = page.draft.load_text()
+    assert 'data-do="undo"' not in page.painter.update_cards("all")[panel]
     page.presets["all"].undo(False)
-    assert page.draft.text() == after
+    assert page.draft.load_text() == after
 
 
 def test_cards_of_gpus_say_what_fits(page: new.Page) -> None:
@@ -206,20 +206,20 @@ def test_cards_of_gpus_say_what_fits(page: new.Page) -> None:
     cards = dict(
         re.findall(
             r'data-name="vram_(\d+)gb".*?<span class="purpose">(.*?)</span>',
-            page.painter.paint_cards("all")[page.layout.presets.panels["all"]],
+            page.painter.update_cards("all")[page.layout.presets.panels["all"]],
         )
     )
     fits = {gb: recipes.fit_card("flux2", gb) for gb in recipes.CARDS}
     assert {fit.problem != "" for fit in fits.values()} == {True, False}
     for gb, fit in fits.items():
-        assert (html.escape(fit.problem) if fit.problem else f"{recipes.gib(fit.peak)} of") in cards[str(gb)]
+        assert (html.escape(fit.problem) if fit.problem else f"{recipes.format_gib(fit.peak)} of") in cards[str(gb)]
 
 
 def test_cards_name_no_architecture_until_a_base_is_chosen(page: new.Page) -> None:
     panel = page.layout.presets.panels["all"]
     page.draft.write('[model]\nfamily = "flux2"\npath = ""\n')
     assert (
-        "FLUX.2" not in page.painter.paint_cards("all")[panel] and "GiB" not in page.painter.paint_cards("all")[panel]
+        "FLUX.2" not in page.painter.update_cards("all")[panel] and "GiB" not in page.painter.update_cards("all")[panel]
     )
     page.draft.write('[model]\nfamily = "flux2"\npath = "a/b"\n')
-    assert "FLUX.2" in page.painter.paint_cards("all")[panel]
+    assert "FLUX.2" in page.painter.update_cards("all")[panel]

@@ -198,7 +198,7 @@ def test_what_lies_inside_is_found(place: Place, given: str, meant: str) -> None
             place.resolve(given.format(root))
         return
     assert place.resolve(given.format(root)) == root / meant
-    assert Ui("en", place).path(given.format(root)) == root / meant
+    assert Ui("en", place).resolve_path(given.format(root)) == root / meant
 
 
 def test_a_root_around_the_home_opens_only_what_is_the_persons(place: Place) -> None:

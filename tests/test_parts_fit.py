@@ -30,7 +30,7 @@ def change(path, entry, by):
     return before
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_a_number_that_does_not_fit_is_one_sentence(tiny, tmp_path, name):
     folder = shutil.copytree(tiny(name), tmp_path / name)
     cls = families.get(name)

@@ -257,9 +257,9 @@ def test_plan_and_quantize_agree_with_the_bytes_that_are_held():
 def test_table_and_json():
     with torch.device("meta"):
         plan = decide(Small(), ("embed",), ("mod",), compute="fp8")
-    lines = plan.table().splitlines()
+    lines = plan.format_table().splitlines()
     assert lines[0].split() == ["layer", "shape", "storage", "compute", "reason"]
     assert lines[3].split() == ["to_q", "1024x1024", "fp8", "row", "fp8"]
-    assert "7 linear layers: 1 in int8 1x128, 4 in fp8 row" in plan.table()
+    assert "7 linear layers: 1 in int8 1x128, 4 in fp8 row" in plan.format_table()
     data = json.loads(json.dumps(plan.to_json()))
     assert data["layers"][2]["compute"] == "fp8" and data["gb"] == plan.num_bytes / 1e9

@@ -159,7 +159,7 @@ def different(one: Tensors, other: Tensors) -> list[str]:
 
 
 def read(family) -> Tensors:
-    return {name: precision.plain(weight) for name, weight in family.denoiser_tensors()}
+    return {name: precision.to_plain(weight) for name, weight in family.denoiser_tensors()}
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_the_bytes_of_a_file_are_held_as_they_are(single, layout, tmp_path):
     one, meant = pair(single, layout, tmp_path)
     expected = read(single.family(meant))
     denoiser = load_denoiser(single.family(one, torch.bfloat16), "fp8")
-    layers = precision.frozen_layers(denoiser)
+    layers = precision.find_frozen_layers(denoiser)
     rows = {name: layer for name, layer in layers.items() if layer.form == FP8_ROW}
     assert len(rows) >= 0.5 * len(layers) > 5
     again = 0
@@ -244,14 +244,14 @@ def test_blocks_are_held_where_the_storage_has_them(flux, tmp_path):
     section = settings.Quantize(override={"ff.net.2": "fp8 1x64", "ff_context.net.2": "fp8 1x128"})
     precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
     precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
-    for name, layer in precision.frozen_layers(denoiser).items():
+    for name, layer in precision.find_frozen_layers(denoiser).items():
         decoded, weight = decode(layer.parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
         if layer.form == Format("fp8", "1x64") or layer.form == FP8_ROW and weight.shape[1] % 64:
             assert torch.equal(decoded, weight), name
         else:  # a scale of ours covers several of the file's: rounded once more, from the exact value
             assert torch.equal(decoded, decode(encode(weight, layer.form), layer.form.storage, torch.float32)), name
             assert torch.equal(decoded, weight) == (not weight.any())
-    assert precision.frozen_layers(denoiser)["transformer_blocks.0.ff.net.2"].form == Format("fp8", "1x64")
+    assert precision.find_frozen_layers(denoiser)["transformer_blocks.0.ff.net.2"].form == Format("fp8", "1x64")
 
 
 @pytest.mark.parametrize(("layout", "own"), [("blocks as musubi", "1x64"), ("newer", ""), ("newer rows", "")])
@@ -265,7 +265,7 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
     args = (family.keep_precise, family.dtype, family.modulation, family.file_scale())
     plan = precision.quantize_(denoiser, section, *args)
     precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
-    layers = precision.frozen_layers(denoiser)
+    layers = precision.find_frozen_layers(denoiser)
     for name, layer in layers.items():
         decoded = decode(layer.parts(), layer.form.storage, torch.float32)
         assert torch.equal(decoded, expected[f"{name}.weight"]), name
@@ -614,7 +614,9 @@ def test_other_storages_round_what_the_file_stands_for(job, flux, storage, tmp_p
         run(job_on(job, flux, file, f"quantize.storage='{storage}'", f"name='{file.stem}'")) for file in (path, meant)
     )
     assert all(report.ok for report in one.reports)
-    losses = [[event["loss"] for event in result.run.events() if event["event"] == "step"] for result in (one, other)]
+    losses = [
+        [event["loss"] for event in result.run.read_events() if event["event"] == "step"] for result in (one, other)
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
@@ -622,7 +624,7 @@ def test_a_proof_on_other_bytes_fails(job, flux, tmp_path, monkeypatch):
     """A bug planted in the proof's base: it is rounded a second time, as training's was not."""
 
     def rounded_again(weight, layer, section, dtype):
-        return precision.round_trip(precision.plain(weight), layer.form, dtype)
+        return precision.round_trip(precision.to_plain(weight), layer.form, dtype)
 
     path, _ = pair(flux, "older", tmp_path)
     monkeypatch.setattr(finish.precision, "as_held", rounded_again)

@@ -152,11 +152,11 @@ def test_previews_are_those_of_the_settings(job: Callable, tmp_path: Path) -> No
     for number in (0, 2):
         assert drawn[number].read_bytes() == previews.get_path(plain.samples, 1, number).read_bytes()
     assert [Image.open(path).size for path in drawn] == [(64, 64), (96, 48), (64, 64)]
-    (event,) = [event for event in run.events() if event["event"] == "preview"]
+    (event,) = [event for event in run.read_events() if event["event"] == "preview"]
     assert event["prompts"] == prompts  # two of one text are told apart by their options
 
     # What is published with an image is what it was drawn with.
-    _, _, pictures = kit.from_run(run.path)
+    _, _, pictures = kit.collect_from_run(run.path)
     seed = Preview().seed
     assert [(image.prompt, image.negative, image.seed, image.steps, image.guidance) for image in pictures] == [
         ("a dog", "", seed, 2, 4.0),
@@ -167,7 +167,7 @@ def test_previews_are_those_of_the_settings(job: Callable, tmp_path: Path) -> No
 
 def test_the_contact_sheet_holds_images_of_several_sizes() -> None:
     images = [Image.new("RGB", (20, 60), "red"), Image.new("RGB", (90, 10), "blue")]
-    sheet = previews.contact_sheet({"base": images, "LoRA": images[::-1]}, ["a", "b"])
+    sheet = previews.draw_contact_sheet({"base": images, "LoRA": images[::-1]}, ["a", "b"])
     colours = dict((colour, count) for count, colour in sheet.getcolors(1 << 20))
     assert colours[255, 0, 0] == 2 * 20 * 60 and colours[0, 0, 255] == 2 * 90 * 10
 
@@ -202,6 +202,6 @@ def test_captions_that_look_like_options_are_not_proposed(tmp_path: Path) -> Non
     for name, caption in {"a": "a cat --ar 16:9", "b": "a dog", "c": "a bird --v 6"}.items():
         Image.new("RGB", (64, 64)).save(tmp_path / f"{name}.png")
         (tmp_path / f"{name}.txt").write_text(caption, encoding="utf-8")
-    pictures = dataset_recipe.look([(tmp_path, 1)])
+    pictures = dataset_recipe.scan_folders([(tmp_path, 1)])
     assert dataset_recipe.propose_prompts("style", "flux", pictures, "") == ["a dog"]
     assert dataset_recipe.find_pairs(tmp_path, tmp_path) == [("a dog", tmp_path / "b.png")]

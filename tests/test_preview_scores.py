@@ -104,7 +104,7 @@ def test_scores_are_transformers_cosines(
         fits = [cosine_similarity(a, b, dim=0).item() for a, b in zip(mine, texts, strict=True)]
         assert event["prompt_fit"] == pytest.approx(sum(fits) / 2, abs=1e-4)
     log = RunLog(result.run.path / "events.jsonl").read()
-    assert log.scores["likeness"].points() == [(event["step"], event["likeness"]) for event in scores]
+    assert log.scores["likeness"].list_points() == [(event["step"], event["likeness"]) for event in scores]
 
 
 def test_a_scored_training_gives_the_same_bytes(job: Callable[..., Job], clip: Path) -> None:

@@ -20,7 +20,7 @@ from lora_fp8.objectives import Diffusion
 from lora_fp8.plan import plan as planning
 from lora_fp8.settings import Job
 from lora_fp8.stages import cache, load
-from lora_fp8.stages.prior import class_pass, with_prior_targets
+from lora_fp8.stages.prior import make_class_pass, with_prior_targets
 from lora_fp8.stages.session import Session, UnwrittenRun
 from lora_fp8.stages.step import add_noise, backward_
 
@@ -87,7 +87,7 @@ def prepare(job: Job, number: int = 0) -> tuple[Session, load.Loaded, Batch, Bat
     draw = torch.Generator().manual_seed(11)
     session.family.dtype = torch.float64
     loaded.denoiser.double()
-    for name, parameter in adapters.parameters(loaded.denoiser):
+    for name, parameter in adapters.list_trained_parameters(loaded.denoiser):
         if "lora_B" in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.05)
     return session, loaded, one, same
@@ -95,7 +95,7 @@ def prepare(job: Job, number: int = 0) -> tuple[Session, load.Loaded, Batch, Bat
 
 def gradients_of(session: Session, loaded: load.Loaded, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The gradients of `backward_`, parameter by parameter, before they are rounded into the flat vector."""
-    named = adapters.parameters(loaded.denoiser)
+    named = adapters.list_trained_parameters(loaded.denoiser)
     monkeypatch.setattr(loaded.exchange, "gradients", type("Kept", (), {"collect_": lambda self: None})())
     for _, parameter in named:
         parameter.grad = None
@@ -147,7 +147,7 @@ def test_gradients_are_those_of_two_models(
             base = predict(plain, batch.class_cond)
         losses = error(predict(loaded.denoiser, batch.cond), target)
         losses = losses + 0.6 * error(predict(loaded.denoiser, batch.class_cond), base)
-    named = adapters.parameters(loaded.denoiser)
+    named = adapters.list_trained_parameters(loaded.denoiser)
     wanted = torch.autograd.grad((losses * torch.tensor(batch.weights)).sum(), [parameter for _, parameter in named])
     assert len(ours) == len(wanted)
     for own, other in zip(ours, wanted, strict=True):
@@ -157,7 +157,7 @@ def test_gradients_are_those_of_two_models(
 def test_a_base_that_is_its_own_target_is_not_moved(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first update the adapters change nothing, so regularization images give no gradient."""
     session, loaded, batch, _ = prepare(job(*EXACT, *REG))
-    for name, parameter in adapters.parameters(loaded.denoiser):
+    for name, parameter in adapters.list_trained_parameters(loaded.denoiser):
         if "lora_B" in name:
             parameter.data.zero_()
     gradients = gradients_of(session, loaded, batch, monkeypatch)
@@ -174,7 +174,7 @@ def test_only_the_regularization_images_of_a_batch_get_the_bases_target(
     taught = with_prior_targets(session.family, loaded, session.job.objective, mixed, noised)
     same = (taught.target_BCHW == noised.target_BCHW).flatten(1).all(1).tolist()
     assert same == [not chosen for chosen in mixed.regularization]
-    assert all(not layer.disable_adapters for layer in adapters.injection.modules(loaded.denoiser).values())
+    assert all(not layer.disable_adapters for layer in adapters.injection.find_adapted_layers(loaded.denoiser).values())
 
 
 def test_samples_without_a_trigger_have_no_second_pass(job: Callable[..., Job]) -> None:
@@ -201,7 +201,7 @@ def test_stopped_and_resumed_it_gives_the_same_bytes(family: str, job: Callable[
     parted = train.run(mine, resume=True, progress=False)
     assert all(report.ok for report in (*whole.reports, *parted.reports)) and whole.reports
     for one, other in zip(whole.files, parted.files, strict=True):
-        assert safetensors_file.payload_hash(one) == safetensors_file.payload_hash(other)
+        assert safetensors_file.hash_payload(one) == safetensors_file.hash_payload(other)
 
 
 def test_the_class_word_needs_a_trigger_of_its_own(job: Callable[..., Job]) -> None:
@@ -235,6 +235,6 @@ def test_in_the_second_pass_a_sample_without_a_trigger_weighs_nothing(job: Calla
     session, loaded, batch, _ = prepare(job(*EXACT, folders, *CLASS, "train.batch_size=4"))
     assert set(batch.regularization) == {True, False}
     noised = add_noise(session.family, loaded.denoiser, loaded.objective, batch, 1.0)
-    again = class_pass(session.family, loaded, session.job.objective, batch, noised)
+    again = make_class_pass(session.family, loaded, session.job.objective, batch, noised)
     assert again is not None
     assert again[1].tolist() == pytest.approx([0.0 if chosen else 0.6 for chosen in batch.regularization])

@@ -188,7 +188,7 @@ def shares(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
 
 
 def losses(job) -> list[float]:
-    return [event["loss"] for event in Run.open(folder_of(job)).events() if event["event"] == "step"]
+    return [event["loss"] for event in Run.open(folder_of(job)).read_events() if event["event"] == "step"]
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_every_sample_comes_as_often_as_repeats_say(float32):
 
 def test_the_run_is_written_by_one_process(float32):
     job, _, done = float32[2]
-    events = Run.open(folder_of(job)).events()
+    events = Run.open(folder_of(job)).read_events()
     assert [event["processes"] for event in events if event["event"] == "start"] == [2]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 11))
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [5, 10]
@@ -297,24 +297,24 @@ def test_two_processes_stopped_and_resumed_end_with_the_bytes_of_two_that_were_n
     status = json.loads(run.status_file.read_text(encoding="utf-8"))
     at = status["step"]
     assert status["state"] == "stopped" and 3 <= at < 9
-    assert run.events()[-1] == {
-        **run.events()[-1],
+    assert run.read_events()[-1] == {
+        **run.read_events()[-1],
         "event": "stopped",
         "text": f"saved at step {at}; `lora-fp8 resume {run.path}` continues",
     }
     assert stderr.count(f"saved at step {at}") == 1
     assert f"step-{at:06d}" in [path.name for path in run.checkpoints.iterdir()]
-    assert not run.alive() and not any(run.export.iterdir()) and left_over(tmp_path) == []
+    assert not run.is_locked() and not any(run.export.iterdir()) and left_over(tmp_path) == []
 
     done = run_forked(job, tmp_path, 2, "--resume")
     assert not done.returncode, done.stderr[-3000:]
     assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "done"
-    assert not run.alive()
-    steps = [event["step"] for event in run.events() if event["event"] == "step"]
+    assert not run.is_locked()
+    steps = [event["step"] for event in run.read_events() if event["event"] == "step"]
     assert steps == list(range(1, 11))
     told = json.loads(run.verify_file.read_text(encoding="utf-8"))
     assert [report["ok"] for report in told.values()] == [True, True]
-    assert len([event for event in run.events() if event["event"] == "export"]) == 2  # two formats, by one process
+    assert len([event for event in run.read_events() if event["event"] == "export"]) == 2  # two formats, by one process
     assert kept(job, tree_hash) == kept(defaults[0], tree_hash)
     assert len(kept(job, tree_hash)) == 2 + 4
 
@@ -332,7 +332,7 @@ def test_previews_are_shared_out_and_are_those_of_one_process(make_job, tmp_path
     assert mine[:8] == [[[0]], [[2]]] * 4 and all(all_of_them == [] for all_of_them in mine[8:])  # by verify
     names = sorted(path.name for path in (folder_of(job) / "samples").iterdir())
     assert names == ["contact_sheet.png", *(f"step-{n:06d}-{i}.png" for n in (0, 4, 8, 10) for i in range(3))]
-    previews = [event for event in Run.open(folder_of(job)).events() if event["event"] == "preview"]
+    previews = [event for event in Run.open(folder_of(job)).read_events() if event["event"] == "preview"]
     assert [(event["step"], len(event["images"])) for event in previews] == [(0, 3), (4, 3), (8, 3), (10, 3)]
     alone = make_job(tmp_path, *SHARED, *SHOWN, "train.steps=1", "export.verify=false")
     train.run(alone, progress=False)
@@ -353,7 +353,7 @@ def test_ctrl_c_saves_and_stops_all(make_job, tmp_path):
     _, stderr = process.communicate(timeout=LONG_SECONDS)
     assert process.returncode != 0
     run = Run.open(folder_of(job))
-    last = run.events()[-1]
+    last = run.read_events()[-1]
     assert last["event"] == "stopped" and last["text"].startswith("saved at step "), stderr[-3000:]
     at = json.loads(run.status_file.read_text(encoding="utf-8"))
     assert at["state"] == "stopped" and 2 <= at["step"] < 20
@@ -387,8 +387,8 @@ loader.Loader.micro = micro
     )
     assert done.returncode and left_over(tmp_path) == []
     run = Run.open(folder_of(job))
-    last = run.events()[-1]
-    assert last["event"] == "error" and not run.alive(), done.stderr[-3000:]
+    last = run.read_events()[-1]
+    assert last["event"] == "error" and not run.is_locked(), done.stderr[-3000:]
     assert {
         "an exception": "process 1 of 2: out of memory on cpu",
         "a picture": ": loss nan is not finite; files: ",
@@ -498,11 +498,11 @@ def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_p
         process.kill()
     assert process.returncode == 75 and "Traceback" not in stderr, stderr
     run = Run.open(folder_of(job))
-    stopped_at = [event["step"] for event in run.events() if event["event"] == "step"][-1]
+    stopped_at = [event["step"] for event in run.read_events() if event["event"] == "step"][-1]
     assert 3 <= stopped_at < 25
     assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{stopped_at:06d}"]
     assert f"saved at step {stopped_at}" in stderr and "lora-fp8 resume" in stderr
-    assert run.events()[-1]["event"] == "stopped" and not run.alive() and not any(run.export.iterdir())
+    assert run.read_events()[-1]["event"] == "stopped" and not run.is_locked() and not any(run.export.iterdir())
 
     refused = cli_exit(lambda: train.run(job, progress=False))
     assert refused == 2  # starting over what is there needs to be said
@@ -517,7 +517,7 @@ def test_a_signal_saves_and_exits_with_75_and_resume_ends_with_0(make_job, tmp_p
 
 def cli_exit(action) -> int:
     with pytest.raises(SystemExit) as left:
-        commands.guarded(action)
+        commands.run_guarded(action)
     return left.value.code
 
 

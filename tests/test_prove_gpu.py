@@ -108,8 +108,8 @@ def plant_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plant_a_rough_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = matmul.unscaled_product
-    monkeypatch.setattr(matmul, "unscaled_product", lambda *args: real(*args) * 1.05)
+    real = matmul.multiply_unscaled
+    monkeypatch.setattr(matmul, "multiply_unscaled", lambda *args: real(*args) * 1.05)
 
 
 def plant_a_biased_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_a_full_size_file_is_recognised_by_its_family_alone(name):
     shapes = {key: tuple(t.shape) for key, t in native_tensors(Family, full_size(Family).state_dict()).items()}
     for prefix in PREFIXES:
         header = {prefix + key: shape for key, shape in shapes.items()}
-        assert [other for other in families.available() if families.get(other).recognises(header)] == [name]
+        assert [other for other in families.list_families() if families.get(other).recognises(header)] == [name]
 
 
 @pytest.mark.parametrize("name", CONVERTERS)
@@ -110,7 +110,7 @@ def test_relatives_with_other_inputs_are_refused():
     header = {"transformer_blocks.0.img_mod.1.weight": (96, 16), "txt_norm.weight": (16,), "img_in.weight": (16, 64)}
     assert qwen.recognises(header)
     for key in ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"):
-        known = [name for name in families.available() if families.get(name).recognises({**header, key: (2, 16)})]
+        known = [name for name in families.list_families() if families.get(name).recognises({**header, key: (2, 16)})]
         assert known == (["qwen_image_edit_plus"] if "index" in key else [])
     header = {"x_pad_token": (1, 16), "cap_pad_token": (1, 16), "layers.0.attention.qkv.weight": (48, 16)}
     header["layers.0.adaLN_modulation.0.weight"] = (64, 16)

@@ -71,7 +71,7 @@ def read_progress(path: Path) -> None:
 def list_events(path: Path) -> None:
     run = Run(path.parent)
     run.events_file = path
-    run.events()
+    run.read_events()
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -82,7 +82,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "image": ("a.png", decoding.open_image),
     "mask": ("a.png", decoding.open_mask),
     "image in a folder": ("a.png", scan),
-    "clip": ("a.mp4", lambda path: clips.look(path, 1000)),
+    "clip": ("a.mp4", lambda path: clips.decode_video(path, 1000)),
     "animation": ("a.gif", lambda path: decoding.read_clip(path, [0], "#ffffff")),
     "caption": ("a.txt", caption_text.read_caption),
     "caption to edit": ("a.txt", lambda path: captions.read(path.parent, path.name)),
@@ -168,7 +168,7 @@ def test_pixels_in_flight_are_bounded_and_not_files(tmp_path: Path, monkeypatch:
         with lock:
             now[0] -= image.width * image.height
 
-    looks = list(decoding.look_all(sorted(tmp_path.iterdir()), settings.Dataset(), measured))
+    looks = list(decoding.inspect_all(sorted(tmp_path.iterdir()), settings.Dataset(), measured))
     assert [(look.width, look.height) for look in looks] == sizes and not any(look.error for look in looks)
     assert max(at_a_time) == 810_000  # larger than the limit: decoded alone
     assert all(number in (40_000, 80_000, 810_000) for number in at_a_time)
@@ -179,7 +179,7 @@ def test_deep_greys_take_a_few_bytes_a_pixel_and_stay_what_they_were(dtype: Any)
     values = (np.arange(1 << 22) % 65536).astype(dtype).reshape(2048, 2048)
     image = Image.fromarray(values)
     tracemalloc.start()
-    grey = decoding._eight_bits(image)[0]
+    grey = decoding._convert_to_8_bits(image)[0]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 * values.size, f"{peak / values.size:.1f} bytes a pixel"

@@ -27,7 +27,7 @@ from lora_fp8.settings import Job
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-FAMILIES = families.available()
+FAMILIES = families.list_families()
 GIB = 2**30
 
 
@@ -56,7 +56,7 @@ def test_every_recipe_loads_uses_what_it_sets_and_fits(family: str, caplog: pyte
     caplog.set_level(logging.WARNING)
     for goal in recipes.find_goals(family):
         for card in recipes.CARDS:
-            recipe = recipes.make(goal, family, card)
+            recipe = recipes.make_recipe(goal, family, card)
             job = load(family, recipe.presets)
             assert find_unused_settings(job) == [], (goal, card)
             assert {value.key: value.value for value in recipe.values} == {
@@ -73,7 +73,10 @@ def test_every_recipe_loads_uses_what_it_sets_and_fits(family: str, caplog: pyte
     # Without previews, nothing is set that only they use.
     for card in recipes.CARDS:
         assert (
-            find_unused_settings(load(family, [recipes.card_name(card)], preview={"prompts": [], "controls": []})) == []
+            find_unused_settings(
+                load(family, [recipes.format_card_name(card)], preview={"prompts": [], "controls": []})
+            )
+            == []
         )
 
 
@@ -81,7 +84,7 @@ def test_every_recipe_loads_uses_what_it_sets_and_fits(family: str, caplog: pyte
 def test_a_larger_gpu_is_never_slower_and_a_refusal_names_one_that_would_do(family: str) -> None:
     cost = {}
     for card in recipes.CARDS:
-        job, fit = load(family, [recipes.card_name(card)]), recipes.fit_card(family, card)
+        job, fit = load(family, [recipes.format_card_name(card)]), recipes.fit_card(family, card)
         area = job.dataset.resolution
         native = families.get(family).native_resolution
         less = native - (native if area == "auto" else area)
@@ -182,7 +185,7 @@ def test_the_stored_sizes_are_those_of_the_released_model(name: str, tmp_path: P
     step = model.measure_step(side, 1)
     assert step is not None and step / 2**20 == pytest.approx(sizes.steps[f"{side} x1 checkpointed"], rel=0.01)
     if sizes.clips:  # a length between two that are stored
-        step, stored = model.measure_step(side, 1, 65), sizes.of_clips(65)
+        step, stored = model.measure_step(side, 1, 65), sizes.with_clips(65)
         assert step is not None and step / 2**20 == pytest.approx(stored.steps[f"{side} x1 checkpointed"], rel=0.03)
 
 
@@ -204,7 +207,7 @@ def test_a_card_counts_the_dropout_that_a_goal_or_a_person_sets(family: str) -> 
     """Dropout keeps the inputs of adapters a second time: 1.1 to 1.5 times the memory of a step, by the estimate."""
     for card in recipes.CARDS:
         with_dropout = {value.key: value.value for value in recipes.fit_card(family, card, 1, True).values}
-        name = recipes.card_name(card)
+        name = recipes.format_card_name(card)
         for job in (
             load(family, ["concept", name]),
             load(family, [name, "concept"]),
@@ -213,7 +216,7 @@ def test_a_card_counts_the_dropout_that_a_goal_or_a_person_sets(family: str) -> 
             assert {key: value_of(job, key) for key in with_dropout} == with_dropout
     without = recipes.fit_card(family, 24), recipes.fit_card(family, 24, 1, True)
     assert without[0].values != without[1].values and recipes.has_dropout("concept")
-    job = load(family, ["concept", recipes.card_name(24)], adapter={"dropout": 0.0})
+    job = load(family, ["concept", recipes.format_card_name(24)], adapter={"dropout": 0.0})
     assert {value.key: value_of(job, value.key) for value in without[0].values} == {
         value.key: value.value for value in without[0].values
     }
@@ -230,7 +233,7 @@ def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptur
         slower: list[tuple[object, ...]] = []
         peaks: list[int] = []
         for frames in (1, 17, 25, 81, 161):
-            job = load(family, [recipes.card_name(card)], dataset={"frames": [1, frames][frames == 1 :]})
+            job = load(family, [recipes.format_card_name(card)], dataset={"frames": [1, frames][frames == 1 :]})
             fit = recipes.fit_card(family, card, frames)
             assert find_unused_settings(job) == []
             assert {value.key: value.value for value in fit.values} == {
@@ -248,7 +251,7 @@ def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptur
         assert slower == sorted(slower), card
     assert not caplog.records
     # The frames of `--set` count, and what is no list of lengths is left to the check.
-    name = recipes.card_name(24)
+    name = recipes.format_card_name(24)
     text = (
         f'preset = ["{name}"]\nmodel = {{family = "{family}", path = "a/b"}}\ndataset = {{folders = [{{path = "p"}}]}}'
     )
@@ -265,18 +268,18 @@ def test_a_card_counts_the_frames_of_clips(family: str, caplog: pytest.LogCaptur
 
 
 def values_of(goal: str, family: str, pictures: Pictures, trigger: str = "") -> dict[str, object]:
-    return {value.key: value.value for value in dataset_recipe.values(goal, family, pictures, trigger)}
+    return {value.key: value.value for value in dataset_recipe.choose_values(goal, family, pictures, trigger)}
 
 
 def test_steps_follow_from_the_images_and_the_arithmetic_is_shown() -> None:
     pictures = Pictures(images=25, samples=50)
-    steps = next(iter(dataset_recipe.values("character", "sdxl", pictures)))
+    steps = next(iter(dataset_recipe.choose_values("character", "sdxl", pictures)))
     # 25 - 2 (a tenth, rounded to even) = 23; 23 * 80 / 2 = 920, to the next fifty; 900 * 2 / 46 samples of an epoch.
     assert (steps.key, steps.value) == ("train.steps", 900)
     assert steps.why == "23 images x 80 times / 2 a step = 920: 39.1 epochs of 46 samples."
-    few, many = (dataset_recipe.values("style", "flux", Pictures(num, num))[0] for num in (5, 1000))
+    few, many = (dataset_recipe.choose_values("style", "flux", Pictures(num, num))[0] for num in (5, 1000))
     assert (few.value, many.value) == (800, 5000) and "kept within 800 and 5000" in few.why
-    none = dataset_recipe.values("object", "flux", Pictures())
+    none = dataset_recipe.choose_values("object", "flux", Pictures())
     assert [(value.key, value.value) for value in none] == [("train.steps", 1000)]
 
 
@@ -309,10 +312,10 @@ def test_tags_are_shuffled_and_sentences_and_instructions_never(
     for number in range(3):
         Image.new("RGB", (32, 32)).save(tmp_path / f"{number}.png")
         (tmp_path / f"{number}.txt").write_text(caption, encoding="utf-8")
-    pictures = dataset_recipe.look([(tmp_path, 1)])
+    pictures = dataset_recipe.scan_folders([(tmp_path, 1)])
     assert pictures.style == ("tags" if caption == TAGS else "sentences") and pictures.images == 3
     wishes = short_config.Wishes("x", family, "a/b", goal, 24, [(str(tmp_path), 1)])
-    assert config.loads(short_config.write(wishes, pictures)).dataset.shuffle_tags is shuffled
+    assert config.loads(short_config.format_config(wishes, pictures)).dataset.shuffle_tags is shuffled
 
 
 def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -> None:
@@ -324,9 +327,9 @@ def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -
         (folder / "0.txt").write_text("a dog", encoding="utf-8")
         (folder / "notes.md").write_text("x", encoding="utf-8")
     (tmp_path / "img" / "2_other" / "clip.mp4").write_bytes(b"")
-    folders = dataset_recipe.expand(tmp_path / "img")
+    folders = dataset_recipe.expand_folder(tmp_path / "img")
     assert [(path.name, repeats) for path, repeats in folders] == [("10_zibo dog", 10), ("2_other", 2)]
-    pictures = dataset_recipe.look(folders)
+    pictures = dataset_recipe.scan_folders(folders)
     assert (pictures.images, pictures.videos, pictures.samples) == (8, 1, 3 * 10 + 6 * 2)
     assert pictures.uncaptioned == 7 and pictures.captions == ["a dog", "a dog"] and pictures.style == ""
     assert values_of("object", "sdxl", pictures, "zibo")["dataset.missing_caption"] == "trigger"
@@ -334,19 +337,21 @@ def test_folders_are_counted_with_repeats_and_missing_captions(tmp_path: Path) -
     assert "dataset.frames" not in values_of("object", "sdxl", pictures)
     assert values_of("object", "wan", pictures)["dataset.frames"] == [17]
     wishes = short_config.Wishes("x", "wan", "a/b", "object", 24, [(str(path), 1) for path, _ in folders])
-    job, fit = config.loads(short_config.write(wishes, pictures)), recipes.fit_card("wan", 24, 17)  # no dropout
+    job, fit = config.loads(short_config.format_config(wishes, pictures)), recipes.fit_card("wan", 24, 17)  # no dropout
     assert {value.key: value_of(job, value.key) for value in fit.values if not value.drawn} == {
         value.key: value.value for value in fit.values if not value.drawn
     }
     for card, frames in {8: [5], 12: [9], 16: [17]}.items():
-        small = {value.key: value for value in dataset_recipe.values("object", "hunyuan_video", pictures, card=card)}
+        small = {
+            value.key: value for value in dataset_recipe.choose_values("object", "hunyuan_video", pictures, card=card)
+        }
         assert small["dataset.frames"].value == frames, card
         assert (f"because 17 frames do not fit a GPU of {card} GB" in small["dataset.frames"].why) == (frames != [17])
-    described = "\n".join(short_config.describe(wishes, pictures))
-    assert f"on 24 GB, with clips of 17 frames: {recipes.gib(fit.peak or 0)} GiB at most" in described
+    described = "\n".join(short_config.describe_plan(wishes, pictures))
+    assert f"on 24 GB, with clips of 17 frames: {recipes.format_gib(fit.peak or 0)} GiB at most" in described
     for wrong in (tmp_path / "none", tmp_path / "img" / "2_other" / "0.PNG"):
         with pytest.raises(UserError):
-            dataset_recipe.expand(wrong)
+            dataset_recipe.expand_folder(wrong)
 
 
 # -------------------------------------------------------------------------------------------------------------- `new`

@@ -77,7 +77,7 @@ def results(hashes: dict[str, str]) -> dict[str, str]:
 
 
 def look(name: str = NAME) -> control.View:
-    return control.look(handle.load(name))
+    return control.fetch_view(handle.load(name))
 
 
 def wait_for(state: str, name: str = NAME) -> None:
@@ -263,7 +263,7 @@ def test_what_is_no_host_is_refused(to: str) -> None:
 def test_hosts_become_arguments_of_ssh() -> None:
     for address, words in (("me@10.0.0.1:2222", ["-p", "2222", "--", "me@10.0.0.1"]), ("[::1]:22", ["--", "::1"])):
         assert machine.parse_target(f"ssh:{address}").address == address
-        command = machine.Machine(address).command("true")
+        command = machine.Machine(address).build_command("true")
         assert " ".join(words) in " ".join(command) and command[-2] == words[-1]
 
 
@@ -330,7 +330,7 @@ def test_a_disk_there_may_have_a_space_in_its_place(job: Callable, tmp_path: Pat
     there = submit.Plan(
         machine.Target("ssh", "x"), script.RemoteJob("x", "runs/x", "ssh", setup=setup), sent, str(tmp_path), tmp_path
     )
-    assert submit.look_around(machine.Machine(), there) == str(tmp_path)
+    assert submit.prepare_remote_folder(machine.Machine(), there) == str(tmp_path)
 
 
 def test_what_fails_while_sending_leaves_nothing(
@@ -376,7 +376,7 @@ def test_a_connection_that_is_lost_at_the_start_deletes_no_job(
     def start(job: handle.Handle, *_: object) -> None:
         raise ends[job.name]
 
-    monkeypatch.setattr(submit, "look_around", lambda *_: str(tmp_path))
+    monkeypatch.setattr(submit, "prepare_remote_folder", lambda *_: str(tmp_path))
     monkeypatch.setattr(submit, "send", lambda *_: None)
     monkeypatch.setattr(control, "start", start)
     monkeypatch.setattr(control, "remove", lambda _, folder: removed.append(folder))
@@ -426,14 +426,14 @@ def test_what_is_packed(job: Callable, tmp_path: Path, monkeypatch: pytest.Monke
         "link.png",
     }
     assert packed.needed == (str(base),) and packed.job.model.path == str(base)
-    there = config.loads(packed.config("/there"))
+    there = config.loads(packed.render_config("/there"))
     assert there.dataset.folders[0].path == "/there/data/1/照片 'x'"
     assert (there.output_dir, there.name) == ("/there/runs", given.name)
     assert package.pack(given, package.Options(send_base=True)).files["data/1/base/weights"] == base / "weights"
     assert package.pack(given, package.Options(base="/models/x")).job.model.path == "/models/x"
 
     archive = io.BytesIO()
-    package.write_archive(archive, packed, {"config.toml": packed.config()})
+    package.write_archive(archive, packed, {"config.toml": packed.render_config()})
     unpacked = tmp_path / "unpacked"
     unpacked.mkdir()
     subprocess.run(["tar", "-xf", "-", "-C", str(unpacked)], input=archive.getvalue(), check=True)
@@ -474,7 +474,7 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
     monkeypatch.setenv("HF_TOKEN", "hf_value")
     call("submit", str(file), "--to", "sky", *options)
     words = (tmp_path / "words").read_text(encoding="utf-8").split("\n")
-    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", script.cluster_name(NAME)]
+    assert words[:5] == ["launch", "--yes", "--detach-run", "--cluster", script.make_cluster_name(NAME)]
     assert words[5:7] == ["--secret", "HF_TOKEN"]
     task = yaml.safe_load(Path(words[7]).read_text(encoding="utf-8"))
     assert task["resources"] == {"accelerators": "L40S:1"} and task["setup"] == "pip install x\n"
@@ -487,9 +487,9 @@ def test_what_would_be_submitted_is_shown(job: Callable, tmp_path: Path, monkeyp
 
 def test_no_two_jobs_get_one_machine_of_skypilot() -> None:
     """Its name is the job's as far as it can be: jobs on one machine would have one folder there."""
-    assert script.cluster_name("zibo-2") == "lora-zibo-2"
+    assert script.make_cluster_name("zibo-2") == "lora-zibo-2"
     alike = ("小猫", "小狗", "My Job", "my job", "my-job", "a" * 31, "a" * 30 + "b", "it's", NAME)
-    names = {script.cluster_name(name) for name in alike}
+    names = {script.make_cluster_name(name) for name in alike}
     assert len(names) == len(alike) and all(re.fullmatch("lora-[a-z0-9-]{1,40}", name) for name in names)
 
 
@@ -530,15 +530,15 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
     text = (tmp_path / "job" / script.JOB).read_text(encoding="utf-8").replace("exec lora-fp8", "lora-fp8")
     (tmp_path / "job" / script.JOB).write_text(text, encoding="utf-8")
     words = tmp_path / "job" / "words"
-    assert control.look(job).state == "lost"
+    assert control.fetch_view(job).state == "lost"
     control.start(job)
     wait_until(words.exists)
-    assert not control.look(job).has_ended
+    assert not control.fetch_view(job).has_ended
     with pytest.raises(UserError, match="has not ended"):
         control.resume(job)
     pid = int((tmp_path / "job" / "pid").read_text())
     os.killpg(os.getpgid(pid), signal.SIGKILL)
-    wait_until(lambda: control.look(job).state == "lost", lambda: control.look(job))
+    wait_until(lambda: control.fetch_view(job).state == "lost", lambda: control.fetch_view(job))
     (tmp_path / "job/runs/x/checkpoints/step-000002").mkdir(parents=True)
     control.resume(job)
     wait_until(lambda: len(words.read_text().splitlines()) == 2)
@@ -551,7 +551,7 @@ def test_a_job_that_is_killed_or_stopped_early_can_start_again(tmp_path: Path, m
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    wait_until(lambda: control.look(job).state == "stopped", lambda: control.look(job))
+    wait_until(lambda: control.fetch_view(job).state == "stopped", lambda: control.fetch_view(job))
     with pytest.raises(UserError, match="is not running: stopped"):
         control.cancel(job)
 
@@ -601,10 +601,10 @@ def waiting_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> handle.Handl
 def test_a_job_that_is_cancelled_in_the_queue_was_stopped(waiting_job: handle.Handle, tmp_path: Path) -> None:
     job = control.start(waiting_job)
     assert job.slurm == "7" and handle.load("x").slurm == "7"
-    assert control.look(job).state == "waiting"
+    assert control.fetch_view(job).state == "waiting"
     control.cancel(job)
     assert not (tmp_path / "queue").exists()
-    view = control.look(job)
+    view = control.fetch_view(job)
     assert view.state == "stopped" and view.exit_code == 75, view
 
 
@@ -618,12 +618,12 @@ def test_a_job_whose_number_did_not_arrive_is_found(
         real(self, text, **options)
         raise machine.Disconnected("the network is gone")
 
-    assert control.look(waiting_job).state == "lost"
+    assert control.fetch_view(waiting_job).state == "lost"
     with monkeypatch.context() as patch, pytest.raises(machine.Disconnected):
         patch.setattr(machine.Machine, "run", run)
         control.start(waiting_job)
     job = handle.load("x")
-    assert job.slurm == "" and control.look(job).state == "waiting"
+    assert job.slurm == "" and control.fetch_view(job).state == "waiting"
     with pytest.raises(UserError, match="has not ended"):
         control.resume(job)
     control.cancel(job)
@@ -692,14 +692,14 @@ def test_whoever_asks_for_a_job_is_not_taken_for_it(tmp_path: Path, monkeypatch:
     folder = tmp_path / "job"
     (folder / "bin").mkdir()
     (folder / "bin" / "lora-fp8").symlink_to("/bin/true")
-    asks = next(line for line in control._alive(job).split("||") if "flock" in line).split()[:-1]
+    asks = next(line for line in control._make_alive_script(job).split("||") if "flock" in line).split()[:-1]
     with subprocess.Popen([*asks, "sleep", "1"], cwd=folder) as asking:
         wait_until((folder / "job.lock").exists)
-        assert control.look(job).state == "lost"
+        assert control.fetch_view(job).state == "lost"
         started = subprocess.run(["bash", script.JOB], cwd=folder, capture_output=True, encoding="utf-8", check=False)
         assert started.returncode == 0, started.stderr
         assert asking.wait() == 0
-    assert control.look(job).state == "done"
+    assert control.fetch_view(job).state == "done"
 
 
 def write_slurm_job(folder: Path, **commands: str) -> dict[str, str]:

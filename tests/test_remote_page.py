@@ -35,7 +35,7 @@ def ui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ui:
 
 def press(ui: Ui, do: str, name: str = "x") -> str:
     event = SimpleNamespace(_data={"do": do, "id": name})
-    return str(runs._Handlers(ui).press_remote(event)[0]["value"])
+    return str(runs._Handlers(ui).handle_remote_button(event)[0]["value"])
 
 
 def list_buttons(text: str) -> list[str]:
@@ -48,9 +48,9 @@ def test_a_job_is_started_again_stopped_and_fetched(ui: Ui, tmp_path: Path, monk
     local_job(tmp_path, monkeypatch, SETUP)
     file = tmp_path / "job" / script.JOB
     file.write_text(file.read_text(encoding="utf-8").replace("exec lora-fp8", "lora-fp8"), encoding="utf-8")
-    answers, real = threading.Event(), control.look
+    answers, real = threading.Event(), control.fetch_view
     with monkeypatch.context() as patch:
-        patch.setattr(control, "look", lambda job: answers.wait() and real(job))
+        patch.setattr(control, "fetch_view", lambda job: answers.wait() and real(job))
         first = remote_jobs.render(ui)
     assert "On other machines" in first and "Asking its machine" in first and list_buttons(first) == []
     answers.set()
@@ -106,7 +106,7 @@ def test_what_goes_wrong_stays_on_the_card(ui: Ui, tmp_path: Path, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(remote_jobs, "FRESH_SECONDS", 0.0)
-        patch.setattr(control, "look", lost)
+        patch.setattr(control, "fetch_view", lost)
         wait_until(lambda: "&lt;b&gt;no route&lt;/b&gt;" in remote_jobs.render(ui), lambda: remote_jobs.render(ui))
     handle.update(job, output=str(tmp_path / "elsewhere" / "x"))
     assert 'class="toast wrong"' in press(ui, "fetch") and Queue(tmp_path / "home").view() == []

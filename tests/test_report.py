@@ -23,7 +23,7 @@ from lora_fp8.errors import UserError
 from lora_fp8.plan import plan as planning
 from lora_fp8.precision import Format, report
 from lora_fp8.run import Run
-from lora_fp8.settings import Job, Quantize, table_of_lines
+from lora_fp8.settings import Job, Quantize, parse_lines
 from lora_fp8.stages import cache, load, measure
 from lora_fp8.stages.session import Session, UnwrittenRun
 from lora_fp8.training import checkpoint, memory
@@ -86,7 +86,7 @@ def inputs_of(denoiser: nn.Module, tokens: int = 200) -> list[Callable[[], Any]]
 def measured(net: nn.Module, bound: float = math.inf, **settings: Any) -> list[report.LayerError]:
     denoiser = held(net, **settings)
     captured = report.capture_inputs(denoiser, inputs_of(denoiser))
-    return report.layer_errors(denoiser, stream(net), captured, DTYPE, bound)
+    return report.measure_layer_errors(denoiser, stream(net), captured, DTYPE, bound)
 
 
 def by_hand(net: Net, denoiser: nn.Module) -> dict[str, dict[str, float]]:
@@ -166,14 +166,14 @@ def test_the_better_storage_is_the_cheapest_that_holds_the_bound() -> None:
 
 
 def test_ladder() -> None:
-    assert report.ladder(Format("fp8", "row"), (64, 256)) == [Format("int8", "1x128"), None]
-    assert report.ladder(Format("nf4", "64"), (64, 192)) == [Format("int8", "1x64"), None]
-    assert report.ladder(Format("fp8", "none"), (64, 48)) == [Format("int8", "row"), None]
-    assert report.ladder(Format("int8", "row"), (64, 256)) == [Format("int8", "1x128"), None]
-    assert report.ladder(Format("int8", "row"), (64, 128)) == [None]  # one block is one row
-    assert report.ladder(Format("int8", "row"), (64, 48)) == [None]
-    assert report.ladder(Format("int8", "1x128"), (64, 256)) == [None]
-    assert report.ladder(Format("int8", "1x64"), (64, 256)) == [None]  # 1x128 would be a step down
+    assert report.list_alternatives(Format("fp8", "row"), (64, 256)) == [Format("int8", "1x128"), None]
+    assert report.list_alternatives(Format("nf4", "64"), (64, 192)) == [Format("int8", "1x64"), None]
+    assert report.list_alternatives(Format("fp8", "none"), (64, 48)) == [Format("int8", "row"), None]
+    assert report.list_alternatives(Format("int8", "row"), (64, 256)) == [Format("int8", "1x128"), None]
+    assert report.list_alternatives(Format("int8", "row"), (64, 128)) == [None]  # one block is one row
+    assert report.list_alternatives(Format("int8", "row"), (64, 48)) == [None]
+    assert report.list_alternatives(Format("int8", "1x128"), (64, 256)) == [None]
+    assert report.list_alternatives(Format("int8", "1x64"), (64, 256)) == [None]  # 1x128 would be a step down
 
 
 # -- what is not a number like others ----------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_zero_denormal_and_huge_rows_give_finite_figures(form: str) -> None:
     # Of a sound net: huge weights overflow in bf16 when they are multiplied one after the other.
     sound = held(Net())
     inputs = report.capture_inputs(sound, inputs_of(sound))
-    errors = report.layer_errors(held(net, **FORMS[form]), stream(net), inputs, DTYPE, 1e-6)
+    errors = report.measure_layer_errors(held(net, **FORMS[form]), stream(net), inputs, DTYPE, 1e-6)
     found = {one.name: one for one in errors}
     for one in found.values():
         values = (one.damage, one.weight_error, one.better_damage, one.flushed)
@@ -207,7 +207,9 @@ def test_inputs_of_zero_are_no_error() -> None:
     net = Net()
     denoiser = held(net)
     zeros = {name: torch.zeros(4, 128, dtype=DTYPE) for name in "abcd"}
-    assert {one.damage for one in report.layer_errors(denoiser, stream(net), zeros, DTYPE) if one.num_inputs} == {0.0}
+    assert {
+        one.damage for one in report.measure_layer_errors(denoiser, stream(net), zeros, DTYPE) if one.num_inputs
+    } == {0.0}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -217,10 +219,10 @@ def test_what_is_not_finite_is_an_error_that_names_the_layer(bad: float) -> None
     captured = report.capture_inputs(denoiser, inputs_of(denoiser))
     captured["b"][3, 7] = bad
     with pytest.raises(ValueError, match=r"^b: its input has NaN or infinity"):
-        report.layer_errors(denoiser, stream(net), captured, DTYPE)
+        report.measure_layer_errors(denoiser, stream(net), captured, DTYPE)
     net.c.weight.data[5, 9] = bad
     with pytest.raises(ValueError, match=r"^c: the weight has NaN or infinity"):
-        report.layer_errors(denoiser, stream(net), {}, DTYPE)
+        report.measure_layer_errors(denoiser, stream(net), {}, DTYPE)
     with pytest.raises(ValueError, match=r"^c: the weight has NaN or infinity"):
         held(net)
 
@@ -229,7 +231,7 @@ def test_a_stream_without_a_layer_is_an_error() -> None:
     net = Net()
     lacking = [(name, tensor) for name, tensor in stream(net) if name != "b.weight"]
     with pytest.raises(ValueError, match=r"lacks 1 quantized layers \(first: b\)"):
-        report.layer_errors(held(net), lacking, {}, DTYPE)
+        report.measure_layer_errors(held(net), lacking, {}, DTYPE)
 
 
 # -- what is measured on -----------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ def test_inputs_are_few_evenly_spaced_and_those_of_decoded_weights() -> None:
     assert captured.keys() == set("abcd") and {tuple(rows.shape) for rows in captured.values()} == {(50, 128)}
     rows = x_MK[torch.arange(25) * 40]
     assert torch.equal(captured["a"], torch.cat([rows, -rows]))
-    assert not any(layer._forward_pre_hooks for layer in precision.frozen_layers(denoiser).values())
+    assert not any(layer._forward_pre_hooks for layer in precision.find_frozen_layers(denoiser).values())
     in_fp8 = held(Net(), compute="fp8", fp8_min_features=0)
     again = report.capture_inputs(in_fp8, [lambda: in_fp8(x_MK), lambda: in_fp8(-x_MK)], num_inputs=50)
     assert all(torch.equal(captured[name], again[name]) for name in captured)
@@ -264,13 +266,13 @@ def test_twice_the_same() -> None:
 
 def test_for_people() -> None:
     errors = measured(plant(Net(), "c", "tiny"), bound=0.2, **FORMS["fp8 none"])
-    lines = report.table(errors, limit=2)
+    lines = report.format_table(errors, limit=2)
     assert lines[0].split() == ["layer", "storage", "output", "feature", "weight", "to", "zero"]
     assert lines[1].startswith("c ") and lines[-1] == "... and 3 layers with smaller errors; --json lists them all"
-    assert report.totals(errors)[0].startswith("fp8 none: 5 layers, 0.1 MB")
-    said = "\n".join(report.advice(errors, 0.2, {"a": "bf16"}))
+    assert report.format_totals(errors)[0].startswith("fp8 none: 5 layers, 0.1 MB")
+    said = "\n".join(report.format_advice(errors, 0.2, {"a": "bf16"}))
     assert '[quantize.override]\n"^c" = "int8 1x128"\n"a" = "bf16"' in said
-    assert report.advice(measured(Net(), bound=0.2), 0.2) == [
+    assert report.format_advice(measured(Net(), bound=0.2), 0.2) == [
         "no layer is above quantize.sensitivity_bound = 0.2: there is nothing to do"
     ]
 
@@ -298,22 +300,22 @@ def spoiled(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 
 
 def events(run: Run, kind: str) -> list[dict[str, Any]]:
-    return [event for event in run.events() if event["event"] == kind]
+    return [event for event in run.read_events() if event["event"] == kind]
 
 
 @pytest.mark.parametrize("family", ["sd15", "flux"])
 def test_report_of_a_job(job, spoiled, family: str) -> None:
     mine = job("quantize.scale=none", "quantize.sensitivity_bound=0.2", spoiled(family), family=family)
     told: list[dict[str, Any]] = []
-    found = measure.report(mine, num_pictures=2, echo=told.append)
+    found = measure.measure_precision(mine, num_pictures=2, echo=told.append)
     assert found.layers[0].name == PLANTED[family] and found.layers[0].better.startswith("int8")
     assert [one.name for one in found.layers if one.better] == [PLANTED[family]]
     assert found.pictures == 2 and found.moved == [] and found.multiplied == {}
-    assert found.to_json() == measure.report(mine, num_pictures=2).to_json()  # and again
+    assert found.to_json() == measure.measure_precision(mine, num_pictures=2).to_json()  # and again
     assert not Path(mine.output_dir).exists()
     assert {event["event"] for event in told} >= {"stage", "cache", "data"}
     json.dumps(found.to_json(), allow_nan=False)
-    assert f'"^{PLANTED[family]}" = "int8' in "\n".join(found.lines())
+    assert f'"^{PLANTED[family]}" = "int8' in "\n".join(found.format_lines())
 
     # The predictions once more, by diffusers' own model: the plain one, and one with the weights as they are held.
     session = cached(mine)
@@ -349,16 +351,16 @@ def test_noise_levels_are_the_objectives_own(job) -> None:
 
 
 def test_report_with_fp8_matmuls_and_without_the_whole(job) -> None:
-    found = measure.report(job("quantize.compute=fp8", "quantize.fp8_min_features=0"), num_pictures=1)
+    found = measure.measure_precision(job("quantize.compute=fp8", "quantize.fp8_min_features=0"), num_pictures=1)
     assert found.multiplied.keys() == found.prediction.keys() and len(found.prediction) == 5
     assert all(found.multiplied[label] > found.prediction[label] for label in found.prediction)
     assert any(one.multiplied_error for one in found.layers)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    alone = measure.report(job(), num_pictures=1, whole=False)
+    alone = measure.measure_precision(job(), num_pictures=1, whole=False)
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "a training does without it"
     assert alone.prediction == {} and alone.layers
     with pytest.raises(UserError, match="no layer is quantized"):
-        measure.report(job("quantize.storage=none"))
+        measure.measure_precision(job("quantize.storage=none"))
 
 
 def test_the_command(job, tmp_path, monkeypatch, capsys) -> None:
@@ -379,27 +381,27 @@ def test_auto_moves_the_planted_layer_and_the_bound_holds(job, spoiled, monkeypa
     """The same job with the layer written into quantize.override by hand trains to the same losses."""
     base, shares = spoiled(family), []
     monkeypatch.setattr(measure, "load_base", lambda *given: shares.append(given[2:]) or load.load_base(*given))
-    monkeypatch.setattr(memory, "problem", lambda *_: "")  # a CPU has nowhere else to put them
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")  # a CPU has nowhere else to put them
+    monkeypatch.setattr(memory, "count_free_bytes", lambda _: 1)  # a GPU on which the plain base has no room
     told = ("export.verify=true", "train.steps=2", "memory.offload=0.5")
     done = train.run(job(*AUTO, base, *told, family=family), progress=False).run
     assert set(shares) == {(0.5,)}  # what does not fit to be trained does not fit to be measured
     (event,) = events(done, "sensitivity")
     (line,) = event["moved"]
-    ((name, held),) = table_of_lines([line]).items()
+    ((name, held),) = parse_lines([line]).items()
     storage, scale = held.split(" ")
     assert name == f"^{PLANTED[family]}" and storage == "int8"
     assert event["worst_before"] > 0.2 >= event["worst"] and event["added_bytes"] > 0
     assert f" in int8 {scale}" in events(done, "model")[0]["storage"]
     assert all(event["ok"] for event in events(done, "verify"))
     assert any("are compared on the CPU" in event["text"] for event in events(done, "warning"))
-    assert checkpoint.latest(done.checkpoints)[0].state["moved"] == [line]
+    assert checkpoint.read_latest(done.checkpoints)[0].state["moved"] == [line]
 
     by_hand = ("quantize.scale=none", f"quantize.override={{'{name}' = '{held}'}}", "name=hand", "train.steps=2", base)
     written = train.run(job(*by_hand, family=family), progress=False).run
     losses = [[event["loss"] for event in events(run, "step")] for run in (done, written)]
     assert losses[0] == losses[1]
-    found = measure.report(job(*by_hand, "quantize.sensitivity_bound=0.2", family=family), num_pictures=4)
+    found = measure.measure_precision(job(*by_hand, "quantize.sensitivity_bound=0.2", family=family), num_pictures=4)
     assert found.layers[0].damage == event["worst"] and not any(one.better for one in found.layers)
 
 
@@ -416,9 +418,9 @@ def test_auto_on_resume_moves_the_same_and_measures_nothing(job, spoiled, tree_h
     assert len(events(resumed, "sensitivity")) == 1  # of the first start
     storages = [event["storage"] for event in events(resumed, "model")]
     assert storages[0] == storages[1] == events(whole, "model")[0]["storage"]
-    moved = [checkpoint.latest(run.checkpoints)[0].state["moved"] for run in (whole, resumed)]
+    moved = [checkpoint.read_latest(run.checkpoints)[0].state["moved"] for run in (whole, resumed)]
     assert moved[0] == moved[1] and len(moved[0]) == 1
-    adapters = [checkpoint.latest(run.checkpoints)[0].adapter for run in (whole, resumed)]
+    adapters = [checkpoint.read_latest(run.checkpoints)[0].adapter for run in (whole, resumed)]
     assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[0])
     with pytest.raises(UserError, match=r"quantize\.sensitivity_bound: was 0\.2, is 0\.3"):
         train.run(job(*AUTO, base, "quantize.sensitivity_bound=0.3", "train.steps=8"), resume=True, progress=False)

@@ -31,11 +31,11 @@ def queue(tmp_path: Path) -> jobs.Queue:
     made.submit_command("verify", ["x y.safetensors"], folder=tmp_path)
     made.cancel(5)
     for number, status in ((1, 0), (2, -9)):
-        folder = Path(made.store.row(number).folder)
+        folder = Path(made.store.read_row(number).folder)
         (folder / "export").mkdir(parents=True)
         (folder / "config.toml").write_text(made.config(number), encoding="utf-8")
         (folder / "events.jsonl").write_text('{"event": "start", "t": 1}\n', encoding="utf-8")
-        attempt = made.store.folder(number) / "attempt-1"
+        attempt = made.store.get_folder(number) / "attempt-1"
         attempt.mkdir()
         (attempt / "launch.json").write_text(json.dumps({"status": status, "t": 5, "oom_kills": 0}), encoding="utf-8")
         made.store.update(number, phase="launched", attempts=1, launched=1.0, pid=1 << 22, start=1, token="x")
@@ -71,7 +71,7 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     before = {job.id: job for job in queue.view()}
-    rows = {row.id: row for row in queue.store.rows()}
+    rows = {row.id: row for row in queue.store.read_rows()}
     queue.store.close()
     with sqlite3.connect(queue.store.file) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -99,15 +99,15 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
         assert after[id].state == before[id].state and after[id].place == before[id].place
     assert after[1].state == "done" and after[2].state in ("failed", "lost")
     kept = ("name", "kind", "text", "command", "folder", "cwd", "priority", "gpus", "created", "max_attempts")
-    for row in again.store.rows():
+    for row in again.store.read_rows():
         assert all(getattr(row, name) == getattr(rows[row.id], name) for name in kept)
     again.requeue(2)
     assert again.submit_command("verify", ["z"]) == 6
 
 
 def test_what_cannot_be_brought_back_is_told(queue: jobs.Queue) -> None:
-    (queue.store.folder(3) / "config.toml").write_text("[train]\nsteps = 'many'\n", encoding="utf-8")
-    (queue.store.folder(4) / "job.json").unlink()
+    (queue.store.get_folder(3) / "config.toml").write_text("[train]\nsteps = 'many'\n", encoding="utf-8")
+    (queue.store.get_folder(4) / "job.json").unlink()
     damage_table(queue.store.file)
     found = rescue.rescue(queue.home)
     assert found.waiting == [4] and found.guessed == [4] and found.ended == [1, 2, 5]
@@ -180,7 +180,7 @@ def test_a_worker_ends_jobs_whose_entries_are_damaged_and_goes_on(
     made.tick()
     assert queue.job(4).state == "failed" and "damaged" in queue.job(4).sentence.text
     assert len(started) == 1 and started[0][-2:] == ["verify", "z"]
-    assert queue.store.row(other).phase == "launched"
+    assert queue.store.read_row(other).phase == "launched"
 
 
 @pytest.mark.parametrize("replaced", [False, True])

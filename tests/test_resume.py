@@ -82,11 +82,11 @@ def payloads(job) -> list[str]:
     """Hashes of the tensors alone, for jobs whose settings, and so the metadata, differ."""
     files = sorted((folder_of(job) / "export").glob("*.safetensors"))
     assert len(files) == 2
-    return [safetensors_file.payload_hash(path) for path in files]
+    return [safetensors_file.hash_payload(path) for path in files]
 
 
 def events(job, kind):
-    return [event for event in Run.open(folder_of(job)).events() if event["event"] == kind]
+    return [event for event in Run.open(folder_of(job)).read_events() if event["event"] == kind]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_previews_validations_and_files_see_the_averaged_weights(make_job, tmp_p
         original = getattr(module, name)
 
         def watching(*args):
-            seen[what, args[-1]] = adapters.state(where(args))
+            seen[what, args[-1]] = adapters.copy_state(where(args))
             return original(*args)
 
         monkeypatch.setattr(module, name, watching)
@@ -311,7 +311,7 @@ def test_the_run_folder_may_be_moved_and_renamed(make_job, tmp_path, settings, w
     assert [line["step"] for line in lines if line["event"] == "resume"] == [3] and lines[-1]["event"] == "done"
     names = {path.name for path in (moved / "export").iterdir()}
     assert names == {"renamed_diffusers.safetensors", "renamed_kohya.safetensors"}
-    assert sorted(safetensors_file.payload_hash(path) for path in (moved / "export").iterdir()) == sorted(
+    assert sorted(safetensors_file.hash_payload(path) for path in (moved / "export").iterdir()) == sorted(
         payloads(whole[0])
     )
     with safetensors.safe_open(moved / "export" / "renamed_kohya.safetensors", "pt") as file:
@@ -545,12 +545,12 @@ def test_planted_random_numbers_that_are_not_restored(make_job, tmp_path, settin
     what all tests above do, notices every one.
     """
     drawn = itertools.count()
-    real = loader.generator
+    real = loader.make_generator
 
     def counting(seed, what, when, uid):
         return real(seed, what, when, uid) if what != purpose else real(next(drawn), what, when, uid)
 
-    monkeypatch.setattr(loader, "generator", counting)
+    monkeypatch.setattr(loader, "make_generator", counting)
     settings = (*settings, "train.accumulate=2", "dataset.caption_variants=16")  # enough draws to differ for certain
     job = make_job(tmp_path / "whole", *settings)
     run(job)

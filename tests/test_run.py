@@ -41,10 +41,10 @@ def test_events_do_not_tell_whose_home_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/canary")
     run = Run.create(tmp_path / "r", CONFIG)
     run.log_event("warning", text="/home/canary/a.png (2): /data/home/canary/b.png, '/home/canary/c', /home/canary2/d")
-    assert list(run.events())[-1]["text"] == "~/a.png (2): /data/home/canary/b.png, '~/c', /home/canary2/d"
+    assert list(run.read_events())[-1]["text"] == "~/a.png (2): /data/home/canary/b.png, '~/c', /home/canary2/d"
     monkeypatch.setenv("HOME", "/")
     run.log_event("warning", text="/home/x")
-    assert list(run.events())[-1]["text"] == "/home/x"
+    assert list(run.read_events())[-1]["text"] == "/home/x"
 
 
 # -- whole files
@@ -157,7 +157,7 @@ def test_of_two_that_race_exactly_one_wins(tmp_path, some):
         codes = [exit_code(pid) for pid in pids]
         os.close(done_reader)
         assert sorted(told) == sorted(b"lw") and sorted(codes) == [0, 7]
-        assert len(Run.open(folder).events()) == 1
+        assert len(Run.open(folder).read_events()) == 1
 
 
 def test_alive_is_derived_from_the_lock(tmp_path):
@@ -174,15 +174,15 @@ def test_alive_is_derived_from_the_lock(tmp_path):
     os.read(ready_reader, 1)
     run = Run.open(folder)
     try:
-        assert run.alive() and run.alive()  # asking takes nothing away
+        assert run.is_locked() and run.is_locked()  # asking takes nothing away
         with pytest.raises(UserError, match=f"process {pid} "):
             Run.create(folder, CONFIG)
     finally:
         os.kill(pid, signal.SIGKILL)
         exit_code(pid)
-    assert not run.alive() and (folder / "lock").exists()
+    assert not run.is_locked() and (folder / "lock").exists()
     Run.create(folder, CONFIG).close()
-    assert not run.alive()
+    assert not run.is_locked()
 
 
 def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
@@ -191,7 +191,7 @@ def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
 
     def ask():
         while True:
-            Run.open(tmp_path / "r").alive()
+            Run.open(tmp_path / "r").is_locked()
 
     pid = child(ask)
     try:
@@ -204,7 +204,7 @@ def test_asking_whether_a_run_is_alive_never_refuses_a_start(tmp_path):
 
 def test_a_folder_without_a_lock_is_not_alive(tmp_path):
     (tmp_path / "config.toml").write_text(CONFIG, encoding="utf-8")
-    assert not Run.open(tmp_path).alive()
+    assert not Run.open(tmp_path).is_locked()
 
 
 def test_what_this_user_may_not_read_is_not_taken_for_dead(tmp_path, no_privilege):
@@ -213,7 +213,7 @@ def test_what_this_user_may_not_read_is_not_taken_for_dead(tmp_path, no_privileg
         with pytest.raises(
             UserError, match=r"r/lock: the file cannot be read \(Permission denied\); use the account of the user"
         ):
-            Run.open(tmp_path / "r").alive()
+            Run.open(tmp_path / "r").is_locked()
         run.path.chmod(0)
         with pytest.raises(
             UserError, match=r"r: the file cannot be read \(Permission denied\); use the account of the user"
@@ -239,11 +239,11 @@ def test_without_flock_a_byte_is_locked(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "fcntl", None)
     monkeypatch.setattr(locks, "msvcrt", Stand, raising=False)
     run = Run.create(tmp_path / "r", CONFIG)
-    assert Run.open(tmp_path / "r").alive() and Run.open(tmp_path / "r").alive()
+    assert Run.open(tmp_path / "r").is_locked() and Run.open(tmp_path / "r").is_locked()
     with pytest.raises(UserError, match=f"process {os.getpid()} is training in this folder"):
         Run.create(tmp_path / "r", CONFIG)
     run.close()
-    assert not Run.open(tmp_path / "r").alive() and run.lock_file.stat().st_size < 100
+    assert not Run.open(tmp_path / "r").is_locked() and run.lock_file.stat().st_size < 100
     Run.create(tmp_path / "r", CONFIG).close()
 
 
@@ -306,11 +306,11 @@ def test_events_are_json_lines_in_order(tmp_path):
     run.log_event("start", name="naïve 猫")
     run.log_event("step", step=1, loss=0.25)
     run.log_event("warning", text="two\nlines")
-    assert [e["event"] for e in run.events()] == ["start", "step", "warning"]
-    assert run.events() == seen
+    assert [e["event"] for e in run.read_events()] == ["start", "step", "warning"]
+    assert run.read_events() == seen
     run.log_event("warning", text="a name that is no text: \udcff.png")
-    assert run.events().pop()["text"] == "a name that is no text: ?.png" and seen.pop()
-    assert run.events()[0]["name"] == "naïve 猫" and run.events()[2]["text"] == "two\nlines"
+    assert run.read_events().pop()["text"] == "a name that is no text: ?.png" and seen.pop()
+    assert run.read_events()[0]["name"] == "naïve 猫" and run.read_events()[2]["text"] == "two\nlines"
     lines = (tmp_path / "r" / "events.jsonl").read_bytes().splitlines()
     assert len(lines) == 4 and all(json.loads(line)["t"] > 1e9 for line in lines)
     run.close()
@@ -333,10 +333,10 @@ def test_the_torn_last_line_of_a_killed_process_is_left_out_and_mended(tmp_path)
     run.close()
     with open(tmp_path / "r" / "events.jsonl", "ab") as file:
         file.write('{"t": 1, "event": "step", "name": "猫'.encode()[:-1])  # cut inside a character too
-    assert [e["step"] for e in Run.open(tmp_path / "r").events()] == [1]
+    assert [e["step"] for e in Run.open(tmp_path / "r").read_events()] == [1]
     run = Run.create(tmp_path / "r", CONFIG)
     run.log_event("step", step=2, loss=0.4)
-    assert [e["step"] for e in run.events()] == [1, 2]  # the new line is not glued to the torn one
+    assert [e["step"] for e in run.read_events()] == [1, 2]  # the new line is not glued to the torn one
     run.close()
 
 
@@ -345,7 +345,7 @@ def test_a_caption_may_hold_what_unicode_calls_a_line_end(tmp_path):
     texts = ["a\u2028b", "a\u2029b", "a\x85b", "a\x0bb", "a\x1cb", "a\r\nb"]
     for text in texts:
         run.log_event("warning", text=text)
-    assert [event["text"] for event in run.events()] == texts
+    assert [event["text"] for event in run.read_events()] == texts
     run.close()
 
 
@@ -357,7 +357,7 @@ def test_status_moves_on_when_the_clock_jumps_back(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: since)
     run.log_event("step", step=2, loss=0.4)
     assert json.loads((tmp_path / "r" / "status.json").read_text(encoding="utf-8"))["step"] == 2
-    assert [event["step"] for event in run.events()] == [1, 2]  # in the order of the file, whatever the clock says
+    assert [event["step"] for event in run.read_events()] == [1, 2]  # in the order of the file, whatever the clock says
     run.close()
 
 
@@ -373,7 +373,7 @@ def test_a_run_outlives_whoever_reads_what_it_prints(tmp_path, error):
     run.echo = gone
     run.log_event("step", step=1, loss=0.5)
     run.log_event("step", step=2, loss=0.4)
-    told = run.events()
+    told = run.read_events()
     assert [event["event"] for event in told] == ["step", "warning", "step"] and error.strerror in told[1]["text"]
     run.close()
 
@@ -414,7 +414,7 @@ def test_a_read_only_place_is_the_users_mistake_and_readers_still_read(tmp_path,
         ):
             Run.create(tmp_path / name, CONFIG, resume=resume)
     run = Run.open(tmp_path / "old")
-    assert [event["step"] for event in run.events()] == [1] and not run.alive()
+    assert [event["step"] for event in run.read_events()] == [1] and not run.is_locked()
     with pytest.raises(UserError, match="control/stop: the file cannot be written .Read-only file system"):
         run.request("stop")
 

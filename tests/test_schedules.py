@@ -22,7 +22,7 @@ path = "images"
 
 
 def rates(section: Schedule, steps: int = STEPS) -> list[float]:
-    return [schedules.learning_rate(step, section, LR, steps) for step in range(steps + 1)]
+    return [schedules.compute_learning_rate(step, section, LR, steps) for step in range(steps + 1)]
 
 
 def theirs(make, *args, **more) -> list[float]:

@@ -62,7 +62,7 @@ def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_
 def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
     Family = families.get("sd2")
     shapes = full_size_shapes("sd2")
-    assert [name for name in families.available() if families.get(name).recognises(shapes)] == ["sd2"]
+    assert [name for name in families.list_families() if families.get(name).recognises(shapes)] == ["sd2"]
     first = "model.diffusion_model.input_blocks.0.0.weight"
     assert not Family.recognises({**shapes, first: (320, 9, 3, 3)})  # inpainting
     assert not Family.recognises({**shapes, "model.diffusion_model.label_emb.0.0.weight": (1280, 2048)})  # unCLIP

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from lora_fp8 import config, importing
-from lora_fp8.config.validation import names_elsewhere
+from lora_fp8.config.validation import list_foreign_names
 from lora_fp8.errors import UserErrors
 from webui import form, translations
 
@@ -25,8 +25,8 @@ LEAST = 'model = {family = "sd15", path = "demo"}\ndataset = {folders = [{path =
 
 def settings() -> dict[str, form.Setting]:
     """Every setting by its key, those of folders too."""
-    found = dict(form.settings())
-    for one in form.settings().values():
+    found = dict(form.collect_settings())
+    for one in form.collect_settings().values():
         found |= {column.key: column for column in one.columns}
     return found
 
@@ -80,7 +80,7 @@ def test_whatever_is_converted_by_itself_is_answered_by_its_name() -> None:
             for theirs, rule in importing.TOOLS[tool].rules.items():
                 name = theirs.split(".")[-1]
                 if rule.to and name != rule.to.split(".")[-1]:
-                    assert trainer in names_elsewhere()[name][rule.to], (tool, theirs, rule.to)
+                    assert trainer in list_foreign_names()[name][rule.to], (tool, theirs, rule.to)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_each_process_holds_half_of_the_base(runs):
     job = runs["shared"][0]
     counted = count_shared_bytes(build_denoiser(job, make_family(job)), 2)
     assert counted.part == held[0][0]  # the estimate, by real tensors
-    model = next(event for event in Run.open(folder_of(runs["shared"][0])).events() if event["event"] == "model")
+    model = next(event for event in Run.open(folder_of(runs["shared"][0])).read_events() if event["event"] == "model")
     assert any(line.startswith("2 processes share the base model: each stores ") for line in model["memory"])
 
 
@@ -287,7 +287,7 @@ def test_a_run_goes_on_with_another_number_of_processes(make, tmp_path, runs):
         done = run_forked(job, tmp_path, number, *more, planted=ALIGNED + (stop_at(step, job) if step else ""))
         codes = done.returncode or [0]
         assert codes[0] == (75 if step else 0), done.stderr[-3000:]
-    events = Run.open(folder_of(job)).events()
+    events = Run.open(folder_of(job)).read_events()
     assert [event["processes"] for event in events if event["event"] == "start"] == [1, 2, 1]
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4, 5, 6]
     warned = [event["text"] for event in events if event["event"] == "warning"]
@@ -335,7 +335,7 @@ def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make, tmp_path, r
     assert done.returncode != 0 and (tmp_path / "killed").exists() and left_over(tmp_path) == []
     assert ended - (tmp_path / "killed").stat().st_mtime < 60
     run = Run(folder_of(job))
-    assert not run.alive()
+    assert not run.is_locked()
     status = json.loads(run.status_file.read_text(encoding="utf-8"))
     assert status["step"] == 3 and status["state"] != "done"
     done = run_forked(job, tmp_path, 2, "--resume", planted=ALIGNED)
@@ -373,6 +373,6 @@ def test_a_process_that_fails_alone_ends_the_others(make, tmp_path, where, said)
     done = run_forked(job, tmp_path, 2, planted=f"WHERE = {where!r}\n{FAILING}")
     assert said in done.stderr and 3 in done.returncode, done.stderr[-3000:]
     run = Run(folder_of(job))
-    assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "error" and not run.alive()
-    text = [event["text"] for event in run.events() if event["event"] == "error"][-1]
+    assert json.loads(run.status_file.read_text(encoding="utf-8"))["state"] == "error" and not run.is_locked()
+    text = [event["text"] for event in run.read_events() if event["event"] == "error"][-1]
     assert (said if where == "reading" else "another process of this job exited; see its message above") in text

@@ -28,7 +28,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 PRESETS = sorted((ROOT / "presets").glob("*.toml"))
 GOALS = (*recipes.GOALS, "fp8_kohya_like")
 DEMOS = ("demo_sd15", "demo_flux")
-CARDS = tuple(map(recipes.card_name, recipes.CARDS))
+CARDS = tuple(map(recipes.format_card_name, recipes.CARDS))
 LEVELS = {  # model.dtype, quantize.storage, quantize.compute, adapter.dtype
     "precision_o0": ("fp32", "none", "upcast", "fp32"),
     "precision_o1": ("bf16", "fp8", "auto", "bf16"),
@@ -47,9 +47,9 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_nothing_is_missing() -> None:
-    assert {"debug", *families.available()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
+    assert {"debug", *families.list_families()} <= set(names(CONFIGS)), "a config for each family, and debug.toml"
     assert set(names(PRESETS)) == {"fp8_kohya_like", *DEMOS, *LEVELS}
-    assert set(config.preset_names()) == {*names(PRESETS), *GOALS, *CARDS}
+    assert set(config.list_preset_names()) == {*names(PRESETS), *GOALS, *CARDS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=names(CONFIGS))
@@ -156,7 +156,7 @@ def test_every_page_is_in_both_languages_and_found_from_the_readme() -> None:
     for readme, suffix in zip(READMES, ("", ".zh-CN"), strict=True):
         text, models = (path.read_text(encoding="utf-8") for path in (readme, ROOT / f"docs/models{suffix}.md"))
         assert all(f"](docs/{name}{suffix}.md)" in text for name in pages - {"README"}), readme.name
-        for family in families.available():
+        for family in families.list_families():
             assert f"`{family}`" in text and f"\n| `{family}` |" in models, f"{family} is not in {readme.name} and docs"
 
 
@@ -209,9 +209,9 @@ def test_the_settings_and_presets_on_the_pages_exist(path: Path) -> None:
         fields = getattr(settings.Job.model_fields[section].annotation, "model_fields", {})
         assert name in fields, f"`{section}.{name}` is no setting"
     for preset in re.findall(r"`(vram_\w+|fp8_\w+like)`", text):
-        assert preset in config.preset_names(), preset
+        assert preset in config.list_preset_names(), preset
     if path.name.startswith("training."):
-        assert all(f"`{name}`" in text for name in config.preset_names()), "the page names every preset"
+        assert all(f"`{name}`" in text for name in config.list_preset_names()), "the page names every preset"
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.name)

@@ -131,7 +131,7 @@ def test_component_files_are_named_one_by_one(made, tmp_path, family):
     for path in file.parent.parent.rglob("*.safetensors"):
         for part in ("vae", "text_encoder", "text_encoder_2"):
             kind = families.get(family).text_parts.get(part, families.get(family).vae_class if part == "vae" else "")
-            if _part_files.stated(kind, {name: tuple(t.shape) for name, t in load_file(path).items()}):
+            if _part_files.read_config(kind, {name: tuple(t.shape) for name, t in load_file(path).items()}):
                 files[part] = str(path)
     if family == "wan":
         native = tmp_path / "native.safetensors"

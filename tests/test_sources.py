@@ -161,15 +161,15 @@ def test_every_family_has_known_bases_and_they_are_whole() -> None:
         assert base.unconfirmed <= {"size", "gate", "licence"} and ("gate" in base.unconfirmed) == (base.gated is None)
         assert re.search("[一-鿿]", messages.translate("zh-CN", base.purpose)), base.purpose
     # Ideogram 4 is distributed as single files.
-    assert {base.family for base in known_bases.read()} == set(families.available()) - {"ideogram4"}
+    assert {base.family for base in known_bases.read()} == set(families.list_families()) - {"ideogram4"}
     examples = tomllib.loads((ROOT / "lora_fp8/tools/hosts/huggingface.toml").read_text(encoding="utf-8"))[
         "base_models"
     ]
     assert {one for names in examples.values() for one in names} <= set(ids)
-    for name in families.available():
+    for name in families.list_families():
         usual = families.get(name).example_base
         if parse(usual).kind == "hub" and not usual.startswith("models/"):
-            assert known_bases.of_family(name)[0].id == usual or name in ("sd3",)
+            assert known_bases.list_of_family(name)[0].id == usual or name in ("sd3",)
 
 
 @functools.cache
@@ -209,14 +209,14 @@ FACTS = tomllib.loads((ROOT / "tests" / "data" / "facts.toml").read_text(encodin
 @pytest.mark.parametrize("name", [name for name, facts in FACTS.items() if "weights" in facts])
 def test_estimates_without_files_count_the_weights_of_the_released_files(name: str) -> None:
     """The sizes of denoiser, VAE and text encoders, against the files on the hub; a header takes up to 0.1 %."""
-    family, usual = families.get(name), next(iter(known_bases.of_family(name)), None)
+    family, usual = families.get(name), next(iter(known_bases.list_of_family(name)), None)
     published = {part: size / each for part, (size, each) in FACTS[name]["weights"].items()}
     counted: dict[str, float] = {}
     for part in published:
         if part == family.denoiser_name:
             counted[part] = count_denoiser(family, usual.sizes if usual else {})
         elif part == "vae":
-            counted[part] = count_weights(family.vae_class, json.dumps(_published.released_vae(family)))
+            counted[part] = count_weights(family.vae_class, json.dumps(_published.find_released_vae(family)))
         elif part in family.published:
             cls = family.text_parts[part].rpartition(".")[2]
             counted[part] = count_weights(cls, json.dumps(family.published[part]))

@@ -31,7 +31,7 @@ def model(
         layer.set_compute_(compute)
     precision.offload_(found, share)
     adapters.inject(found, settings.Adapter(rank=4, alpha=4), [str(i) for i in range(len(found))], seed=0)
-    for name, parameter in adapters.parameters(found):
+    for name, parameter in adapters.list_trained_parameters(found):
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return found
@@ -49,7 +49,7 @@ def steps(found: nn.Module, num: int, checkpointed: bool, device: str = "cpu") -
         else:
             y = found(x)
         y.square().sum().backward()
-        results += [parameter.grad.clone() for _, parameter in adapters.parameters(found)]
+        results += [parameter.grad.clone() for _, parameter in adapters.list_trained_parameters(found)]
     return [*results, y.detach()]
 
 
@@ -106,13 +106,13 @@ def _with_stream(courier: stream.Courier, gpu: Gpu) -> stream.Courier:
 
 def test_what_waits_is_the_share_that_was_asked_for_and_spread() -> None:
     sizes = {f"{i}": 100 + i % 3 for i in range(60)}
-    assert stream.chosen(sizes, 0.0) == [] and stream.chosen(sizes, 1.0) == list(sizes)
+    assert stream.choose_offloaded(sizes, 0.0) == [] and stream.choose_offloaded(sizes, 1.0) == list(sizes)
     for share in (0.1, 1 / 3, 0.5, 0.8):
-        names = stream.chosen(sizes, share)
+        names = stream.choose_offloaded(sizes, share)
         assert sum(sizes[name] for name in names) == pytest.approx(share * sum(sizes.values()), abs=102)
         gaps = [int(b) - int(a) for a, b in zip(names, names[1:], strict=False)]
         assert max(gaps) - min(gaps) <= 1  # never a row of them beside a row of none
-    assert stream.chosen({"large": 1000, "small": 10}, 0.3) == ["small"]
+    assert stream.choose_offloaded({"large": 1000, "small": 10}, 0.3) == ["small"]
 
 
 def test_alike_blocks_have_the_same_layers_in_ram() -> None:
@@ -122,7 +122,7 @@ def test_alike_blocks_have_the_same_layers_in_ram() -> None:
     sizes = {f"{block}.ff.{name}": size for block in blocks for name, size in kinds[block.split(".")[0]].items()}
     sizes |= {"first": 90, "last": 90}
     for share in (0.3, 0.5, 1.0):
-        names = stream.chosen(sizes, share, blocks)
+        names = stream.choose_offloaded(sizes, share, blocks)
         inside = [[name.removeprefix(block) for name in names if name.startswith(f"{block}.")] for block in blocks]
         assert inside[:11] == [inside[0]] * 11 and inside[11:] == [inside[11]] * 11
         assert names == [name for name in sizes if name in names]
@@ -229,7 +229,7 @@ def test_on_a_gpu(compute: str) -> None:
     results = []
     for share in (0.0, 0.5, 1.0):
         found = model(precision.FP8_ROW, share, compute=compute).cuda()
-        assert {layer.qweight.device.type for layer in precision.frozen_layers(found).values() if layer.waits} <= {
+        assert {layer.qweight.device.type for layer in precision.find_frozen_layers(found).values() if layer.waits} <= {
             "cpu"
         }
         results.append(steps(found, 20, checkpointed=True, device="cuda"))

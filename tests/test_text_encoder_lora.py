@@ -46,18 +46,18 @@ def folder_of(job) -> Path:
 
 
 def events(job, kind):
-    return [event for event in Run.open(folder_of(job)).events() if event["event"] == kind]
+    return [event for event in Run.open(folder_of(job)).read_events() if event["event"] == kind]
 
 
 def test_trained_are_the_clips_that_diffusers_loads_loras_into():
-    for name in families.available():
+    for name in families.list_families():
         Family = families.get(name)
         loadable = getattr(Family.pipeline_type(), "_lora_loadable_modules", [])
         clips = [part for part, cls in Family.text_parts.items() if cls.startswith("CLIPText")]
         # What SD 3's loader takes beside its list stands in its load_lora_weights: both CLIPs, never T5.
         wanted = [part for part in clips if part in loadable]
         assert list(Family.trained_text) == wanted, name
-    assert {name for name in families.available() if families.get(name).trained_text} == set(CLIPS)
+    assert {name for name in families.list_families() if families.get(name).trained_text} == set(CLIPS)
 
 
 # -- names at full size
@@ -160,7 +160,7 @@ def test_a_whole_kohya_file_is_read_by_diffusers(name, unet, counts):
     assert alphas is None or (len(alphas) == sum(counts) and set(map(float, alphas.values())) == {0.5})
     for module in sorted({key.rpartition(".lora_")[0] for key in of_text})[::11]:
         pairs = [[one[f"{module}.lora_{half}.weight"] for half in "AB"] for one in (of_text, state)]
-        assert verify.delta_error((*pairs[0], 0.5 if alphas else 1.0), (*pairs[1], 0.5)) < 1e-6
+        assert verify.compute_delta_error((*pairs[0], 0.5 if alphas else 1.0), (*pairs[1], 0.5)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux"])
@@ -282,7 +282,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     cls = getattr(diffusers, family.denoiser_class)
     denoiser = cls.from_pretrained(tiny(name) / family.denoiser_name).requires_grad_(False)
     adapted = text_encoders.Adapted(denoiser, text.encoders)
-    named = dict(adapters.parameters(adapted))
+    named = dict(adapters.list_trained_parameters(adapted))
     with torch.no_grad():
         for key, parameter in named.items():
             if ".lora_B." in key:
@@ -328,17 +328,20 @@ def test_layers_that_nothing_reads_get_no_adapter(tiny):
     """SDXL takes the first CLIP's embeddings before its last layer, and nothing behind it."""
     family = make(families.get("sdxl"), tiny("sdxl"))
     text = text_encoders.TextEncoders(family, Adapter(), seed=0)
-    numbers = {name: {int(layer.split(".")[-3]) for layer in adapters.modules(e)} for name, e in text.encoders.items()}
+    numbers = {
+        name: {int(layer.split(".")[-3]) for layer in adapters.find_adapted_layers(e)}
+        for name, e in text.encoders.items()
+    }
     assert numbers == {"text_encoder": {0}, "text_encoder_2": {0, 1}}
     full = full_clip("clip_l")
-    assert len(text_encoders.adapted_layers(families.get("sdxl"), "text_encoder", full)) == 66
-    assert len(text_encoders.adapted_layers(families.get("sd3"), "text_encoder", full)) == 72
+    assert len(text_encoders.list_adapted_layers(families.get("sdxl"), "text_encoder", full)) == 66
+    assert len(text_encoders.list_adapted_layers(families.get("sd3"), "text_encoder", full)) == 72
 
 
 def test_start_values_of_two_encoders_differ_and_depend_on_names_only(tiny):
     family = make(families.get("sd3"), tiny("sd3"))
     text = text_encoders.TextEncoders(family, Adapter(rank=2), seed=3)
-    state = adapters.state(text_encoders.Adapted(torch.nn.Identity(), text.encoders))
+    state = adapters.copy_state(text_encoders.Adapted(torch.nn.Identity(), text.encoders))
     ends = "text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"
     assert f"text_encoder.{ends}" in state and f"text_encoder_2.{ends}" in state
     one, two = (state[f"{name}.{ends}"].float().flatten()[:8] for name in ("text_encoder", "text_encoder_2"))
@@ -463,7 +466,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     batch.captions, batch.cond = prompts, told(family, prompts)
     batch.latents_BCHW = batch.noise_BCHW = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     batch.t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
-    pipeline = verify.clean_pipeline(family, text=True)
+    pipeline = verify.build_clean_pipeline(family, text=True)
     verify.load(pipeline, file, family)
     objective = family.objective_type()(family.scheduler_config(), Objective())
     text = type("Text", (), {"pipeline": pipeline})()
@@ -516,8 +519,8 @@ def test_the_two_rates_are_torchs_two_groups():
 @pytest.mark.parametrize(("scale", "expected"), [("auto", 5e-5), ("none", 5e-5), ("3.0", 5e-5)])
 def test_auto_is_half_of_lr_and_no_part_of_lr_scale(job, scale, expected):
     section = job("optimizer.lr=1e-4", f"optimizer.lr_scale={scale}").optimizer
-    assert optim.text_encoder_lr(section) == expected
-    assert optim.text_encoder_lr(section.model_copy(update={"text_encoder_lr": 7e-6})) == 7e-6
+    assert optim.resolve_text_encoder_lr(section) == expected
+    assert optim.resolve_text_encoder_lr(section.model_copy(update={"text_encoder_lr": 7e-6})) == 7e-6
 
 
 def test_what_does_not_fit_is_told(job):
@@ -535,12 +538,12 @@ def test_what_does_not_fit_is_told(job):
 
 def test_a_checkpoint_of_before_the_setting_goes_on(job):
     mine = job("train.steps=2")
-    now = checkpoint.remember(mine, "base", "data")
+    now = checkpoint.describe_job(mine, "base", "data")
     before = json.loads(json.dumps(now))
     assert before["pinned"].pop("adapter.text_encoder") is False
     before["settings"].pop("optimizer.text_encoder_lr")
     assert checkpoint.compare(before, now) == ([], [])
-    other = checkpoint.remember(job("train.steps=2", "adapter.text_encoder=true"), "base", "data")
+    other = checkpoint.describe_job(job("train.steps=2", "adapter.text_encoder=true"), "base", "data")
     assert checkpoint.compare(before, other)[0] == ["adapter.text_encoder: was False, is True"]
 
 
@@ -601,7 +604,7 @@ def test_merged_into_a_folder_text_encoders_are_as_diffusers_fuses_them(tiny, tm
     family = make(families.get(name), tiny(name))
     state = text_and_denoiser_lora(family)
     file = as_file(family, state, tmp_path / "lora.safetensors")
-    merged = merge.into([(file, 0.7)], str(tiny(name)), tmp_path / "merged")
+    merged = merge.merge_into_base([(file, 0.7)], str(tiny(name)), tmp_path / "merged")
     assert merged.layers == len(state) // 2
     pipe = getattr(diffusers, family.pipeline_class).from_pretrained(tiny(name))
     pipe.load_lora_weights(str(tmp_path), weight_name=file.name)
@@ -632,7 +635,7 @@ def test_merged_into_a_single_file_text_encoders_gain_the_delta(tmp_path, name):
     state = text_and_denoiser_lora(family)
     file = as_file(family, state, tmp_path / "lora.safetensors", "kohya", 0.5)
     out = tmp_path / "merged.safetensors"
-    merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), out, components=str(base))
+    merge.merge_into_base([(file, 1.0)], str(tmp_path / "one.safetensors"), out, components=str(base))
     before, after = text_weights(family), text_weights(make(Family, out, components=str(base)))
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -649,22 +652,24 @@ def test_a_single_file_without_text_encoders_is_told(tmp_path):
     family = make(Family, base)
     file = as_file(family, text_and_denoiser_lora(family), tmp_path / "lora.safetensors")
     with pytest.raises(UserError, match="one.safetensors has no text_encoder, .* merge into a diffusers folder"):
-        merge.into([(file, 1.0)], str(tmp_path / "one.safetensors"), tmp_path / "x.safetensors", components=str(base))
+        merge.merge_into_base(
+            [(file, 1.0)], str(tmp_path / "one.safetensors"), tmp_path / "x.safetensors", components=str(base)
+        )
 
 
 def test_extract_finds_what_was_merged_into_text_encoders(tiny, tmp_path):
     family = make(families.get("sdxl"), tiny("sdxl"))
     state = text_and_denoiser_lora(family)
     file = as_file(family, state, tmp_path / "lora.safetensors")
-    merge.into([(file, 1.0)], str(tiny("sdxl")), tmp_path / "merged")
+    merge.merge_into_base([(file, 1.0)], str(tiny("sdxl")), tmp_path / "merged")
     out = tmp_path / "found.safetensors"
     models = extract.Models(str(tiny("sdxl")), str(tmp_path / "merged"), "sdxl")
     extract.extract(models, out, extract.Options(rank=2, dtype="fp32", layout="kohya"))
     found, scaling = layouts.from_layout(load_file(out), family, family.denoiser_config())
     assert found.keys() == state.keys()
-    for module in layouts.modules(found):
+    for module in layouts.list_modules(found):
         mine, theirs = ([one[f"{module}.lora_{half}.weight"] for half in "AB"] for one in (found, state))
-        assert verify.delta_error((*mine, scaling[module]), (*theirs, 1.0)) < 1e-4
+        assert verify.compute_delta_error((*mine, scaling[module]), (*theirs, 1.0)) < 1e-4
     options = extract.Options(rank=2, layers=["to_q", "proj_in"])
     report = extract.extract(models, tmp_path / "few.safetensors", options)
     assert any(name.startswith("text_encoder_2.") for name in report.left_out)
@@ -697,19 +702,19 @@ def test_resize_merge_and_average_take_text_layers_as_any_other(tiny, tmp_path):
     resize.resize(one, tmp_path / "small.safetensors", rank=2, energy=0, uniform=False, dtype="")
     assert {pair.rank for pair in pairs.read(tmp_path / "small.safetensors").pairs.values()} == {2}
     merge.merge([(one, 0.5), (two, 0.5)], tmp_path / "both.safetensors", rank=0, energy=0, dtype="")
-    average.files([one, two], tmp_path / "mean.safetensors", what="delta", half_life=0, rank=8, dtype="")
+    average.average_files([one, two], tmp_path / "mean.safetensors", what="delta", half_life=0, rank=8, dtype="")
     for made in ("both", "mean"):
         found = pairs.read(tmp_path / f"{made}.safetensors").pairs
         assert len(found) == modules and any(name.startswith("lora_te_") for name in found)
         for name, pair in found.items():
-            wanted = sum(pairs.read(path).pairs[name].delta() for path in (one, two)) / 2
-            torch.testing.assert_close(pair.delta(), wanted, rtol=1e-4, atol=1e-5)
+            wanted = sum(pairs.read(path).pairs[name].compute_delta() for path in (one, two)) / 2
+            torch.testing.assert_close(pair.compute_delta(), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_an_average_of_a_runs_checkpoints_holds_the_text_encoders(job):
     mine = job(*ON, "train.steps=4", "adapter.targets=['attn2.to_k']", "export.formats=['kohya']")
     run(mine)
-    _, (file,) = average.run(folder_of(mine), what="factors", half_life=0, last=0)
+    _, (file,) = average.average_run(folder_of(mine), what="factors", half_life=0, last=0)
     names = pairs.read(file).pairs
     assert sum(name.startswith("lora_te_") for name in names) == 12 and len(names) > 12
 
@@ -724,7 +729,7 @@ def test_the_estimate_counts_what_they_hold(job, tiny):
     adapted = [p for encoder in text.encoders.values() for p in encoder.parameters() if p.requires_grad]
     assert found["true"].adapter_bytes - found["false"].adapter_bytes == sum(p.nbytes for p in adapted)
     buffers = sum(b.nbytes for encoder in text.encoders.values() for b in encoder.buffers())
-    assert found["true"].base_bytes - found["false"].base_bytes == text.num_bytes() + buffers
+    assert found["true"].base_bytes - found["false"].base_bytes == text.count_bytes() + buffers
     assert found["true"].step_bytes > found["false"].step_bytes
     assert found["true"].optimizer_bytes > found["false"].optimizer_bytes
 
@@ -737,7 +742,7 @@ def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
     section = Export(formats=["kohya", "diffusers"], dtype="fp32")
     for path in export.write(export.Adapter(state), family, family.denoiser_config(), section, mine, tmp_path):
         report = verify.check(path, family, verify.Reference(export.Adapter(state)), merged=True)
-        assert report.ok, report.failed()
+        assert report.ok, report.list_failures()
         assert not any(check.name.startswith("merged") for check in report.checks)
         with_denoiser = verify.check_file(path, str(tiny("sd15")))
-        assert with_denoiser.ok, with_denoiser.failed()
+        assert with_denoiser.ok, with_denoiser.list_failures()

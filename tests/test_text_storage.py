@@ -31,7 +31,7 @@ def held(module: nn.Module) -> int:
     return sum({id(t): t.nbytes for t in (*module.parameters(), *module.buffers())}.values())
 
 
-@pytest.mark.parametrize("name", families.available())
+@pytest.mark.parametrize("name", families.list_families())
 def test_every_family_encodes_with_encoders_in_int8(
     name: str, tiny: Callable[[str], Path], small_controls: None
 ) -> None:

@@ -145,13 +145,13 @@ def test_a_report_lists_the_layers_that_lose_most() -> None:
     rows = [resize.Row(f"layer{number:02}", 8, 2, 1 - number / 1000, 1.0) for number in range(30)]
     dropped = [f"zero{number}" for number in range(5)]
     report = resize.Report(rows, dropped)
-    *worst, others, left_out, total = report.lines()
+    *worst, others, left_out, total = report.format_lines()
     assert [line.rpartition(" ")[2] for line in worst] == [f"layer{number:02}" for number in range(29, 19, -1)]
     assert others == "20 other layers keep 98.1000% or more each"
     assert left_out == "5 layers are not written, because their deltas are zero: zero0, zero1, zero2 and 2 more"
     assert total.startswith("30 layers at rank 2 keep ")
     assert len(report.to_json()["layers"]) == 30 and report.to_json()["dropped"] == dropped
-    assert len(resize.Report(rows[:10], []).lines()) == 11  # nothing about others where there are none
+    assert len(resize.Report(rows[:10], []).format_lines()) == 11  # nothing about others where there are none
 
 
 def test_the_new_file_says_what_it_is(ask: Callable, file: Path, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_diffusers_takes_ranks_that_differ_as_they_are(
     assert len(set(ranks(out).values())) > 1
     pipe = diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15"))
     pipe.load_lora_weights(str(tmp_path), weight_name=out.name)
-    loaded, wanted = verify.loaded_layers(pipe.unet), deltas(out)
+    loaded, wanted = verify.find_loaded_layers(pipe.unet), deltas(out)
     assert {f"unet.{name}" for name in loaded} == wanted.keys()
     for name, one in loaded.items():
         a, b, scale = one.parts["lora_A.weight"], one.parts["lora_B.weight"], one.scaling
@@ -246,7 +246,9 @@ def test_broken_files_are_refused_by_each_tool(
         assert not code or any(each in said for each in (words, *shapes)), (arguments, said)
         assert said.count("\n") == bool(code) and not out.exists(), (arguments, said)
     report = verify.check_file(path, family_name="sd15")
-    assert not report.ok and {"file", "pairs", "finite", "trained"} & {line.split(":")[0] for line in report.failed()}
+    assert not report.ok and {"file", "pairs", "finite", "trained"} & {
+        line.split(":")[0] for line in report.list_failures()
+    }
 
 
 def test_float8_is_read_and_written_as_something_else(ask: Callable, file: Path, tmp_path: Path) -> None:
@@ -442,7 +444,7 @@ def test_bases_that_cannot_take_a_lora(ask: Callable, tiny: Callable[[str], Path
     out = tmp_path / "merged"
     quantized = tmp_path / "quantized"
     diffusers.StableDiffusionPipeline.from_pretrained(tiny("sd15")).save_pretrained(quantized)
-    (weights,) = _files.weight_files(quantized / "unet", "diffusion_pytorch_model")
+    (weights,) = _files.find_weight_files(quantized / "unet", "diffusion_pytorch_model")
     held = load_file(weights)
     save_file({n: t.to(torch.float8_e4m3fn) if "to_q" in n else t for n, t in held.items()}, weights)
     code, _, said = ask("merge", lora, "--into", quantized, "--output", out)
@@ -521,14 +523,14 @@ def test_a_large_difference_by_the_randomised_way(monkeypatch: pytest.MonkeyPatc
     fall = torch.diag(0.8 ** torch.arange(200.0))
     matrix = torch.linalg.qr(random(300, 200, seed=1))[0] @ fall @ torch.linalg.qr(random(200, 200, seed=2))[0]
     before = torch.get_rng_state()
-    found = extract.spectrum(matrix, 8)
+    found = extract.compute_spectrum(matrix, 8)
     assert len(found.values) == 16 and torch.equal(torch.get_rng_state(), before)
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    pair = found.pair(8)
-    error, best = (matrix - pair.delta()).norm(), s[8:].norm()
+    pair = found.make_pair(8)
+    error, best = (matrix - pair.compute_delta()).norm(), s[8:].norm()
     assert error < 1.01 * best
     assert (
-        found.rank_for(0.5, float(matrix.square().sum()))
+        found.find_rank(0.5, float(matrix.square().sum()))
         == int((s.square().cumsum(0) / s.square().sum() < 0.5).sum()) + 1
     )
 

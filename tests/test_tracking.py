@@ -53,7 +53,7 @@ def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def logged(of: Run, kind: str, field: str) -> list[tuple[int, float]]:
     """(step, value) of the run's own log, what was done again at its last value."""
-    values = {event["step"]: event[field] for event in of.events() if event["event"] == kind and field in event}
+    values = {event["step"]: event[field] for event in of.read_events() if event["event"] == kind and field in event}
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in sorted(values.items())]
 
 
@@ -62,7 +62,7 @@ def test_tensorboard_has_the_log_once_after_a_failure_and_a_resume(job: Callable
     with pytest.raises(Broken):
         run(mine, progress=False, echo=stop_at(5))
     result = run(mine, progress=False, resume=True)
-    steps = [event["step"] for event in result.run.events() if event["event"] == "step"]
+    steps = [event["step"] for event in result.run.read_events() if event["event"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 5, 6], "step 5 came after the checkpoint, and was done again"
     figures = read_scalars(result.run.path / "tensorboard")
     assert [step for step, _ in figures["train/loss"]] == [1, 2, 3, 4, 5, 6]
@@ -77,7 +77,9 @@ def test_tensorboard_has_the_log_once_after_a_failure_and_a_resume(job: Callable
     for step, data in figures["previews/1"]:
         with Image.open(io.BytesIO(data)) as sent, Image.open(result.run.samples / f"step-{step:06d}-0.png") as drawn:
             assert np.array_equal(np.asarray(sent.convert("RGB")), np.asarray(drawn.convert("RGB")))
-    assert not [event for event in result.run.events() if event["event"] == "warning" and "tracking" in event["text"]]
+    assert not [
+        event for event in result.run.read_events() if event["event"] == "warning" and "tracking" in event["text"]
+    ]
     assert ownership.remove(result.run.path) == [], "its files belong to the run"
 
 
@@ -231,7 +233,7 @@ def test_mlflow_gets_the_log_and_goes_on_in_its_run(
 def test_a_service_that_fails_ends_no_training(fails: str, job: Callable[..., Job], service: Service) -> None:
     service.fails = fails
     result = run(job(*track(service)), progress=False)
-    events = result.run.events()
+    events = result.run.read_events()
     warnings = [event["text"] for event in events if event["event"] == "warning" and "tracking" in event["text"]]
     assert warnings == [
         f"tracking.to: {service.name} failed (no connection to the server). The training continues without it."  # type: ignore[attr-defined]

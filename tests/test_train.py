@@ -47,7 +47,7 @@ def folder_of(job) -> Path:
 
 
 def events(job, kind):
-    return [event for event in Run.open(folder_of(job)).events() if event["event"] == kind]
+    return [event for event in Run.open(folder_of(job)).read_events() if event["event"] == kind]
 
 
 def at_step(number, action):
@@ -67,9 +67,9 @@ def failure_of(job, echo=None) -> str:
     text = str(failure.value)
     assert "\n" not in text
     folder = folder_of(job)
-    assert not list((folder / "export").iterdir()) and not Run.open(folder).alive()
+    assert not list((folder / "export").iterdir()) and not Run.open(folder).is_locked()
     assert events(job, "error")[0]["text"] == text
-    found, skipped = checkpoint.latest(folder / "checkpoints")
+    found, skipped = checkpoint.read_latest(folder / "checkpoints")
     assert skipped == []
     if found is not None:
         assert all(torch.isfinite(tensor).all() for tensor in found.adapter.values())
@@ -173,7 +173,7 @@ def test_out_of_memory_is_told_with_what_to_change(job, monkeypatch):
     full.clear()
     late = job(*SMALL, "name=late")
     assert "memory.gradient_checkpointing = true" in failure_of(late, at_step(2, lambda: full.append(1)))
-    assert checkpoint.latest(folder_of(late) / "checkpoints")[0].step == 2
+    assert checkpoint.read_latest(folder_of(late) / "checkpoints")[0].step == 2
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_log_that_cannot_be_written_does_not_hide_the_reason(job):
 
     with pytest.raises(RunFailure, match="File too large.*MiB are free"), files_no_larger_than(6000):
         run(mine, echo=at_step(0, fill_up))
-    assert not Run.open(folder_of(mine)).alive()
+    assert not Run.open(folder_of(mine)).is_locked()
 
 
 def test_a_run_folder_that_has_gone_is_one_line(job):
@@ -361,7 +361,7 @@ def test_a_signal_outside_of_training_stops_at_once(job, tmp_path, stage, tree_h
     with pytest.raises(Stopped, match="all steps are done" if stage == "export" else "before the first step"):
         run(mine, echo=echo)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
-    assert events(mine, "stopped") and not Run.open(folder_of(mine)).alive()
+    assert events(mine, "stopped") and not Run.open(folder_of(mine)).is_locked()
     run(mine, resume=stage == "export")
     assert len(list((folder_of(mine) / "export").iterdir())) == 2
 
@@ -533,7 +533,7 @@ def test_gradient_checkpointing_changes_no_bit(job):
     for switch in ("true", "false"):
         mine = job("adapter.dropout=0.1", f"memory.gradient_checkpointing={switch}", f"name=gc-{switch}")
         run(mine)
-        hashes.append([safetensors_file.payload_hash(path) for path in sorted((folder_of(mine) / "export").iterdir())])
+        hashes.append([safetensors_file.hash_payload(path) for path in sorted((folder_of(mine) / "export").iterdir())])
     assert hashes[0] == hashes[1]
 
 
@@ -570,7 +570,7 @@ def test_the_effective_learning_rate_is_told_and_kept(job, capsys, storage, scal
     assert (model["lr"], model["lr_factor"]) == (1e-3, factor)
     assert model["lr_effective"] == pytest.approx(1e-3 * factor)
     assert events(mine, "step")[0]["lr"] == pytest.approx(1e-3 * factor)
-    state = checkpoint.latest(folder_of(mine) / "checkpoints")[0].state
+    state = checkpoint.read_latest(folder_of(mine) / "checkpoints")[0].state
     assert state["optimizer"]["lr_factor"] == factor
     assert state["optimizer"]["base_lr"] == pytest.approx(1e-3 * factor)
     for path in (folder_of(mine) / "export").iterdir():
@@ -620,7 +620,7 @@ def test_what_the_family_cannot_take_is_refused(job, tmp_path, wrong):
 
 
 # For those that cannot do without control pictures it is in test_control.py.
-@pytest.mark.parametrize("family", [name for name in families.available() if not families.get(name).controls[0]])
+@pytest.mark.parametrize("family", [name for name in families.list_families() if not families.get(name).controls[0]])
 def test_every_family_trains_to_verified_files(job, family):
     Family = families.get(family)
     formats = [one for one in Family.layouts if one != "kohya" or Family.kohya_naming in layer_names.NAMINGS]

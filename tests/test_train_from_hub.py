@@ -111,7 +111,7 @@ def test_a_stopped_download_is_continued_by_resume(hub: HubServer, repository: R
     # The queue and the page see how far it was.
     assert seen[0].stage == "download" and seen[0].download["total"] == repository.weights
     assert 0 < seen[0].download["bytes"] < repository.weights
-    assert Run.open(run.path).events()[-1]["event"] == "stopped"
+    assert Run.open(run.path).read_events()[-1]["event"] == "stopped"
     repository.faults.stall_after = None
     repository.faults.released.set()
     for thread in threading.enumerate():
@@ -149,4 +149,4 @@ def test_of_several_processes_one_downloads(
     outputs = [process.communicate(timeout=LONG_SECONDS) for process in group]
     assert [process.returncode for process in group] == [0, 0], outputs
     assert sorted(hub.downloads()) == sorted(path for path, file in repository.files.items() if file.is_lfs)
-    assert list_stages(Run.open(tmp_path / "runs" / "lora").events())[:2] == ["download", "cache"]
+    assert list_stages(Run.open(tmp_path / "runs" / "lora").read_events())[:2] == ["download", "cache"]

@@ -24,7 +24,7 @@ SHORT = ("train.steps=3", "preview.prompts=[]", "export.verify=false")
 
 
 def losses_of(result: Result) -> list[float]:
-    return [event["loss"] for event in result.run.events() if event["event"] == "step"]
+    return [event["loss"] for event in result.run.read_events() if event["event"] == "step"]
 
 
 def write_adapter(
@@ -94,11 +94,12 @@ def test_previews_validation_and_files(job: Callable[..., Job], tiny: Callable[[
         "it trained something else"
     )
     held_out = [
-        [event["loss"] for event in result.run.events() if event["event"] == "validation"] for result in (ours, plain)
+        [event["loss"] for event in result.run.read_events() if event["event"] == "validation"]
+        for result in (ours, plain)
     ]
     assert held_out[0][0] != held_out[1][0], "before training too"
     assert all(report.ok for report in ours.reports) and ours.reports
-    (model,) = [event for event in ours.run.events() if event["event"] == "model"]
+    (model,) = [event for event in ours.run.read_events() if event["event"] == "model"]
     assert any("training adapter is applied to 6 layers" in line for line in model["memory"])
 
 
@@ -115,12 +116,12 @@ def test_it_goes_on_with_the_same_bytes_and_says_when_the_adapter_is_another(
     for one, other in zip(whole.files, parts.files, strict=True):
         tensors, others = load_file(one), load_file(other)
         assert all(torch.equal(tensors[key], others[key]) for key in tensors) and tensors.keys() == others.keys()
-    warned = [event["text"] for event in parts.run.events() if event["event"] == "warning"]
+    warned = [event["text"] for event in parts.run.read_events() if event["event"] == "warning"]
     assert not any("training adapter" in text for text in warned), "the file is the same, at another place"
     write_adapter(tiny("sd15"), "sd15", moved, scale=0.02)
     again = train.run(job(*settings, f"model.training_adapter='{moved}'", "train.steps=4", "name=parts"),
                       resume=True, progress=False)  # fmt: skip
-    assert any("its training adapter differs" in event.get("text", "") for event in again.run.events())
+    assert any("its training adapter differs" in event.get("text", "") for event in again.run.read_events())
 
 
 def test_what_is_wrong_with_it_is_said_before_anything_is_loaded(

@@ -60,12 +60,12 @@ FOLDER = {
     f"dataset.folders.{name}"
     for name in ("path", "repeats", "trigger", "prefix", "suffix", "regularization", "weight", "resolution", "control")
 }
-CONDITIONAL = [(key, rule) for key, when in unused.conditions().items() for rule in when.items()]
+CONDITIONAL = [(key, rule) for key, when in unused.list_conditions().items() for rule in when.items()]
 
 
 def test_every_setting_always_has_an_effect_or_says_when() -> None:
     """A new setting is added here, or declared with `when`."""
-    without = {key for key, when in unused.conditions().items() if not when}
+    without = {key for key, when in unused.list_conditions().items() if not when}
     assert without == ALWAYS | FOLDER
 
 
@@ -115,9 +115,9 @@ def job_where(setting: str, rule: unused.Rule) -> Job:
             return
         tables.setdefault(section, {})[name] = value
 
-    for other, values in unused.conditions()[setting].items() if keys in FACTS else ():
+    for other, values in unused.list_conditions()[setting].items() if keys in FACTS else ():
         if other.startswith("family."):
-            family = next(name for name in families.available() if families.traits(name)[other[7:]] in values)
+            family = next(name for name in families.list_families() if families.get_traits(name)[other[7:]] in values)
         elif other not in FACTS:
             put(other, values[0] if values else 1)
     for key in keys.split(" | "):
@@ -125,12 +125,12 @@ def job_where(setting: str, rule: unused.Rule) -> Job:
             continue
         if key.startswith("family."):
             trait = key.removeprefix("family.")
-            family = next(name for name in families.available() if families.traits(name)[trait] not in accepted)
+            family = next(name for name in families.list_families() if families.get_traits(name)[trait] not in accepted)
         elif key.startswith("dataset.folders.") or not accepted:
-            if not key.startswith("dataset.folders.") and unused.defaults()[key]:
+            if not key.startswith("dataset.folders.") and unused.list_defaults()[key]:
                 put(key, 0)
         elif isinstance(accepted, Except):
-            if unused.defaults().get(key) not in accepted:
+            if unused.list_defaults().get(key) not in accepted:
                 put(key, accepted[0])
         elif accepted:
             put(key, next(others_than(None, annotation_of(key), accepted)))
@@ -190,8 +190,8 @@ def test_what_files_and_processes_tell_is_told_once_it_is_known(tmp_path: Path) 
 
 
 def test_a_rule_names_settings_and_facts_that_exist() -> None:
-    traits = {f"family.{name}" for name in families.traits("sd15")}
-    for key, when in unused.conditions().items():
+    traits = {f"family.{name}" for name in families.get_traits("sd15")}
+    for key, when in unused.list_conditions().items():
         for other in (one for keys in when for one in keys.split(" | ")):
-            assert other in unused.conditions() or other in traits or other in FACTS, key
-    assert FACTS.keys() <= {keys for when in unused.conditions().values() for keys in when}
+            assert other in unused.list_conditions() or other in traits or other in FACTS, key
+    assert FACTS.keys() <= {keys for when in unused.list_conditions().values() for keys in when}

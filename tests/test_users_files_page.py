@@ -36,22 +36,22 @@ from webui.draft import Draft
 CUT = {"frames": "", "fps": "auto", "clip": "chunks"}
 TOOLS = ("inspect", "verify", "convert", "resize", "merge")
 READING = {
-    *("compare.paint", "compare.start", "dataset._bind_edits.<lambda>", "dataset.examine_again"),
-    *("dataset.change_purpose", "dataset.open", "dataset.paint", "dataset.preview", "dataset.select"),
-    *("new.paint_side", "new.repaint", "new.tick"),
+    *("compare.refresh", "compare.open_page", "dataset._bind_edits.<lambda>", "dataset.examine_again"),
+    *("dataset.change_purpose", "dataset.open", "dataset.refresh", "dataset.preview", "dataset.select"),
+    *("new.update_side", "new.update_all", "new.refresh"),
     *("run._bind_buttons.<lambda>", "run.choose_preview"),
     *(
         "run.announce_export",
         "run.end_run",
-        "run.paint",
+        "run.refresh",
         "run.pair_up",
         "run.redraw",
         "runs._bind_answers.<lambda>",
         "runs.choose_kind",
-        "runs.paint",
+        "runs.refresh",
         "settings.<lambda>",
     ),
-    *("draw.bind.<lambda>", "draw.choose_source", "draw.list_sources", "draw.open_page", "draw.paint"),
+    *("draw.bind.<lambda>", "draw.choose_source", "draw.list_sources", "draw.open_page", "draw.refresh"),
     "run.load_prompts",
     *("tools.<lambda>", "tools.choose", "api.events", "api.list_jobs", "api.status"),
 }
@@ -63,17 +63,17 @@ WRITING: dict[str, Cases] = {
     "api.stop": [],
     "api.submit": [{"1st": SETTINGS}],
     "dataset.apply": [],
-    "dataset.press": [],
+    "dataset.handle_button": [],
     "notifications.save_address": [{"webhook": "{work}/project"}],
     "notifications.send_test": [],
     "notifications.remove_address": [],
     "new.use_folder": [],
     "new.remove_folder": [],
-    "new.press": [],
+    "new.handle_button": [],
     "new.save_token": [{"new-base-token": "{work}/project"}],
-    "new.bring_back": [],
+    "new.restore_draft": [],
     "new.change": [],
-    "new.press_preset": [],
+    "new.handle_preset_button": [],
     "new.import_settings": [],
     "new.load": [{"Start from an existing config": place}
                   for place in ("{work}/project", "{work}/received/config.toml")],
@@ -86,7 +86,7 @@ WRITING: dict[str, Cases] = {
     "new.switch_view": [],
     "new.write_text": [{"new-toml": SETTINGS}],
     "draw.delete": [],
-    "draw.press": [],
+    "draw.handle_button": [],
     "draw.start": [{"draw-source": source, "draw-base": base}
                    for source in ("{work}/project", "{work}/received", f"{{work}}/{LORA}")
                    for base in ("demo", "{work}/project")],
@@ -95,13 +95,13 @@ WRITING: dict[str, Cases] = {
                            for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.write_kit": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "run.start_push": [{"query": name, "push-repo": "owner/name"} for name in ("{work}/project", "{work}/received")],
-    "run.press": [],
-    "runs.press_remote": [],
+    "run.handle_button": [],
+    "runs.handle_remote_button": [],
     "run.write_export": [{"query": name} for name in ("{work}/project", "{work}/received", "1", "2")],
     "runs.delete": [{"typed-name": name, "Also delete its folder: LoRA files, checkpoints, previews": True}
                     for name in ("project-job", "received-job", P, R)],
     "runs.end_run": [],
-    "runs.press": [],
+    "runs.handle_button": [],
     "settings.change_list": [{"root-path": "{work}/project", "models-path": "{work}/project"}],
     "tools.run_now": [{"Tool": tool, "LoRA file": f"{{work}}/{LORA}", "New file name": name,
                    "Files and weights": TWO, "Maximum rank": 2, "Energy to keep": 0,
@@ -112,7 +112,7 @@ WRITING: dict[str, Cases] = {
 }  # fmt: skip
 """Functions that may write: what each is given in particular, by the name or label of a component; besides, `query` is
 the run or folder of the page's address, and `draft` is in New training."""
-EDITS_CAPTIONS = {"dataset.apply", "dataset.press"}
+EDITS_CAPTIONS = {"dataset.apply", "dataset.handle_button"}
 
 
 def name_of(fn: Any) -> str:
@@ -185,7 +185,7 @@ def value_of(part: Any, number: int, place: Path, pages: app.Pages) -> Any:
 
 def held(part: gr.State, number: int, place: Path) -> Any:
     """What a session holds: where somebody is on the Dataset page, and whom the question of another one is about."""
-    newest = [str(row.id) for row in jobs.Queue().store.rows()][-2:]
+    newest = [str(row.id) for row in jobs.Queue().store.read_rows()][-2:]
     folder = place / P / ("photos" if number % 2 else "")
     if part.value == {}:
         at = {"folder": str(folder), "query": "", "showing": "all", "finding": "", "chosen": ["a.png"], "cut": CUT}
@@ -282,7 +282,7 @@ def test_a_project_survives_every_function_of_the_page(
                 call(pages, fn, work, number, given, told)
                 if name in EDITS_CAPTIONS:
                     for folder in (photos, work / P):
-                        while any(entry.done for entry in captions.history(folder)):
+                        while any(entry.done for entry in captions.read_history(folder)):
                             captions.undo(folder)
                         (folder / JOURNAL).unlink(missing_ok=True)
                 if name == "runs.delete":
@@ -305,9 +305,9 @@ def test_the_buttons_do_something(pages: app.Pages, work: Path) -> None:  # noqa
     assert [path.name for path in (pages.ui.place.home / "tools").iterdir()] == ["mine_diffusers.safetensors"], answer
     call(pages, found["settings.change_list"], work, 0, WRITING["settings.change_list"][0], {})
     assert pages.ui.place.added == (work / "project",)
-    number = max(row.id for row in queued(work).store.rows())
+    number = max(row.id for row in queued(work).store.read_rows())
     call(pages, found["runs.delete"], work, 1, WRITING["runs.delete"][1], {})
-    assert number not in [row.id for row in jobs.Queue().store.rows()]
+    assert number not in [row.id for row in jobs.Queue().store.read_rows()]
 
 
 # ----------------------------------------------------------------------------------------------------------------- mcp

@@ -15,7 +15,7 @@ HELD = ("validation.pictures=2", "validation.every=2")
 
 def told(of: Run) -> dict[int, dict]:
     """step -> validation event, without its time."""
-    return {e["step"]: {k: v for k, v in e.items() if k != "t"} for e in of.events() if e["event"] == "validation"}
+    return {e["step"]: {k: v for k, v in e.items() if k != "t"} for e in of.read_events() if e["event"] == "validation"}
 
 
 def trained(of: Run) -> bytes:
@@ -65,7 +65,7 @@ def test_what_is_kept_out_is_not_trained_on(job, monkeypatch):
     path = job().dataset.folders[0].path
     twice = f"dataset.folders=[{{path='{path}', repeats=2}}, {{path='{path}', resolution=32}}]"
     result = run(job(*HELD, "train.steps=8", "train.batch_size=3", twice), progress=False)
-    events = {e["event"]: e for e in result.run.events()}
+    events = {e["event"]: e for e in result.run.read_events()}
     data = events["data"]
     parts = sorted(shown.values(), key=len)
     assert [len(part) for part in parts] == [data["held_out"], data["images"]] == [2, len(parts[1])]

@@ -67,7 +67,7 @@ def trained(tmp_path_factory):
         miniatures.save(cls.name, folder / "base", seed=3)
         section = Model(family=name, path=str(folder / "base"), dtype="fp32")
         family = cls(section, device="cpu", dtype=torch.float32)
-        denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+        denoiser = getattr(verify.build_clean_pipeline(family), family.denoiser_name)
         state, scaling = train(denoiser, family)
         denoiser.train()
 
@@ -128,13 +128,13 @@ def test_a_right_file_passes(trained, name, layout):
     report = verify.check(
         it.files[layout], it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe)
     )
-    assert report.ok, report.lines()
+    assert report.ok, report.format_lines()
     expected = ["file", "metadata", "hash", "pairs", "finite", "trained", "load", "delta", "prediction", "effect"]
     assert names_of(report) == expected
     assert report.measured["delta_error"] < 1e-6
     assert report.measured["prediction_error"] < 1e-5
     # the probe would notice a LoRA that does nothing, and the report says how much this one does
-    bare = verify.clean_pipeline(it.family)
+    bare = verify.build_clean_pipeline(it.family)
     answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
     without = verify.relative_error(answer, it.probe.prediction_BCHW)
     assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
@@ -142,7 +142,7 @@ def test_a_right_file_passes(trained, name, layout):
 
 REST = {
     name: [layout for layout in families.get(name).layouts if name not in NAMES or layout not in LAYOUTS]
-    for name in families.available()
+    for name in families.list_families()
 }
 
 
@@ -152,7 +152,7 @@ def test_every_layout_of_every_family_is_exact_in_float32(trained, name, small_c
     it = trained(name)
     for file in files_of(it, tmp_path, formats=REST[name]):
         report = verify.check(file, it.family, verify.Reference(export.Adapter(it.state, it.scaling), probe=it.probe))
-        assert report.ok, report.lines()
+        assert report.ok, report.format_lines()
         assert report.measured["delta_error"] < 1e-6 and report.measured["prediction_error"] < 1e-5
         assert report.measured["effect"] > 0.01  # the probe would notice
 
@@ -162,7 +162,7 @@ def test_every_layout_of_every_family_is_exact_in_float32(trained, name, small_c
 def test_bf16_files_of_bf16_training_pass_and_others_fail(trained, name, adapter, tmp_path):
     base = str(trained(name).folder / "base")
     family = families.get(name)(Model(family=name, path=base, dtype="bf16"), device="cpu", dtype=torch.bfloat16)
-    denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+    denoiser = getattr(verify.build_clean_pipeline(family), family.denoiser_name)
     state, scaling = train(denoiser, family)
     for module in denoiser.modules():
         if hasattr(module, "lora_A"):
@@ -173,7 +173,7 @@ def test_bf16_files_of_bf16_training_pass_and_others_fail(trained, name, adapter
     it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
     for file in files_of(it, tmp_path, dtype="bf16"):
         report = verify.check(file, family, verify.Reference(export.Adapter(state, scaling), probe=probe))
-        assert report.ok, report.lines()
+        assert report.ok, report.format_lines()
     # a LoRA that is 5 % too strong is found, for all the rounding
     it.scaling *= 1.05
     file = files_of(it, tmp_path, dtype="bf16", formats=["diffusers"])[0]
@@ -190,20 +190,20 @@ def test_half_precision_file_of_fp32_training_passes(trained, dtype, tmp_path):
     options = {"adapter": export.Adapter(it.state, it.scaling), "probe": it.probe, "previews": previews}
     for file in files_of(it, tmp_path, dtype=dtype):
         report = verify.check(file, it.family, verify.Reference(**options))
-        assert report.ok, report.lines()
+        assert report.ok, report.format_lines()
         assert report.measured["prediction_error"] < 2 * report.measured["prediction_floor"] < 0.02
 
 
 def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained):
     it = trained("sd15")
     decoded = fp8(it.family.denoiser_tensors())
-    denoiser = verify.clean_pipeline(it.family, decoded).unet
+    denoiser = verify.build_clean_pipeline(it.family, decoded).unet
     train(denoiser, it.family)
     probe = replace(it.probe, prediction_BCHW=verify.predict(it.family, denoiser, it.probe))
     previews = verify.Previews(draw(it, denoiser), lambda pipeline: draw(it, pipeline.unet))
     options = {"adapter": export.Adapter(it.state, it.scaling), "probe": probe, "previews": previews}
     report = verify.check(it.files["kohya"], it.family, verify.Reference(base=decoded, **options))
-    assert report.ok, report.lines()
+    assert report.ok, report.format_lines()
     assert names_of(report)[-5:] == ["prediction", "effect", "preview", "plain prediction", "plain preview"]
     assert report.measured["prediction_error"] < 1e-5 and report.measured["preview_psnr"] > 60
     assert report.measured["plain_prediction_error"] > 1e-3
@@ -213,7 +213,7 @@ def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained
     assert verify.check(it.files["kohya"], it.family, verify.Reference(probe=probe, base=lambda: decoded.items())).ok
     wrong = verify.check(it.files["kohya"], it.family, verify.Reference(probe=probe))
     assert failed_of(wrong) == ["prediction"]
-    assert any(line.startswith("FAIL prediction") for line in wrong.lines())
+    assert any(line.startswith("FAIL prediction") for line in wrong.format_lines())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -227,10 +227,10 @@ def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device="cpu")
     adapters.inject(denoiser, Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
     generator = torch.Generator().manual_seed(4)
-    for key, parameter in adapters.parameters(denoiser):
+    for key, parameter in adapters.list_trained_parameters(denoiser):
         if "lora_B" in key:
             parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.2).to(parameter.dtype)
-    state, scaling = adapters.state(denoiser), adapters.scalings(denoiser)
+    state, scaling = adapters.copy_state(denoiser), adapters.read_scalings(denoiser)
     probe = trained(name).probe
     probe = replace(probe, prediction_BCHW=verify.predict(family, denoiser, probe))
     it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
@@ -240,19 +240,19 @@ def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     for file in files_of(it, tmp_path, dtype=kind):
         options = {"adapter": export.Adapter(state, scaling), "probe": probe, "previews": previews}
         report = verify.check(
-            file, family, verify.Reference(base=lambda: precision.decoded_tensors(denoiser), **options)
+            file, family, verify.Reference(base=lambda: precision.dequantize_tensors(denoiser), **options)
         )
-        assert report.ok, report.lines()
+        assert report.ok, report.format_lines()
         assert report.measured["plain_prediction_error"] > report.measured["prediction_error"]
         assert report.measured["effect"] > 0.02
 
 
 def test_other_previews_are_found(trained):
     it = trained("sd15")
-    bare = draw(it, verify.clean_pipeline(it.family).unet)
+    bare = draw(it, verify.build_clean_pipeline(it.family).unet)
     previews = verify.Previews(bare, lambda pipeline: draw(it, pipeline.unet))
     report = verify.check(it.files["kohya"], it.family, verify.Reference(previews=previews))
-    assert failed_of(report) == ["preview"], report.lines()
+    assert failed_of(report) == ["preview"], report.format_lines()
 
 
 def draw(it, denoiser, family=None):
@@ -382,7 +382,7 @@ def test_wrong_tensors_fail_by_name(trained, tmp_path, layout):
         (lost, ["delta", "prediction"]),
     ]:
         report = rewrite(it, layout, path, change)
-        assert failed_of(report) == failing, (change.__name__, report.lines())
+        assert failed_of(report) == failing, (change.__name__, report.format_lines())
 
 
 def test_a_wrong_alpha_is_found(trained, tmp_path):
@@ -413,9 +413,12 @@ def test_wrong_bytes_and_headers_fail_by_name(trained, tmp_path):
         (length + 1).to_bytes(8, "little") + raw[8 : 8 + length] + b" " + raw[8 + length :]
     )
     odd = verify.check(tmp_path / "odd.safetensors", it.family)
-    assert failed_of(odd) == ["file"] and f"its data begins at {9 + length}, not at a multiple of 8" in odd.failed()[0]
+    assert (
+        failed_of(odd) == ["file"]
+        and f"its data begins at {9 + length}, not at a multiple of 8" in odd.list_failures()[0]
+    )
     report = verify.check(tmp_path / "missing.safetensors", it.family)
-    assert failed_of(report) == ["file"] and "No such file" in report.failed()[0]
+    assert failed_of(report) == ["file"] and "No such file" in report.list_failures()[0]
     report = rewrite(it, "diffusers", tmp_path / "x.safetensors", lambda t: None, **{"modelspec.resolution": "512"})
     assert failed_of(report) == ["metadata"]
 
@@ -431,13 +434,13 @@ def test_some_of_the_layers_are_renamed_where_diffusers_wants_others_beside_them
     miniatures.save(name, tmp_path / "base")
     section = Model(family=name, path=str(tmp_path / "base"), dtype="fp32")
     family = families.get(name)(section, device="cpu", dtype=torch.float32)
-    denoiser = getattr(verify.clean_pipeline(family), family.denoiser_name)
+    denoiser = getattr(verify.build_clean_pipeline(family), family.denoiser_name)
     state, scaling = train(denoiser, family, num=9)
     state = {key: value for key, value in state.items() if "to_out.0" in key}
     it = SimpleNamespace(name=name, family=family, denoiser=denoiser, state=state, scaling=scaling)
     (file,) = files_of(it, tmp_path / "export", formats=[layout])
     report = verify.check(file, family)
-    assert not report.failed()
+    assert not report.list_failures()
     (load,) = [check for check in report.checks if check.name == "load"]
     assert "after renaming" in load.detail and family.title in load.detail
 
@@ -455,7 +458,7 @@ def test_what_diffusers_warns_of_is_a_failure_however_quiet_it_is_set(trained, m
     diffusers.utils.logging.set_verbosity_error()
     try:
         report = verify.check(it.files["kohya"], it.family)
-        assert failed_of(report) == ["load"] and "unexpected keys: x" in report.failed()[0]
+        assert failed_of(report) == ["load"] and "unexpected keys: x" in report.list_failures()[0]
         assert diffusers.utils.logging.get_verbosity() == diffusers.utils.logging.ERROR  # as it was
     finally:
         diffusers.utils.logging.set_verbosity(before)
@@ -468,7 +471,7 @@ def test_partly_trained_fused_layers_pass(trained, tmp_path):
     partly = SimpleNamespace(**{**vars(it), "state": state})
     for file in files_of(partly, tmp_path):
         report = verify.check(file, it.family, verify.Reference(export.Adapter(state, it.scaling)))
-        assert report.ok and report.measured["delta_error"] < 1e-6, report.lines()
+        assert report.ok and report.measured["delta_error"] < 1e-6, report.format_lines()
 
 
 # -- parts
@@ -495,9 +498,9 @@ def test_delta_error_is_that_of_the_whole_matrices():
     a, b = torch.randn(4, 40, generator=generator), torch.randn(30, 4, generator=generator)
     c, d = torch.randn(6, 40, generator=generator), torch.randn(30, 6, generator=generator)
     whole = ((d @ c * 2 - b @ a * 0.5).norm() / (b @ a * 0.5).norm()).item()
-    assert verify.delta_error((c, d, 2.0), (a, b, 0.5)) == pytest.approx(whole, rel=1e-5)
-    assert verify.delta_error((a, b * 2, 0.25), (a, b, 0.5)) < 1e-7
-    assert verify.delta_error((a, b * 1.001, 0.5), (a, b, 0.5)) == pytest.approx(1e-3, rel=1e-2)
+    assert verify.compute_delta_error((c, d, 2.0), (a, b, 0.5)) == pytest.approx(whole, rel=1e-5)
+    assert verify.compute_delta_error((a, b * 2, 0.25), (a, b, 0.5)) < 1e-7
+    assert verify.compute_delta_error((a, b * 1.001, 0.5), (a, b, 0.5)) == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_psnr():
@@ -513,7 +516,7 @@ def test_a_base_that_is_not_whole_is_an_error(trained):
     tensors = dict(family.denoiser_tensors())
     tensors.pop("conv_in.weight")
     with pytest.raises(RunFailure, match="conv_in.weight"):
-        verify.clean_pipeline(family, tensors)
+        verify.build_clean_pipeline(family, tensors)
 
 
 # -- merging into an FP8 base
@@ -534,16 +537,21 @@ def test_what_merging_into_fp8_leaves_is_what_torchs_rounding_leaves():
     unscaled = precision.Format("fp8", "none")
     for size in (1e-4, 1e-3, 1e-2):
         wanted = delta * size
-        found = verify.survival(weight, wanted, unscaled)
+        found = verify.measure_survival(weight, wanted, unscaled)
         assert found == pytest.approx(cosine(cast(weight + wanted, 1) - cast(weight, 1), wanted), abs=1e-6)
         rows = [x.abs().amax(1, keepdim=True) / 448 for x in (weight + wanted, weight)]
         change = cast(weight + wanted, rows[0]) - cast(weight, rows[1])
         # ours takes the better of two scales for each row
-        assert verify.survival(weight, wanted, precision.FP8_ROW) == pytest.approx(cosine(change, wanted), abs=0.05)
+        assert verify.measure_survival(weight, wanted, precision.FP8_ROW) == pytest.approx(
+            cosine(change, wanted), abs=0.05
+        )
     assert (
-        verify.survival(weight, delta * 1e-2, unscaled) > 0.99 > 0.5 > verify.survival(weight, delta * 1e-4, unscaled)
+        verify.measure_survival(weight, delta * 1e-2, unscaled)
+        > 0.99
+        > 0.5
+        > verify.measure_survival(weight, delta * 1e-4, unscaled)
     )
-    assert verify.survival(weight, delta * 0, unscaled) == 0.0
+    assert verify.measure_survival(weight, delta * 0, unscaled) == 0.0
 
 
 def test_the_verify_command_tells_what_merging_would_leave(trained, tmp_path):
@@ -555,5 +563,5 @@ def test_the_verify_command_tells_what_merging_would_leave(trained, tmp_path):
     state = {key: tensor * (1e-4 if "lora_B" in key else 1) for key, tensor in it.state.items()}
     weak = SimpleNamespace(name="weak", family=it.family, denoiser=it.denoiser, state=state, scaling=it.scaling)
     (file,) = files_of(weak, tmp_path, formats=["comfy"])
-    told = [line for line in verify.check_file(file, base).lines() if "merged" in line]
+    told = [line for line in verify.check_file(file, base).format_lines() if "merged" in line]
     assert len(told) == 2 and all("do not merge, load the LoRA file instead" in line for line in told)

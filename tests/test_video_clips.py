@@ -22,7 +22,7 @@ from lora_fp8.plan import plan as planning
 from lora_fp8.plan.scan import scan
 from lora_fp8.settings import Dataset, Folder, Model, Objective, Validation
 
-FAMILIES = [name for name in families.available() if any(families.get(name).clips)]
+FAMILIES = [name for name in families.list_families() if any(families.get(name).clips)]
 PROMPTS = ["a photo of a cat", "two red dogs run over a long blue road"]
 CODECS = {".mp4": "libx264", ".mov": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9"}
 LOSSLESS = {"libx264": {"qp": "0", "sc_threshold": "0"}, "libvpx-vp9": {"lossless": "1"}}
@@ -114,7 +114,7 @@ def test_the_frames_that_are_read_are_those_that_were_asked_for(tmp_path, suffix
 )
 def test_a_clip_moves_as_fast_as_it_did(times):
     end = times[-1] + (times[1] - times[0])
-    numbers = clips.resampled(clips.Timeline(tuple(times), end), 16)
+    numbers = clips.resample(clips.Timeline(tuple(times), end), 16)
     assert abs(len(numbers) - end * 16) <= Fraction(1, 2)
     for k, number in enumerate(numbers):
         error = abs(times[number] - Fraction(k, 16))
@@ -128,9 +128,11 @@ def test_a_clip_moves_as_fast_as_it_did(times):
     [("head", [range(0, 9)]), ("middle", [range(6, 15)]), ("chunks", [range(0, 9), range(9, 18)])],
 )
 def test_pieces_of_a_clip(how, expected):
-    assert clips.pieces(range(21), [1, 5, 9, 33], how) == [tuple(one) for one in expected]
-    assert clips.pieces(range(4), [5, 9], how) == []
-    assert clips.pieces(range(4), [1, 9], how) == [(1,) if how == "middle" else (0,)]  # never four pictures of one clip
+    assert clips.cut_pieces(range(21), [1, 5, 9, 33], how) == [tuple(one) for one in expected]
+    assert clips.cut_pieces(range(4), [5, 9], how) == []
+    assert clips.cut_pieces(range(4), [1, 9], how) == [
+        (1,) if how == "middle" else (0,)
+    ]  # never four pictures of one clip
 
 
 def turned(path: Path) -> None:
@@ -149,13 +151,13 @@ def test_a_clip_is_upright_and_in_its_own_colours(tmp_path):
     turned(path)
     with av.open(str(path)) as container:
         assert abs(next(container.decode(video=0)).rotation) == 90
-    _, first = clips.look(path, 10**6)
+    _, first = clips.decode_video(path, 10**6)
     assert first.size == (32, 64) and plain.size == (64, 32)
 
     red = (200, 30, 60)
     for matrix, lines in ((1, 32), (1, 720), (6, 32), (6, 720)):  # BT.709 and SMPTE 170M, as H.273 numbers them
         path = write_video(tmp_path / "b.mp4", steadily(2, 16), (32, lines), red, colorspace=matrix)
-        _, first = clips.look(path, 10**6)
+        _, first = clips.decode_video(path, 10**6)
         assert np.abs(np.asarray(first).astype(int) - red).max() <= 2, (matrix, lines)
 
 
@@ -170,7 +172,7 @@ def test_which_way_a_clip_is_turned(tmp_path):
         container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
         container.mux(stream.encode())
     turned(path)
-    _, first = clips.look(path, 10**6)
+    _, first = clips.decode_video(path, 10**6)
     # x' = -y, y' = x: what lies at small x comes to lie at small y', which is up.
     assert first.getpixel((16, 8))[0] > 200 and first.getpixel((16, 56))[0] < 50
 
@@ -179,26 +181,26 @@ def test_which_way_a_clip_is_turned(tmp_path):
 def test_pieces_are_what_decoding_every_frame_gives(tmp_path, suffix, monkeypatch):
     """In any order; in their order no frame is decoded twice, and alone none from far before."""
     path = write_video(tmp_path / f"a{suffix}", steadily(50, 16), keyframes=8)
-    timeline, _ = clips.look(path, 10**6)
-    decoded, decode = [], clips._decoded
+    timeline, _ = clips.decode_video(path, 10**6)
+    decoded, decode = [], clips._decode_frames
 
     def counted(*args, **kwargs):
         for frame in decode(*args, **kwargs):
             decoded.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(clips, "_decoded", counted)
+    monkeypatch.setattr(clips, "_decode_frames", counted)
     found = [tuple(range(begin, begin + 5)) for begin in range(0, 50, 5)]
     reader = clips.Reader(path)
     for piece in found:
-        assert numbers_of(reader.read(piece, timeline.only_at(piece[0]))) == list(piece)
+        assert numbers_of(reader.read(piece, timeline.find_unique_start(piece[0]))) == list(piece)
     assert decoded == sorted(set(decoded)) and len(decoded) == 50
-    assert numbers_of(reader.read((7, 7, 8, 9, 9), timeline.only_at(7))) == [7, 7, 8, 9, 9]
-    assert numbers_of(reader.read((9, 10, 10), timeline.only_at(9))) == [9, 10, 10]
+    assert numbers_of(reader.read((7, 7, 8, 9, 9), timeline.find_unique_start(7))) == [7, 7, 8, 9, 9]
+    assert numbers_of(reader.read((9, 10, 10), timeline.find_unique_start(9))) == [9, 10, 10]
     reader.close()
     for piece in reversed(found):
         decoded.clear()
-        assert numbers_of(reader.read(piece, timeline.only_at(piece[0]))) == list(piece)
+        assert numbers_of(reader.read(piece, timeline.find_unique_start(piece[0]))) == list(piece)
         # A second before it, and the keyframe before that; of H.264 in MKV nothing is left out.
         assert len(decoded) <= (piece[-1] + 1 if suffix == ".mkv" else 5 + 16 + 8), piece
     reader.close()
@@ -258,7 +260,7 @@ def test_what_becomes_of_a_clip_is_told(tmp_path, monkeypatch):
     ]
     assert len({one.uid for one in report.examples}) == 6
     found = doctor.examine(section(tmp_path, frames=[5, 9], clip="chunks"), doctor.Target(32, 16, clip_rate=16))
-    assert found.ok and "2 of them videos, cut into 5 clips" in "\n".join(found.lines())
+    assert found.ok and "2 of them videos, cut into 5 clips" in "\n".join(found.format_lines())
     assert {one["size"]: one["count"] for one in found.buckets} == {"32x32": 1, "32x32x5": 1, "32x32x9": 4}
     assert (found.counts["pictures"], found.counts["shown"]) == (3, len(report.examples))
     slow, short = found.pictures[1], found.pictures[0]
@@ -329,7 +331,7 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
     assert made.dataset.fps == 16.0
     examples = scan(made).require()
     placed = placement.place(made, examples)
-    assert {buckets.named(one): len(members) for one, members in placed.items()} == {
+    assert {buckets.format_bucket(one): len(members) for one, members in placed.items()} == {
         "64x32": 2,
         "64x32x5": 1,
         "64x32x9": 2,

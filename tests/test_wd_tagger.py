@@ -117,10 +117,10 @@ def test_tags_are_added_to_a_caption_that_is_there(model: Path, folder: Path) ->
 
 
 def test_emoticons_keep_their_underscore() -> None:
-    assert [captioner.space_words(tag) for tag in MAKERS_EMOTICONS] == MAKERS_EMOTICONS
+    assert [captioner.replace_underscores(tag) for tag in MAKERS_EMOTICONS] == MAKERS_EMOTICONS
     words = {"long_hair": "long hair", "hatsune_miku_(append)": "hatsune miku (append)", "v-neck": "v-neck"}
-    assert {tag: captioner.space_words(tag) for tag in words} == words
-    assert captioner.space_words("d.va_(overwatch)") == "d.va (overwatch)"
+    assert {tag: captioner.replace_underscores(tag) for tag in words} == words
+    assert captioner.replace_underscores("d.va_(overwatch)") == "d.va (overwatch)"
 
 
 def test_a_model_for_a_fixed_number_of_images_gives_the_same(model: Path, tmp_path: Path) -> None:

@@ -114,26 +114,28 @@ def test_a_run_whose_folder_is_no_text_hides_no_other_and_is_taken_for_none(ui: 
 def test_a_log_is_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     log = run_log.RunLog(file)
-    assert log.read().measures["loss"].points() == []
+    assert log.read().measures["loss"].list_points() == []
     write(file, [step(1, 0.5), step(2, 0.25)])
     with open(file, "a") as torn:
         torn.write('{"event": "step", "st')
-    assert log.read().measures["loss"].points() == [(1, 0.5), (2, 0.25)]
+    assert log.read().measures["loss"].list_points() == [(1, 0.5), (2, 0.25)]
     with open(file, "a") as torn:
         torn.write('ep": 3, "loss": 0.125}\n')
-    assert log.read().measures["loss"].points() == [(1, 0.5), (2, 0.25), (3, 0.125)]
+    assert log.read().measures["loss"].list_points() == [(1, 0.5), (2, 0.25), (3, 0.125)]
     version = log.version
     assert log.read().version == version, "nothing was written, so nothing is read"
     file.unlink()
     write(file, [step(1, 9.0)])
-    assert log.read().measures["loss"].points() == [(1, 9.0)], "another file in its place is read from its beginning"
+    assert log.read().measures["loss"].list_points() == [(1, 9.0)], (
+        "another file in its place is read from its beginning"
+    )
 
 
 def test_what_came_after_the_checkpoint_did_not_happen(tmp_path: Path) -> None:
     write(tmp_path / "events.jsonl", [step(i, 1.0) for i in range(1, 8)])
     write(tmp_path / "events.jsonl", [{"event": "start"}, {"event": "resume", "step": 4}])
     write(tmp_path / "events.jsonl", [step(i, 2.0) for i in range(5, 7)])
-    points = run_log.RunLog(tmp_path / "events.jsonl").read().measures["loss"].points()
+    points = run_log.RunLog(tmp_path / "events.jsonl").read().measures["loss"].list_points()
     assert points == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (5, 2.0), (6, 2.0)]
 
 
@@ -143,7 +145,7 @@ def test_a_long_log_becomes_few_points_that_keep_the_means(tmp_path: Path) -> No
     with open(tmp_path / "events.jsonl", "w") as log:
         log.writelines(f'{{"t":1.0,"event":"step","step":{i + 1},"loss":{loss}}}\n' for i, loss in enumerate(losses))
     read = run_log.RunLog(tmp_path / "events.jsonl").read()
-    points = read.measures["loss"].points()
+    points = read.measures["loss"].list_points()
     assert run_log.POINTS / 2 <= len(points) <= 2 * run_log.POINTS
     before = 0
     for last, mean in points:
@@ -172,7 +174,7 @@ def test_what_is_no_number_is_no_point(tmp_path: Path) -> None:
         b'{"event":"step","step":3,"loss":1' + b"0" * 400 + b'}\n{"event":"step","step":4,"loss":0.5}\n'
     )
     read = run_log.RunLog(file).read()
-    assert read.measures["loss"].points() == [(4, 0.5)] and not read.facts.previews
+    assert read.measures["loss"].list_points() == [(4, 0.5)] and not read.facts.previews
 
 
 def drawn(figure: str) -> tuple[list[list[tuple[float, float]]], dict]:
@@ -481,7 +483,7 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     done = JobView(**about, state="done", sentence=Sentence("done", {"files": "x"}))
     card = runs_page.render_job(ui, done)
     assert [html.unescape(one) for one in re.findall(r'href="(/download[^"]*)" download', card)] == [
-        ui.download(folder / "export" / f"a_{layout}.safetensors") for layout in ("comfy", "kohya")
+        ui.make_download_link(folder / "export" / f"a_{layout}.safetensors") for layout in ("comfy", "kohya")
     ]
     failed = JobView(**about, state="failed", sentence=Sentence("input", {"message": "2 problems\n  one\n  two"}))
     assert "/download" not in runs_page.render_job(ui, failed)
@@ -500,7 +502,7 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     )
     kept = JobView(**about, state="failed", sentence=Sentence("killed"), resumable=True, saved_step=20)
     assert "step 20" in run_cards.render_sentence(ui, kept) and 'data-do="resume"' in run_cards.render_buttons(ui, kept)
-    assert f'href="{html.escape(ui.link("run", run="7"))}"' in runs_page.render_failures(ui, [done, failed])
+    assert f'href="{html.escape(ui.make_link("run", run="7"))}"' in runs_page.render_failures(ui, [done, failed])
     assert runs_page.render_failures(ui, [done]) == ""
     # A command is called by what it does, in the page's language; its answer and its file are here, too.
     chinese, log = Ui("zh-CN", ui.place), tmp_path / "log.txt"
@@ -513,7 +515,7 @@ def test_a_card_says_what_matters_and_how_to_go_on(ui: Ui, tmp_path: Path) -> No
     made.touch()
     command = ("resize", "--output", str(made), "--", "a")
     card = runs_page.render_job(ui, replace(work, name="resize small.safetensors", command=command, state="done"))
-    assert html.escape(ui.download(made)) in card
+    assert html.escape(ui.make_download_link(made)) in card
     card = runs_page.render_job(ui, replace(work, name="verify a", command=("verify", "a"), state="done"))
     assert "&quot;done&quot;: 3" in card
 
@@ -621,12 +623,12 @@ def test_settings_of_a_job_become_the_draft_of_a_new_one(ui: Ui, tmp_path: Path)
     text = 'name = "j"\noutput_dir = "{}"\n[model]\nfamily = "sd15"\npath = "demo"\n[[dataset.folders]]\npath = "p"'
     id = Queue(ui.place.home).submit(text.format(tmp_path / "work" / "runs"), overrides=["adapter.rank=7"])
     told = runs_page.press_button(ui, "edit", str(id))
-    assert f'data-go="{ui.link("new")}"' in told["value"]
-    draft = config.loads(Draft(ui.place.home).text())
+    assert f'data-go="{ui.make_link("new")}"' in told["value"]
+    draft = config.loads(Draft(ui.place.home).load_text())
     assert draft.adapter.rank == 7 and draft.name == "j-2", "a name of its own, or it could not be started"
     make_run(tmp_path / "work" / "runs" / "shell", [])
     runs_page.press_button(ui, "edit", str(tmp_path / "work" / "runs" / "shell"))
-    assert config.loads(Draft(ui.place.home).text()).name == "shell-2"
+    assert config.loads(Draft(ui.place.home).load_text()).name == "shell-2"
     assert config.loads(Draft(ui.place.home).restore_earlier()).name == "j-2", "what was set up before is not lost"
 
 
@@ -715,7 +717,7 @@ def test_what_differs_is_told_in_words(ui: Ui, tmp_path: Path, language: str) ->
     told = html.unescape(re.sub(r"<[^>]*>", "\n", compare.render_settings(ui, chosen)))
     assert all(word in told for word in PLAIN[language]) and "<b>dogs</b>" in told
     values = ([{"path": "x", "mask": "*-m"}, {"a": [True, None]}], [["a", {"b": True}]], {"c": [1, False]}, True, None)
-    for key in [*form.settings(), "of.an.older.version"]:
+    for key in [*form.collect_settings(), "of.an.older.version"]:
         told += "\n".join(line for value in values for line in setting_values.format_lines(ui, key, value))
     assert not re.search(r"[{}\[\]'\"]|\bTrue\b|\bFalse\b|\bNone\b", told), told
 

@@ -384,7 +384,7 @@ def observe(
 def observables(of: run.Run) -> dict[str, Any]:
     """What a run left, taken apart; each entry can be compared with another run's."""
     events: dict[str, list[dict[str, Any]]] = {}
-    for event in of.events():
+    for event in of.read_events():
         events.setdefault(event["event"], []).append(event)
     steps = events["step"]
     found: dict[str, Any] = {
@@ -542,7 +542,7 @@ def test_the_cache_is_kept_below_its_limit(job: Callable[..., Job], tmp_path: Pa
 
     def run_with(name: str, *more: str) -> tuple[list[dict[str, Any]], set[Path]]:
         made = job(cached, "train.steps=1", f"name='{name}'", f"output_dir='{tmp_path}'", *more)
-        events = train.run(made, progress=False).run.events()
+        events = train.run(made, progress=False).run.read_events()
         return events, {path for path in (tmp_path / "cache").rglob("*.safetensors")}
 
     _, first = run_with("first")
@@ -594,7 +594,7 @@ def test_components(job: Callable[..., Job], tiny: Callable[[str], Path], tmp_pa
 
     def losses(name: str, *given: str) -> list[float]:
         result = train.run(job(f"name='{name}'", f"model.path='{single}'", "train.steps=1", *given), progress=False)
-        return [event["loss"] for event in result.run.events() if event["event"] == "step"]
+        return [event["loss"] for event in result.run.read_events() if event["event"] == "step"]
 
     for given, expected in (
         ("auto", "has no vae (AutoencoderKL), text_encoder (CLIPTextModel). Name their files in [model.files]"),
@@ -628,7 +628,9 @@ def test_a_training_adapter_changes_what_training_sees(job: Callable[..., Job]) 
     first = train.run(job(*short), progress=False)
     given = f"model.training_adapter='{first.files[0]}'"
     second = train.run(job(*short, given, "name=second"), progress=False)
-    losses = [next(event["loss"] for event in of.run.events() if event["event"] == "step") for of in (first, second)]
+    losses = [
+        next(event["loss"] for event in of.run.read_events() if event["event"] == "step") for of in (first, second)
+    ]
     assert losses[0] != losses[1]
 
 
@@ -640,13 +642,17 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
     given = (*held, f"adapter.init_from='{kohya}'", "adapter.alpha=2.0")
     second = train.run(job(*given, "train.steps=1", "name=second"), progress=False)
     ended, begins = (
-        [event for event in of.run.events() if event["event"] in ("validation", "preview") and event["step"] == step]
+        [
+            event
+            for event in of.run.read_events()
+            if event["event"] in ("validation", "preview") and event["step"] == step
+        ]
         for of, step in ((first, 4), (second, 0))
     )
     assert {e["event"]: e.get("bands") for e in ended} == {e["event"]: e.get("bands") for e in begins}
     drawn = [Image.open(of.run.samples / f"step-00000{step}-0.png").tobytes() for of, step in ((first, 4), (second, 0))]
     assert drawn[0] == drawn[1]
-    (warned,) = [e["text"] for e in second.run.events() if e["event"] == "warning" and "init_from" in e["text"]]
+    (warned,) = [e["text"] for e in second.run.read_events() if e["event"] == "warning" and "init_from" in e["text"]]
     assert "start from the base" in warned and "proj_in" in warned and "lora_B" not in warned
 
     def values(*overrides: str, family: str = "sd15", file: Path = kohya) -> dict[str, torch.Tensor]:
@@ -654,9 +660,9 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
         base = resolve.make_family(mine)
         return read_start_values(mine, base, disk_budget.list_trainable(mine, base))
 
-    for layer, ours in kinds.grouped(values("adapter.alpha=8.0")).items():
-        others = kinds.grouped(values("adapter.alpha=8.0", file=diffusers_))[layer]
-        torch.testing.assert_close(kinds.delta(ours, 1.0), kinds.delta(others, 1.0))
+    for layer, ours in kinds.group_by_layer(values("adapter.alpha=8.0")).items():
+        others = kinds.group_by_layer(values("adapter.alpha=8.0", file=diffusers_))[layer]
+        torch.testing.assert_close(kinds.compute_delta(ours, 1.0), kinds.compute_delta(others, 1.0))
     for overrides, line in (
         (("adapter.rank=8",), "the file has rank 4, but adapter.rank is 8; set adapter.rank"),
         (("adapter.type=dora",), "this is a lora, but adapter.type is 'dora'"),
@@ -811,8 +817,8 @@ def test_sharing_the_base_reaches_the_loading(job: Callable[..., Job], monkeypat
 def test_fast_accum_reaches_the_kernel(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU adds up the same either way, so what the kernel is asked for is looked at."""
     asked: list[bool] = []
-    real = matmul.unscaled_product
-    monkeypatch.setattr(matmul, "unscaled_product", lambda *given: asked.append(given[3]) or real(*given))
+    real = matmul.multiply_unscaled
+    monkeypatch.setattr(matmul, "multiply_unscaled", lambda *given: asked.append(given[3]) or real(*given))
     train.run(job(*IN_FP8, "train.steps=1"), progress=False)
     assert asked.count(True) > 0 and asked.count(False) > 0  # forward, backward
     asked.clear()
@@ -824,7 +830,7 @@ def test_kernels_reach_the_layers(job: Callable[..., Job], monkeypatch: pytest.M
     """They need a GPU, so the first call of one is looked at; test_kernels.py tells what they compute."""
     with pytest.raises(UserError, match="not a cpu"):
         train.run(job(*IN_FP8, "quantize.kernels=triton"), progress=False)
-    monkeypatch.setattr(precision, "problem", lambda *_: "")
+    monkeypatch.setattr(precision, "find_problem", lambda *_: "")
     asked: list[torch.Size] = []
 
     def quantize_rows(x_MK: torch.Tensor) -> None:
@@ -844,7 +850,7 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
 ) -> None:
     with pytest.raises(UserError, match="a cpu has no memory of its own"):
         train.run(job("memory.offload=0.5"), progress=False)
-    monkeypatch.setattr(memory, "problem", lambda *_: "")
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")
     kept = train.run(job("name=kept"), progress=False)
     assert not as_if_on_a_gpu
     moved = train.run(job("memory.offload=0.5", "name=moved"), progress=False)
@@ -854,7 +860,7 @@ def test_offload_has_bytes_wait_and_changes_none_that_is_trained(
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     (courier,) = as_if_on_a_gpu
     assert courier.early > 5 * courier.late > 0
-    (told,) = [event for event in moved.run.events() if event["event"] == "model"]
+    (told,) = [event for event in moved.run.read_events() if event["event"] == "model"]
     assert "offloaded to RAM" in " ".join(told["memory"])
 
 
@@ -923,7 +929,7 @@ def test_cuda_graphs_replay_the_passes(job: Callable[..., Job], monkeypatch: pyt
     """On a machine that has none they are refused; more: test_cuda_graphs.py."""
     with pytest.raises(UserError, match="a cpu has no CUDA graphs"):
         train.run(job("memory.cuda_graphs=true"), progress=False)
-    monkeypatch.setattr(memory, "problem", lambda *_: "")
+    monkeypatch.setattr(memory, "find_problem", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(Graph, "made", [])
@@ -961,7 +967,7 @@ def test_a_setting_that_has_no_effect_is_a_warning(
 ) -> None:
     """Nothing is silently ignored: a run says it once. All settings, without runs: test_unused."""
     done = train.run(job(*overrides, "train.steps=1", family=family), progress=False).run
-    warned = [event["text"] for event in done.events() if event["event"] == "warning"]
+    warned = [event["text"] for event in done.read_events() if event["event"] == "warning"]
     key = overrides[0].split("=")[0]
     assert len([text for text in warned if key in text and "no effect" in text]) == 1, warned
 

@@ -23,7 +23,7 @@ def add_endpoints(ui: Ui) -> None:
     """Add the endpoints to the site that is being laid out."""
     import gradio as gr  # `mcp` takes the functions alone
 
-    for name, function in make_endpoints(ui.place, Ui("en", ui.place).download).items():
+    for name, function in make_endpoints(ui.place, Ui("en", ui.place).make_download_link).items():
         gr.api(
             convert_errors(function, functools.partial(gr.Error, print_exception=False)),
             api_name=name,
@@ -97,10 +97,10 @@ def convert_errors(function: Callable[..., Any], error: Callable[[str], Exceptio
     """Wrap a function so that its UserErrors become the errors that the client expects."""
 
     @functools.wraps(function)
-    def asked(*given: Any, **named: Any) -> Any:
+    def call_converted(*given: Any, **named: Any) -> Any:
         try:
             return function(*given, **named)
         except UserError as mistake:
             raise error(str(mistake)) from None
 
-    return asked
+    return call_converted

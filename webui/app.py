@@ -68,17 +68,17 @@ def _lay_out_page(name: str, ui: Ui) -> None:
 def _render_header(name: str, ui: Ui) -> str:
     """Render site name, links to the pages, language and theme switches."""
 
-    def path(page: str) -> str:
+    def make_path(page: str) -> str:
         return "" if page == PAGES[0] else page
 
     here = ' aria-current="page"'
     pages = "".join(
-        f'<a href="{ui.link(path(page))}"{here if page == name else ""}>{ui.say(f"page.{page}")}</a>'
+        f'<a href="{ui.make_link(make_path(page))}"{here if page == name else ""}>{ui.say(f"page.{page}")}</a>'
         for page in PAGES
         if page not in UNLISTED
     )
     languages = "".join(
-        f'<a href="/{language}/{path(name)}" lang="{language}" data-language="{language}">{title}</a>'
+        f'<a href="/{language}/{make_path(name)}" lang="{language}" data-language="{language}">{title}</a>'
         for language, title in translations.LANGUAGES.items()
         if language != ui.language
     )
@@ -90,7 +90,7 @@ def _render_header(name: str, ui: Ui) -> str:
     )
     return (
         f'<h1 class="unseen">{ui.say(f"page.{name}")}</h1>'
-        f'<header class="site-header"><a class="brand" href="{ui.link("")}"><img src="/icon.svg" alt="">'
+        f'<header class="site-header"><a class="brand" href="{ui.make_link("")}"><img src="/icon.svg" alt="">'
         f'{ui.say("site.title")}</a><nav aria-label="{ui.say("site.pages")}">{pages}</nav>'
         f'<div class="switches">{languages}{themes}</div></header>'
     )
@@ -208,7 +208,7 @@ class _HeadInserter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun: list[Message] = []  # the answer's headers, until its length is known
 
-        async def put(message: Message) -> None:
+        async def send_with_head(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if MutableHeaders(scope=message).get("content-type", "").startswith("text/html"):
                     begun.append(message)
@@ -221,7 +221,7 @@ class _HeadInserter:
                 await send(begun.pop())
             await send(message)
 
-        await self.app(scope, receive, put)
+        await self.app(scope, receive, send_with_head)
 
 
 def _render_head(language: str) -> str:

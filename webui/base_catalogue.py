@@ -67,7 +67,7 @@ def list_released() -> tuple[Card, ...]:
 
 
 def _find_groups(base: known_bases.KnownBase) -> tuple[str, ...]:
-    traits = families.traits(base.family)
+    traits = families.get_traits(base.family)
     title = families.get(base.family).title
     series = next((name for name, beginning in SERIES.items() if title.startswith(beginning)), "others")
     group = "video" if traits["clips"] else "editing" if traits["controls"] else series

@@ -37,23 +37,23 @@ OPEN = ("name", "output_dir", "preset", "model.path", "model.components", "model
 def list_demo_families() -> tuple[str, ...]:
     """List the families with a bundled demo model."""
     bundled = Path(demo.__file__).parent / "base"
-    return tuple(name for name in families.available() if (bundled / name / "model_index.json").is_file())
+    return tuple(name for name in families.list_families() if (bundled / name / "model_index.json").is_file())
 
 
 def list_demo_presets() -> tuple[str, ...]:
     """List the presets of the bundled demo models."""
-    return tuple(name for name in config.preset_names() if name.startswith("demo_"))
+    return tuple(name for name in config.list_preset_names() if name.startswith("demo_"))
 
 
 @cache
 def list_vram_presets() -> tuple[str, ...]:
     """List the presets for GPU memory sizes, smallest first."""
-    return tuple(map(recipes.card_name, recipes.CARDS))
+    return tuple(map(recipes.format_card_name, recipes.CARDS))
 
 
 def list_usual_bases(family: str) -> list[str]:
     """List the base models that a family is usually trained on."""
-    known = [base.id for base in known_bases.of_family(family) if base.kind != "distilled"]
+    known = [base.id for base in known_bases.list_of_family(family) if base.kind != "distilled"]
     return [*(["demo"] if family in list_demo_families() else []), *known]
 
 
@@ -196,7 +196,7 @@ def inspect_base(path: Path) -> Base:
 def _inspect_file(path: Path, changed: int, size: int) -> Base:
     """Inspect a file by its header, which is in the first megabytes."""
     try:
-        what, family = families.of_file(path)
+        what, family = families.describe_file(path)
     except (UserError, OSError) as error:
         return Base(wrong=str(error), single=True)
     return Base(family, "" if family else what or families.UNKNOWN, single=True)
@@ -204,7 +204,7 @@ def _inspect_file(path: Path, changed: int, size: int) -> Base:
 
 def fits_family(base: Base, family: str) -> bool:
     """Return True if `family` can use this base. Some families' files have exactly the tensors of a relative's."""
-    relative = families.get(family).same_tensors_as if family in families.available() else None
+    relative = families.get(family).same_tensors_as if family in families.list_families() else None
     return base.family in ("", family) or (base.single and base.family == relative)
 
 
@@ -220,13 +220,13 @@ def list_paths(values: dict[str, Any]) -> list[tuple[str, str]]:
         section, _, name = key.rpartition(".")
         (data.setdefault(section, {}) if section else data)[name] = value
     paths = []
-    for named in settings.path_places(data):
+    for named in settings.find_path_places(data):
         path = named.path
         if not isinstance(path, str) or not path:
             continue
         if named.setting in settings.WORDS and (path == settings.WORDS[named.setting] or is_remote(path)):
             continue
-        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(path):
+        if named.setting == "dataset.folders.mask" and not settings.is_mask_folder(path):
             continue
         row = named.setting.startswith("dataset.folders.")
         paths.append(("dataset.folders" if row else named.setting, path))
@@ -245,7 +245,7 @@ def save_preset(home: Path, name: str, text: str) -> Path:
         UserError: the draft is not TOML, or a preset of this name exists.
     """
     path = home / "presets" / f"{name}.toml"
-    if path.exists() or name in config.preset_names():
+    if path.exists() or name in config.list_preset_names():
         raise UserError(Message("{name}: a preset of this name exists already; choose another name", name=name))
     values, origins = form.read_values(text, home), form.find_origins(text, home)
     tables: dict[str, Any] = {}

@@ -175,15 +175,15 @@ class Ui:
         """Translate a message of the engine to the page's language. Plain text, such as a name, stays as it is."""
         return translations.translate(self.language, line)
 
-    def path(self, text: str | os.PathLike[str]) -> Path:
+    def resolve_path(self, text: str | os.PathLike[str]) -> Path:
         """Resolve a path that somebody typed. Raises UserError if the page may not use it."""
         return self.place.resolve(text)
 
-    def link(self, page: str, **query: str) -> str:
+    def make_link(self, page: str, **query: str) -> str:
         """Return the address of a page in this language: link("run", run="cat")."""
-        return f"/{self.language}/{page}" + (f"?{_encoded(query)}" if query else "")
+        return f"/{self.language}/{page}" + (f"?{_encode_query(query)}" if query else "")
 
-    def picture(self, path: Path, width: int = 0, moving: bool = False, edit: ImageEdit = NOTHING) -> str:
+    def make_picture_link(self, path: Path, width: int = 0, moving: bool = False, edit: ImageEdit = NOTHING) -> str:
         """Return the address of an image as WebP, at most `width` pixels wide and high; 0 is its size, within limits.
 
         A video gives its first frame. An animation with `moving` gives all frames. A still image is turned and cropped
@@ -192,17 +192,17 @@ class Ui:
         query = {"path": str(path), **({"width": str(width)} if width else {}), **({"moving": "1"} if moving else {})}
         query |= {"rotate": str(edit.rotate)} if edit.rotate else {}
         query |= {"crop": ",".join(map(repr, edit.crop))} if edit.crop != WHOLE else {}
-        return f"/picture?{_encoded(query)}"
+        return f"/picture?{_encode_query(query)}"
 
-    def download(self, path: Path) -> str:
+    def make_download_link(self, path: Path) -> str:
         """Return the address that sends a file as a download. Its suffix must be in `file_routes.SENT`."""
-        return f"/download?{_encoded({'path': str(path)})}"
+        return f"/download?{_encode_query({'path': str(path)})}"
 
-    def report(self, folder: Path) -> str:
+    def make_report_link(self, folder: Path) -> str:
         """Return the address that sends the report of a run as a download."""
-        return f"/report?{_encoded({'run': str(folder), 'language': self.language})}"
+        return f"/report?{_encode_query({'run': str(folder), 'language': self.language})}"
 
 
-def _encoded(query: dict[str, str]) -> str:
+def _encode_query(query: dict[str, str]) -> str:
     # A folder's name may hold bytes that are not UTF-8: they are kept.
     return urlencode(query, errors="surrogateescape")

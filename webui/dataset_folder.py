@@ -93,7 +93,7 @@ class DatasetFolder:
         """Read everything that has changed on disk. Raises UserError if the folder does not exist."""
         root = Path(os.path.expanduser(self.folder))
         try:
-            listed, self.problem = captions.listed(self.folder), ""
+            listed, self.problem = captions.list_caption_files(self.folder), ""
         except UserErrors as error:
             if not root.is_dir():
                 raise
@@ -107,10 +107,10 @@ class DatasetFolder:
         self.mask = self.given or (image_folders.LABEL if self.masks else "")
         self.mask = self.mask or image_folders.find_likely_masks(listed, lambda name: listed[name].exists())[0]
         if self.mask != image_folders.LABEL:  # masks of this name are never listed
-            masks = {name for name in listed if image_files.masked_stem(self.mask, posixpath.basename(name))}
+            masks = {name for name in listed if image_files.find_masked_stem(self.mask, posixpath.basename(name))}
             listed, self.masks = {name: path for name, path in listed.items() if name not in masks}, len(masks)
         self.inside = "" if self.given else _find_mask_folder(listed)
-        files = {name: image_files.relative_name(path, root) for name, path in listed.items()}
+        files = {name: image_files.make_relative_name(path, root) for name, path in listed.items()}
         texts, wrong = {}, {}
         for name, path in listed.items():
             try:
@@ -265,7 +265,7 @@ TAGS = ("shuffle_tags", "tag_dropout", "tag_separator")
 
 def list_clip_settings(family: str, frames: Any, fps: Any, clip: Any) -> tuple[str, ...]:
     """List the settings for cutting clips for `lora-fp8 dataset look --set`; () if the family trains on no clips."""
-    if not frames or family not in families.available() or not families.traits(family)["clips"]:
+    if not frames or family not in families.list_families() or not families.get_traits(family)["clips"]:
         return ()
     given = {"frames": frames, "fps": fps, "clip": clip}
     return tuple(f"dataset.{name}={json.dumps(value)}" for name, value in given.items())

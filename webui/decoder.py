@@ -90,8 +90,8 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _python_path()},
-            **system.detached(),  # Ctrl-C in the terminal is for the page
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _make_python_path()},
+            **system.make_detach_options(),  # Ctrl-C in the terminal is for the page
         )
         assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
         self._requests, self._answers = self.process.stdin, self.process.stdout
@@ -136,7 +136,7 @@ class _Child:
                 self.process.kill()
 
 
-def _python_path() -> str:
+def _make_python_path() -> str:
     """Return a PYTHONPATH with which the child, started in another folder, finds this webui."""
     here = str(Path(__file__).resolve().parent.parent)
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
@@ -180,7 +180,7 @@ def check(path: str) -> bytes:
     from lora_fp8.data import clips
 
     if os.path.splitext(path)[1].lower() in clips.VIDEOS:
-        clips.look(Path(path), MOST_PIXELS)
+        clips.decode_video(Path(path), MOST_PIXELS)
     else:
         _open_picture(path)
     return b""
@@ -190,7 +190,7 @@ def _open_picture(path: str) -> Any:
     from lora_fp8.data import clips, decoding
 
     if os.path.splitext(path)[1].lower() in clips.VIDEOS:
-        return clips.poster(Path(path), MOST_PIXELS)
+        return clips.read_first_frame(Path(path), MOST_PIXELS)
     with _open_header(path):
         return decoding.open_image(path)
 

@@ -74,7 +74,7 @@ class Downloads:
                 return
             make_folder(self.folder, 0o700)
             options = [f"--{name}={value}" for name, value in (("revision", revision), ("family", family)) if value]
-            log, message = self._files(path, revision)
+            log, message = self._get_log_files(path, revision)
             message.unlink(missing_ok=True)
             with open(log, "wb") as out:
                 process = subprocess.Popen(
@@ -83,7 +83,7 @@ class Downloads:
                     stdout=out,
                     stderr=subprocess.DEVNULL,
                     env={**os.environ, "PYTHONUTF8": "1", LANGUAGE: "en", MESSAGE: str(message)},
-                    **system.detached(),
+                    **system.make_detach_options(),
                 )
             identity = procs.identify(process.pid) or procs.Identity(process.pid, 0, "")
             self._write_note(path, revision, {"path": path, "revision": revision, "process": list(identity)})
@@ -106,7 +106,7 @@ class Downloads:
         if known is None:
             return None
         is_alive = procs.is_alive(procs.Identity(*known["process"]))  # before its last line is read
-        log, message = self._files(path, revision)
+        log, message = self._get_log_files(path, revision)
         reports = _read_reports(log)
         state: State = "running"
         progress: dict[str, Any] = next(
@@ -130,24 +130,24 @@ class Downloads:
             error=error,
         )
 
-    def _files(self, path: str, revision: str) -> tuple[Path, Path]:
-        stem = self._note(path, revision)
+    def _get_log_files(self, path: str, revision: str) -> tuple[Path, Path]:
+        stem = self._get_note_file(path, revision)
         return stem.with_suffix(".jsonl"), stem.with_suffix(".message")
 
-    def _note(self, path: str, revision: str) -> Path:
+    def _get_note_file(self, path: str, revision: str) -> Path:
         key = hashlib.blake2b(json.dumps([path, revision]).encode(), digest_size=16).hexdigest()
         return self.folder / f"{key}.json"
 
     def _read_note(self, path: str, revision: str) -> dict[str, Any] | None:
         try:
-            note = json.loads(self._note(path, revision).read_bytes())
+            note = json.loads(self._get_note_file(path, revision).read_bytes())
             procs.Identity(*note["process"])
         except (OSError, ValueError, TypeError, KeyError):
             return None
         return note
 
     def _write_note(self, path: str, revision: str, note: dict[str, Any]) -> None:
-        atomic_write(self._note(path, revision), json.dumps(note).encode())
+        atomic_write(self._get_note_file(path, revision), json.dumps(note).encode())
 
 
 def _read_reports(log: Path) -> list[dict[str, Any]]:

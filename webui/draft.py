@@ -28,7 +28,7 @@ class Draft:
         self.before = self.file.with_name("new.before.toml")
         self.leaving = self.file.with_name("new.leaving.toml")  # on its way from `file` to `before`
 
-    def text(self) -> str:
+    def load_text(self) -> str:
         """Return the text, or that of an untouched form."""
         with _writing:
             if (kept := _unsaved.get(self.file)) is not None:
@@ -57,7 +57,7 @@ class Draft:
     def replace(self, text: str) -> str:
         """Start with another text. The present one can be restored, unless nothing was set in it."""
         with _writing:
-            now = self.text()
+            now = self.load_text()
             if now in (form.START, text):
                 self._finish_exchange()
                 return self._put(self.file, text)
@@ -67,13 +67,13 @@ class Draft:
         """Restore the text from before `replace`. The present one takes its place, so that this can be undone."""
         with _writing:
             earlier = self.read_earlier()
-            return self.text() if earlier is None else self._exchange(self.text(), earlier)
+            return self.load_text() if earlier is None else self._exchange(self.load_text(), earlier)
 
     def read_earlier(self) -> str | None:
         """Return the text that can be restored, or None."""
         with _writing:
             # After a crash between the two writes of `_exchange` the draft has changed, and its previous text is here.
-            if self.leaving.exists() and (left := self.leaving.read_text(encoding="utf-8")) != self.text():
+            if self.leaving.exists() and (left := self.leaving.read_text(encoding="utf-8")) != self.load_text():
                 return left
             return self.before.read_text(encoding="utf-8") if self.before.exists() else None
 
@@ -93,7 +93,7 @@ class Draft:
     def _finish_exchange(self) -> None:
         """Finish an `_exchange` that a crash interrupted."""
         if self.leaving.exists():
-            if self.leaving.read_text(encoding="utf-8") == self.text():
+            if self.leaving.read_text(encoding="utf-8") == self.load_text():
                 self.leaving.unlink()
             else:
                 system.replace(self.leaving, self.before)
@@ -105,7 +105,7 @@ class Draft:
     def change(self, how: Callable[[str], str]) -> str:
         """Apply a change to the newest text and return the result. No other change comes between."""
         with _writing:
-            before = self.text()
+            before = self.load_text()
             after = how(before)
             if after != before:
                 try:

@@ -162,7 +162,7 @@ def find_source(ui: Ui, text: str) -> Path | None:
     """
     if not text.strip():
         return None
-    path = ui.path(text)
+    path = ui.resolve_path(text)
     if path.is_dir() or (path.suffix.lower() == ".safetensors" and path.is_file()):
         return path
     raise UserError(
@@ -239,7 +239,7 @@ def _build_base(ui: Ui, base: str, source: Path | None) -> list[str]:
         return []
     if base == "demo" or re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", base):
         return [f"--model={base}"]
-    return [f"--model={ui.path(base)}"]
+    return [f"--model={ui.resolve_path(base)}"]
 
 
 def _reserve_folder(place: Place) -> Path:

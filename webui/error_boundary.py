@@ -120,14 +120,14 @@ class Boundary:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         begun = False
 
-        async def noted(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal begun
             begun = begun or message["type"] == "http.response.start"
             await send(message)
 
         before = PAGE.set(headers.get(HEADER, ""))
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_and_note)
         except ClientDisconnect:
             pass  # nobody is waiting for the answer
         except Exception as error:  # noqa: BLE001 - see Pages

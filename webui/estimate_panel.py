@@ -83,7 +83,7 @@ def find_pace(folders: Iterable[Path], family: str) -> tuple[float, str] | None:
                 continue
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not a run, or its config is being written
-        steps = [event for event in Run(path.parent).events() if event.get("event") == "step"]
+        steps = [event for event in Run(path.parent).read_events() if event.get("event") == "step"]
         # The last hundred at most: a run may have been resumed, and the first steps take longer.
         steps = steps[-100:]
         if len(steps) >= 3 and steps[-1]["step"] > steps[0]["step"]:
@@ -96,7 +96,7 @@ def check_disk_space(estimate: dict[str, Any]) -> tuple[list[str], list[str]]:
 
     Free space is read now, because files may have been deleted since the estimate.
     """
-    return disk_space.shortages(map(disk_space.Need.from_json, estimate["writes"]))
+    return disk_space.find_shortages(map(disk_space.Need.from_json, estimate["writes"]))
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Estimates:
                 stdout=out,
                 stderr=err,
                 env={**os.environ, "PYTHONUTF8": "1", LANGUAGE: "en", MESSAGE: str(answers[2])},
-                **system.detached(),
+                **system.make_detach_options(),
             )
         self._asked = _Request(text, process, time.monotonic(), path, answers)
 

@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
         try:
             file = place.resolve(path)
             if not file.is_file():
-                raise sanitize.missing_file(path)
+                raise sanitize.make_missing_file_error(path)
             if file.suffix.lower() not in SENT:
                 raise UserError(
                     Message(
@@ -69,7 +69,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What a request asks for: see `Ui.picture`."""
+    """What a request asks for: see `Ui.make_picture_link`."""
 
     path: str
     width: int
@@ -93,7 +93,7 @@ def _load_picture(place: Place, decoders: Decoders, wanted: _Wanted) -> tuple[by
     try:
         status = path.stat()
     except OSError:
-        raise sanitize.missing_file(text) from None
+        raise sanitize.make_missing_file_error(text) from None
     if not path.is_file():
         raise UserError(Message("{path}: this is not a file", path=sanitize.shorten(text)))
     width = next((size for size in (96, 192, 320, 640, 1280, 2048) if 0 < wanted.width <= size), 0)

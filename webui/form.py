@@ -22,9 +22,9 @@ from pydantic_core import PydanticUndefined
 from tomlkit.exceptions import TOMLKitError
 
 from lora_fp8 import config
-from lora_fp8.config import find_idle, validation
+from lora_fp8.config import find_unmet_rules, validation
 from lora_fp8.errors import Message, UserError
-from lora_fp8.settings import Job, Section, flat_table, table_of_lines
+from lora_fp8.settings import Job, Section, flatten_table, parse_lines
 
 Tables = dict[str, Any]
 START = '[model]\nfamily = "sd15"\npath = ""\n'
@@ -88,13 +88,13 @@ class Problem(NamedTuple):
 
 
 @cache
-def settings() -> dict[str, Setting]:
+def collect_settings() -> dict[str, Setting]:
     """Return every setting by key, in the order of the declarations."""
     return {setting.key: setting for setting in _list_settings(Job, "")}
 
 
 @cache
-def sections() -> dict[str, str]:
+def collect_sections() -> dict[str, str]:
     """Return every table of the config with its description; "" is the job itself."""
     descriptions = {"": Job.__doc__ or ""}
     for name, field in Job.model_fields.items():
@@ -117,14 +117,14 @@ def _list_settings(model: type[Section], prefix: str) -> Iterable[Setting]:
         if inner is not None and get_origin(field.annotation) is not list:
             yield from _list_settings(inner, f"{key}.")
             continue
-        default = None if field.default is PydanticUndefined else _ordered(field.default)
+        default = None if field.default is PydanticUndefined else _to_entries(field.default)
         extra: Any = field.json_schema_extra or {}
         when, also = extra.get("when", {}), extra.get("also", {})
         kind, choices = ("table", ()) if inner is not None else _find_kind(field.annotation)
         columns = tuple(_list_settings(inner, f"{key}.")) if inner is not None else ()
-        numbers = validation.each_value(field) or field
-        whole = int in {kind for kind, _ in validation.number_ranges(numbers)}
-        bounds, accepts = validation.accepted_numbers(numbers), validation.describe_bounds(numbers)
+        numbers = validation.make_value_field(field) or field
+        whole = int in {kind for kind, _ in validation.list_number_ranges(numbers)}
+        bounds, accepts = validation.format_bounds(numbers), validation.describe_bounds(numbers)
         yield Setting(key, kind, choices, whole, default, field.description or "", bounds, accepts, when, also, columns)
 
 
@@ -177,7 +177,7 @@ def to_component(setting: Setting, value: Any) -> Any:
     if setting.kind == "flag" and isinstance(value, bool):
         return value
     if setting.kind == "switch" and isinstance(value, bool):
-        return config.toml_value(value)
+        return config.format_toml_value(value)
     if setting.kind == "choices" and isinstance(value, list):
         return [str(item) for item in value]
     if setting.kind == "lines" and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -191,7 +191,7 @@ def to_component(setting: Setting, value: Any) -> Any:
         return text if setting.whole else text.removesuffix(".0")
     if isinstance(value, str) and setting.kind not in ("numbers", "entries", "toml"):
         return value
-    return "" if value is None else config.toml_value(value)
+    return "" if value is None else config.format_toml_value(value)
 
 
 def _get_cell(row: Any, column: Setting) -> Any:
@@ -219,7 +219,7 @@ def from_component(setting: Setting, held: Any) -> Any:
     if setting.kind == "numbers" and not text.lstrip().startswith(("[", '"', "'")):
         return [_parse_number(part, (int,)) for part in re.split(r"[,，\s]+", text) if part]
     if setting.kind == "entries" and not text.lstrip().startswith(("{", "[", '"', "'")):
-        return Entries(table_of_lines(line for line in text.splitlines() if line.strip()))
+        return Entries(parse_lines(line for line in text.splitlines() if line.strip()))
     if setting.kind in ("numbers", "entries", "toml"):
         try:
             return tomllib.loads(f"value = {text}")["value"]
@@ -232,7 +232,7 @@ class Entries(dict[str, Any]):
     """The entries of a table of layers, whose order counts."""
 
 
-def _ordered(value: Any) -> Any:
+def _to_entries(value: Any) -> Any:
     return Entries(value) if isinstance(value, dict) else value
 
 
@@ -241,7 +241,7 @@ def _fits_a_line(entry: tuple[str, Any]) -> bool:
     name, value = entry
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return False
-    back = table_of_lines(f"{name} = {value}".splitlines())
+    back = parse_lines(f"{name} = {value}".splitlines())
     return not name.startswith(("{", "[", '"', "'")) and is_same_value(back, {name: value})
 
 
@@ -298,19 +298,23 @@ def read_values(text: str, folder: Path = Path()) -> dict[str, Any]:
     Raises:
         UserError: the text is not TOML.
     """
-    return _resolve(config.layers(text, folder=folder))
+    return _resolve(config.read_layers(text, folder=folder))
 
 
 def _resolve(layers: list[tuple[str, Tables]]) -> dict[str, Any]:
-    values = {key: setting.default for key, setting in settings().items()}
+    values = {key: setting.default for key, setting in collect_settings().items()}
     for _, tables in layers:
-        values |= {key: _entries(key, value) for key in values if (value := _look_up(tables, key)) is not None}
+        values |= {key: _convert_table(key, value) for key in values if (value := _look_up(tables, key)) is not None}
     return values
 
 
-def _entries(key: str, value: Any) -> Any:
+def _convert_table(key: str, value: Any) -> Any:
     """Return the table of a setting of kind "entries" as `Entries`, without tables in it; other values unchanged."""
-    return Entries(flat_table(value)) if settings()[key].kind == "entries" and isinstance(value, dict) else value
+    return (
+        Entries(flatten_table(value))
+        if collect_settings()[key].kind == "entries" and isinstance(value, dict)
+        else value
+    )
 
 
 def _look_up(tables: Tables, key: str) -> Any:
@@ -325,15 +329,17 @@ def _look_up(tables: Tables, key: str) -> Any:
 def find_origins(text: str, folder: Path = Path()) -> dict[str, str]:
     """Return where each setting that has a line comes from: the name of a preset, or "" for the text itself."""
     origins: dict[str, str] = {}
-    for name, tables in config.layers(text, folder=folder):
-        origins |= {key: name for key in settings() if _look_up(tables, key) is not None}
+    for name, tables in config.read_layers(text, folder=folder):
+        origins |= {key: name for key in collect_settings() if _look_up(tables, key) is not None}
     return origins
 
 
 def find_preset_settings(text: str, name: str, folder: Path = Path()) -> dict[str, Any]:
     """Return the settings, with their values, that a preset has lines for; {} if the text does not name the preset."""
-    tables = next((tables for layer, tables in config.layers(text, folder=folder) if layer == name), {})
-    return {key: _entries(key, value) for key in settings() if (value := _look_up(tables, key)) is not None}
+    tables = next((tables for layer, tables in config.read_layers(text, folder=folder) if layer == name), {})
+    return {
+        key: _convert_table(key, value) for key in collect_settings() if (value := _look_up(tables, key)) is not None
+    }
 
 
 def unset(text: str, key: str, folder: Path = Path()) -> str:
@@ -342,7 +348,7 @@ def unset(text: str, key: str, folder: Path = Path()) -> str:
     Raises:
         UserError: the text is not TOML.
     """
-    return put(text, key, _resolve(config.layers(text, folder=folder)[:-1])[key], folder)
+    return put(text, key, _resolve(config.read_layers(text, folder=folder)[:-1])[key], folder)
 
 
 def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
@@ -351,18 +357,18 @@ def put(text: str, key: str, value: Any, folder: Path = Path()) -> str:
     Raises:
         UserError: the text is not TOML, or has a plain value in place of the setting's table.
     """
-    layers = config.layers(text, folder=folder)
+    layers = config.read_layers(text, folder=folder)
     given = layers[-1][1]
     *tables, name = key.split(".")
     given, wanted = _copy(given), _copy(given)
     for document in (given, wanted):
-        for table in (key for key in settings() if settings()[key].kind == "entries"):
+        for table in (key for key in collect_settings() if collect_settings()[key].kind == "entries"):
             if isinstance(entries := _look_up(document, table), dict):
-                document[table.partition(".")[0]][table.partition(".")[2]] = _entries(table, entries)
+                document[table.partition(".")[0]][table.partition(".")[2]] = _convert_table(table, entries)
     if tables and not isinstance(wanted.setdefault(tables[0], {}), dict):
         raise UserError(Message("{key}: expected a table, got {given}", key=tables[0], given=repr(wanted[tables[0]])))
     home = wanted[tables[0]] if tables else wanted
-    setting, under = settings()[key], _resolve(layers[:-1])[key]
+    setting, under = collect_settings()[key], _resolve(layers[:-1])[key]
     if setting.default is not None and (
         is_same_value(value, under) or is_same_value(value, from_component(setting, to_component(setting, under)))
     ):
@@ -401,7 +407,7 @@ def _write(text: str, wanted: Tables) -> str:
         document = tomlkit.parse(text)
         _update_node(document, wanted)
         changed = tomlkit.dumps(document)
-        if is_same_value(wanted, config.layers(changed)[-1][1]):
+        if is_same_value(wanted, config.read_layers(changed)[-1][1]):
             return changed
     except (TOMLKitError, UserError, KeyError, TypeError, AttributeError):
         pass
@@ -413,7 +419,7 @@ def _update_node(node: Any, wanted: Tables) -> None:
         del node[key]
     for key, value in wanted.items():
         if key not in node:
-            node[key] = _item(value)
+            node[key] = _make_item(value)
         elif isinstance(value, dict) and isinstance(node[key], dict) and not isinstance(value, Entries):
             _update_node(node[key], value)
         elif isinstance(value, Entries) and is_same_value(value, _read_entries(node[key])):
@@ -423,7 +429,7 @@ def _update_node(node: Any, wanted: Tables) -> None:
                 for row, wanted_row in zip(node[key], value, strict=True):
                     _update_node(row, wanted_row)
                 continue
-            new, trivia = _item(value), getattr(node[key], "trivia", None)
+            new, trivia = _make_item(value), getattr(node[key], "trivia", None)
             if trivia is not None and not _is_rows(value):
                 new.trivia.comment_ws, new.trivia.comment = trivia.comment_ws, trivia.comment
             node[key] = new
@@ -437,15 +443,15 @@ def _read_entries(item: Any) -> Any:
     """Return a table of layers from the file, in either form; other values unchanged."""
     value = _unwrap(item)
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return table_of_lines(value)
-    return flat_table(value) if isinstance(value, dict) else value
+        return parse_lines(value)
+    return flatten_table(value) if isinstance(value, dict) else value
 
 
 def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
 
-def _item(value: Any) -> Any:
+def _make_item(value: Any) -> Any:
     if isinstance(value, Entries):
         table = tomlkit.inline_table()
         table.update(value)
@@ -480,11 +486,11 @@ def _find_key(line: str) -> str:
     parts = line.partition(":")[0].split(".")
     for end in range(len(parts), 0, -1):
         key = ".".join(parts[:end])
-        if key in settings():
+        if key in collect_settings():
             return key
     return ""
 
 
 def find_unused(values: dict[str, Any]) -> set[str]:
     """Return the settings that have no effect with these values; see `settings.setting`."""
-    return set(find_idle(values)) & settings().keys()
+    return set(find_unmet_rules(values)) & collect_settings().keys()

@@ -128,7 +128,7 @@ class Guard:
         if CLOSED.fullmatch(scope["path"]):
             return 404, Message("there is nothing here")
         length = header.get("content-length", "0")
-        if not length.isdigit() or int(length) > _max_body_size(scope["path"]):
+        if not length.isdigit() or int(length) > _get_max_body_size(scope["path"]):
             return 413, Message("the request is too large")
         return None
 
@@ -219,7 +219,7 @@ def _is_page(path: str) -> bool:
     return re.fullmatch(r"/|/(en|zh-CN)(/[a-z]*)?/?", path) is not None
 
 
-def _max_body_size(path: str) -> int:
+def _get_max_body_size(path: str) -> int:
     return MOST_UPLOAD if UPLOADS.fullmatch(path) else MOST_BODY
 
 
@@ -273,21 +273,21 @@ def _limit_body(receive: Receive, scope: Scope) -> Receive:
     """Wrap `receive` so that a body without a length, sent in chunks, ends when it is too long."""
     if scope["type"] != "http":
         return receive
-    seen, most = 0, _max_body_size(scope["path"])
+    seen, most = 0, _get_max_body_size(scope["path"])
 
-    async def counted() -> MutableMapping[str, Any]:
+    async def receive_limited() -> MutableMapping[str, Any]:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
         return {"type": "http.disconnect"} if seen > most else message
 
-    return counted
+    return receive_limited
 
 
 def _add_headers(send: Send) -> Send:
     """Wrap `send` to add our headers to every answer that lacks them, and to remove CORS headers."""
 
-    async def sent(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             own = [(n, v) for n, v in message.get("headers", []) if not n.lower().startswith(b"access-control-")]
             has = {name.lower() for name, _ in own}
@@ -295,7 +295,7 @@ def _add_headers(send: Send) -> Send:
             message = {**message, "headers": own}
         await send(message)
 
-    return sent
+    return send_with_headers
 
 
 async def _send_answer(send: Send, status: int, text: str, headers: dict[str, str]) -> None:

@@ -98,5 +98,5 @@ def _log_in(token: str) -> Login:
 
 def _explain(error: Exception) -> str:
     """Return why the hub cannot be asked; the token is in none of these sentences."""
-    explained = hosts.of(parse("owner/name")).explain(error)
+    explained = hosts.make_host(parse("owner/name")).explain(error)
     return str(explained) if isinstance(explained, hosts.NoAnswer) else type(error).__name__

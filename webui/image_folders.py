@@ -18,7 +18,7 @@ from lora_fp8.common.writing import make_folder, sync_folder, write_synced
 from lora_fp8.data import clips, image_edits
 from lora_fp8.data.caption_text import CAPTIONS
 from lora_fp8.data.decoding import EXTENSIONS, HEIC_NEEDED
-from lora_fp8.data.image_files import HEIC_IMAGES, OTHER_IMAGES, OTHER_VIDEOS, labelled, masked_stem
+from lora_fp8.data.image_files import HEIC_IMAGES, OTHER_IMAGES, OTHER_VIDEOS, find_label_files, find_masked_stem
 from lora_fp8.errors import Message, UserError
 
 from . import sanitize
@@ -82,11 +82,11 @@ def count_files(folder: Path, mask: str = "") -> Count:
         for inner, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
             captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
-            labels = labelled(names)
-            labelled_masks += sum(masked_stem(LABEL, name) != "" for name in labels)
+            labels = find_label_files(names)
+            labelled_masks += sum(find_masked_stem(LABEL, name) != "" for name in labels)
             for name in names:
                 suffix = Path(name).suffix.lower()
-                if name.startswith(".") or name in labels or masked_stem(mask, name):
+                if name.startswith(".") or name in labels or find_masked_stem(mask, name):
                     continue
                 if os.path.join(inner, name) in excluded:
                     continue
@@ -111,7 +111,7 @@ def find_likely_masks(names: Collection[str], captioned: Callable[[str], bool]) 
     """
     stems = {os.path.splitext(name)[0] for name in names}
     for mask in MASKS:
-        whose = {name: masked_stem(mask, os.path.basename(name)) for name in names if "mask" in name}
+        whose = {name: find_masked_stem(mask, os.path.basename(name)) for name in names if "mask" in name}
         fitting = [name for name, stem in whose.items() if stem]
         beside = (os.path.join(os.path.dirname(name), whose[name]) in stems for name in fitting)
         if fitting and all(beside) and not any(map(captioned, fitting)):

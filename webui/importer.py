@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from lora_fp8 import importing
 from lora_fp8.errors import Joined, Message, UserError
 from lora_fp8.importing.import_draft import Entry, Import
-from lora_fp8.importing.source_files import UnreadableSettings, decoded
+from lora_fp8.importing.source_files import UnreadableSettings, read_text_file
 
 from . import form, sanitize
 
 if TYPE_CHECKING:
     from .context import Ui
 
-__all__ = ["decoded", "import_files"]
+__all__ = ["read_text_file", "import_files"]
 FAR = 40
 """Entries of a list that are shown."""
 MOST_FILES, LARGEST = 20, 1 << 20
@@ -54,9 +54,9 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
     text, theirs, home = importing.to_toml(made, ui.translate), str(made.settings.get("output_dir", "")), ui.place.home
     try:
         if theirs:
-            ui.path(home / os.path.expanduser(theirs))
+            ui.resolve_path(home / os.path.expanduser(theirs))
     except UserError:
-        text = form.put(text, "output_dir", form.settings()["output_dir"].default, home)
+        text = form.put(text, "output_dir", form.collect_settings()["output_dir"].default, home)
         parts.append(f"<p>{sanitize.escape(ui.say('new.import.output_dir', path=theirs))}</p>")
     for name, lines in {"todo": made.todo, "know": made.notes}.items():
         if lines:
@@ -66,7 +66,7 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
     for name, entries in {**lists, "defaults": made.defaults}.items():
         listed = [entry for entry in entries if not entry.off]
         if listed:
-            rows = "".join(_render_row(ui, group) for group in importing.grouped(listed[:FAR]))
+            rows = "".join(_render_row(ui, group) for group in importing.group_by_note(listed[:FAR]))
             heading = f"{ui.say(f'new.import.{name}', tool=made.tool.title)} ({len(listed)})"
             table = f"<table class='facts'>{rows}</table>"
             parts.append(f"<details><summary>{sanitize.escape(heading)}</summary>{table}</details>")
@@ -76,11 +76,11 @@ def import_files(ui: "Ui", files: Iterable[Path]) -> tuple[str, str]:
 
 def _summarize(ui: "Ui", made: Import) -> str:
     """Say in one line whether it is the same training, and if not, why."""
-    differences = importing.differences(made)
+    differences = importing.list_differences(made)
     if not differences:
         return ui.say("new.import.same")
     reasons = [
-        ui.say(f"new.import.unlike.{kind}", count=len(names), names=ui.translate(importing.few(names)))
+        ui.say(f"new.import.unlike.{kind}", count=len(names), names=ui.translate(importing.format_few(names)))
         for kind, names in differences.items()
     ]
     return ui.say("new.import.unlike", reasons=ui.say("new.import.unlike.and").join(reasons))
@@ -113,7 +113,7 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
                 )
             if name in given:
                 raise UserError(Message("{file}: another file has the same name", file=name))
-            (folder / name).write_text(decoded(file), encoding="utf-8")
+            (folder / name).write_text(read_text_file(file), encoding="utf-8")
             given.append(name)
         except UserError as error:
             refused.append(_without_folder(str(error), file.parent))
@@ -123,17 +123,17 @@ def _copy_files(files: Iterable[Path], folder: Path) -> tuple[list[str], list[st
 def _choose_settings(ui: "Ui", folder: Path, given: list[str], refused: list[str]) -> tuple[Import, dict[str, str]]:
     """Return the settings that none of the other files refers to, and what is wrong with other files."""
 
-    def reach(path: Path) -> bool:
+    def can_reach(path: Path) -> bool:
         where = path.resolve()
         try:
-            return where.is_relative_to(folder) or bool(ui.path(where))
+            return where.is_relative_to(folder) or bool(ui.resolve_path(where))
         except UserError:
             return False
 
     imports, wrong, unreadable = {}, {}, []
     for name in given:
         try:
-            imports[name] = importing.import_file(folder / name, reach=reach)
+            imports[name] = importing.import_file(folder / name, reach=can_reach)
         except UserError as error:
             wrong[name] = _without_folder(str(error), folder)
             if isinstance(error, UnreadableSettings):

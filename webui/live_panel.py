@@ -104,7 +104,7 @@ SECONDS = 1.5
 """From one tick to the next."""
 
 
-def panel(**given: Any) -> gr.HTML:
+def make_panel(**given: Any) -> gr.HTML:
     """Make an empty panel. Elements with data-do="..." are buttons (see `read_click`); charts show their values."""
     return gr.HTML("", css_template=STYLE, js_on_load=CLICKS + CHARTS + SLIDER, apply_default_css=False, **given)
 
@@ -127,11 +127,11 @@ def on_press(panel: gr.HTML, do: Callable[..., Any], then: str = "", **given: An
     Args:
         then: a JavaScript function that is called after the answer.
     """
-    pressed = panel.click(do, trigger_mode="multiple", **private_event(queue=False), **given)
+    pressed = panel.click(do, trigger_mode="multiple", **make_private_event(queue=False), **given)
     pressed.then(None, js=f"async () => {{ window.pressed.shift(); {then and f'await ({then})();'} }}")
 
 
-def private_event(**given: Any) -> dict[str, Any]:
+def make_private_event(**given: Any) -> dict[str, Any]:
     """Return the arguments of an event that is no public endpoint and shows no progress, unless `given` says otherwise.
 
     Gradio keeps the progress of every component that an event ever showed it on, hidden or not, and at each later event
@@ -141,7 +141,7 @@ def private_event(**given: Any) -> dict[str, Any]:
     return {**progress, "concurrency_limit": None, "api_visibility": "private", **given}
 
 
-def repaint_on_ticks(
+def refresh_on_ticks(
     paint: Callable[..., Any], inputs: dict[str, Any], outputs: Sequence[Any], seconds: float = SECONDS
 ) -> None:
     """Call `paint` when the page opens and at every tick."""
@@ -153,7 +153,7 @@ def repaint_on_ticks(
         outputs=list(outputs),
         queue=False,
         trigger_mode="always_last",
-        **private_event(),
+        **make_private_event(),
     )
 
 

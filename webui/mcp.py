@@ -13,7 +13,7 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from lora_fp8 import config, jobs
-from lora_fp8.config import example
+from lora_fp8.config import make_example
 
 from . import api, sanitize, submission
 from .context import Place
@@ -47,7 +47,7 @@ def make_server(place: Place) -> MCPServer:
     def template(family: str = "sd15", presets: list[str] = []) -> str:  # noqa: B006 - shown as the default
         """Return a config as TOML text: every setting, its meaning, what it accepts, and the folders it may name."""
         submission.check_presets(place, tomlkit.dumps({"preset": presets}))
-        text = config.commented(example("my-lora", family, presets))
+        text = config.format_with_comments(make_example("my-lora", family, presets))
         return f"# Files and folders must lie below: {', '.join(map(str, place.roots))}\n{text}"
 
     def check(text: str) -> str:

@@ -58,7 +58,7 @@ def _describe(ui: Ui, view: JobView) -> dict[str, Any]:
         "ended": view.ended,
         "title": f"{run_cards.translate_title(ui, view)} · {state}",
         "body": run_cards.translate_sentence(ui, view.sentence)[:300],
-        "link": ui.link("run", run=str(view.id)) if view.kind == "train" else ui.link(""),
+        "link": ui.make_link("run", run=str(view.id)) if view.kind == "train" else ui.make_link(""),
     }
 
 
@@ -96,13 +96,13 @@ class WebhookSection:
 
     def bind_events(self) -> None:
         """Bind the buttons."""
-        quiet = live_panel.private_event(queue=False)
+        quiet = live_panel.make_private_event(queue=False)
         outputs = [self.note, self.address, *self.components]
         gr.on([self.save.click, self.address.submit], self.save_address, [self.address], outputs, **quiet)
         self.remove.click(self.remove_address, None, outputs, **quiet)
         self.test.click(self.send_test, None, outputs, **quiet)
 
-    def paint(self) -> list[Any]:
+    def update_components(self) -> list[Any]:
         """Return values for `components`."""
         try:
             address = read_settings(self.ui.place.home).webhook
@@ -121,33 +121,33 @@ class WebhookSection:
     def save_address(self, address: str) -> list[Any]:
         """Handle a new address. It is not shown again, as whoever has it may post."""
         try:
-            self._write(_require(address))
+            self._write(_require_address(address))
         except UserError as error:
-            return [self._say(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.paint()]
-        return [self._say(self.ui.say("notify.saved")), "", *self.paint()]
+            return [self._show_message(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.update_components()]
+        return [self._show_message(self.ui.say("notify.saved")), "", *self.update_components()]
 
     def remove_address(self) -> list[Any]:
         """Handle the button that switches the webhook off."""
         try:
             self._write("")
         except UserError as error:
-            return [self._say(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.paint()]
-        return [self._say(self.ui.say("notify.removed")), gr.skip(), *self.paint()]
+            return [self._show_message(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.update_components()]
+        return [self._show_message(self.ui.say("notify.removed")), gr.skip(), *self.update_components()]
 
     def send_test(self) -> list[Any]:
         """Handle the button that sends a message now."""
         try:
-            address = _require(read_settings(self.ui.place.home).webhook)
+            address = _require_address(read_settings(self.ui.place.home).webhook)
             about = {"job": 0, "name": "lora_fp8", "kind": "test", "state": "done"}
             now = time.time()
             webhook.post(address, webhook.make_body(about, self.ui.say("notify.hello"), launched=now, ended=now))
         except webhook.Undelivered as error:
             webhook.write_result(self.ui.place.home, address, str(error))
-            return [self._say(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.paint()]
+            return [self._show_message(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.update_components()]
         except UserError as error:
-            return [self._say(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.paint()]
+            return [self._show_message(self.ui.translate(str(error)), wrong=True), gr.skip(), *self.update_components()]
         webhook.write_result(self.ui.place.home, address, "")
-        return [self._say(self.ui.say("notify.sent")), gr.skip(), *self.paint()]
+        return [self._show_message(self.ui.say("notify.sent")), gr.skip(), *self.update_components()]
 
     def _write(self, address: str) -> None:
         place = self.ui.place
@@ -160,11 +160,11 @@ class WebhookSection:
             )
         webhook.write_address(place.home, address)
 
-    def _say(self, line: str, wrong: bool = False) -> Any:
+    def _show_message(self, line: str, wrong: bool = False) -> Any:
         return gr.update(value=live_panel.render_toast(escape(line), " wrong" if wrong else ""), visible=True)
 
 
-def _require(address: str) -> str:
+def _require_address(address: str) -> str:
     if not address.strip():
         raise UserError(Message("`webhook`: the address is missing. Paste it, or choose Remove."))
     return address

@@ -71,7 +71,7 @@ class RemoteJobs:
                 is_ended = known.view is not None and known.view.has_ended and not known.error
                 is_old = not known.asked or now - known.asked > (ENDED_SECONDS if is_ended else FRESH_SECONDS)
                 if is_old and not known.doing:
-                    self._start(known, "ask", partial(control.look, job))
+                    self._start(known, "ask", partial(control.fetch_view, job))
             listed.append((job, known))
         return listed
 
@@ -83,7 +83,7 @@ class RemoteJobs:
                 control.cancel(job)
             else:
                 control.resume(job)
-            return control.look(handle.load(job.name))
+            return control.fetch_view(handle.load(job.name))
 
         with self._lock:
             known = self._known.setdefault((job.name, job.created), _Known())
@@ -114,7 +114,7 @@ def get_jobs() -> RemoteJobs:
     return RemoteJobs()
 
 
-def press(ui: Ui, do: str, name: str) -> str:
+def run_action(ui: Ui, do: str, name: str) -> str:
     """Do what a button of a job says. Returns a message.
 
     Raises:
@@ -122,13 +122,13 @@ def press(ui: Ui, do: str, name: str) -> str:
     """
     job = handle.load(name)
     if do not in ("cancel", "resume", "fetch", "forget"):
-        raise run_monitor.unknown_button(do)
+        raise run_monitor.make_button_error(do)
     if do == "forget":
         if _find_run(ui, job) is None:
             raise UserError(Message("{name}: its files are not here yet; fetch them first", name=name))
         handle.delete(job)
     elif do == "fetch":
-        ui.path(job.output)
+        ui.resolve_path(job.output)
         beside = jobs.Scheduling(gpus=jobs.BESIDE, max_attempts=1)
         queue = run_monitor.get_monitor(ui.place).queue
         queue.submit_command("remote", ["fetch", "--", name], name=f"remote {name}", scheduling=beside)
@@ -154,7 +154,7 @@ def _render_card(ui: Ui, job: Handle, known: _Known) -> str:
     label = f'<span class="state {state}">{ui.say(f"state.{state}")}</span>' if state else ""
     name, run = escape(job.name), _find_run(ui, job)
     if run is not None:
-        name = f'<a href="{escape(ui.link("run", run=str(run)))}">{name}</a>'
+        name = f'<a href="{escape(ui.make_link("run", run=str(run)))}">{name}</a>'
     about = " · ".join(filter(None, [escape(job.where), run_cards.format_time(job.created)]))
     lines = ""
     if known.error:
@@ -175,7 +175,7 @@ def _render_card(ui: Ui, job: Handle, known: _Known) -> str:
 def _find_run(ui: Ui, job: Handle) -> Path | None:
     """Return the run folder here, if its files were fetched and the page may read it."""
     try:
-        folder = ui.path(job.output)
+        folder = ui.resolve_path(job.output)
     except UserError:
         return None
     return folder if job.fetched and folder.is_dir() else None

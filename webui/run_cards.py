@@ -231,12 +231,12 @@ def render_card(ui: Ui, view: JobView, base: str, tail: Sequence[str], links: st
         links: HTML of links to its files.
         image: HTML of its newest preview.
     """
-    address = ui.link("run", run=str(view.id))
+    address = ui.make_link("run", run=str(view.id))
     when = format_time(view.ended or view.launched or view.created)
     where = ui.say("runs.shell") if isinstance(view.id, str) else f"#{view.id}"
     about = " · ".join(filter(None, [escape(where), escape(base), when]))
     if view.command[:1] == ("caption",):
-        address = ui.link("dataset", folder=view.command[1])
+        address = ui.make_link("dataset", folder=view.command[1])
     name = escape(translate_title(ui, view))
     name = f'<a href="{escape(address)}">{name}</a>' if view.kind == "train" or "/dataset" in address else name
     return (
@@ -259,7 +259,7 @@ def translate_title(ui: Ui, view: JobView) -> str:
 def render_empty(ui: Ui, text: str, about: str = "") -> str:
     """Render what to do where there are no runs yet, with a button to New training."""
     more = f"<p>{escape(about)}</p>" if about else ""
-    button = f'<a class="button main" href="{escape(ui.link("new"))}">{ui.say("runs.begin")}</a>'
+    button = f'<a class="button main" href="{escape(ui.make_link("new"))}">{ui.say("runs.begin")}</a>'
     return f'<div class="empty"><p class="title">{escape(text)}</p>{more}<div class="buttons">{button}</div></div>'
 
 

@@ -96,7 +96,7 @@ def find_job(ui: Ui, text: str) -> JobView:
     if text.isascii() and text.isdecimal() and len(text) < 15:
         return queue.job(int(text))
     if "/" in text or Path(text).is_absolute():
-        return queue.job(str(ui.path(text)))
+        return queue.job(str(ui.resolve_path(text)))
     for view in get_monitor(ui.place).views():
         if view.name == text and view.kind == "train":
             return view
@@ -131,7 +131,7 @@ def get_run_folder(ui: Ui, view: JobView) -> Path:
     Raises:
         UserError: it is not allowed, or the job has none.
     """
-    return ui.path(str(require_run_folder(view)))
+    return ui.resolve_path(str(require_run_folder(view)))
 
 
 def find_newest_preview(ui: Ui, view: JobView) -> Path | None:
@@ -183,7 +183,7 @@ def run_action(ui: Ui, do: str, text: str) -> str:
         elif do in ("sooner", "later"):
             queue.set_priority(_get_job_number(view), view.priority + (1 if do == "sooner" else -1))
         else:
-            raise unknown_button(do)
+            raise make_button_error(do)
     finally:
         watching.views.invalidate()
     if do in ("resume", "rerun"):
@@ -191,7 +191,7 @@ def run_action(ui: Ui, do: str, text: str) -> str:
     return ui.say(f"runs.told.{do}", name=view.name)
 
 
-def unknown_button(do: str) -> UserError:
+def make_button_error(do: str) -> UserError:
     """Return the error about a button that the page does not have."""
     return UserError(Message("{name}: there is no such button", name=do))
 
@@ -259,7 +259,7 @@ def _read_base_title(folder: Path | None, changed: int) -> str:
         family = str(config.read_toml(reading.load_text(folder / "config.toml"))["model"]["family"])
         from lora_fp8 import families
 
-        return families.get(family).title if family in families.available() else family
+        return families.get(family).title if family in families.list_families() else family
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

@@ -44,7 +44,7 @@ def resolve_inside(text: str, roots: Iterable[Path], private: Path | None = None
     return path
 
 
-def missing_file(text: str) -> UserError:
+def make_missing_file_error(text: str) -> UserError:
     """Return the error for a file that does not exist, by the path that was typed or sent."""
     return UserError(Message("{text}: there is no such file", text=shorten(text)))
 

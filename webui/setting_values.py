@@ -13,7 +13,7 @@ MOST_ROWS = 12
 
 def format_lines(ui: Ui, key: str, value: Any) -> list[str]:
     """Format a setting's value as the form names it: plain text, a line per row of a table."""
-    setting = form.settings().get(key)
+    setting = form.collect_settings().get(key)
     if setting is not None and setting.kind == "table" and isinstance(value, list):
         lines = [_format_row(ui, setting, row) for row in value]
         more = len(lines) - MOST_ROWS
@@ -41,7 +41,7 @@ def format_value(ui: Ui, key: str, value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return ui.say("value.yes" if value else "value.no")
-    if key == "model.family" and value in families.available():
+    if key == "model.family" and value in families.list_families():
         return families.get(value).title
     if isinstance(value, str):
         return translations.get_choice_label(ui.language, key, value)
@@ -50,7 +50,7 @@ def format_value(ui: Ui, key: str, value: Any) -> str:
     if isinstance(value, dict):
         named = ((f"{key}.{name}", name, inner_value) for name, inner_value in value.items())
         return " · ".join(f"{name} {format_value(ui, inner, inner_value)}" for inner, name, inner_value in named)
-    setting = form.settings().get(key)
+    setting = form.collect_settings().get(key)
     if setting is not None and setting.kind in ("number", "mixed"):
         return str(form.to_component(setting, value))
     return str(value)

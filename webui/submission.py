@@ -26,11 +26,11 @@ def check_config(place: Place, text: str) -> settings.Job:
     job = config.loads(text, folder=place.home)
     data = job.model_dump()
     problems = []
-    for named in settings.path_places(data):
+    for named in settings.find_path_places(data):
         given = named.path
         if not given or (named.setting in settings.WORDS and _is_not_local(place, given)):
             continue
-        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(given):
+        if named.setting == "dataset.folders.mask" and not settings.is_mask_folder(given):
             continue
         try:
             named.table[named.name] = str(place.resolve(str(place.home / os.path.expanduser(given))))

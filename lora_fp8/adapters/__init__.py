@@ -7,24 +7,24 @@ reading a LoRA file needs it.
 from typing import TYPE_CHECKING, Any
 
 from .shapes import plan_tensors
-from .targets import ranks
+from .targets import assign_ranks
 
 if TYPE_CHECKING:
     from .injection import (
         DTYPES,
         FusedLora,
         InjectReport,
+        copy_state,
+        count_fused,
         disabled,
-        frozen_starts,
+        find_adapted_layers,
+        find_frozen_starts,
         inject,
+        list_tensors,
+        list_trained_parameters,
         load_frozen_starts_,
         load_state_,
-        modules,
-        num_fused,
-        parameters,
-        scalings,
-        state,
-        tensors,
+        read_scalings,
     )
 
 __all__ = [
@@ -32,18 +32,18 @@ __all__ = [
     "FusedLora",
     "InjectReport",
     "disabled",
-    "frozen_starts",
+    "find_frozen_starts",
     "inject",
     "load_frozen_starts_",
     "load_state_",
-    "modules",
-    "num_fused",
-    "parameters",
+    "find_adapted_layers",
+    "count_fused",
+    "list_trained_parameters",
     "plan_tensors",
-    "ranks",
-    "scalings",
-    "state",
-    "tensors",
+    "assign_ranks",
+    "read_scalings",
+    "copy_state",
+    "list_tensors",
 ]
 
 

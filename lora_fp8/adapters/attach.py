@@ -59,7 +59,7 @@ def attach_(
         What removes it.
     """
     handles = []
-    for name, parts in kinds.grouped(state).items():
+    for name, parts in kinds.group_by_layer(state).items():
         layer: Any = layers[name]
         moved = {part: tensor.to(device) for part, tensor in parts.items()}
         factor = scaling[name] if isinstance(scaling, Mapping) else scaling
@@ -78,7 +78,7 @@ def attach_beneath_(
         scaling: see `attach_`.
         dtype: dtype in which the adapter is held and computed.
     """
-    layers = {_plain_name(name): module for name, module in model.named_modules() if _takes_adapter(module)}
+    layers = {_strip_base_layer(name): module for name, module in model.named_modules() if _takes_adapter(module)}
     converted = {name: tensor.to(dtype) for name, tensor in state.items()}
     attach_(layers, converted, scaling, 1.0, next(model.parameters()).device)
 
@@ -98,7 +98,7 @@ def without_attached(model: nn.Module) -> Iterator[None]:
             addition.is_on = True
 
 
-def _plain_name(name: str) -> str:
+def _strip_base_layer(name: str) -> str:
     """Return the name of a layer in the plain model."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
@@ -113,19 +113,19 @@ class _Addition:
     def __init__(self, layer: Any, parts: dict[str, Tensor], scaling: float, strength: float) -> None:
         self.parts, self.scaling, self.strength, self.is_on = parts, scaling, strength, True
         self.is_linear = not isinstance(layer, nn.Conv2d)
-        self.turned = kinds.turn(parts["oft_blocks"]) if "oft_blocks" in parts else None
+        self.turned = kinds.compute_rotation(parts["oft_blocks"]) if "oft_blocks" in parts else None
         self.ratio_N: Tensor | None = None
         if "lora_magnitude_vector" in parts:
             a, b = parts["lora_A.weight"], parts["lora_B.weight"]
             magnitude_N = parts["lora_magnitude_vector"].flatten().float()
-            self.ratio_N = kinds.length_ratio(layer, a, b, scaling, magnitude_N)
+            self.ratio_N = kinds.compute_length_ratio(layer, a, b, scaling, magnitude_N)
 
     def __call__(self, layer: Any, inputs: tuple[Tensor, ...], answer: Tensor) -> Tensor:
         if not self.is_on:
             return answer
         if self.turned is not None:
             plain = self._without_bias(layer, answer)
-            turned = kinds.turn_rows(self.turned.to(answer.dtype), plain, -1 if self.is_linear else 1)
+            turned = kinds.rotate_rows(self.turned.to(answer.dtype), plain, -1 if self.is_linear else 1)
             return (answer + turned * self.strength).to(answer.dtype)
         x = inputs[0]
         added = self._compute_product(layer, x)
@@ -133,7 +133,7 @@ class _Addition:
             return (answer + added * self.strength).to(answer.dtype)
         # DoRA rescales the rows of W + s B A, and leaves the bias alone.
         plain = self._without_bias(layer, answer)
-        whole = (plain + added) * self._over_rows(self.ratio_N)
+        whole = (plain + added) * self._make_broadcastable(self.ratio_N)
         return (answer + (whole - plain) * self.strength).to(answer.dtype)
 
     def _compute_product(self, layer: Any, x: Tensor) -> Tensor:
@@ -146,17 +146,17 @@ class _Addition:
             reduced = F.conv2d(x, parts["lora_A.weight"], None, layer.stride, layer.padding, layer.dilation)
             return F.conv2d(reduced, parts["lora_B.weight"]) * self.scaling
         if not self.is_linear:
-            delta = kinds.delta(parts, self.scaling, torch.float32).to(dtype)
+            delta = kinds.compute_delta(parts, self.scaling, torch.float32).to(dtype)
             size = (layer.out_channels, layer.in_channels // layer.groups, *layer.kernel_size)
             return F.conv2d(x, delta.reshape(size), None, layer.stride, layer.padding, layer.dilation, layer.groups)
         if "lora_A.weight" in parts:
             return F.linear(F.linear(x, parts["lora_A.weight"]), parts["lora_B.weight"]) * self.scaling
         if "hada_w1_a" in parts:
-            return F.linear(x, kinds.delta(parts, self.scaling, dtype))
-        return kinds.kronecker_linear(x, *kinds.kronecker_factors(parts)) * self.scaling
+            return F.linear(x, kinds.compute_delta(parts, self.scaling, dtype))
+        return kinds.kronecker_linear(x, *kinds.compute_kronecker_factors(parts)) * self.scaling
 
     def _without_bias(self, layer: Any, answer: Tensor) -> Tensor:
-        return answer if layer.bias is None else answer - self._over_rows(layer.bias)
+        return answer if layer.bias is None else answer - self._make_broadcastable(layer.bias)
 
-    def _over_rows(self, values_N: Tensor) -> Tensor:
+    def _make_broadcastable(self, values_N: Tensor) -> Tensor:
         return values_N if self.is_linear else values_N.view(1, -1, 1, 1)

@@ -37,7 +37,7 @@ class Dropout:
     rescales: bool = False
 
     @classmethod
-    def of(cls, section: Adapter) -> "Dropout":
+    def from_section(cls, section: Adapter) -> "Dropout":
         """Return what the job's `[adapter]` table asks for."""
         return cls(section.rank_dropout, section.module_dropout, section.rank_dropout_scale)
 

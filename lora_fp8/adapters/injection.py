@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..errors import Joined, Message, UserError, first_few
-from ..precision import FrozenLayer, FrozenLinear, frozen_layers, whole
+from ..precision import FrozenLayer, FrozenLinear, find_frozen_layers, gather_whole
 from ..precision.dtypes import DTYPES
 from ..precision.formats import load_bitsandbytes
 from ..settings import Adapter
@@ -97,10 +97,10 @@ class _Lora(nn.Module, LoraLayer):
         if self.disable_adapters:
             return result
         drops = self.drops if self.training else NONE
-        return (result + drops.drop_module(_lora_update(self, x, drops))).to(result.dtype)
+        return (result + drops.drop_module(_compute_lora_update(self, x, drops))).to(result.dtype)
 
 
-def _lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
+def _compute_lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
     """Return a LoRA's update of the output, times alpha / rank."""
     a: Any = layer.lora_A[ADAPTER]  # layers of base_layer's kind, which the type of a ModuleDict does not say
     b: Any = layer.lora_B[ADAPTER]
@@ -108,7 +108,7 @@ def _lora_update(layer: LoraLayer, x: Tensor, drops: Dropout) -> Tensor:
     x = layer.lora_dropout[ADAPTER](x.to(a.weight.dtype))
     if not hasattr(layer, "start_A"):
         return b(drops.drop_ranks(a(x), dim)) * scaling
-    both_a, both_b = _held(layer).values()
+    both_a, both_b = _collect_saved_tensors(layer).values()
     if isinstance(a, nn.Conv2d):
         reduced = F.conv2d(x, both_a, None, a.stride, a.padding, a.dilation)
         return F.conv2d(drops.drop_ranks(reduced, dim, copies=2), both_b) * scaling
@@ -140,10 +140,10 @@ class _Dora(nn.Module, LoraLayer):
         if self.disable_adapters:
             return result
         drops = self.drops if self.training else NONE
-        update = _lora_update(self, x, drops)
+        update = _compute_lora_update(self, x, drops)
         a: Any = self.lora_A[ADAPTER].weight
         b: Any = self.lora_B[ADAPTER].weight
-        ratio = kinds.length_ratio(base, a, b, self.scaling[ADAPTER], self.magnitude)
+        ratio = kinds.compute_length_ratio(base, a, b, self.scaling[ADAPTER], self.magnitude)
         without_bias = result
         if isinstance(base, nn.Conv2d):
             ratio = ratio.view(-1, 1, 1)
@@ -177,27 +177,27 @@ class _Product(nn.Module, LycorisLayer):
         result = self.base_layer(x)
         if self.disable_adapters:
             return result
-        parts, scaling = _parts(self), self.scaling[ADAPTER]
+        parts, scaling = _collect_parts(self), self.scaling[ADAPTER]
         dropped = F.dropout(x.to(next(iter(parts.values())).dtype), self.dropout, self.training)
-        update = self.update(dropped, parts, scaling).to(result.dtype)
+        update = self.compute_update(dropped, parts, scaling).to(result.dtype)
         drops = self.drops if self.training else NONE
         return result + drops.drop_module(drops.drop_rows(update, 1 if isinstance(self.base_layer, nn.Conv2d) else -1))
 
-    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
+    def compute_update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute a convolution's update from its whole delta, which is small compared with the feature map."""
         base = self.base_layer
         assert isinstance(base, nn.Conv2d)  # the classes of linear layers override this
         shape = base.out_channels, base.in_channels // base.groups, *base.kernel_size  # a frozen weight is dequantized
-        weight = kinds.delta(parts, scaling, x.dtype).view(shape)
+        weight = kinds.compute_delta(parts, scaling, x.dtype).view(shape)
         return F.conv2d(x, weight, None, base.stride, base.padding, base.dilation)
 
 
 class KroneckerLinear(_Product, lokr.Linear):
     """LoKr on a linear layer."""
 
-    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
+    def compute_update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute the update without forming the delta."""
-        w1, w2 = kinds.kronecker_factors(parts)
+        w1, w2 = kinds.compute_kronecker_factors(parts)
         return kinds.kronecker_linear(x, w1 * scaling, w2)
 
 
@@ -210,7 +210,7 @@ class KroneckerConv2d(_Product, lokr.Conv2d):
 class HadamardLinear(_Product, loha.Linear):
     """LoHa on a linear layer."""
 
-    def update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
+    def compute_update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute the update; the delta is not kept for the backward."""
         factors = [parts[name] for name in kinds.PARTS["loha"]]
         y_MN = kinds.HadamardLinear.apply(x.reshape(-1, x.shape[-1]), *factors, scaling)
@@ -239,7 +239,7 @@ class _Rotation(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         rows = base_layer.out_channels if isinstance(base_layer, nn.Conv2d) else base_layer.out_features
-        size = kinds.block_size(rows, most)
+        size = kinds.choose_block_size(rows, most)
         self.oft_blocks = nn.ParameterDict(
             {ADAPTER: nn.Parameter(torch.empty(rows // size, size, size, device="meta"))}
         )
@@ -254,9 +254,9 @@ class _Rotation(nn.Module, BaseTunerLayer):
         without_bias = result
         if base.bias is not None:
             without_bias = result - (base.bias.view(-1, 1, 1) if dim == 1 else base.bias)
-        turned = kinds.turn(self.oft_blocks[ADAPTER]).to(result.dtype)
+        turned = kinds.compute_rotation(self.oft_blocks[ADAPTER]).to(result.dtype)
         drops = self.drops if self.training else NONE
-        return result + drops.drop_module(kinds.turn_rows(turned, without_bias, dim))
+        return result + drops.drop_module(kinds.rotate_rows(turned, without_bias, dim))
 
 
 class _KroneckerModel(LoKrModel):
@@ -290,7 +290,7 @@ def inject(
         UserError: a target matches no layer that can be adapted, or one that this kind cannot adapt.
         ValueError: the denoiser has adapters already.
     """
-    if modules(denoiser):
+    if find_adapted_layers(denoiser):
         raise ValueError("inject: this denoiser has adapters already")
     rank_of, notes = choose_layers(denoiser, section, targets)
     names = list(rank_of)
@@ -302,15 +302,15 @@ def inject(
         _wrap(denoiser, section, rank_of)
     notes += [str(warning.message) for warning in caught]
 
-    adapted_layers = modules(denoiser)
+    adapted_layers = find_adapted_layers(denoiser)
     if list(adapted_layers) != names:
         raise RuntimeError(f"peft adapted other layers than asked for: {sorted(set(adapted_layers) ^ set(names))[:8]}")
     denoiser.requires_grad_(False)
     for name, adapted in adapted_layers.items():
-        _start_(adapted, called(name), section, seed, dtype)
+        _initialize_(adapted, called(name), section, seed, dtype)
     if section.type == "lokr":
-        notes += _unused_by_lokr(section, [_parts(adapted) for adapted in adapted_layers.values()])
-    num_parameters = sum(parameter.numel() for _, parameter in parameters(denoiser))
+        notes += _find_unused_lokr_settings(section, [_collect_parts(adapted) for adapted in adapted_layers.values()])
+    num_parameters = sum(parameter.numel() for _, parameter in list_trained_parameters(denoiser))
     return InjectReport(len(names), num_parameters, tuple(names), tuple(notes))
 
 
@@ -336,7 +336,7 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
             _KroneckerModel(denoiser, LoKrConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
         else:
             _HadamardModel(denoiser, LoHaConfig(**settings), ADAPTER, low_cpu_mem_usage=True)
-        for layer in modules(denoiser).values():
+        for layer in find_adapted_layers(denoiser).values():
             if isinstance(layer, _Product):
                 layer.dropout = section.dropout
         return
@@ -353,20 +353,20 @@ def _wrap(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]) -> Non
         lora_settings._register_custom_module({nn.Linear: DoraLinear, nn.Conv2d: DoraConv2d})
     elif section.rank_dropout or section.module_dropout or section.doubles_rank:
         lora_settings._register_custom_module({nn.Linear: LoraLinear, nn.Conv2d: LoraConv2d})
-    elif any(layer.kernels == "triton" for layer in frozen_layers(denoiser).values()):
+    elif any(layer.kernels == "triton" for layer in find_frozen_layers(denoiser).values()):
         lora_settings._register_custom_module({FrozenLinear: FusedLora})
     inject_adapter_in_model(lora_settings, denoiser, adapter_name=ADAPTER, low_cpu_mem_usage=True)
 
 
-def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype: torch.dtype) -> None:
+def _initialize_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype: torch.dtype) -> None:
     """Set the initial values of one layer's adapter, on the layer's device."""
     base = layer.get_base_layer()
-    device, key = _device(base), f"{seed}|{name}"
-    for part, parameter in _parts(layer).items():
+    device, key = _find_device(base), f"{seed}|{name}"
+    for part, parameter in _collect_parts(layer).items():
         if part in kinds.ZERO_AT_START or section.doubles_rank:
             value = torch.zeros(parameter.shape, device=device, dtype=dtype)
         else:
-            value = starts.draw(part, parameter.shape, key, section.init).to(device=device, dtype=dtype)
+            value = starts.draw_start(part, parameter.shape, key, section.init).to(device=device, dtype=dtype)
         where = getattr(layer, part.removesuffix(".weight"))
         if isinstance(where, nn.ParameterDict):
             where[ADAPTER] = nn.Parameter(value)
@@ -374,35 +374,37 @@ def _start_(layer: BaseTunerLayer, name: str, section: Adapter, seed: int, dtype
             where[ADAPTER].weight = nn.Parameter(value)
     if section.freezes_a:
         vars(layer)["freezes_a"] = True
-        _parts(layer)["lora_A.weight"].requires_grad_(False)
+        _collect_parts(layer)["lora_A.weight"].requires_grad_(False)
     if isinstance(layer, _Lora | _Dora | _Product | _Rotation):
-        layer.drops = Dropout.of(section)
-    scaling = _scaling(layer)
-    scaling[ADAPTER] = kinds.scaling_at(section, kinds.rank_of(_parts(layer)) or section.rank)
+        layer.drops = Dropout.from_section(section)
+    scaling = _get_scaling(layer)
+    scaling[ADAPTER] = kinds.compute_scaling(section, kinds.read_rank(_collect_parts(layer)) or section.rank)
     if isinstance(layer, _Lora) and section.doubles_rank:
-        _split_base_(layer, section, key)
+        _set_frozen_start_(layer, section, key)
     if isinstance(layer, _Dora):
-        a, b = (_parts(layer)[f"lora_{half}.weight"] for half in "AB")
-        layer.magnitude = nn.Parameter(kinds.row_lengths(base, a, b, scaling[ADAPTER]))
-    if not kinds.has_rank(_parts(layer)):
+        a, b = (_collect_parts(layer)[f"lora_{half}.weight"] for half in "AB")
+        layer.magnitude = nn.Parameter(kinds.compute_row_lengths(base, a, b, scaling[ADAPTER]))
+    if not kinds.has_rank(_collect_parts(layer)):
         scaling[ADAPTER] = 1.0
 
 
 @torch.no_grad()
-def _split_base_(layer: _Lora, section: Adapter, key: str) -> None:
+def _set_frozen_start_(layer: _Lora, section: Adapter, key: str) -> None:
     """Set a layer's frozen start, which is taken from the base's weight."""
-    a, b = _parts(layer).values()
+    a, b = _collect_parts(layer).values()
     a_RK, b_NR = torch.empty_like(a), torch.empty_like(b)
     if a.device.type != "meta":
         weight: Any = layer.get_base_layer().weight  # dequantized here, for this layer alone
-        start = starts.split_weight(whole(weight.detach()).flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key)
+        start = starts.split_weight(
+            gather_whole(weight.detach()).flatten(1), a.shape[0], layer.scaling[ADAPTER], section, key
+        )
         a_RK.copy_(start[0].view(a.shape))
         b_NR.copy_(start[1].view(b.shape))
     layer.register_buffer("start_A", a_RK, persistent=False)
     layer.register_buffer("start_B", b_NR, persistent=False)
 
 
-def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
+def _find_unused_lokr_settings(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> list[str]:
     warnings: list[str] = []
     if not any(map(kinds.has_rank, layers)):
         warnings.append(
@@ -427,7 +429,7 @@ def _unused_by_lokr(section: Adapter, layers: list[dict[str, nn.Parameter]]) -> 
     return warnings
 
 
-def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
+def _collect_parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     """Return the layer's parameters by the last part of their names, in the order of `kinds.PARTS`."""
     if isinstance(layer, LoraLayer):
         named_parts = {f"lora_{half}.weight": getattr(layer, f"lora_{half}")[ADAPTER].weight for half in "AB"}
@@ -438,9 +440,9 @@ def _parts(layer: BaseTunerLayer) -> dict[str, nn.Parameter]:
     return {name: getattr(layer, name)[ADAPTER] for name in names if ADAPTER in getattr(layer, name)}
 
 
-def _held(layer: BaseTunerLayer) -> dict[str, Tensor]:
+def _collect_saved_tensors(layer: BaseTunerLayer) -> dict[str, Tensor]:
     """Return the layer's tensors as checkpoints and files hold them: the parameters, or with a start both ranks."""
-    parts: dict[str, Tensor] = dict(_parts(layer))
+    parts: dict[str, Tensor] = dict(_collect_parts(layer))
     if not isinstance(layer, _Lora) or not hasattr(layer, "start_A"):
         return parts
     a, b = parts.values()
@@ -450,33 +452,33 @@ def _held(layer: BaseTunerLayer) -> dict[str, Tensor]:
     }
 
 
-def _scaling(layer: BaseTunerLayer) -> dict[str, float]:
+def _get_scaling(layer: BaseTunerLayer) -> dict[str, float]:
     """Return the layer's own table of alpha / rank by the adapters' names."""
     assert isinstance(layer, LoraLayer | LycorisLayer | _Rotation)  # peft's other kinds are never injected
     return layer.scaling
 
 
-def modules(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
+def find_adapted_layers(denoiser: nn.Module) -> dict[str, BaseTunerLayer]:
     """Return the adapted layers by their diffusers names, in the model's order."""
     return {name: module for name, module in denoiser.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_trained_parameters(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) of what is trained ("<diffusers module path>.lora_A.weight"), in the model's order."""
     return [
         (f"{name}.{part}", parameter)
-        for name, layer in modules(denoiser).items()
-        for part, parameter in _parts(layer).items()
+        for name, layer in find_adapted_layers(denoiser).items()
+        for part, parameter in _collect_parts(layer).items()
         if not _is_frozen(layer, part)
     ]
 
 
-def tensors(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def list_tensors(denoiser: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return `parameters`, and the A of `adapter.freeze_a`, which requires no gradient."""
     return [
         (f"{name}.{part}", parameter)
-        for name, layer in modules(denoiser).items()
-        for part, parameter in _parts(layer).items()
+        for name, layer in find_adapted_layers(denoiser).items()
+        for part, parameter in _collect_parts(layer).items()
     ]
 
 
@@ -485,33 +487,33 @@ def _is_frozen(layer: BaseTunerLayer, part: str) -> bool:
     return part == "lora_A.weight" and getattr(layer, "freezes_a", False)
 
 
-def num_fused(denoiser: nn.Module) -> int:
+def count_fused(denoiser: nn.Module) -> int:
     """Return how many adapters are now computed in their layer's kernel."""
-    return sum(isinstance(layer, FusedLora) and layer.fuses for layer in modules(denoiser).values())
+    return sum(isinstance(layer, FusedLora) and layer.fuses for layer in find_adapted_layers(denoiser).values())
 
 
-def scalings(denoiser: nn.Module) -> dict[str, float]:
+def read_scalings(denoiser: nn.Module) -> dict[str, float]:
     """Return alpha / rank of each adapted layer by its diffusers name; 1 for a LoKr layer of whole matrices."""
-    return {name: float(_scaling(layer)[ADAPTER]) for name, layer in modules(denoiser).items()}
+    return {name: float(_get_scaling(layer)[ADAPTER]) for name, layer in find_adapted_layers(denoiser).items()}
 
 
-def state(denoiser: nn.Module) -> dict[str, Tensor]:
+def copy_state(denoiser: nn.Module) -> dict[str, Tensor]:
     """Return copies of the adapters' tensors on the CPU, by the names of `parameters`.
 
     They are the parameters, or with a start that is taken from the base a LoRA of twice the rank; see `starts`.
     """
     return {
         f"{name}.{part}": tensor.detach().cpu().clone()
-        for name, layer in modules(denoiser).items()
-        for part, tensor in _held(layer).items()
+        for name, layer in find_adapted_layers(denoiser).items()
+        for part, tensor in _collect_saved_tensors(layer).items()
     }
 
 
-def frozen_starts(denoiser: nn.Module) -> dict[str, Tensor]:
+def find_frozen_starts(denoiser: nn.Module) -> dict[str, Tensor]:
     """Return the starts that are taken from the base, not copies of them; {} if there are none."""
     return {
         f"{name}.{part}.weight": tensor
-        for name, layer in modules(denoiser).items()
+        for name, layer in find_adapted_layers(denoiser).items()
         if isinstance(layer, _Lora) and hasattr(layer, "start_A")
         for part, tensor in (("lora_A", layer.start_A), ("lora_B", layer.start_B))
     }
@@ -524,7 +526,7 @@ def load_frozen_starts_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
     Raises:
         UserError: names are missing or unknown, or shapes differ.
     """
-    held = frozen_starts(denoiser)
+    held = find_frozen_starts(denoiser)
     wrong = sorted(held.keys() ^ values.keys())
     wrong += [name for name in held.keys() & values.keys() if held[name].shape != values[name].shape]
     if wrong:
@@ -544,7 +546,11 @@ def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
     Raises:
         UserError: names are missing or unknown, or shapes differ, all in one message. Then nothing is changed.
     """
-    held = {f"{name}.{part}": t for name, layer in modules(denoiser).items() for part, t in _held(layer).items()}
+    held = {
+        f"{name}.{part}": t
+        for name, layer in find_adapted_layers(denoiser).items()
+        for part, t in _collect_saved_tensors(layer).items()
+    }
     problems: list[str] = [Message("{name} is missing", name=name) for name in held if name not in values]
     problems += [Message("{name} is not part of this adapter", name=name) for name in values if name not in held]
     problems += [
@@ -563,7 +569,7 @@ def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
         raise UserError(
             Message("the adapter file does not fit this job's adapters: {line}", line=Joined("; ", problems))
         )
-    for name, parameter in tensors(denoiser):
+    for name, parameter in list_tensors(denoiser):
         given = values[name]
         if given.shape != parameter.shape:  # with a start: the change of A comes after A, that of B before B0
             given = given[-parameter.shape[0] :] if name.endswith("lora_A.weight") else given[:, : parameter.shape[1]]
@@ -573,8 +579,8 @@ def load_state_(denoiser: nn.Module, values: dict[str, Tensor]) -> None:
 @contextlib.contextmanager
 def disabled(denoiser: nn.Module) -> Iterator[None]:
     """Disable the adapters inside this context; afterwards everything, including `requires_grad`, is as before."""
-    before = [(layer, layer.disable_adapters) for layer in modules(denoiser).values()]
-    trainable = [(parameter, parameter.requires_grad) for _, parameter in tensors(denoiser)]
+    before = [(layer, layer.disable_adapters) for layer in find_adapted_layers(denoiser).values()]
+    trainable = [(parameter, parameter.requires_grad) for _, parameter in list_tensors(denoiser)]
     try:
         for layer, _ in before:
             layer.enable_adapters(False)
@@ -586,7 +592,7 @@ def disabled(denoiser: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required)  # enable_adapters changes it
 
 
-def _device(layer: nn.Module) -> torch.device:
+def _find_device(layer: nn.Module) -> torch.device:
     if isinstance(layer, FrozenLayer):
         return layer.device
     return next(layer.parameters()).device  # not layer.weight, for which an FP8 layer would dequantize

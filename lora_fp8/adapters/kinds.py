@@ -8,9 +8,9 @@
 | loha | W + s (W1a W1b) * (W2a W2b), elementwise | hada_w1_a, hada_w1_b, hada_w2_a, hada_w2_b |
 | oft | R^T W, R of blocks (I + Q) (I - Q)^-1 with Q = P - P^T | oft_blocks P (N / n, n, n) |
 
-s is alpha / rank, or alpha / sqrt(rank) with `adapter.rank_stabilized` (`scaling_at`), or 1 for a LoKr layer whose two
-matrices are both whole, or for OFT, since such a layer has no rank. A convolution's weight is treated as a matrix (out,
-in * kh * kw). The names are peft's and LyCORIS's. LoRA: Hu et al. 2021. rsLoRA: Kalajdzievski 2023, "A Rank
+s is alpha / rank, or alpha / sqrt(rank) with `adapter.rank_stabilized` (`compute_scaling`), or 1 for a LoKr layer whose
+two matrices are both whole, or for OFT, since such a layer has no rank. A convolution's weight is treated as a matrix
+(out, in * kh * kw). The names are peft's and LyCORIS's. LoRA: Hu et al. 2021. rsLoRA: Kalajdzievski 2023, "A Rank
 Stabilization Scaling Factor for Fine-Tuning with LoRA". DoRA: Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank
 Adaptation". LoKr and LoHa: Yeh et al. 2023, "Navigating Text-To-Image Customization"; LoHa after Hyeon-Woo et al. 2021,
 "FedPara". OFT: Qiu et al. 2023, "Controlling Text-to-Image Diffusion by Orthogonal Finetuning", in LyCORIS' form
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.numbers import sides
+from ..common.numbers import format_shape
 from ..errors import Message, UserError
-from ..precision import FrozenLayer, whole
+from ..precision import FrozenLayer, gather_whole
 from ..precision.formats import decode_rows
-from ..precision.stream import here
+from ..precision.stream import fetch_parts
 from ..settings import Adapter
 
 PARTS = {
@@ -56,7 +56,7 @@ FACTORS = (
 Parts = Mapping[str, Tensor]  # the tensors of one layer, by the last part of their names
 
 
-def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def group_by_layer(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Group an adapter's tensors, in internal naming: returns {layer: {part: tensor}}, sorted by layer.
 
     Raises:
@@ -73,7 +73,7 @@ def grouped(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return dict(sorted(layers.items()))
 
 
-def kind_of(parts: Parts, layer: str) -> str:
+def detect_kind(parts: Parts, layer: str) -> str:
     """Return the kind of adapter that a layer's tensors form.
 
     Raises:
@@ -102,8 +102,8 @@ def kind_of(parts: Parts, layer: str) -> str:
                 odd=odd,
             )
         )
-    if not match(parts):
-        shapes = ", ".join(f"{name} of {sides(tensor.shape)}" for name, tensor in parts.items())
+    if not have_matching_shapes(parts):
+        shapes = ", ".join(f"{name} of {format_shape(tensor.shape)}" for name, tensor in parts.items())
         raise UserError(
             Message(
                 "{layer}: the shapes of its {kind} tensors do not match: {shapes}",
@@ -119,7 +119,7 @@ KERNELS = ("lora_A.weight", "lora_B.weight", "lokr_w2")
 """Tensors that may have a convolution's kernel dimensions after the first two; the others are matrices."""
 
 
-def match(parts: Parts) -> bool:
+def have_matching_shapes(parts: Parts) -> bool:
     """Return True if the shapes of a layer's tensors fit each other, so that they can be multiplied."""
     if "oft_blocks" in parts:
         blocks = parts["oft_blocks"]
@@ -143,7 +143,7 @@ def has_rank(parts: Parts) -> bool:
     return not ("oft_blocks" in parts or ("lokr_w1" in parts and "lokr_w2" in parts))
 
 
-def rank_of(parts: Parts) -> int:
+def read_rank(parts: Parts) -> int:
     """Return the layer's rank, 0 if it has none. Two decomposed LoKr matrices have the same rank."""
     for name, dim in (("lora_A.weight", 0), ("hada_w1_b", 0), ("lokr_w2_b", 0), ("lokr_w1_b", 0)):
         if name in parts:
@@ -151,13 +151,13 @@ def rank_of(parts: Parts) -> int:
     return 0
 
 
-def fits(parts: Parts, shape: Sequence[int]) -> bool:
+def fits_shape(parts: Parts, shape: Sequence[int]) -> bool:
     """Return True if a layer's tensors are for a weight of this shape. OFT's tell nothing about K."""
-    rows, columns = shape_of(parts)
+    rows, columns = infer_weight_shape(parts)
     return rows == shape[0] and ("oft_blocks" in parts or columns == math.prod(shape[1:]))
 
 
-def shape_of(parts: Parts) -> tuple[int, int]:
+def infer_weight_shape(parts: Parts) -> tuple[int, int]:
     """Return (N, K) of the layer's weight as a matrix; K is 0 for OFT, which is for any."""
     if "oft_blocks" in parts:
         count, size, _ = parts["oft_blocks"].shape
@@ -176,7 +176,7 @@ def shape_of(parts: Parts) -> tuple[int, int]:
     return num_rows, num_columns
 
 
-def scaling_at(section: Adapter, rank: float) -> float:
+def compute_scaling(section: Adapter, rank: float) -> float:
     """Return the factor of the product of a layer of this rank, under the job's `[adapter]` table.
 
     Layers of other ranks (`adapter.ranks`) have the same factor, except with `rank_stabilized`, whose factor depends on
@@ -185,21 +185,21 @@ def scaling_at(section: Adapter, rank: float) -> float:
     return section.alpha / math.sqrt(rank) if section.rank_stabilized else section.alpha / section.rank
 
 
-def scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str, float]:
+def compute_scalings(state: Mapping[str, Tensor], section: Adapter) -> dict[str, float]:
     """Return the factor of each layer's product in an adapter that was trained with this `[adapter]` table.
 
     Args:
-        state: tensors as `adapters.state` returns them.
+        state: tensors as `adapters.copy_state` returns them.
         section: the table.
     """
     copies = 2 if section.doubles_rank else 1
     return {
-        layer: scaling_at(section, rank_of(parts) / copies) if has_rank(parts) else 1.0
-        for layer, parts in grouped(state).items()
+        layer: compute_scaling(section, read_rank(parts) / copies) if has_rank(parts) else 1.0
+        for layer, parts in group_by_layer(state).items()
     }
 
 
-def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def compute_delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the matrix (N, K) that is added to the weight, times `scale`; for DoRA, before rows are rescaled.
 
     OFT has none without a weight: see `gain`.
@@ -209,11 +209,11 @@ def delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32) -> Ten
         return held["lora_B.weight"].flatten(1) @ held["lora_A.weight"].flatten(1) * scale
     if "hada_w1_a" in held:
         return (held["hada_w1_a"] @ held["hada_w1_b"]) * (held["hada_w2_a"] @ held["hada_w2_b"]) * scale
-    w1, w2 = kronecker_factors(held)
+    w1, w2 = compute_kronecker_factors(held)
     return kronecker(w1, w2) * scale
 
 
-def gain(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
+def compute_weight_change(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
     """Return the change of a weight by the adapter, in the weight's shape and dtype.
 
     Args:
@@ -223,30 +223,30 @@ def gain(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> T
         strength: strength of the whole adapter, as in programs that load it.
     """
     if "oft_blocks" in parts:
-        added = turn_rows(turn(parts["oft_blocks"]).to(weight), weight, 0)
+        added = rotate_rows(compute_rotation(parts["oft_blocks"]).to(weight), weight, 0)
         return added * strength
-    added = delta(parts, scale, weight.dtype).to(weight.device)
+    added = compute_delta(parts, scale, weight.dtype).to(weight.device)
     if "lora_magnitude_vector" in parts:
         sum_NK = weight.flatten(1) + added
         length_N = torch.linalg.vector_norm(sum_NK, dim=1)
         magnitude_N = parts["lora_magnitude_vector"].flatten().to(weight)
-        added = sum_NK * _ratio(magnitude_N, length_N)[:, None] - weight.flatten(1)
+        added = sum_NK * _divide_lengths(magnitude_N, length_N)[:, None] - weight.flatten(1)
     return (added * strength).reshape(weight.shape)
 
 
 # -- DoRA --------------------------------------------------------------------------------------------------------------
 
 
-def length_ratio(layer: Any, a: Tensor, b: Tensor, scaling: float, magnitude_N: Tensor) -> Tensor:
+def compute_length_ratio(layer: Any, a: Tensor, b: Tensor, scaling: float, magnitude_N: Tensor) -> Tensor:
     """Return m / |W + s B A| for each row, float32 (N), with a gradient for m alone.
 
     The norm gets none: "we suggest treating the norm as a constant" (Liu et al., 4.3). W is dequantized some rows at a
     time, as the layer does, and nothing of it is kept.
     """
-    return _ratio(magnitude_N, row_lengths(layer, a, b, scaling))
+    return _divide_lengths(magnitude_N, compute_row_lengths(layer, a, b, scaling))
 
 
-def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def compute_row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return |W + s B A| for each row of a layer's weight, float32 (N).
 
     Args:
@@ -255,32 +255,32 @@ def row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         scaling: alpha / rank.
     """
     if isinstance(layer, FrozenLayer) and layer.backend != "te":  # only TransformerEngine can read its own bytes
-        parts, storage, dtype = list(here(layer.parts())), layer.form.storage, layer.compute_dtype
+        parts, storage, dtype = list(fetch_parts(layer.parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
-    parts = list(map(whole, parts))
-    return _row_lengths(parts, storage, a.detach().flatten(1), b.detach().flatten(1), scaling, dtype)
+    parts = list(map(gather_whole, parts))
+    return _compute_row_lengths(parts, storage, a.detach().flatten(1), b.detach().flatten(1), scaling, dtype)
 
 
-def _ratio(magnitude_N: Tensor, length_N: Tensor) -> Tensor:
+def _divide_lengths(magnitude_N: Tensor, length_N: Tensor) -> Tensor:
     # A row of zeros has no direction that could be rescaled, so it stays as it is.
     return torch.where(length_N > 0, magnitude_N / length_N.clamp_min(1e-30), 1.0)
 
 
 # A custom operator: torch.compile would unroll the loop and split the dequantization.
 @torch.library.custom_op("lora_fp8::row_lengths", mutates_args=())
-def _row_lengths(
+def _compute_row_lengths(
     parts: list[Tensor], storage: str, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype
 ) -> Tensor:
     lengths_N = torch.empty(b_NR.shape[0], dtype=torch.float32, device=b_NR.device)
     a_RK, b_NR = a_RK.float(), b_NR.float()
-    for rows, weight in _rows(parts, storage, dtype):
+    for rows, weight in _read_rows(parts, storage, dtype):
         sum_NK = torch.addmm(weight.to(b_NR.device, torch.float32), b_NR[rows], a_RK, alpha=scaling)
         lengths_N[rows] = torch.linalg.vector_norm(sum_NK, dim=1)
     return lengths_N
 
 
-@_row_lengths.register_fake
+@_compute_row_lengths.register_fake
 def _(parts: list[Tensor], storage: str, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     return b_NR.new_empty(b_NR.shape[0], dtype=torch.float32)
 
@@ -288,7 +288,7 @@ def _(parts: list[Tensor], storage: str, a_RK: Tensor, b_NR: Tensor, scaling: fl
 PLAIN_ROWS = 1 << 22  # values per piece of an unquantized weight
 
 
-def _rows(parts: list[Tensor], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def _read_rows(parts: list[Tensor], storage: str, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     if storage != "plain":
         yield from decode_rows(tuple(parts), storage, dtype)
         return
@@ -315,7 +315,7 @@ def split_side(side: int, factor: int) -> tuple[int, int]:
     return first, side // first
 
 
-def kronecker_factors(parts: Parts) -> tuple[Tensor, Tensor]:
+def compute_kronecker_factors(parts: Parts) -> tuple[Tensor, Tensor]:
     """Return W1 (n1, k1) and W2 (n2, k2[, kh, kw]) of a LoKr layer; low-rank factors are multiplied."""
     w1, w2 = (
         parts[name] if name in parts else parts[f"{name}_a"] @ parts[f"{name}_b"] for name in ("lokr_w1", "lokr_w2")
@@ -370,12 +370,12 @@ LIMIT = 1000.0
 takes 0 for no limit, A1111 for a limit of 0."""
 
 
-def block_size(rows: int, most: int) -> int:
+def choose_block_size(rows: int, most: int) -> int:
     """Return the size of the blocks of a layer with so many output features: their largest divisor up to `most`."""
     return next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
 
 
-def turn(blocks: Tensor) -> Tensor:
+def compute_rotation(blocks: Tensor) -> Tensor:
     """Return R - I of OFT's blocks (k, n, n), in float32.
 
     R = (I + Q) (I - Q)^-1 is Cayley's rotation of Q = P - P^T; R - I = 2 Q (I - Q)^-1 loses nothing where Q is small.
@@ -386,14 +386,14 @@ def turn(blocks: Tensor) -> Tensor:
     return torch.linalg.solve_ex(eye - q, 2 * q, left=False).result
 
 
-def turn_rows(turned: Tensor, values: Tensor, dim: int) -> Tensor:
+def rotate_rows(turned: Tensor, values: Tensor, dim: int) -> Tensor:
     """Return what blocks of R - I (k, n, n) add to values along the dimension of the output features: (R - I)^T y."""
     count, size, _ = turned.shape
     parts = values.movedim(dim, -1).unflatten(-1, (count, size))
     return torch.einsum("knm,...kn->...km", turned, parts).flatten(-2).movedim(-1, dim)
 
 
-def limited(blocks: Tensor, alpha: float) -> Tensor:
+def limit_norm(blocks: Tensor, alpha: float) -> Tensor:
     """Return the blocks of a file at the norm to which its alpha limits Q; an alpha of 0 limits nothing."""
     q = blocks.double() - blocks.double().mT
     norm = float(q.norm())

@@ -52,7 +52,7 @@ def list_shapes(layer: nn.Module, rank: int, section: Adapter) -> dict[str, Shap
         assert isinstance(layer, nn.Linear)  # `choose_layers` returns no others
         rows, columns, kernel, groups = layer.out_features, layer.in_features, (), 1
     if section.type == "oft":
-        size = kinds.block_size(rows, section.block_size)
+        size = kinds.choose_block_size(rows, section.block_size)
         return {"oft_blocks": (rows // size, size, size)}
     if section.type == "loha":
         flat = columns * math.prod(kernel)

@@ -36,7 +36,7 @@ OVERSAMPLED, ITERATIONS = 16, 16
 """Columns beside the rank, and iterations, of the singular value decomposition of a large weight."""
 
 
-def draw(part: str, shape: torch.Size, key: str, init: str) -> Tensor:
+def draw_start(part: str, shape: torch.Size, key: str, init: str) -> Tensor:
     """Draw the initial value of a tensor in float32.
 
     For LoRA, DoRA and LoKr it is uniform within 1 / sqrt(fan in), as in peft, LyCORIS and Hu et al.'s code (kaiming

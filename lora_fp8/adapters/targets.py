@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..errors import Message, Plural, UserError
-from ..precision.names import by_name, hint
+from ..precision.names import map_by_name, suggest_names
 from ..settings import Adapter
 from . import kinds
 
@@ -29,11 +29,11 @@ def choose_layers(model: nn.Module, section: Adapter, targets: Sequence[str]) ->
     """
     setting = "adapter.targets" if section.targets else "targets"
     names, notes = _match(model, list(section.targets or targets), setting)
-    rank_of, rank_notes = ranks(section, names)
+    rank_of, rank_notes = assign_ranks(section, names)
     return rank_of, [*notes, *rank_notes, *_check_layers(model, section, rank_of)]
 
 
-def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+def assign_ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
     """Return the rank of each of these layers that gets an adapter, and warnings.
 
     The first entry of `section.ranks` that matches a layer applies; a layer of rank 0 gets none.
@@ -41,7 +41,7 @@ def ranks(section: Adapter, names: Sequence[str]) -> tuple[dict[str, int], list[
     Raises:
         UserError: an entry matches no layer, or no layer is left.
     """
-    given_ranks, notes = by_name("adapter.ranks", section.ranks.items(), names)
+    given_ranks, notes = map_by_name("adapter.ranks", section.ranks.items(), names)
     of_all = {name: given_ranks.get(name, section.rank) for name in names}
     if names and not any(of_all.values()):
         raise UserError(Message("adapter.ranks: no layer is left to train; give at least one layer a rank above 0"))
@@ -68,7 +68,7 @@ def _match(denoiser: nn.Module, targets: list[str], setting: str) -> tuple[list[
                     "{setting}: {target} matches no layer that can be adapted; {line}",
                     setting=setting,
                     target=repr(target),
-                    line=hint(target, adaptable),
+                    line=suggest_names(target, adaptable),
                 )
             )
         if matched <= chosen:
@@ -125,7 +125,7 @@ def _check_layers(denoiser: nn.Module, section: Adapter, rank_of: dict[str, int]
             )
         if section.type == "oft":
             rows = layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features
-            if kinds.block_size(rows, section.block_size) == 1:
+            if kinds.choose_block_size(rows, section.block_size) == 1:
                 raise UserError(
                     Message(
                         "adapter.block_size = {size}: {name} has {rows} output features, and no block up to that "

@@ -69,7 +69,7 @@ def _read_options(
 
 def main() -> None:
     """Run the command line: the entry point of `lora-fp8`."""
-    guarded(_run)
+    run_guarded(_run)
 
 
 def _run() -> None:
@@ -87,7 +87,7 @@ def _run() -> None:
         sys.exit(code)
 
 
-def guarded(action: Callable[[], Any]) -> None:
+def run_guarded(action: Callable[[], Any]) -> None:
     """Run an action, and turn an error into one clear message and its exit code."""
     # The notices of the libraries (no torchvision, no optional kernel, keys of untrained encoders) do not help our
     # users. They appear if these variables are set.

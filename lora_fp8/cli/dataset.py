@@ -71,8 +71,10 @@ def look(
         family = family or "sdxl"
         control = {"control": "."} if any(families.get(family).controls) else {}
         folder_settings = {"path": ".", "trigger": trigger, "mask": mask, **control}
-        lines = ["[model]", config.toml_line("family", family), "path='demo'", "[[dataset.folders]]"]
-        job = config.loads("\n".join(lines + [config.toml_line(*item) for item in folder_settings.items()]), overrides)
+        lines = ["[model]", config.format_toml_line("family", family), "path='demo'", "[[dataset.folders]]"]
+        job = config.loads(
+            "\n".join(lines + [config.format_toml_line(*item) for item in folder_settings.items()]), overrides
+        )
         folder = settings.Folder(path=str(target), trigger=trigger, mask=mask)
         section = job.dataset.model_copy(update={"folders": [folder]})
     else:
@@ -85,20 +87,20 @@ def look(
             )
         job = load_config(target, overrides)
         section, family = job.dataset, job.model.family
-    purpose = doctor.Target.of(job, families.get(family))
+    purpose = doctor.Target.from_job(job, families.get(family))
     if resolution:
         purpose = replace(purpose, resolution=resolution)
-    show = _look_progress if as_json else show_images()
-    report = doctor.examine(section, purpose, remember=look_memory.default_folder(), progress=show)
+    show = _print_progress if as_json else show_images()
+    report = doctor.examine(section, purpose, remember=look_memory.find_default_folder(), progress=show)
     if as_json:
         print_json(report.to_json())
     else:
-        print_lines(*report.lines())
+        print_lines(*report.format_lines())
     if not report.ok:
         sys.exit(2)
 
 
-def _look_progress(done: int, total: int) -> None:
+def _print_progress(done: int, total: int) -> None:
     print(json.dumps({"event": "progress", "done": done, "total": total}), file=sys.stderr, flush=True)
 
 
@@ -141,14 +143,14 @@ def edit(
         add_tag=add_tag, first=first, dedupe=dedupe, sort=sort, keep=keep, prepend=prepend, append=append,
         trigger=trigger, separator=separator,
     )  # fmt: skip
-    operations = options.operations()
+    operations = options.list_operations()
     if not operations:
         raise UserError(Message("no edit was given. `lora-fp8 dataset edit --help` lists the edits"))
     chosen = captions.select(folder, glob=only, having=having, lacking=lacking, separator=separator, mask=mask)
     preview = captions.preview(folder, operations, chosen)
     entry = captions.apply(folder, preview) if preview.changes and not dry_run else None
     changes = [{"file": change.file, "before": texts[0], "after": texts[1]}
-               for change in preview.changes for texts in [change.texts()]]  # fmt: skip
+               for change in preview.changes for texts in [change.decode_texts()]]  # fmt: skip
     if as_json:
         content = {"title": preview.title, "changes": changes, "problems": preview.problems}
         print_json(content | {"edit": entry.id if entry else None})
@@ -379,7 +381,7 @@ def history(folder: Path = FOLDER, as_json: bool = JSON) -> None:
     """List the edits of captions and images that can be undone or redone."""
     from ..data import captions
 
-    entries = captions.history(folder)
+    entries = captions.read_history(folder)
     if as_json:
         print_json([vars(entry) for entry in entries])
         return

@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from ..common.messages import get_language, translate
-from ..common.numbers import digits
+from ..common.numbers import format_digits
 from ..errors import Joined, Message, Plural, Template
 
 COUNTED = ("cache", "load")
@@ -110,8 +110,8 @@ def _describe_data(event: dict[str, Any]) -> Message:
     return Message(
         "data: {images}, {samples} samples and {steps} steps per epoch; buckets {buckets}",
         images=images,
-        samples=digits(event["samples_per_epoch"]),
-        steps=digits(event["steps_per_epoch"]),
+        samples=format_digits(event["samples_per_epoch"]),
+        steps=format_digits(event["steps_per_epoch"]),
         buckets=", ".join(f"{size}: {n}" for size, n in event["buckets"].items()),
     )
 

@@ -14,7 +14,7 @@ import typer.core
 import typer.main
 
 from ..common.messages import get_language, load, translate
-from ..common.text import similar
+from ..common.text import find_similar
 from ..errors import Message
 
 WIDTH = 80
@@ -69,7 +69,7 @@ class Command(typer.core.TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help."""
-        formatter.write("\n".join(_lines(self, ctx)) + "\n")
+        formatter.write("\n".join(_format_lines(self, ctx)) + "\n")
 
 
 class Group(typer.core.TyperGroup):
@@ -77,7 +77,7 @@ class Group(typer.core.TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, with the commands in the groups of `GROUPS` if they are those of `lora-fp8`."""
-        lines = _lines(self, ctx)
+        lines = _format_lines(self, ctx)
         commands = {name: command for name, command in self.commands.items() if not command.hidden}
         grouped = GROUPS if ctx.parent is None else {}
         rows = {title: [name for name in names if name in commands] for title, names in grouped.items()}
@@ -86,10 +86,10 @@ class Group(typer.core.TyperGroup):
         ]
         indent = max(map(len, commands)) + 4
         for title, names in rows.items():
-            lines += ["", _title(title)] if names else []
+            lines += ["", _format_title(title)] if names else []
             for name in names:
-                first = _sentences(commands[name])[0]
-                lines += _columns(name, translate_help(first), indent)
+                first = _split_help(commands[name])[0]
+                lines += _format_columns(name, translate_help(first), indent)
         formatter.write("\n".join(lines) + "\n")
 
 
@@ -111,32 +111,32 @@ def translate_help(text: str) -> str:
 
 def list_texts(program: Program) -> set[str]:
     """Return every text of the help of a program and its commands."""
-    return set(_texts(typer.main.get_command(program)))
+    return set(_collect_texts(typer.main.get_command(program)))
 
 
-def _texts(command: Any) -> Iterator[str]:
-    yield from _sentences(command)
+def _collect_texts(command: Any) -> Iterator[str]:
+    yield from _split_help(command)
     for parameter in command.params:
         if parameter.help:
             yield parameter.help
     for inner in getattr(command, "commands", {}).values():
-        yield from _texts(inner)
+        yield from _collect_texts(inner)
 
 
-def _sentences(command: Any) -> list[str]:
+def _split_help(command: Any) -> list[str]:
     """Return the first sentence of a command's help, which lists of commands show, and the rest if there is one."""
     whole = " ".join((command.help or "").split())
     first, stop, rest = whole.partition(". ")
     return [first + "." * bool(stop), rest] if rest else [whole]
 
 
-def _lines(command: Any, ctx: Any) -> list[str]:
+def _format_lines(command: Any, ctx: Any) -> list[str]:
     """Return usage, description, arguments and options."""
     language = get_language()
     usage = f"{ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}"
     between = "" if language != "en" else " "
     lines = [translate(language, Message("Usage: {usage}", usage=usage)), ""]
-    lines += [f"  {line}" for line in _wrap(between.join(map(translate_help, _sentences(command))), WIDTH - 2)]
+    lines += [f"  {line}" for line in _wrap(between.join(map(translate_help, _split_help(command))), WIDTH - 2)]
     rows: dict[str, list[tuple[str, str]]] = {"argument": [], "option": []}
     for parameter in command.get_params(ctx):
         if record := parameter.get_help_record(ctx):
@@ -144,13 +144,13 @@ def _lines(command: Any, ctx: Any) -> list[str]:
             rows[parameter.param_type_name].append((name, _describe(parameter, record[1])))
     for title, records in zip((Message("Arguments"), Message("Options")), rows.values(), strict=True):
         indent = min(max((len(name) for name, _ in records), default=0), 26) + 4
-        lines += ["", _title(title)] if records else []
+        lines += ["", _format_title(title)] if records else []
         for name, text in records:
-            lines += _columns(name, text, indent)
+            lines += _format_columns(name, text, indent)
     return lines
 
 
-def _title(title: str) -> str:
+def _format_title(title: str) -> str:
     return translate(get_language(), title) + (":" if get_language() == "en" else "：")
 
 
@@ -164,7 +164,7 @@ def _describe(parameter: Any, text: str) -> str:
     return " ".join(filter(None, (translate_help(known.get(given, given) if rest or given else text), rest)))
 
 
-def _columns(name: str, text: str, indent: int) -> list[str]:
+def _format_columns(name: str, text: str, indent: int) -> list[str]:
     """Return a name with its text beside it; below it if the name is too long."""
     lines = _wrap(text, WIDTH - indent) or [""]
     if len(name) + 4 > indent:
@@ -178,20 +178,24 @@ def _wrap(text: str, width: int) -> list[str]:
     for word in text.split(" "):
         part = ""
         for character in word:
-            if part and (_columns_of(character) == 2 or _columns_of(part[-1]) == 2) and character not in "，。；：、）":
+            if (
+                part
+                and (_count_columns(character) == 2 or _count_columns(part[-1]) == 2)
+                and character not in "，。；：、）"
+            ):
                 words.append(part)
                 part = ""
             part += character
         words.append(f"{part} ")
     lines = [""]
     for word in words:
-        if lines[-1] and _columns_of(lines[-1]) + _columns_of(word.rstrip()) > width:
+        if lines[-1] and _count_columns(lines[-1]) + _count_columns(word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def _columns_of(text: str) -> int:
+def _count_columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
@@ -209,19 +213,19 @@ def explain(error: Any) -> Message:
     match type(error).__name__:
         case "MissingParameter" if error.param is not None:
             what = translate_help(error.param.help or "").rstrip(".。")
-            line = Message("{name} is missing ({what}).", name=_name(error.param), what=what)
+            line = Message("{name} is missing ({what}).", name=_format_name(error.param), what=what)
         case "NoSuchOption":
             line = _explain_option(error)
         case "BadOptionUsage":
             line = Message("{option} needs a value.", option=error.option_name)
         case "BadParameter" if error.param is not None:
-            line = Message("{name}: {line}.", name=_name(error.param), line=_explain_value(error.message))
+            line = Message("{name}: {line}.", name=_format_name(error.param), line=_explain_value(error.message))
         case _:
             line = _explain_words(error)
     return Message("{command}: {line} See `{command} --help`", command=command, line=line)
 
 
-def _name(parameter: Any) -> str:
+def _format_name(parameter: Any) -> str:
     """Return the name of an option or an argument as the help shows it."""
     return parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar or parameter.name.upper()
 
@@ -236,7 +240,7 @@ def _explain_option(error: Any) -> Message:
     for parameter in parameters:
         words = parameter.name.split("_")
         if parameter.param_type_name == "argument" and name.lstrip("-").replace("-", "_") in (*words, parameter.name):
-            usage = f"{error.ctx.command_path} {_name(parameter)}"
+            usage = f"{error.ctx.command_path} {_format_name(parameter)}"
             return Message(
                 "there is no option {option}. Write the value without it: `{usage}`.", option=name, usage=usage
             )
@@ -246,7 +250,7 @@ def _explain_option(error: Any) -> Message:
             option=name,
             key=keys[0],
         )
-    if near := similar(name.lstrip("-"), [option.lstrip("-") for option in options]):
+    if near := find_similar(name.lstrip("-"), [option.lstrip("-") for option in options]):
         return Message("there is no option {option}, did you mean {meant}?", option=name, meant=f"--{near}")
     return Message("there is no option {option}.", option=name)
 
@@ -268,7 +272,7 @@ def _explain_words(error: Any) -> Message:
     text: str = error.message
     if text.startswith("No such command") and error.ctx is not None:
         given = text.split("'")[1] if "'" in text else ""
-        if near := similar(given, list(error.ctx.command.commands)):
+        if near := find_similar(given, list(error.ctx.command.commands)):
             return Message("there is no command {given}, did you mean {meant}?", given=repr(given), meant=repr(near))
         return Message("there is no command {given}.", given=repr(given))
     if match := re.search(r"extra argument\S* \((.+)\)", text):

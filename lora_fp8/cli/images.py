@@ -32,7 +32,7 @@ def cache(
 
     deleted = cache_cleanup.prune(folder, prune_unused_days) if prune_unused_days is not None else []
     deleted += cache_cleanup.shrink(folder, limit * 2**30) if limit is not None else []
-    entries = cache_cleanup.stored(folder)
+    entries = cache_cleanup.list_entries(folder)
     held_bytes, deleted_bytes = (sum(entry.bytes for entry in listed) for listed in (entries, deleted))
     content = {
         "folder": str(folder),
@@ -119,7 +119,7 @@ def caption(
     )
     echo = print_json_line if as_json else print_event
     result = captioner.run(folder, settings, echo=echo, mask=mask, shows_progress=not as_json)
-    captioner.problems(result, folder)
+    captioner.raise_problems(result, folder)
     if not as_json:
         print_lines(
             Plural(

@@ -118,7 +118,7 @@ def stop(
         print_lines(Message("job {id}: {line}", id=job, line=after.sentence.text))
         return
     run = open_run(Path(job))
-    if not run.alive():
+    if not run.is_locked():
         print_lines(jobs.NOT_TRAINING(folder=job))
         return
     try:
@@ -129,7 +129,7 @@ def stop(
     except jobs.StoreError:  # a run is asked also without a queue, or with a broken one
         run.request("stop")
     except UserError:
-        if run.alive():
+        if run.is_locked():
             raise
     print_lines(Message("{path}: asked to stop; it saves at the end of the current step", path=job))
 
@@ -165,7 +165,7 @@ def worker(
 
 
 @jobs_app.callback()
-def listing(
+def list_jobs(
     context: typer.Context,
     watch: bool = typer.Option(False, help="Show the list again every second, until Ctrl-C."),
     runs: list[Path] = typer.Option([Path("runs")], help="Folder with runs that were started in a shell. Repeatable."),
@@ -186,7 +186,7 @@ def listing(
         if as_json:
             print_json(content)
         else:
-            print_lines(*rescued.lines())
+            print_lines(*rescued.format_lines())
         return
     if watch and as_json:
         raise UserError(Message("--watch and --json exclude each other; give only one of them"))
@@ -317,7 +317,7 @@ def delete(
     left = jobs.Queue().delete(id, with_run)
     print_lines(Message("job {id}: deleted with its run", id=id) if with_run else Message("job {id}: deleted", id=id))
     if left:
-        names = ownership.counted(left)
+        names = ownership.format_entries(left)
         print_lines(Message("kept in its folder, because the run did not write them: {names}", names=names))
 
 

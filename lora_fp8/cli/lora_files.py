@@ -77,8 +77,8 @@ def export(
         else:
             print_lines(*paths)
         return
-    file, job, pictures = tool.from_run(folder, among=written, step=step)
-    publishing_kit = tool.make(file, kit, tool.facts_of(file, {}, job), pictures)
+    file, job, pictures = tool.collect_from_run(folder, among=written, step=step)
+    publishing_kit = tool.make(file, kit, tool.collect_facts(file, {}, job), pictures)
     if as_json:
         content = {"files": paths, "kit": [str(path) for path in publishing_kit.files], "notes": publishing_kit.notes}
         print_json(content)
@@ -101,7 +101,7 @@ def verify(
     if as_json:
         print_json(report.to_json())
     else:
-        print_lines(*report.lines())
+        print_lines(*report.format_lines())
     if not report.ok:
         sys.exit(3)
 
@@ -117,7 +117,7 @@ def inspect(
     if as_json:
         print_json(about.to_json())
     else:
-        print_lines(*about.lines())
+        print_lines(*about.format_lines())
 
 
 def convert(
@@ -163,7 +163,7 @@ def resize(
     if as_json:
         print_json(report.to_json() | {"output": str(output)})
         return
-    print_lines(*report.lines(), Message("{path} written", path=output))
+    print_lines(*report.format_lines(), Message("{path} written", path=output))
 
 
 def merge(
@@ -185,13 +185,13 @@ def merge(
     from .. import errors
     from ..tools import merge as tool
 
-    sources = [tool.weighted(text) for text in files]
+    sources = [tool.parse_weighted(text) for text in files]
     if into:
         if rank or energy or dtype:
             raise errors.UserError(
                 Message("--rank, --energy and --dtype apply to a merged LoRA; --into writes none. Remove them")
             )
-        merged = tool.into(sources, into, output, family_name=family, components=components)
+        merged = tool.merge_into_base(sources, into, output, family_name=family, components=components)
         if as_json:
             content = {"layers": merged.layers, "files": [str(path) for path in merged.files]}
             print_json(content)
@@ -206,7 +206,7 @@ def merge(
         content = (report.to_json() if report else {}) | {"output": str(output)}
         print_json(content)
         return
-    print_lines(*(report.lines() if report else []), Message("{path} written", path=output))
+    print_lines(*(report.format_lines() if report else []), Message("{path} written", path=output))
 
 
 def extract(
@@ -233,7 +233,7 @@ def extract(
     if as_json:
         print_json(report.to_json() | {"output": str(output)})
         return
-    print_lines(*report.lines(), Message("{path} written", path=output))
+    print_lines(*report.format_lines(), Message("{path} written", path=output))
 
 
 def average(
@@ -266,7 +266,7 @@ def average(
                     "files. Remove them"
                 )
             )
-        by_step, paths = tool.run(sources[0], what=kind, half_life=half_life, last=last)
+        by_step, paths = tool.average_run(sources[0], what=kind, half_life=half_life, last=last)
         weights = [Message("{share}  step {step}", share=f"{share:7.2%}", step=step) for step, share in by_step.items()]
         print_lines(*weights, *map(str, paths))
         return
@@ -274,9 +274,9 @@ def average(
         raise errors.UserError(
             Message("LoRA files need --output, the file to write; --last applies to runs, so name fewer files instead")
         )
-    shares, report = tool.files(sources, output, what=kind, half_life=half_life, rank=rank, dtype=dtype)
+    shares, report = tool.average_files(sources, output, what=kind, half_life=half_life, rank=rank, dtype=dtype)
     lines = [f"{share:7.2%}  {path}" for share, path in zip(shares, sources, strict=True)]
-    print_lines(*lines, *(report.lines()[-1:] if report else []), Message("{path} written", path=output))
+    print_lines(*lines, *(report.format_lines()[-1:] if report else []), Message("{path} written", path=output))
 
 
 def kit(
@@ -365,12 +365,12 @@ def _choose_file(
     if source.is_dir():
         if texts["family"]:
             raise UserError(Message("--family applies to files; a run already has an architecture. Remove it"))
-        file, job, pictures = tool.from_run(source, layout)
+        file, job, pictures = tool.collect_from_run(source, layout)
     else:
         if layout:
             raise UserError(Message("`--layout` applies to runs only; a file keeps its layout. Remove it"))
         file, job, pictures = source, None, []
-    return file, tool.facts_of(file, texts, job, strength), pictures
+    return file, tool.collect_facts(file, texts, job, strength), pictures
 
 
 @contextlib.contextmanager

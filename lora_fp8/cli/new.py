@@ -53,7 +53,7 @@ def new(
     force: bool = typer.Option(False, help="Replace an existing file."),
 ) -> None:
     """Write a config. In a terminal, without arguments, it asks and offers to start."""
-    from ..config import commented, loads
+    from ..config import format_with_comments, loads
 
     if path is None:
         given = family, base, images, controls, trigger, goal, card, preset, from_lora, everything, force
@@ -86,7 +86,7 @@ def new(
         wishes = replace(wishes, folders=folders, control=str(controls or ""), trigger=trigger)
         text = _write_short(wishes, pictures)
         if everything:
-            text = commented(loads(text, where="new").model_copy(update={"preset": []}))
+            text = format_with_comments(loads(text, where="new").model_copy(update={"preset": []}))
         print_lines(*_describe(wishes, pictures))
     _save(path, text)
     command = f"lora-fp8 check {quote_path(path)}"
@@ -125,29 +125,31 @@ def recipes(
         raise UserErrors(problems, "recipes")
     chosen = []
     if images:
-        chosen = dataset_recipe.values(wishes.goal, family, pictures, card=wishes.card)
-    frames = rules.longest_clip(next((value.value for value in chosen if value.key == "dataset.frames"), []))
-    recipe = rules.make(wishes.goal, family, wishes.card, frames=frames)
+        chosen = dataset_recipe.choose_values(wishes.goal, family, pictures, card=wishes.card)
+    frames = rules.find_longest_clip(next((value.value for value in chosen if value.key == "dataset.frames"), []))
+    recipe = rules.make_recipe(wishes.goal, family, wishes.card, frames=frames)
     values = {value.key: value for value in (*recipe.values, *chosen)}
     if as_json:
         print_json(recipe.to_json() | {"settings": [value.to_json() for value in values.values()]})
         return
-    from ..config import toml_value
+    from ..config import format_toml_value
 
     for value in values.values():
-        print_lines(Message("{key} = {value}: {why}", key=value.key, value=toml_value(value.value), why=value.why))
+        print_lines(
+            Message("{key} = {value}: {why}", key=value.key, value=format_toml_value(value.value), why=value.why)
+        )
     fit = recipe.fit
     if fit.peak and not fit.problem:
         print_lines(
             Message(
                 "At most {peak} GiB, estimated for {base}; a job can use {usable} GiB.",
-                peak=rules.gib(fit.peak),
-                base=_base_of(family),
-                usable=rules.gib(fit.usable),
+                peak=rules.format_gib(fit.peak),
+                base=_find_usual_base(family),
+                usable=rules.format_gib(fit.usable),
             )
         )
     print_lines(*filter(None, (fit.problem, fit.note)))
-    print_lines(Message("In a config: preset = {presets}", presets=toml_value(recipe.presets)))
+    print_lines(Message("In a config: preset = {presets}", presets=format_toml_value(recipe.presets)))
 
 
 def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -> None:
@@ -171,7 +173,7 @@ def _list_recipes(goal: str, card: int, images: Sequence[Path], as_json: bool) -
     if problems:
         raise UserErrors(problems, "recipes")
     rows = []
-    for family in families.available():
+    for family in families.list_families():
         fits = {size: rules.fit_card(family, size) for size in rules.CARDS}
         goals = rules.find_goals(family)
         if (not goal or goal in goals) and not (card and fits[card].problem):
@@ -232,31 +234,31 @@ def _make_wishes(name: str, family: str, base: str, goal: str, card: int, preset
         UserErrors: everything that is wrong with them.
     """
     from .. import families
-    from ..config import example, preset_names
+    from ..config import list_preset_names, make_example
     from ..config import recipes as rules
     from ..config.short_config import Wishes
 
     problems: list[str] = []
     with _collect(problems):
         family = family or _recognize(base)
-        example(name, family, presets)
+        make_example(name, family, presets)
     goals = [preset for preset in presets if preset in rules.GOALS]
-    cards = [gb for preset in presets if (gb := rules.card_of(preset))]
-    others = [preset for preset in presets if preset not in rules.names()]
-    known = rules.find_goals(family) if family in families.available() else rules.GOALS
+    cards = [gb for preset in presets if (gb := rules.parse_card(preset))]
+    others = [preset for preset in presets if preset not in rules.list_names()]
+    known = rules.find_goals(family) if family in families.list_families() else rules.GOALS
     goal = goal or next(iter(goals), known[0])
-    title = families.get(family).title if family in families.available() else family or Message("a recipe")
+    title = families.get(family).title if family in families.list_families() else family or Message("a recipe")
     problems += _find_wrong_goal(goal, title, known)
     card = card or next(iter(cards), 0) or (0 if base == "demo" else detect_card())
     problems += _find_wrong_card(card)
     if base == "demo":
-        others = [*others, f"demo_{family}"] if f"demo_{family}" in preset_names() else others
+        others = [*others, f"demo_{family}"] if f"demo_{family}" in list_preset_names() else others
     if problems:
         raise UserErrors(problems, "new")
-    return Wishes(name, family, base or _base_of(family), goal, card, presets=others)
+    return Wishes(name, family, base or _find_usual_base(family), goal, card, presets=others)
 
 
-def _base_of(family: str) -> str:
+def _find_usual_base(family: str) -> str:
     from .. import families
 
     return families.get(family).example_base
@@ -287,10 +289,10 @@ def _recognize(base: str) -> str:
 def detect_card() -> int:
     """Return the largest card of the recipes that is not larger than this machine's GPU, or `ASSUMED_CARD`."""
     from ..common.gpu import read_gpus
-    from ..config.recipes import card_for
+    from ..config.recipes import choose_card
 
     largest = max((size for _, size in read_gpus()), default=0)
-    return card_for(largest) if largest else ASSUMED_CARD
+    return choose_card(largest) if largest else ASSUMED_CARD
 
 
 def _count(images: Sequence[Path]) -> tuple[list[tuple[str, int]], Pictures]:
@@ -306,9 +308,9 @@ def _count(images: Sequence[Path]) -> tuple[list[tuple[str, int]], Pictures]:
     pictures = dataset_recipe.Pictures()
     for path in images:
         with _collect(problems):
-            folders += dataset_recipe.expand(path)
+            folders += dataset_recipe.expand_folder(path)
     with _collect(problems):
-        pictures = dataset_recipe.look(folders)
+        pictures = dataset_recipe.scan_folders(folders)
     if problems:
         raise UserErrors(problems, "new")
     return [(str(path), repeats) for path, repeats in folders], pictures
@@ -326,19 +328,19 @@ def _collect(problems: list[str]) -> Iterator[None]:
 def _write_short(wishes: Wishes, pictures: Pictures) -> str:
     from ..config import loads, short_config
 
-    text = short_config.write(wishes, pictures, _say)
+    text = short_config.format_config(wishes, pictures, _translate)
     loads(text, where="new")  # a preset, a name or a base that is wrong is reported here
     return text
 
 
-def _say(text: str) -> str:
+def _translate(text: str) -> str:
     return translate(get_language(), text)
 
 
 def _describe(wishes: Wishes, pictures: Pictures) -> list[str]:
     from ..config import short_config
 
-    return list(short_config.describe(wishes, pictures))
+    return list(short_config.describe_plan(wishes, pictures))
 
 
 def _copy_settings(path: Path, file: Path, others: list[str]) -> str:
@@ -349,8 +351,8 @@ def _copy_settings(path: Path, file: Path, others: list[str]) -> str:
         file: the LoRA file.
         others: options that were given and would have no effect.
     """
-    from ..config import Override, commented, loads
-    from ..lora_files.export_metadata import config_of
+    from ..config import Override, format_with_comments, loads
+    from ..lora_files.export_metadata import read_config
 
     if others:
         names = ", ".join(others)
@@ -360,7 +362,7 @@ def _copy_settings(path: Path, file: Path, others: list[str]) -> str:
                 options=names,
             )
         )
-    return commented(loads(config_of(file), [Override("name", path.stem)], where=str(file)))
+    return format_with_comments(loads(read_config(file), [Override("name", path.stem)], where=str(file)))
 
 
 def _with_suffix(path: Path) -> Path:
@@ -396,36 +398,36 @@ def _ask_everything() -> None:
     from ..config import recipes as rules
     from .training import train_or_resume
 
-    goals = dict(zip(rules.GOALS, _goal_titles(), strict=True))
+    goals = dict(zip(rules.GOALS, _list_goal_titles(), strict=True))
     goal = _choose(Message("What do you want to train?"), goals, "character")
-    titles = {name: families.get(name).title for name in families.available() if goal in rules.find_goals(name)}
+    titles = {name: families.get(name).title for name in families.list_families() if goal in rules.find_goals(name)}
     family = _choose(Message("Which base model?"), titles, next(iter(titles)) if goal == "edit" else "sdxl")
-    base = _ask(Message("Its Hugging Face id, folder or file"), _base_of(family))
+    base = _ask(Message("Its Hugging Face id, folder or file"), _find_usual_base(family))
     detected = detect_card()
     cards = {str(gb): f"{gb} GB" for gb in rules.CARDS}
     card = int(_choose(Message("How much GPU memory?"), cards, str(detected))) if base != "demo" else 0
     wishes = _make_wishes("my-lora", family, base, goal, card, [])
     controls = None
     if wishes.edits:
-        controls = _ask_again(Message("Folder with the images before the edit"), _existing)
+        controls = _ask_again(Message("Folder with the images before the edit"), _parse_image_folder)
     question = Message("Folder with the images")
-    folder = _ask_again(question, _existing)
+    folder = _ask_again(question, _parse_image_folder)
     trigger = (
         "" if goal == "edit" else _ask(Message("Trigger word that the base model does not know yet (Enter: none)"), "")
     )
     folders, pictures = _count([folder])
-    path = _ask_again(Message("Config file to write"), _new_file, "my-lora.toml")
+    path = _ask_again(Message("Config file to write"), _parse_new_file, "my-lora.toml")
     wishes = replace(wishes, name=path.stem, folders=folders, control=str(controls or ""), trigger=trigger)
     print_lines("", *_describe(wishes, pictures))
     _save(path, _write_short(wishes, pictures))
     print_lines(Message("{path} written", path=path))
-    if typer.confirm(_say(Message("Start the training now?")), default=False):
+    if typer.confirm(_translate(Message("Start the training now?")), default=False):
         train_or_resume(path, [], resume=False, as_json=False)
     else:
         print_lines(Message("Later: lora-fp8 check {path}, then lora-fp8 train {path}", path=quote_path(path)))
 
 
-def _goal_titles() -> tuple[str, ...]:
+def _list_goal_titles() -> tuple[str, ...]:
     return (
         Message("a character or person"),
         Message("a style"),
@@ -440,7 +442,7 @@ def _choose(question: str, choices: dict[str, str], default: str) -> str:
     print_lines("", question)
     names = list(choices)
     for number, name in enumerate(names, 1):
-        print(f"  {number:2}  {name:22}{_say(choices[name])}")
+        print(f"  {number:2}  {name:22}{_translate(choices[name])}")
 
     def read(text: str) -> str:
         if text in choices:
@@ -469,22 +471,22 @@ def _ask_again(question: str, read: Callable[[str], T], default: str | None = No
 
 def _ask(question: str, default: str | None) -> str:
     """Ask a question; Enter takes the default. None: an answer is needed."""
-    answer: str = typer.prompt(_say(question), default=default)
+    answer: str = typer.prompt(_translate(question), default=default)
     return answer.strip()
 
 
-def _existing(text: str) -> Path:
+def _parse_image_folder(text: str) -> Path:
     from ..config import dataset_recipe
 
     path = Path(text.strip("'\""))
-    pictures = dataset_recipe.look(dataset_recipe.expand(path))
+    pictures = dataset_recipe.scan_folders(dataset_recipe.expand_folder(path))
     if not pictures.files:
         raise UserError(Message("{path}: there are no images in this folder", path=path))
     print_lines(Plural("{count} image", "{count} images")(count=pictures.files))
     return path
 
 
-def _new_file(text: str) -> Path:
+def _parse_new_file(text: str) -> Path:
     path = _with_suffix(Path(text))
     _refuse_existing(path, force=False)
     return path

@@ -29,7 +29,7 @@ def doctor(
     if as_json:
         print_json(result.to_json())
     else:
-        print_lines(*result.lines())
+        print_lines(*result.format_lines())
     if result.problems:
         sys.exit(2)
 
@@ -46,7 +46,7 @@ def demo(
     if as_json:
         print_json(result.to_json())
     else:
-        print_lines(*result.lines())
+        print_lines(*result.format_lines())
     if not result.ok:
         sys.exit(3)
 

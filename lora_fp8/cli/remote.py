@@ -69,15 +69,17 @@ def submit_there(config_file: Path, overrides: list[str], given: dict[str, Any],
     with without_collection():
         _require_checked(job, str(config_file), plan.job.processes * plan.job.nodes, bool(given["base"]))
     if given["write"]:
-        _write(given["write"], plan.text())
+        _write(given["write"], plan.render_text())
     if given["dry_run"] or given["write"]:
         if as_json:
             files = {name: str(path) for name, path in plan.package.files.items()}
             needed = list(plan.package.needed)
-            print_json({"text": plan.text(), "config": plan.package.config(), "files": files, "needed": needed})
+            print_json(
+                {"text": plan.render_text(), "config": plan.package.render_config(), "files": files, "needed": needed}
+            )
             return
         if given["dry_run"]:
-            print(plan.text(), end="")
+            print(plan.render_text(), end="")
         print_lines(_describe_package(plan), file=sys.stderr)
         return
     progress = None if as_json else CountProgress(Message("sending"))
@@ -184,7 +186,7 @@ def _describe_package(plan: "Plan") -> Message:
 
 
 @remote_app.callback()
-def listing(context: typer.Context, as_json: bool = JSON) -> None:
+def list_jobs(context: typer.Context, as_json: bool = JSON) -> None:
     """List trainings on other machines, or manage one."""
     from ..jobs.remote import handle
 
@@ -212,7 +214,7 @@ def status(name: str = NAME, as_json: bool = JSON) -> None:
     """Show the state of a job on another machine."""
     from ..jobs.remote import control, handle
 
-    _print_view(name, control.look(handle.load(name)), as_json)
+    _print_view(name, control.fetch_view(handle.load(name)), as_json)
 
 
 @remote_app.command()
@@ -262,7 +264,7 @@ def fetch(name: str = NAME, as_json: bool = JSON) -> None:
         *result.notes,
     )
     if result.left:
-        names = ownership.counted(result.left)
+        names = ownership.format_entries(result.left)
         print_lines(Message("kept on that machine, because the run did not write them: {names}", names=names))
 
 

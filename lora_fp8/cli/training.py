@@ -113,7 +113,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
     if as_json:
         print_json(layers.to_json() | {"notes": notes})
     else:
-        print_lines(layers.table(), *notes)
+        print_lines(layers.format_table(), *notes)
 
 
 @without_collection()
@@ -132,17 +132,17 @@ def estimate(
     from ..plan import resolve
     from ..plan.estimate import estimate as estimate_plan
     from ..run import ownership
-    from ..training.memory import free_bytes
+    from ..training.memory import count_free_bytes
 
     if not ownership.is_run(job.run_folder):  # an existing run may be estimated again
         ownership.require_new(job.run_folder)
     plan = planning.make(job, base=resolve.describe_for_estimate(job), world=processes, progress=show_images())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    estimated = estimate_plan(plan, device.type, free_bytes(device), processes)
+    estimated = estimate_plan(plan, device.type, count_free_bytes(device), processes)
     if as_json:
         print_json(estimated.to_json())
     else:
-        print_lines(*estimated.lines())
+        print_lines(*estimated.format_lines())
 
 
 @without_collection()
@@ -155,7 +155,7 @@ def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: b
     if as_json:
         print_json(described.to_json())
     else:
-        print_lines(*described.lines())
+        print_lines(*described.format_lines())
 
 
 def lr_find(
@@ -178,7 +178,7 @@ def lr_find(
     if as_json:
         print_json(test.to_json())
     else:
-        print_lines(*test.lines())
+        print_lines(*test.format_lines())
 
 
 def precision(
@@ -194,11 +194,13 @@ def precision(
     job = load_config(config_file, overrides)
     from ..stages import measure
 
-    report = measure.report(job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else print_event)
+    report = measure.measure_precision(
+        job, num_pictures=pictures, whole=not layers_only, echo=None if as_json else print_event
+    )
     if as_json:
         print_json(report.to_json())
     else:
-        print_lines(*report.lines())
+        print_lines(*report.format_lines())
 
 
 def train(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:

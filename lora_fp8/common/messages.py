@@ -113,7 +113,7 @@ def without_home(text: str) -> str:
 def add_translations(content: dict[str, Any]) -> dict[str, Any]:
     """Return a JSON object with the translations of the messages anywhere in it, if it has any."""
     translations: dict[str, dict[str, str]] = {}
-    for message in _messages_in(content):
+    for message in _find_messages(content):
         for language in CATALOGUES:
             if (translated := translate(language, message)) != message:
                 translations.setdefault(language, {})[str.__str__(message)] = translated
@@ -133,16 +133,16 @@ def read_message(file: Path) -> str:
         return ""
 
 
-def _messages_in(content: Any) -> Iterator[Message]:
+def _find_messages(content: Any) -> Iterator[Message]:
     if isinstance(content, Message):
         yield content
     elif isinstance(content, dict):
         for key, value in content.items():
-            yield from _messages_in(key)
-            yield from _messages_in(value)
+            yield from _find_messages(key)
+            yield from _find_messages(value)
     elif isinstance(content, list | tuple):
         for value in content:
-            yield from _messages_in(value)
+            yield from _find_messages(value)
 
 
 def restore(content: Any) -> Any:

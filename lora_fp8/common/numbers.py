@@ -6,14 +6,14 @@ from decimal import Decimal
 from typing import Any, TypeGuard
 
 
-def digits(number: float) -> str:
+def format_digits(number: float) -> str:
     """Format a number for people: three significant digits, all digits before the point, and never an exponent."""
     return str(round(number)) if abs(number) >= 100 else format(Decimal(f"{number:.3g}"), "f")
 
 
 def format_count(number: float) -> str:
     """Format a count for people: "79,104" or "12.3 M"."""
-    return f"{number:,.0f}" if number < 1e6 else f"{digits(number / 1e6)} M"
+    return f"{number:,.0f}" if number < 1e6 else f"{format_digits(number / 1e6)} M"
 
 
 def format_bytes(number: float) -> str:
@@ -22,10 +22,10 @@ def format_bytes(number: float) -> str:
         if number < 999.5:
             return f"{number:.3g} {unit}"
         number /= 1024
-    return f"{digits(number)} TiB"
+    return f"{format_digits(number)} TiB"
 
 
-def sides(shape: Iterable[int]) -> str:
+def format_shape(shape: Iterable[int]) -> str:
     """Format a tensor's shape: "320 x 64"."""
     return " x ".join(map(str, shape)) or "1"
 

@@ -70,18 +70,18 @@ def describe_parser_error(error: ValueError, text: str = "") -> str:
     if isinstance(error, UnicodeDecodeError):
         return Message("the text is not UTF-8 (byte {byte})", byte=error.start)
     if isinstance(error, json.JSONDecodeError):
-        return place(error.lineno, error.colno, find_message(error.msg))
+        return add_place(error.lineno, error.colno, find_message(error.msg))
     if match := _PLACE.fullmatch(str(error)):
         why = find_message(match["why"])
         if match["line"]:
-            where = place(int(match["line"]), int(match["column"]), why)
+            where = add_place(int(match["line"]), int(match["column"]), why)
             line = text.replace("\r\n", "\n").split("\n")[int(match["line"]) - 1] if text else ""
             return Message("{why}, in {line}", why=where, line=quote(line.strip())) if line.strip() else where
         return Message("at the end: {why}", why=why)
     return str(error)
 
 
-def place(line: int, column: int, why: str) -> Message:
+def add_place(line: int, column: int, why: str) -> Message:
     """Return a message with its place in a text in front."""
     return Message("line {line_number}, column {column}: {why}", line_number=line, column=column, why=why)
 
@@ -92,11 +92,11 @@ def find_message(text: str) -> str:
         return _KNOWN[text]
     for pattern, template in _WITH_NAME.items():
         if match := re.fullmatch(pattern, text, re.DOTALL):
-            return template(name=_dotted_key(match[1]))
+            return template(name=_join_dotted_key(match[1]))
     return text
 
 
-def _dotted_key(name: str) -> str:
+def _join_dotted_key(name: str) -> str:
     """Return a key that tomllib shows as a tuple, such as "('a', 'b')", as it is written: a.b; other text as it is."""
     try:
         parts = ast.literal_eval(name)

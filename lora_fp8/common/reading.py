@@ -28,7 +28,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """
     # Checked before opening, as opening a device may have effects, and again after it, as the file may be replaced.
     _refuse(os.stat(path).st_mode, path)
-    descriptor = os.open(path, system.flags("O_RDONLY", "O_NONBLOCK"))
+    descriptor = os.open(path, system.combine_flags("O_RDONLY", "O_NONBLOCK"))
     try:
         _refuse(os.fstat(descriptor).st_mode, path)
         return os.fdopen(descriptor, "rb")
@@ -47,10 +47,10 @@ def read_bytes(path: str | os.PathLike[str], most: int | None = None) -> bytes:
         OSError: as for `open_regular`, or the file is larger than `most`.
     """
     with open_regular(path) as file:
-        return rest_of(file, most)
+        return read_rest(file, most)
 
 
-def rest_of(file: IO[bytes], most: int | None = None) -> bytes:
+def read_rest(file: IO[bytes], most: int | None = None) -> bytes:
     """Read an open file to its end.
 
     Raises:

@@ -10,7 +10,7 @@ SETTLED = 2.0
 clock, another write would leave the same times."""
 
 
-def stamp_file(path: Path) -> FileStamp:
+def read_stamp(path: Path) -> FileStamp:
     """Return values that change when the file does. No tool can set back its time of last change. Raises OSError."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -37,7 +37,7 @@ BUSY_SECONDS = 5.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def detached() -> dict[str, Any]:
+def make_detach_options() -> dict[str, Any]:
     """Return the arguments of subprocess.Popen for a process that ignores this terminal's Ctrl-C and outlives it."""
     if not WINDOWS:
         return {"start_new_session": True}
@@ -45,7 +45,7 @@ def detached() -> dict[str, Any]:
     return {"creationflags": sum(getattr(subprocess, name, 0) for name in names)}
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Return the folder for what the program remembers between runs; it may not exist yet."""
     default = os.environ.get("LOCALAPPDATA") or "~/.cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or default).expanduser() / "lora_fp8"
@@ -201,7 +201,7 @@ def read_at(descriptor: int, count: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def flags(*names: str) -> int:
+def combine_flags(*names: str) -> int:
     """Return flags of os.open by their names, as far as the system has them, and O_BINARY on Windows."""
     value = getattr(os, "O_BINARY", 0)
     for name in names:

@@ -19,7 +19,7 @@ def quote(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]} ... ({len(text)} characters)"
 
 
-def similar(given: str, names: list[str]) -> str | None:
+def find_similar(given: str, names: list[str]) -> str | None:
     """Return the most similar name; None if none is similar."""
     near = difflib.get_close_matches(str(given)[:80].lower(), names, n=1, cutoff=0.5)
     return near[0] if near else None

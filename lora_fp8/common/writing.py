@@ -75,7 +75,7 @@ def sync_files(paths: list[Path]) -> None:
     """Make the contents of files durable. Call it after all are written, as a disk handles many at once."""
     for path in paths:
         # Windows flushes only what is open for writing.
-        descriptor = os.open(path, system.flags("O_RDWR" if system.WINDOWS else "O_RDONLY"))
+        descriptor = os.open(path, system.combine_flags("O_RDWR" if system.WINDOWS else "O_RDONLY"))
         try:
             os.fsync(descriptor)
         finally:

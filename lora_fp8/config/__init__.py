@@ -1,22 +1,22 @@
 """Read a TOML config into a checked job, and write it back."""
 
-from .example import example
+from .example import make_example
 from .loading import (
     MOST_PROBLEMS,
     InvalidConfig,
     Override,
-    commented,
     dumps,
-    layers,
+    format_toml_line,
+    format_toml_value,
+    format_with_comments,
+    list_preset_names,
     load,
     loads,
-    preset_names,
+    read_layers,
     read_toml,
-    toml_line,
-    toml_value,
 )
 from .preview_changes import apply_preview_changes
-from .unused import Rule, conditions, defaults, find_idle, find_unused_settings
+from .unused import Rule, find_unmet_rules, find_unused_settings, list_conditions, list_defaults
 
 __all__ = [
     "MOST_PROBLEMS",
@@ -24,18 +24,18 @@ __all__ = [
     "Override",
     "Rule",
     "apply_preview_changes",
-    "commented",
-    "conditions",
-    "defaults",
+    "format_with_comments",
+    "list_conditions",
+    "list_defaults",
     "dumps",
-    "example",
-    "find_idle",
+    "make_example",
+    "find_unmet_rules",
     "find_unused_settings",
-    "layers",
+    "read_layers",
     "load",
     "loads",
-    "preset_names",
+    "list_preset_names",
     "read_toml",
-    "toml_line",
-    "toml_value",
+    "format_toml_line",
+    "format_toml_value",
 ]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import families
-from ..common.numbers import digits
-from ..data.caption_style import style_of
+from ..common.numbers import format_digits
+from ..data.caption_style import detect_style
 from ..data.caption_text import CAPTIONS, read_caption
 from ..data.clips import VIDEOS
 from ..data.decoding import EXTENSIONS
@@ -65,7 +65,7 @@ class Pictures:
         return self.images + self.videos
 
 
-def expand(folder: Path) -> list[tuple[Path, int]]:
+def expand_folder(folder: Path) -> list[tuple[Path, int]]:
     """Return an image folder with its repeats: for kohya's layout (`10_zibo` in it), each such folder with its number.
 
     Raises:
@@ -84,7 +84,7 @@ def expand(folder: Path) -> list[tuple[Path, int]]:
     return [(folder / name, int(name.partition("_")[0])) for name in inner]
 
 
-def look(folders: Sequence[tuple[Path, float]]) -> Pictures:
+def scan_folders(folders: Sequence[tuple[Path, float]]) -> Pictures:
     """Count the files of image folders with their repeats, and read captions. No image is opened.
 
     Raises:
@@ -112,7 +112,7 @@ def look(folders: Sequence[tuple[Path, float]]) -> Pictures:
                 caption = _read(file) if file and len(captions) < MOST_READ else ""
                 uncaptioned += file is None
                 captions += [caption] if caption else []
-    return Pictures(images, samples, videos, uncaptioned, style_of(captions), captions)
+    return Pictures(images, samples, videos, uncaptioned, detect_style(captions), captions)
 
 
 def _read(file: Path) -> str:
@@ -122,7 +122,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: int = 0) -> list[Value]:
+def choose_values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: int = 0) -> list[Value]:
     """Return what the images ask for: steps, validation, shuffling, frames, and what to do without captions.
 
     Args:
@@ -133,7 +133,7 @@ def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: 
         card: GB of GPU memory, one of `recipes.CARDS`, for the number of frames; 0 is any.
     """
     held_out = count_held_out(pictures.files)
-    length = _steps_value(goal, pictures, held_out)
+    length = _choose_steps(goal, pictures, held_out)
     chosen = [length]
     if held_out:
         every = max(ROUND, round(length.value / MEASUREMENTS / ROUND) * ROUND)
@@ -145,13 +145,13 @@ def values(goal: str, family: str, pictures: Pictures, trigger: str = "", card: 
         )
         chosen += [Value("validation.pictures", held_out, why)]
         chosen += [Value("validation.every", every, Message("About ten measurements over the training."))]
-    chosen += _caption_values(family, pictures, trigger)
+    chosen += _choose_caption_values(family, pictures, trigger)
     if pictures.videos and any(families.get(family).clips):
-        chosen.append(_frames_value(goal, family, pictures.videos, card))
+        chosen.append(_choose_frames(goal, family, pictures.videos, card))
     return chosen
 
 
-def _frames_value(goal: str, family: str, videos: int, card: int) -> Value:
+def _choose_frames(goal: str, family: str, videos: int, card: int) -> Value:
     """Choose the usual length of clips, or a shorter one if only that fits the card."""
     step, _ = families.get(family).clips
     lengths = [1 + most // step * step for most in CLIP_STEPS if most >= step]
@@ -179,7 +179,7 @@ def count_held_out(files: int) -> int:
     return min(MOST_HELD_OUT, round(files * HELD_OUT)) if files >= HELD_OUT_FROM else 0
 
 
-def _steps_value(goal: str, pictures: Pictures, held_out: int) -> Value:
+def _choose_steps(goal: str, pictures: Pictures, held_out: int) -> Value:
     times, (least, most) = TIMES[goal], BOUNDS[goal]
     trained = pictures.files - held_out
     if trained < 1:
@@ -192,9 +192,9 @@ def _steps_value(goal: str, pictures: Pictures, held_out: int) -> Value:
         "trained": trained,
         "times": times,
         "batch": IMAGES_PER_STEP,
-        "exact": digits(exact),
-        "epochs": digits(steps * IMAGES_PER_STEP / samples),
-        "samples": digits(samples),
+        "exact": format_digits(exact),
+        "epochs": format_digits(steps * IMAGES_PER_STEP / samples),
+        "samples": format_digits(samples),
     }
     if steps in (least, most) and abs(steps - exact) > ROUND:
         why = Message(
@@ -212,7 +212,7 @@ def _steps_value(goal: str, pictures: Pictures, held_out: int) -> Value:
     return Value("train.steps", steps, why)
 
 
-def _caption_values(family: str, pictures: Pictures, trigger: str) -> list[Value]:
+def _choose_caption_values(family: str, pictures: Pictures, trigger: str) -> list[Value]:
     usual = families.get(family).captions
     chosen = []
     if pictures.style == "sentences" and usual == "tags":

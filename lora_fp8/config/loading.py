@@ -28,15 +28,15 @@ from ..common.messages import get_language, translate
 from ..common.parsing import describe_parser_error
 from ..common.reading import load_text
 from ..common.shell import quote_path
-from ..common.text import quote, similar
+from ..common.text import find_similar, quote
 from ..errors import Message, UserError, UserErrors, cannot_read, looked_for, not_utf8
 from ..families.sources import parse as parse_reference
-from ..settings import TABLES, Job, Section, flat_table, table_of_lines
+from ..settings import TABLES, Job, Section, flatten_table, parse_lines
 from . import recipes
 from .mistakes import explain_toml, find_escaped_paths, find_variables
-from .relations import KINDS, contradictions, kinds_of
-from .unused import find_idle_of
-from .validation import OUT_OF_BOUNDS, Location, accepted, describe_error, model_at, real_location
+from .relations import KINDS, find_contradictions, find_kinds
+from .unused import list_unused_keys
+from .validation import OUT_OF_BOUNDS, Location, describe_accepted, describe_error, find_model, resolve_location
 
 HERE = Path(__file__).resolve().parent.parent
 PRESET_FOLDER = next(folder for folder in (HERE / "presets", HERE.parent / "presets") if folder.is_dir())
@@ -71,7 +71,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     try:
         text = load_text(path)
     except FileNotFoundError:
-        raise _no_such_file(path) from None
+        raise _explain_missing_file(path) from None
     except IsADirectoryError:
         raise UserError(Message("{path}: this is a folder; give the TOML file in it", path=path)) from None
     except UnicodeDecodeError as error:
@@ -87,7 +87,7 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     problems: list[str] = []
     assignments = _parse_overrides(overrides, problems)
     data: dict[str, Any] = {}
-    names = _preset_names(given, assignments)
+    names = _read_preset_names(given, assignments)
     if len(names) > MOST_PRESETS:
         problems.append(
             Message(
@@ -96,10 +96,10 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
         )
     presets = {name: _read_preset(name, folder, problems) for name in names[:MOST_PRESETS]}
     layers = [*presets.values(), given]
-    family = _family_of(layers, assignments)
+    family = _find_family(layers, assignments)
     _fill_recipes(presets.items(), family, layers, assignments)
     for name, preset in presets.items():
-        _lay_kinds(preset, family, name, problems)
+        _merge_kinds(preset, family, name, problems)
         _read_tables(preset, f"preset {name}")
         _merge(data, preset)
     _read_tables(given, where)
@@ -118,11 +118,11 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), where: str = "
     return job
 
 
-def _no_such_file(path: Path) -> UserError:
+def _explain_missing_file(path: Path) -> UserError:
     """Return the error for a config file that does not exist, with the file beside it that was probably meant."""
     stem = path.name.removesuffix(".toml")
     present = [file.stem for file in path.parent.glob("*.toml")]  # without the ending, which makes all names similar
-    near = stem if stem in present else similar(stem, present)
+    near = stem if stem in present else find_similar(stem, present)
     if near is not None:
         meant = quote_path(path.parent / f"{near}.toml")
         return UserError(
@@ -137,9 +137,9 @@ def _no_such_file(path: Path) -> UserError:
     )
 
 
-def toml_line(key: str, value: Any) -> str:
+def format_toml_line(key: str, value: Any) -> str:
     """Return `key=value` for a file or an override, with the escapes of TOML, which differ from those of JSON."""
-    return f"{key}={toml_value(value)}"
+    return f"{key}={format_toml_value(value)}"
 
 
 class Override(str):
@@ -153,30 +153,30 @@ class Override(str):
 
     def __new__(cls, key: str, value: Any, option: str = "") -> "Override":
         """Write the value as TOML."""
-        line = super().__new__(cls, toml_line(key, value))
+        line = super().__new__(cls, format_toml_line(key, value))
         line.option = option
         return line
 
 
-def toml_value(value: Any) -> str:
+def format_toml_value(value: Any) -> str:
     """Return a value as TOML writes it behind a key; a table stays on the line."""
-    return _inline(value).as_string()
+    return _make_inline(value).as_string()
 
 
-def _inline(value: Any) -> Any:
+def _make_inline(value: Any) -> Any:
     """Convert a value as tomlkit's `item` does, but with inline tables."""
     if isinstance(value, dict):
         table = tomlkit.inline_table()
-        table.update({name: _inline(inner) for name, inner in value.items()})
+        table.update({name: _make_inline(inner) for name, inner in value.items()})
         return table
     if isinstance(value, list):
         array = tomlkit.array()
-        array.extend(map(_inline, value))
+        array.extend(map(_make_inline, value))
         return array
     return tomlkit.item(value)
 
 
-def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
+def read_layers(text: str, where: str = "config", folder: Path = Path()) -> list[tuple[str, dict[str, Any]]]:
     """Return the parts of a TOML text, unchecked: (name, tables) of each readable preset, then ("", its own tables).
 
     Raises:
@@ -185,21 +185,22 @@ def layers(text: str, where: str = "config", folder: Path = Path()) -> list[tupl
     given = _parse_toml(text, where)
     unread: list[str] = []
     presets = [
-        (name, _read_preset(name, folder, unread)) for name in dict.fromkeys(_preset_names(given, [])[:MOST_PRESETS])
+        (name, _read_preset(name, folder, unread))
+        for name in dict.fromkeys(_read_preset_names(given, [])[:MOST_PRESETS])
     ]
     tables = [*(preset for _, preset in presets), given]
-    family = _family_of(tables, [])
+    family = _find_family(tables, [])
     _fill_recipes(presets, family, tables, [])
     for name, preset in presets:
-        _lay_kinds(preset, family, name, unread)
+        _merge_kinds(preset, family, name, unread)
         _read_tables(preset)
     _read_tables(given)
     return [*presets, ("", given)]
 
 
-def preset_names() -> list[str]:
+def list_preset_names() -> list[str]:
     """Return the names of the presets: those of recipes, and the bundled files."""
-    return [*recipes.names(), *sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))]
+    return [*recipes.list_names(), *sorted(p.stem for p in PRESET_FOLDER.glob("*.toml"))]
 
 
 def dumps(job: Job) -> str:
@@ -207,19 +208,19 @@ def dumps(job: Job) -> str:
     data = job.model_dump()
     data["preset"] = []
     for section, _, name in (key.partition(".") for key in (*TABLES, "optimizer.arguments")):
-        data[section][name] = _inline(data[section][name])  # on its line, not as a table behind the section
+        data[section][name] = _make_inline(data[section][name])  # on its line, not as a table behind the section
     return tomlkit.dumps(data)
 
 
-def commented(job: Job) -> str:
+def format_with_comments(job: Job) -> str:
     """Return the job as a TOML file for people: each setting with its description and accepted values, by section.
 
     Settings that have no effect in this job are left out, unless they are set.
     """
     lines: list[str] = []
-    idle = find_idle_of(job)
+    idle = list_unused_keys(job)
 
-    def section(model: Section, title: str, double: bool = False) -> None:
+    def add_section(model: Section, title: str, double: bool = False) -> None:
         doc = (type(model).__doc__ or "").strip().splitlines()[0]
         if title:
             lines.extend(["", f"[[{title}]]" if double else f"[{title}]", f"# {doc}"])
@@ -232,13 +233,13 @@ def commented(job: Job) -> str:
             key = f"{title}.{name}" if title else name
             if key in idle and value == field.get_default(call_default_factory=True):
                 continue
-            choices = accepted(field)
-            lines.append(f"{name} = {toml_value(value)}  # {field.description}{choices and f' ({choices})'}")
+            choices = describe_accepted(field)
+            lines.append(f"{name} = {format_toml_value(value)}  # {field.description}{choices and f' ({choices})'}")
         for name, value in inner:
             for item in value if isinstance(value, list) else [value]:
-                section(item, f"{title}.{name}" if title else name, isinstance(value, list))
+                add_section(item, f"{title}.{name}" if title else name, isinstance(value, list))
 
-    section(job, "")
+    add_section(job, "")
     return "\n".join(lines).strip() + "\n"
 
 
@@ -321,7 +322,7 @@ def _parse_overrides(overrides: list[str] | tuple[str, ...], problems: list[str]
     return assignments
 
 
-def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]]) -> list[str]:
+def _read_preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]]) -> list[str]:
     names = given.get("preset", [])
     for keys, value in assignments:
         if keys == ["preset"]:
@@ -332,7 +333,7 @@ def _preset_names(given: dict[str, Any], assignments: list[tuple[list[str], Any]
 
 
 def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]:
-    if name in recipes.names():
+    if name in recipes.list_names():
         return {}  # `_fill_recipe` needs the family
     path = folder / name if name.endswith(".toml") else PRESET_FOLDER / f"{name}.toml"
     try:
@@ -340,8 +341,8 @@ def _read_preset(name: str, folder: Path, problems: list[str]) -> dict[str, Any]
     except OSError:  # a name too long for the file system
         exists = False
     if not exists:
-        given, names = quote(name), ", ".join(preset_names())
-        if near := similar(name, preset_names()):
+        given, names = quote(name), ", ".join(list_preset_names())
+        if near := find_similar(name, list_preset_names()):
             line = Message(
                 "preset: there is no preset {name}, did you mean {meant}?; accepted: {names}, or the path of a "
                 ".toml file",
@@ -383,7 +384,7 @@ def _find_value(layers: list[dict[str, Any]], assignments: list[tuple[list[str],
     return given[-1] if given else None
 
 
-def _family_of(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> str:
+def _find_family(layers: list[dict[str, Any]], assignments: list[tuple[list[str], Any]]) -> str:
     """Return the `model.family` that results from these layers and overrides; "" if none names one."""
     named = _find_value(layers, assignments, "model.family")
     return named if isinstance(named, str) else ""
@@ -401,16 +402,16 @@ def _fill_recipes(
     """
     for name, preset in sorted(presets, key=lambda pair: pair[0] not in recipes.GOALS):
         draws = bool(_find_value(layers, assignments, "preview.prompts"))
-        frames = recipes.longest_clip(_find_value(layers, assignments, "dataset.frames"))
+        frames = recipes.find_longest_clip(_find_value(layers, assignments, "dataset.frames"))
         dropout = recipes.is_dropout(_find_value(layers, assignments, "adapter.dropout"))
         base = str(_find_value(layers, assignments, "model.path") or "")
-        values = recipes.preset(name, family, draws=draws, frames=frames, dropout=dropout, base=base)
+        values = recipes.find_preset_values(name, family, draws=draws, frames=frames, dropout=dropout, base=base)
         for value in values or []:
             section, _, key = value.key.partition(".")
             preset.setdefault(section, {})[key] = copy.deepcopy(value.value)
 
 
-def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[str]) -> None:
+def _merge_kinds(preset: dict[str, Any], family: str, name: str, problems: list[str]) -> None:
     """Merge into a preset, in place, those of its [for.KIND] tables that apply to this family, and drop the others."""
     tables = preset.pop("for", {})
     for kind, table in tables.items() if isinstance(tables, dict) else [("", tables)]:
@@ -423,7 +424,7 @@ def _lay_kinds(preset: dict[str, Any], family: str, name: str, problems: list[st
                     kinds=" | ".join(KINDS),
                 )
             )
-        elif kind in kinds_of(family):
+        elif kind in find_kinds(family):
             _merge(preset, table)
 
 
@@ -444,14 +445,14 @@ def _read_table(key: str, value: Any, where: str = "") -> Any:
         where: the file, to warn of the older form; "" warns of nothing.
     """
     if key in TABLES and isinstance(value, list) and all(isinstance(line, str) for line in value):
-        table = table_of_lines(value)
+        table = parse_lines(value)
         if where:
-            line: str = f"{key.partition('.')[2]} = {toml_value(table)}"
+            line: str = f"{key.partition('.')[2]} = {format_toml_value(table)}"
             if len(table) < len(value):
                 line = Message("{line}; if a name occurs twice, its first line counts", line=line)
             _warn_of_lines(key, line, where)
         return table
-    return flat_table(value) if key in TABLES and isinstance(value, dict) else value
+    return flatten_table(value) if key in TABLES and isinstance(value, dict) else value
 
 
 @cache
@@ -532,7 +533,7 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
         bounded: set[Location] = set()
         items = error.errors(include_url=False)
         for number, item in enumerate(items):
-            location = real_location(item["loc"], data)
+            location = resolve_location(item["loc"], data)
             if location not in bounded:  # report the violated bound, not the choices
                 lines[location] = describe_error(item, location)
             if item["type"] in OUT_OF_BOUNDS:
@@ -548,12 +549,12 @@ def _validate(data: dict[str, Any]) -> tuple[Job | None, list[tuple[Location, st
         # Look for contradictions in what remains, to report them at the same time. A rule that reads a wrong setting
         # would only repeat the problem, or judge by the default.
         names = [".".join(map(str, location)) for location in wrong]
-        job = Job.model_validate(_repaired(data, wrong))
-        for keys, line in contradictions(job):
+        job = Job.model_validate(_repair(data, wrong))
+        for keys, line in find_contradictions(job):
             if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for key in keys for n in names):
                 problems.append((tuple(keys[0].split(".")), line))
         return job, problems
-    problems += [(tuple(keys[0].split(".")), line) for keys, line in contradictions(job)]
+    problems += [(tuple(keys[0].split(".")), line) for keys, line in find_contradictions(job)]
     problems += find_variables(job)
     return job, problems
 
@@ -563,7 +564,7 @@ def _add_origin(
 ) -> str:
     """Add where a wrong setting was written, if not in the file itself."""
 
-    def holds(node: Any, parts: Location) -> bool:
+    def has_path(node: Any, parts: Location) -> bool:
         for part in parts:
             if isinstance(node, dict) and part in node:
                 node = node[part]
@@ -577,9 +578,9 @@ def _add_origin(
     origins = [option for name, option in options.items() if f"{key}.".startswith(f"{name}.")]
     if origins:
         return Message("{line} (from {option})", line=line, option=origins[-1]) if origins[-1] else line
-    if holds(given, location):
+    if has_path(given, location):
         return line
-    preset = next((name for name in reversed(presets) if holds(presets[name], location)), None)
+    preset = next((name for name in reversed(presets) if has_path(presets[name], location)), None)
     return line if preset is None else Message("{line} (from preset {preset})", line=line, preset=preset)
 
 
@@ -610,22 +611,22 @@ def _normalise_base(data: dict[str, Any]) -> list[tuple[Location, str]]:
     return []
 
 
-def _repaired(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:
+def _repair(data: dict[str, Any], wrong: list[Location]) -> dict[str, Any]:
     """Return a deep copy without the entries at these places, in which required settings that are missing are empty."""
 
-    def copied(node: Any, here: Location) -> Any:
+    def copy_node(node: Any, here: Location) -> Any:
         if isinstance(node, dict):
-            table = {k: copied(v, (*here, k)) for k, v in node.items() if (*here, k) not in wrong}
-            model = model_at(here)
+            table = {k: copy_node(v, (*here, k)) for k, v in node.items() if (*here, k) not in wrong}
+            model = find_model(here)
             for name, field in model.model_fields.items() if model is not None else ():
                 if field.is_required() and name not in table:
-                    table[name] = copied({}, (*here, name)) if model_at((*here, name)) is not None else ""
+                    table[name] = copy_node({}, (*here, name)) if find_model((*here, name)) is not None else ""
             return table
         if isinstance(node, list):
             # An invalid table is emptied, not removed, so that the numbers of the tables after it do not change.
-            keep = model_at(here) is not None
+            keep = find_model(here) is not None
             entries = [((*here, i), v) for i, v in enumerate(node) if keep or (*here, i) not in wrong]
-            return [copied({} if place in wrong else v, place) for place, v in entries]
+            return [copy_node({} if place in wrong else v, place) for place, v in entries]
         return node
 
-    return copied(data, ())
+    return copy_node(data, ())

@@ -61,7 +61,7 @@ def find_escaped_paths(text: str) -> list[Message]:
 
 def find_variables(job: Job) -> Iterator[tuple[tuple[str | int, ...], Message]]:
     """Yield (place, message) of each path with a variable of the shell, which nothing expands."""
-    for named in settings.path_places(job.model_dump()):
+    for named in settings.find_path_places(job.model_dump()):
         match = _VARIABLE.search(named.path)
         if match and not os.path.lexists(os.path.expanduser(named.path)):
             yield named.place, _explain_variable(named.key, named.path, match[0])

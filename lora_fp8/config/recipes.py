@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import families
-from ..common.numbers import digits
+from ..common.numbers import format_digits
 from ..data.clips import MOST_FRAMES
 from ..errors import Message
 from ..families.sources import known_bases
-from .relations import kinds_of
+from .relations import find_kinds
 
 GOALS = ("character", "style", "concept", "object", "edit")
 CARDS = (8, 12, 16, 24, 48, 80)
@@ -73,13 +73,13 @@ class Rule:
     kind: str = ""
 
 
-def _by_kind(key: str, value: Any, why: dict[str, Message]) -> tuple[Rule, ...]:
+def _make_rules(key: str, value: Any, why: dict[str, Message]) -> tuple[Rule, ...]:
     return tuple(Rule(key, value, sentence, kind) for kind, sentence in why.items())
 
 
 COMMON = (
     Rule("optimizer.lr", "auto", Message("1e-4, the usual learning rate for a LoRA of the denoiser.")),
-    *_by_kind(
+    *_make_rules(
         "optimizer.lr_scale",
         "auto",
         {
@@ -246,7 +246,7 @@ class Recipe:
     @property
     def presets(self) -> list[str]:
         """The names for `preset` in a config."""
-        return [self.goal, card_name(self.card)]
+        return [self.goal, format_card_name(self.card)]
 
 
 def find_goals(family: str) -> tuple[str, ...]:
@@ -257,28 +257,28 @@ def find_goals(family: str) -> tuple[str, ...]:
     return GOALS if most else tuple(goal for goal in GOALS if goal != "edit")
 
 
-def card_name(gb: int) -> str:
+def format_card_name(gb: int) -> str:
     """Return the name of a card's preset."""
     return f"vram_{gb}gb"
 
 
-def card_for(memory: int) -> int:
+def choose_card(memory: int) -> int:
     """Return the largest card that is not larger than a GPU with so many bytes; the smallest for a smaller GPU."""
     return max((gb for gb in CARDS if gb * 2**30 <= memory + SLACK), default=CARDS[0])
 
 
-def card_of(name: str) -> int:
+def parse_card(name: str) -> int:
     """Return the GB of a card's preset; 0 for any other name."""
     match = re.fullmatch(r"vram_(\d+)gb", name)
     return int(match[1]) if match and int(match[1]) in CARDS else 0
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Return the names of the presets that recipes are made of."""
-    return [*GOALS, *map(card_name, CARDS)]
+    return [*GOALS, *map(format_card_name, CARDS)]
 
 
-def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int = 1, base: str = "") -> Recipe:
+def make_recipe(goal: str, family: str, card: int, *, draws: bool = True, frames: int = 1, base: str = "") -> Recipe:
     """Make a recipe.
 
     Args:
@@ -290,11 +290,11 @@ def make(goal: str, family: str, card: int, *, draws: bool = True, frames: int =
         base: `model.path`; released models of another size than usual have estimates of their own.
     """
     fit = fit_card(family, card, frames, has_dropout(goal), base)
-    values = [*goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
+    values = [*list_goal_values(goal, family), *(value for value in fit.values if draws or not value.drawn)]
     return Recipe(goal, family, card, values, fit)
 
 
-def preset(
+def find_preset_values(
     name: str, family: str, *, draws: bool, frames: int = 1, dropout: bool = False, base: str = ""
 ) -> list[Value] | None:
     """Return the values of a goal or a card for a family ("" or unknown: what holds for all); None for other names.
@@ -308,8 +308,8 @@ def preset(
         base: `model.path`; "" for the family's usual base.
     """
     if name in GOALS:
-        return goal_values(name, family)
-    if gb := card_of(name):
+        return list_goal_values(name, family)
+    if gb := parse_card(name):
         return [value for value in fit_card(family, gb, frames, dropout, base).values if draws or not value.drawn]
     return None
 
@@ -324,15 +324,15 @@ def is_dropout(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-def longest_clip(frames: Any) -> int:
+def find_longest_clip(frames: Any) -> int:
     """Return the longest length of `dataset.frames`, which may not have been validated yet; 1 without any."""
     lengths = frames if isinstance(frames, list) else []
     return min(max((num for num in lengths if type(num) is int and num > 0), default=1), MOST_FRAMES)
 
 
-def goal_values(goal: str, family: str) -> list[Value]:
+def list_goal_values(goal: str, family: str) -> list[Value]:
     """Return what a goal sets for a family."""
-    kinds = ("", *kinds_of(family))  # an unknown family has none
+    kinds = ("", *find_kinds(family))  # an unknown family has none
     rules = (*GOAL_RULES[goal], *COMMON)
     return [Value(rule.key, rule.value, rule.why) for rule in rules if rule.kind in kinds]
 
@@ -374,7 +374,7 @@ class Sizes:
     text: dict[str, int]
     clips: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
-    def of_clips(self, frames: int) -> "Sizes":
+    def with_clips(self, frames: int) -> "Sizes":
         """Return the estimates for clips of this length.
 
         Memory grows in proportion to the frames, so what lies between two estimates, or behind the last, lies on the
@@ -388,7 +388,9 @@ class Sizes:
         position = min(max(1, bisect.bisect_left(lengths, frames)), len(lengths) - 1)
         below, above = lengths[position - 1], lengths[position]
         share = (frames - below) / (above - below)
-        steps, encode = (_mix(estimates[below][part], estimates[above][part], share) for part in ("steps", "encode"))
+        steps, encode = (
+            _interpolate_sizes(estimates[below][part], estimates[above][part], share) for part in ("steps", "encode")
+        )
         return replace(self, steps=steps, encode=encode)
 
     def with_dropout(self) -> "Sizes":
@@ -397,7 +399,7 @@ class Sizes:
         return replace(self, steps={key: math.ceil(size * factors[key]) for key, size in self.steps.items()})
 
 
-def _mix(below: dict[str, int], above: dict[str, int], share: float) -> dict[str, int]:
+def _interpolate_sizes(below: dict[str, int], above: dict[str, int], share: float) -> dict[str, int]:
     """Return the sizes at a share of the way between two estimates; beyond the second for a share above 1."""
     return {key: math.ceil(below[key] + (above[key] - below[key]) * share) for key in above if key in below}
 
@@ -446,7 +448,7 @@ def find_own_sizes(family: str, base: str) -> Sizes | None:
 def _find_by_name(family: str, name: str) -> known_bases.KnownBase | None:
     """Return the known base of a family whose id ends like `name`, which may be a path."""
     last = name.rpartition("/")[2].lower()
-    return next((base for base in known_bases.of_family(family) if base.id.lower().endswith(last)), None)
+    return next((base for base in known_bases.list_of_family(family) if base.id.lower().endswith(last)), None)
 
 
 def _has_same_size(base: known_bases.KnownBase, other: known_bases.KnownBase) -> bool:
@@ -457,7 +459,7 @@ def _has_same_size(base: known_bases.KnownBase, other: known_bases.KnownBase) ->
     return min(abs(ratio - 1), abs(ratio - 2)) < SAME_SIZE
 
 
-def usable_mib(gb: int) -> int:
+def compute_usable_mib(gb: int) -> int:
     """Return the MiB of a card that a job can use."""
     return int(gb * 1024 * SHARE) - RESERVE
 
@@ -477,13 +479,15 @@ def find_least_cards(family: str, base: str = "") -> tuple[int, int]:
         return 0, 0
     least = []
     for shares in (("0",), tuple(sizes.weights)):
-        choices = [choice for choice in _choices(sizes) if choice.side == sizes.sides[0] and choice.share in shares]
-        needed = min((_peak(sizes, choice, _least_text(sizes)) for choice in choices), default=0)
-        least.append(next((gb for gb in CARDS if 0 < needed <= usable_mib(gb)), 0))
+        choices = [
+            choice for choice in _list_choices(sizes) if choice.side == sizes.sides[0] and choice.share in shares
+        ]
+        needed = min((_compute_peak(sizes, choice, _choose_smallest_text(sizes)) for choice in choices), default=0)
+        least.append(next((gb for gb in CARDS if 0 < needed <= compute_usable_mib(gb)), 0))
     return least[0], least[1]
 
 
-def _least_text(sizes: Sizes) -> str:
+def _choose_smallest_text(sizes: Sizes) -> str:
     return min(sizes.text, key=lambda storage: sizes.text[storage])
 
 
@@ -506,29 +510,29 @@ def fit_card(family: str, gb: int, frames: int = 1, dropout: bool = False, base:
 
 @cache
 def _fit_card(family: str, gb: int, frames: int, dropout: bool, base: str) -> Fit:
-    usable = usable_mib(gb)
+    usable = compute_usable_mib(gb)
     known = find_sizes(family, base)
     if known is None:
-        return Fit(_unknown_values(), None, usable)
-    sizes = known.of_clips(frames)
+        return Fit(_list_fallback_values(), None, usable)
+    sizes = known.with_clips(frames)
     sizes = sizes.with_dropout() if dropout else sizes
-    choices = list(_choices(sizes))
+    choices = list(_list_choices(sizes))
     text = next((storage for storage, size in sizes.text.items() if size <= usable), None)
-    fitting = (choice for choice in choices if _peak(sizes, choice, text or "nf4") <= usable)
+    fitting = (choice for choice in choices if _compute_peak(sizes, choice, text or "nf4") <= usable)
     choice = next(fitting, None) if text else None
-    problem = "" if choice else _refuse(sizes, family, gb, (frames, dropout, base), text)
+    problem = "" if choice else _explain_misfit(sizes, family, gb, (frames, dropout, base), text)
     choice = choice or choices[-1]
-    peak = _peak(sizes, choice, text or "nf4")
+    peak = _compute_peak(sizes, choice, text or "nf4")
     held = sizes.weights[choice.share][0] + sizes.trained + sizes.vae
     tiled = held + sizes.decode.get(str(choice.side), 0) > usable
-    values = [*_weight_values(sizes, choice, usable), *_text_values(sizes, text or "nf4", usable)]
-    values += [*_step_values(sizes, choice, frames), *_side_values(sizes, choice, tiled, usable)]
+    values = [*_list_weight_values(sizes, choice, usable), *_list_text_values(sizes, text or "nf4", usable)]
+    values += [*_list_step_values(sizes, choice, frames), *_list_side_values(sizes, choice, tiled, usable)]
     note = "" if sizes.steps else Message("The memory of a training step is known only after a test step.")
     decode = 0 if tiled else sizes.decode.get(str(choice.side), 0)  # in tiles it is part of the peak already
     return Fit(values, max(peak, held + decode), usable, problem, note)
 
 
-def _unknown_values() -> list[Value]:
+def _list_fallback_values() -> list[Value]:
     less = Message("Saves memory. The architecture is unknown, so nothing was estimated.")
     return [
         Value("quantize.storage", "fp8", less),
@@ -539,7 +543,7 @@ def _unknown_values() -> list[Value]:
     ]
 
 
-def _choices(sizes: Sizes) -> Iterator[Choice]:
+def _list_choices(sizes: Sizes) -> Iterator[Choice]:
     """Yield all combinations that were estimated, the fastest first."""
     native, *smaller = sizes.sides
     for side, batch, checkpointing, share in (
@@ -560,7 +564,7 @@ UNKNOWN_STEP = 6 * 1024
 """MiB that are kept free for a training step that cannot be estimated."""
 
 
-def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
+def _compute_peak(sizes: Sizes, choice: Choice, text: str) -> int:
     """Return the highest peak of encoding, training and a preview in tiles, in MiB."""
     held = sizes.weights[choice.share][0] + sizes.trained
     encode = max(sizes.vae + sizes.encode.get(str(choice.side), 0), sizes.text[text])
@@ -568,22 +572,22 @@ def _peak(sizes: Sizes, choice: Choice, text: str) -> int:
     return max(held + choice.step, encode, preview)
 
 
-def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool, str], text: str | None) -> Message:
+def _explain_misfit(sizes: Sizes, family: str, gb: int, more: tuple[int, bool, str], text: str | None) -> Message:
     """Return why a family does not fit a card; `more` are the last arguments of `fit_card`."""
     title, frames = families.get(family).title, more[0]
     if sizes.base != read_sizes()[family].base and (other := known_bases.get(sizes.base)):
         title = other.title
     larger = next((other for other in CARDS if other > gb and not fit_card(family, other, *more).problem), None)
     if text is None:
-        why = Message("its largest text encoder takes {size} GiB even in nf4", size=gib(sizes.text["nf4"]))
+        why = Message("its largest text encoder takes {size} GiB even in nf4", size=format_gib(sizes.text["nf4"]))
     else:
-        least = gib(min(_peak(sizes, choice, text) for choice in _choices(sizes)))
+        least = format_gib(min(_compute_peak(sizes, choice, text) for choice in _list_choices(sizes)))
         why = Message("even with everything offloaded it takes {size} GiB", size=least)
         if sizes.clips and frames > 1:
             why = Message(
                 "even with everything offloaded, clips of {frames} frames take {size} GiB", frames=frames, size=least
             )
-    usable = gib(usable_mib(gb))
+    usable = format_gib(compute_usable_mib(gb))
     if larger is None:
         return Message(
             "{title} does not fit a GPU of {gb} GB, of which a job can use {usable} GiB: {why}.",
@@ -603,12 +607,12 @@ def _refuse(sizes: Sizes, family: str, gb: int, more: tuple[int, bool, str], tex
     )
 
 
-def gib(mib: int) -> str:
+def format_gib(mib: int) -> str:
     """Return MiB as GiB, for people."""
-    return digits(mib / 1024)
+    return format_digits(mib / 1024)
 
 
-def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
+def _list_weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]:
     whole = sizes.weights["0"][0]
     yield Value(
         "quantize.storage",
@@ -616,7 +620,7 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
         Message(
             "One byte per weight instead of two: the base takes {size} GiB. Measured: the held-out loss rises by "
             "0.3 to 0.6 %, less than the difference between two seeds.",
-            size=gib(whole),
+            size=format_gib(whole),
         ),
     )
     if choice.share != "0":
@@ -627,9 +631,9 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
             Message(
                 "{waiting} GiB of the base are offloaded to RAM, so that {held} GiB are left on the GPU; a job can "
                 "use {usable} GiB of its memory. The result is bit-identical, but training is slower.",
-                waiting=gib(waiting),
-                held=gib(held),
-                usable=gib(usable),
+                waiting=format_gib(waiting),
+                held=format_gib(held),
+                usable=format_gib(usable),
             ),
         )
     yield Value(
@@ -639,8 +643,8 @@ def _weight_values(sizes: Sizes, choice: Choice, usable: int) -> Iterator[Value]
     )
 
 
-def _text_values(sizes: Sizes, storage: str, usable: int) -> Iterator[Value]:
-    plain, size = gib(sizes.text["none"]), gib(sizes.text[storage])
+def _list_text_values(sizes: Sizes, storage: str, usable: int) -> Iterator[Value]:
+    plain, size = format_gib(sizes.text["none"]), format_gib(sizes.text[storage])
     if storage == "none":
         why = Message(
             "The largest text encoder takes {size} GiB and fits: captions are encoded before the base is loaded.",
@@ -651,15 +655,15 @@ def _text_values(sizes: Sizes, storage: str, usable: int) -> Iterator[Value]:
             "The largest text encoder takes {plain} GiB in bf16, more than the {usable} GiB that a job can use; in "
             "{storage} it takes {size} GiB.",
             plain=plain,
-            usable=gib(usable),
+            usable=format_gib(usable),
             storage=storage,
             size=size,
         )
     yield Value("model.text_storage", storage, why)
 
 
-def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
-    size, of_clips = gib(choice.step), bool(sizes.clips) and frames > 1
+def _list_step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
+    size, of_clips = format_gib(choice.step), bool(sizes.clips) and frames > 1
     plain = sizes.steps.get(f"{choice.side} x1")
     if not choice.checkpointing:
         why = Message(
@@ -679,13 +683,13 @@ def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
             "takes {plain} GiB.",
             size=size,
             frames=frames,
-            plain=gib(plain),
+            plain=format_gib(plain),
         )
     else:
         why = Message(
             "Recomputes activations, so a step takes {size} GiB; without this, a single image takes {plain} GiB.",
             size=size,
-            plain=gib(plain),
+            plain=format_gib(plain),
         )
     yield Value("memory.gradient_checkpointing", choice.checkpointing, why)
     at_once = Message("Two images at once are faster than one after the other, and fit.")
@@ -699,7 +703,7 @@ def _step_values(sizes: Sizes, choice: Choice, frames: int) -> Iterator[Value]:
     yield Value("train.accumulate", IMAGES_PER_STEP // choice.batch, a_step)
 
 
-def _side_values(sizes: Sizes, choice: Choice, tiled: bool, usable: int) -> Iterator[Value]:
+def _list_side_values(sizes: Sizes, choice: Choice, tiled: bool, usable: int) -> Iterator[Value]:
     native = sizes.sides[0]
     if choice.side == native:
         why = Message("The resolution that the base was trained at: {side} pixels.", side=native)
@@ -712,8 +716,8 @@ def _side_values(sizes: Sizes, choice: Choice, tiled: bool, usable: int) -> Iter
             "Decoding a whole preview of {side} pixels during the training takes {size} GiB, in tiles {less}. A job "
             "can use {usable} GiB.",
             side=choice.side,
-            size=gib(sizes.decode[str(choice.side)]),
-            less=gib(sizes.decode_tiled[str(choice.side)]),
-            usable=gib(usable),
+            size=format_gib(sizes.decode[str(choice.side)]),
+            less=format_gib(sizes.decode_tiled[str(choice.side)]),
+            usable=format_gib(usable),
         )
         yield Value("preview.tiled", True, why, drawn=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..common.text import is_utf8, quote, similar
+from ..common.text import find_similar, is_utf8, quote
 from ..errors import Message, Template, UserError
 from ..settings import (
     SCALES,
@@ -15,8 +15,8 @@ from ..settings import (
     Job,
     Preview,
     Quantize,
+    find_path_places,
     parse_storage,
-    path_places,
     schedules,
     split_options,
 )
@@ -30,13 +30,13 @@ KINDS = ("tags", "sentences", "instructions", "diffusion", "flow")
 """Kinds of families for which a preset can have a [for.KIND] table: by captions, and by what they predict."""
 
 
-def kinds_of(family: str) -> tuple[str, ...]:
+def find_kinds(family: str) -> tuple[str, ...]:
     """Return those of `KINDS` that apply to a family; () for an unknown family."""
-    from ..families import available, traits
+    from ..families import get_traits, list_families
 
-    if family not in available():
+    if family not in list_families():
         return ()
-    known = traits(family)
+    known = get_traits(family)
     return known["captions"], "diffusion" if known["objective"] == "Diffusion" else "flow"
 
 
@@ -59,11 +59,11 @@ class Rule:
     known_family: bool = False
 
 
-def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
+def find_contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
     """Return the problems of a job whose settings are valid by themselves: (settings that were read, line)."""
-    from ..families import available  # does not import torch
+    from ..families import list_families  # does not import torch
 
-    rules = RULES if job.model.family in available() else [rule for rule in RULES if not rule.known_family]
+    rules = RULES if job.model.family in list_families() else [rule for rule in RULES if not rule.known_family]
     return [
         ((key, *rule.reads), Message("{key}: {line}", key=key, line=text))
         for rule in rules
@@ -73,11 +73,11 @@ def contradictions(job: Job) -> list[tuple[tuple[str, ...], str]]:
 
 def _check_family(job: Job) -> Problems:
     """Yield a problem if `model.family` does not exist."""
-    from ..families import available
+    from ..families import list_families
 
-    families = available()
+    families = list_families()
     if job.model.family not in families:
-        near, name, names = similar(job.model.family, families), quote(job.model.family), " | ".join(families)
+        near, name, names = find_similar(job.model.family, families), quote(job.model.family), " | ".join(families)
         if near:
             yield (
                 "model.family",
@@ -108,7 +108,7 @@ def _check_folders(job: Job) -> Problems:
             yield f"{key}.path", Message("the path is empty; give a folder")
         if folder.regularization and folder.trigger:
             yield f"{key}.trigger", Message("regularization images get no trigger word; leave it empty")
-        if "*" in folder.mask and not _names_masks(folder.mask):
+        if "*" in folder.mask and not _is_mask_pattern(folder.mask):
             yield (
                 f"{key}.mask",
                 Message(
@@ -250,8 +250,8 @@ def _check_schedule(job: Job) -> Problems:
             ),
         )
     elif section.name == "wsd":
-        decay = schedules.decay_steps(section, steps)
-        if (spent := schedules.warmup_steps(section, steps)) + decay > steps:
+        decay = schedules.count_decay_steps(section, steps)
+        if (spent := schedules.count_warmup_steps(section, steps)) + decay > steps:
             yield (
                 "schedule.decay",
                 Message(
@@ -327,14 +327,14 @@ def _check_lists(job: Job) -> Problems:
 
 def _check_encoding(job: Job) -> Problems:
     """Yield a problem for each text that cannot be written as UTF-8."""
-    for key, text in _texts(job.model_dump()):
+    for key, text in _list_texts(job.model_dump()):
         if not is_utf8(text):
             yield key, Message("expected text in UTF-8, got {given}", given=quote(text))
 
 
 def _check_paths(job: Job) -> Problems:
     """Yield a problem for each path that no file system accepts, and for a `name` that cannot name a folder."""
-    for named in path_places(job.model_dump()):
+    for named in find_path_places(job.model_dump()):
         if "\0" in named.path:
             yield named.key, Message("{path} is not a valid path", path=quote(named.path))
     if any(c in "/\\" or not c.isprintable() for c in job.name) or job.name.strip() in ("", ".", ".."):
@@ -429,23 +429,23 @@ def _check_recording(job: Job) -> Problems:
         )
 
 
-def _names_masks(name: str) -> bool:
+def _is_mask_pattern(name: str) -> bool:
     """Return True if a pattern with a * matches masks only, and not the images' own names."""
     return name.count("*") == 1 and not re.search(r"[/\\]", name) and not re.fullmatch(r"\*(\.\w+)?", name)
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _list_texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (setting, text) for every text among a job's values."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+            yield from _list_texts(inner, f"{key}.{name}" if key else str(name))
 
 
 def _check_controls(job: Job) -> Problems:
     """Yield problems where the family takes no control images, or requires them."""
-    from ..families import available, get
+    from ..families import get, list_families
 
     family = get(job.model.family)
     fewest, most = family.controls
@@ -453,7 +453,7 @@ def _check_controls(job: Job) -> Problems:
     for i, folder in enumerate(job.dataset.folders):
         key = f"dataset.folders.{i}.control"
         if folder.control and not most:
-            editing = " | ".join(name for name in available() if any(get(name).controls))
+            editing = " | ".join(name for name in list_families() if any(get(name).controls))
             yield (
                 key,
                 Message(
@@ -486,13 +486,13 @@ def _check_controls(job: Job) -> Problems:
 
 def _check_clips(job: Job) -> Problems:
     """Yield problems where the family takes no clips, or none of these lengths."""
-    from ..families import available, get
+    from ..families import get, list_families
 
     family = get(job.model.family)
     title, (step, _) = family.title, family.clips
     lengths = {"dataset.frames": job.dataset.frames, "preview.frames": [job.preview.frames]}
     if not step:
-        takers = " | ".join(name for name in available() if any(get(name).clips))
+        takers = " | ".join(name for name in list_families() if any(get(name).clips))
         for key, given in lengths.items():
             if given != ([] if key == "dataset.frames" else [1]):
                 yield (
@@ -602,11 +602,14 @@ def _check_other_layers(section: Quantize) -> Problems:
             ),
         )
     if section.kernels == "triton":
-        yield "quantize.kernels", _or_own(Message("'triton' works with this program's own layers only; use 'torch'"))
+        yield (
+            "quantize.kernels",
+            _suggest_own_layers(Message("'triton' works with this program's own layers only; use 'torch'")),
+        )
     yield from _check_te(section) if section.backend == "te" else _check_torchao(section)
 
 
-def _or_own(advice: Message) -> Message:
+def _suggest_own_layers(advice: Message) -> Message:
     """Add to an advice about another library's layers that this project's own layers can do what is asked."""
     return Message("{line}, or quantize.backend = 'own'", line=advice)
 
@@ -615,14 +618,20 @@ def _check_te(section: Quantize) -> Problems:
     """Yield problems where TransformerEngine's layers cannot do it."""
     if section.storage != "fp8":
         line = Message("TransformerEngine stores FP8 only, not {given}; use 'fp8'", given=repr(section.storage))
-        yield "quantize.storage", _or_own(line)
+        yield "quantize.storage", _suggest_own_layers(line)
     if section.compute != "fp8":
         line = Message("TransformerEngine multiplies in FP8, not {given}; use 'fp8'", given=repr(section.compute))
-        yield "quantize.compute", _or_own(line)
+        yield "quantize.compute", _suggest_own_layers(line)
     if section.scale != "auto":
-        yield "quantize.scale", _or_own(Message("quantize.recipe decides TransformerEngine's scales; use 'auto'"))
+        yield (
+            "quantize.scale",
+            _suggest_own_layers(Message("quantize.recipe decides TransformerEngine's scales; use 'auto'")),
+        )
     if not section.fast_accum:
-        yield "quantize.fast_accum", _or_own(Message("TransformerEngine decides how to accumulate; leave it at true"))
+        yield (
+            "quantize.fast_accum",
+            _suggest_own_layers(Message("TransformerEngine decides how to accumulate; leave it at true")),
+        )
 
 
 def _check_torchao(section: Quantize) -> Problems:
@@ -631,21 +640,21 @@ def _check_torchao(section: Quantize) -> Problems:
         template = Template(
             "torchao's weight-only tensors must be dequantized first, which {given} does not do; use 'upcast'"
         )
-        yield "quantize.compute", _or_own(template(given=repr(section.compute)))
+        yield "quantize.compute", _suggest_own_layers(template(given=repr(section.compute)))
     if section.recipe != "current":
         line = Message("torchao's weight-only tensors have no FP8 matmul; leave it at 'current'")
-        yield "quantize.recipe", _or_own(line)
+        yield "quantize.recipe", _suggest_own_layers(line)
     asked: list[tuple[str, str, str]]
     asked = [("quantize.storage", section.storage, section.scale), ("quantize.modulation", section.modulation, "")]
     asked += [("quantize.override", *parse_storage(text)) for text in section.override.values()]
     for key, storage, scale in asked:
         if storage == "nf4":
-            yield key, _or_own(Message("torchao has no weight-only 'nf4'; use 'fp8' or 'int8'"))
+            yield key, _suggest_own_layers(Message("torchao has no weight-only 'nf4'; use 'fp8' or 'int8'"))
         elif storage == "fp8" and scale in TORCHAO_LACKS:
             accepted_here = " | ".join(choice for choice in SCALES["fp8"] if choice not in TORCHAO_LACKS)
             key = "quantize.scale" if key == "quantize.storage" else key
             template = Template("torchao has no fp8 with scale {scale}; accepted: {accepted}")
-            yield key, _or_own(template(scale=repr(scale), accepted=accepted_here))
+            yield key, _suggest_own_layers(template(scale=repr(scale), accepted=accepted_here))
 
 
 def _check_memory(job: Job) -> Problems:

@@ -9,7 +9,7 @@ from .. import families
 from ..errors import Message
 from . import dataset_recipe, recipes
 from .dataset_recipe import Pictures
-from .loading import toml_value
+from .loading import format_toml_value
 from .recipes import Value
 
 PICTURES, CONTROLS = "my_pictures", "my_control_pictures"
@@ -46,7 +46,7 @@ class Wishes:
     @property
     def all_presets(self) -> list[str]:
         """The names for `preset`: the recipe, then the others."""
-        card = [recipes.card_name(self.card)] if self.card else []
+        card = [recipes.format_card_name(self.card)] if self.card else []
         return [self.goal, *card, *self.presets]
 
     @property
@@ -55,7 +55,7 @@ class Wishes:
         return self.goal == "edit" or families.get(self.family).controls[0] > 0
 
 
-def write(wishes: Wishes, pictures: Pictures, say: Callable[[str], str] = str) -> str:
+def format_config(wishes: Wishes, pictures: Pictures, say: Callable[[str], str] = str) -> str:
     """Return the config as TOML, each setting with one line of help.
 
     Args:
@@ -86,10 +86,10 @@ def write(wishes: Wishes, pictures: Pictures, say: Callable[[str], str] = str) -
         if section:
             lines += ["", f"[[{section}]]" if section == "dataset.folders" else f"[{section}]"]
         for value in tables[section]:
-            lines += _lines(value, say)
+            lines += _format_setting(value, say)
         if section == "dataset.folders":
             for extra, repeats in wishes.folders[1:]:
-                lines += ["", "[[dataset.folders]]", f"path = {toml_value(extra)}"]
+                lines += ["", "[[dataset.folders]]", f"path = {format_toml_value(extra)}"]
                 lines += [f"repeats = {repeats}"] if repeats > 1 else []
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
@@ -97,16 +97,16 @@ def write(wishes: Wishes, pictures: Pictures, say: Callable[[str], str] = str) -
 FIRST = ("", "model", "dataset", "dataset.folders")
 
 
-def _lines(value: Value, say: Callable[[str], str]) -> list[str]:
+def _format_setting(value: Value, say: Callable[[str], str]) -> list[str]:
     """Return a setting with its help behind it, or above it if the line would be too wide."""
-    line, why = f"{value.key.rpartition('.')[2]} = {toml_value(value.value)}", say(value.why)
+    line, why = f"{value.key.rpartition('.')[2]} = {format_toml_value(value.value)}", say(value.why)
     return [f"{line}  # {why}"] if len(line) + len(why) < WIDEST - 4 else [f"# {why}", line]
 
 
 def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
     """Return the settings of the short config, each with its help or its reason."""
     goals = " | ".join(recipes.find_goals(wishes.family))
-    cards = " | ".join(map(recipes.card_name, recipes.CARDS))
+    cards = " | ".join(map(recipes.format_card_name, recipes.CARDS))
     values = [
         Value("name", wishes.name, Message("Name of the run folder and of the LoRA file.")),
         Value("preset", wishes.all_presets, Message("Goal: {goals}. GPU memory: {cards}.", goals=goals, cards=cards)),
@@ -116,7 +116,7 @@ def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
         ),
         Value("dataset.trigger", wishes.trigger, _explain_trigger(wishes)),
     ]
-    chosen = dataset_recipe.values(wishes.goal, wishes.family, pictures, wishes.trigger, wishes.card)
+    chosen = dataset_recipe.choose_values(wishes.goal, wishes.family, pictures, wishes.trigger, wishes.card)
     if wishes.base == "demo":
         why = Message("The same training as `lora-fp8 demo`: a few minutes on a CPU.")
         chosen = [Value("train.steps", 1000, why), *(value for value in chosen if value.key != "train.steps")]
@@ -130,7 +130,7 @@ def list_values(wishes: Wishes, pictures: Pictures) -> list[Value]:
         values.append(Value("dataset.folders.control", wishes.control or CONTROLS, why))
     values += [value for value in chosen if not value.key.startswith("dataset.")]
     steps = next(value.value for value in chosen if value.key == "train.steps")
-    return [*values, *_preview_values(wishes, pictures, steps)]
+    return [*values, *_choose_preview_values(wishes, pictures, steps)]
 
 
 def _explain_trigger(wishes: Wishes) -> Message:
@@ -142,7 +142,7 @@ def _explain_trigger(wishes: Wishes) -> Message:
 PROMPTS = Message("Previews drawn while training, always with the same seed.")
 
 
-def _preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Value]:
+def _choose_preview_values(wishes: Wishes, pictures: Pictures, steps: int) -> list[Value]:
     prompts = dataset_recipe.propose_prompts(wishes.goal, wishes.family, pictures, wishes.trigger)
     controls: list[str] = []
     if wishes.edits:
@@ -185,7 +185,7 @@ def _describe_files(pictures: Pictures) -> Message:
     )
 
 
-def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
+def describe_plan(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
     """Yield the plan in a few lines: images, length, memory, and what does not fit."""
     title = families.get(wishes.family).title
     if pictures.files:
@@ -202,12 +202,12 @@ def describe(wishes: Wishes, pictures: Pictures) -> Iterator[str]:
         )
     if not wishes.card:
         return
-    frames = recipes.longest_clip(values["dataset.frames"].value) if "dataset.frames" in values else 1
+    frames = recipes.find_longest_clip(values["dataset.frames"].value) if "dataset.frames" in values else 1
     fit = recipes.fit_card(wishes.family, wishes.card, frames, recipes.has_dropout(wishes.goal), wishes.base)
     if fit.problem:
         yield fit.problem
     elif fit.peak:
-        numbers = {"title": title, "gb": wishes.card, "peak": recipes.gib(fit.peak)}
+        numbers = {"title": title, "gb": wishes.card, "peak": recipes.format_gib(fit.peak)}
         sizes = recipes.find_sizes(wishes.family, wishes.base)
         numbers["base"] = sizes.base if sizes else families.get(wishes.family).example_base
         if frames > 1:

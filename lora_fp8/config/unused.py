@@ -3,7 +3,7 @@
 The web form hides these settings; check, plan, estimate and training warn about them. Three warnings are written
 elsewhere, as no single setting or fact decides them: LoKr's rank (`adapters`: it depends on the shape of each layer),
 adapter.init_from of a resumed run (`stages.resume`: on how the run started), and entries of a table that other entries
-override (`precision.names.by_name`).
+override (`precision.names.map_by_name`).
 """
 
 import os
@@ -22,21 +22,21 @@ FOLDERS = "dataset.folders"
 
 
 @cache
-def defaults() -> Mapping[str, Any]:
+def list_defaults() -> Mapping[str, Any]:
     """Return the default of every setting that has one, by key. Settings of folders are not included."""
-    fields = {key: field for key, field in _fields() if not key.startswith(f"{FOLDERS}.")}
+    fields = {key: field for key, field in _list_fields() if not key.startswith(f"{FOLDERS}.")}
     return {
         key: field.get_default(call_default_factory=True) for key, field in fields.items() if not field.is_required()
     }
 
 
 @cache
-def conditions() -> Mapping[str, Mapping[str, tuple[Any, ...]]]:
+def list_conditions() -> Mapping[str, Mapping[str, tuple[Any, ...]]]:
     """Return the `when` of every setting, by key; {} for a setting that always has an effect."""
-    return {key: (field.json_schema_extra or {}).get("when", {}) for key, field in _fields()}
+    return {key: (field.json_schema_extra or {}).get("when", {}) for key, field in _list_fields()}
 
 
-def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None) -> dict[str, Rule]:
+def find_unmet_rules(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None) -> dict[str, Rule]:
     """Return the settings that have no effect with these values, each with the first rule that is not met.
 
     Args:
@@ -44,7 +44,7 @@ def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None
         facts: the known facts of `settings.FACTS`; unknown ones count as true.
     """
     family = values["model.family"]
-    traits = families.traits(family) if family in families.available() else {}
+    traits = families.get_traits(family) if family in families.list_families() else {}
     mask_uses = "objective.unmasked_weight", "objective.prior_outside_masks", "dataset.follow_mask"
     known = dict(values) | {f"family.{name}": value for name, value in traits.items()}
     known |= {"masks.matter": [values.get(key) for key in mask_uses] != [1.0, 0.0, False]} | dict(facts or {})
@@ -54,7 +54,9 @@ def find_idle(values: Mapping[str, Any], facts: Mapping[str, bool] | None = None
     rows = [row for row in folders if isinstance(row, dict)]
     for name in {name for row in rows for name in row}:
         known[f"{FOLDERS}.{name}"] = [row for row in rows if row.get(name)]
-    unmet = {key: [rule for rule in when.items() if not _holds(rule, known)] for key, when in conditions().items()}
+    unmet = {
+        key: [rule for rule in when.items() if not _is_met(rule, known)] for key, when in list_conditions().items()
+    }
     return {key: rules[0] for key, rules in unmet.items() if rules}
 
 
@@ -68,19 +70,19 @@ def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> l
     """
     values, title = flatten(job), families.get(job.model.family).title
     by_rule: dict[Rule, list[str]] = {}
-    for key, rule in find_idle(values, _facts_of_path(job.model) | dict(facts or {})).items():
+    for key, rule in find_unmet_rules(values, _find_path_facts(job.model) | dict(facts or {})).items():
         if _is_set(job, key, values):
             by_rule.setdefault(rule, []).append(key)
     return [_describe(keys, rule, title) for rule, keys in by_rule.items()]
 
 
-def find_idle_of(job: Job) -> set[str]:
+def list_unused_keys(job: Job) -> set[str]:
     """Return the settings that cannot have an effect in a job as it is, whatever their values.
 
     Settings of folders are those that its folders have, under "dataset.folders".
     """
-    idle = set(find_idle(flatten(job), _facts_of_path(job.model)))
-    if not families.traits(job.model.family)["controls"]:
+    idle = set(find_unmet_rules(flatten(job), _find_path_facts(job.model)))
+    if not families.get_traits(job.model.family)["controls"]:
         idle.add(f"{FOLDERS}.control")
     return idle
 
@@ -98,7 +100,7 @@ def flatten_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _fields() -> Iterator[tuple[str, Any]]:
+def _list_fields() -> Iterator[tuple[str, Any]]:
     for name, field in Job.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from ((f"{name}.{key}", inner) for key, inner in field.annotation.model_fields.items())
@@ -114,11 +116,11 @@ def _is_set(job: Job, key: str, values: Mapping[str, Any]) -> bool:
     if section == "preview" and any(name in read_options(prompt)[1] for prompt in job.preview.prompts):
         return True
     if key in values:
-        return values[key] != defaults()[key]
+        return values[key] != list_defaults()[key]
     return any(getattr(folder, name) != Folder.model_fields[name].default for folder in job.dataset.folders)
 
 
-def _facts_of_path(model: Model) -> dict[str, bool]:
+def _find_path_facts(model: Model) -> dict[str, bool]:
     """Return the facts that model.path decides, without asking the hub."""
     path = os.path.expanduser(model.path)
     local = model.path == "demo" or os.path.exists(path)
@@ -126,10 +128,10 @@ def _facts_of_path(model: Model) -> dict[str, bool]:
     return {"base.on_hub": not local, "base.single_file": single_file}
 
 
-def _holds(rule: Rule, known: Mapping[str, Any]) -> bool:
+def _is_met(rule: Rule, known: Mapping[str, Any]) -> bool:
     keys, accepted = rule
 
-    def holds(key: str) -> bool:
+    def is_key_met(key: str) -> bool:
         if key not in known:
             return not key.startswith(f"{FOLDERS}.")  # unknown families and facts count as met
         value = known[key]
@@ -137,7 +139,7 @@ def _holds(rule: Rule, known: Mapping[str, Any]) -> bool:
             return (value in accepted) != isinstance(accepted, Except)
         return bool(value)
 
-    return any(map(holds, keys.split(" | ")))
+    return any(map(is_key_met, keys.split(" | ")))
 
 
 def _describe(keys: Sequence[str], rule: Rule, title: str) -> Message:
@@ -146,22 +148,22 @@ def _describe(keys: Sequence[str], rule: Rule, title: str) -> Message:
     if rule[0] in FACTS:
         singular, plural = Template("{setting} has no effect: {reason}"), Template("{setting} have no effect: {reason}")
     template = singular if len(keys) == 1 else plural
-    return template(setting=Joined(", ", keys), reason=_reason(rule, title))
+    return template(setting=Joined(", ", keys), reason=_explain_rule(rule, title))
 
 
-def _reason(rule: Rule, title: str) -> Message:
+def _explain_rule(rule: Rule, title: str) -> Message:
     """Return why a rule is not met, as the end of a sentence."""
     key, accepted = rule
     if key in FACTS:
         return FACTS[key]
     if key.startswith("family."):
-        return Message("with {title}, {line}", title=title, line=_of_family(rule))
+        return Message("with {title}, {line}", title=title, line=_explain_family_rule(rule))
     if isinstance(accepted, Except) and " | " not in key:
-        return Message("with {setting}", setting=_setting(key, accepted))
-    return Message("without {setting}", setting=_needed(rule))
+        return Message("with {setting}", setting=_format_setting(key, accepted))
+    return Message("without {setting}", setting=_describe_needed(rule))
 
 
-def _of_family(rule: Rule) -> Message:
+def _explain_family_rule(rule: Rule) -> Message:
     """Return why a family does not meet a rule, as a relative clause."""
     key, accepted = rule
     epsilon = accepted == ("FlowMatching",)
@@ -179,16 +181,16 @@ def _of_family(rule: Rule) -> Message:
     }[key]
 
 
-def _needed(rule: Rule) -> str:
+def _describe_needed(rule: Rule) -> str:
     keys, accepted = rule
     names = keys.split(" | ")
-    return _setting(keys, accepted) if accepted and len(names) == 1 else Joined(" or ", names)
+    return _format_setting(keys, accepted) if accepted and len(names) == 1 else Joined(" or ", names)
 
 
-def _setting(keys: str, values: Iterable[Any]) -> Message:
+def _format_setting(keys: str, values: Iterable[Any]) -> Message:
     """Return a setting with its values: "optimizer.name = 'adamw' or 'lion8bit'"."""
-    return Message("{key} = {values}", key=keys, values=Joined(" or ", map(_in_toml, values)))
+    return Message("{key} = {values}", key=keys, values=Joined(" or ", map(_format_value, values)))
 
 
-def _in_toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)

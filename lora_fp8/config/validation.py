@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..common.text import quote, similar
+from ..common.text import find_similar, quote
 from ..errors import Joined, Message, Phrase
 from ..settings import Job, Section
 
@@ -39,45 +39,47 @@ OUT_OF_BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_
 """pydantic's codes for a number that has the right type but violates a declared bound."""
 
 
-def accepted(field: Any) -> str:
+def describe_accepted(field: Any) -> str:
     """Return what a setting accepts: its choices and the bounds of its numbers; "" if it has neither."""
-    if (layer_field := each_value(field)) is not None:
+    if (layer_field := make_value_field(field)) is not None:
         extra = field.json_schema_extra
         names = extra.get("names", "a layer's name") if isinstance(extra, dict) else "a layer's name"
-        inner = accepted(layer_field)
+        inner = describe_accepted(layer_field)
         return f"{names} = {inner}" if inner else ""
-    choices, bounds = _choices(field.annotation), accepted_numbers(field)
-    if choices and number_ranges(field):
+    choices, bounds = _list_choices(field.annotation), format_bounds(field)
+    if choices and list_number_ranges(field):
         return " | ".join([*choices, f"a number {bounds}".strip()])
     return " | ".join(choices) or bounds
 
 
-def accepted_numbers(field: Any) -> str:
+def format_bounds(field: Any) -> str:
     """Return the bounds of a setting's numbers as signs, such as "> 0, <= 10"; "" if there are none.
 
     If whole numbers and fractions have different bounds, those of fractions are written with a decimal point.
     """
-    ranges = _different_ranges(field)
+    ranges = _drop_equal_ranges(field)
     several = len({kind for kind, _ in ranges}) > 1
 
-    def in_signs(limits: dict[str, Any]) -> str:
-        if (only := _only_number(limits)) is not None:
+    def format_limits(limits: dict[str, Any]) -> str:
+        if (only := _find_only_number(limits)) is not None:
             return str(only)
-        return ", ".join(f"{SIGNS[bound]} {limit if several else _short(limit)}" for bound, limit in limits.items())
+        return ", ".join(
+            f"{SIGNS[bound]} {limit if several else _format_limit(limit)}" for bound, limit in limits.items()
+        )
 
-    return " | ".join(in_signs(limits) for _, limits in ranges if limits)
+    return " | ".join(format_limits(limits) for _, limits in ranges if limits)
 
 
 def describe_bounds(field: Any) -> Message:
     """Return the bounds of a setting's numbers in words, such as "at least 1"; "" if there are none."""
-    ranges = [(kind, limits) for kind, limits in _different_ranges(field) if limits]
+    ranges = [(kind, limits) for kind, limits in _drop_equal_ranges(field) if limits]
     several = len({kind for kind, _ in ranges}) > 1
     in_words = []
     for kind, limits in ranges:
-        if (only := _only_number(limits)) is not None:
+        if (only := _find_only_number(limits)) is not None:
             in_words.append(Message("{only}", only=only))
             continue
-        bounds = _bounds_in_words({bound: _short(limit) for bound, limit in limits.items()})
+        bounds = _describe_limits({bound: _format_limit(limit) for bound, limit in limits.items()})
         if several and kind is int:
             bounds = Message("a whole number of {bounds}", bounds=bounds)
         elif several:
@@ -86,7 +88,7 @@ def describe_bounds(field: Any) -> Message:
     return Joined(", or ", in_words)
 
 
-def _bounds_in_words(limits: dict[str, str]) -> Message:
+def _describe_limits(limits: dict[str, str]) -> Message:
     match limits:
         case {"ge": least, "le": most, "multiple_of": step}:
             return Message("{least} to {most}, and a multiple of {step}", least=least, most=most, step=step)
@@ -111,16 +113,16 @@ def _bounds_in_words(limits: dict[str, str]) -> Message:
     raise AssertionError(f"bounds without words: {limits}")
 
 
-def _only_number(limits: dict[str, Any]) -> Any:
+def _find_only_number(limits: dict[str, Any]) -> Any:
     """Return the only number within these bounds, such as a 0 that is allowed besides a range; None for a range."""
     return limits["ge"] if limits.get("ge", 0) == limits.get("le") else None
 
 
-def _short(limit: float) -> str:
+def _format_limit(limit: float) -> str:
     return f"{limit:g}" if isinstance(limit, float) else str(limit)
 
 
-def _dotted(location: Location) -> str:
+def _join_location(location: Location) -> str:
     # A quoted key may contain anything, even line breaks.
     parts = [p if str(p).isprintable() and len(str(p)) <= 80 else quote(p) for p in location]
     return ".".join(map(str, parts))
@@ -128,15 +130,15 @@ def _dotted(location: Location) -> str:
 
 def describe_error(item: ErrorDetails, location: Location) -> Message:
     """Return the message for one of pydantic's errors, at the setting's path in the file."""
-    return Message("{key}: {line}", key=_dotted(location), line=describe_value(item, location))
+    return Message("{key}: {line}", key=_join_location(location), line=describe_value(item, location))
 
 
 def describe_value(item: ErrorDetails, location: Location) -> Message:
     """Return the message for one of pydantic's errors, without the setting's path."""
     kind, context = item["type"], item.get("ctx", {})
     given: str = quote(item.get("input"))
-    field = _field(location)
-    choices = _choices(field.annotation) if field is not None else []
+    field = _find_field(location)
+    choices = _list_choices(field.annotation) if field is not None else []
     if kind == "extra_forbidden":
         return _suggest(location)
     if item.get("input") == TODO:
@@ -150,10 +152,10 @@ def describe_value(item: ErrorDetails, location: Location) -> Message:
         return Message("must be {bounds}, got {given}", bounds=describe_bounds(field), given=given)
     if choices and kind not in ("list_type", "dict_type"):
         expected: str = " | ".join(choices)
-        if field is not None and number_ranges(field):
+        if field is not None and list_number_ranges(field):
             expected = Message("{choices} | a number", choices=expected)
         line = Message("expected {choices}, got {given}", choices=expected, given=given)
-        near = similar(item["input"], choices) if isinstance(item["input"], str) else None
+        near = find_similar(item["input"], choices) if isinstance(item["input"], str) else None
         return line if near is None else Message("{line}, did you mean {meant}?", line=line, meant=repr(near))
     if kind == "string_pattern_mismatch":
         return Message("expected a colour such as #ffffff, got {given}", given=given)
@@ -169,7 +171,7 @@ def describe_value(item: ErrorDetails, location: Location) -> Message:
 
 def _describe_required(location: Location) -> Phrase:
     """Return what a setting or a table is, by its declaration; "" if the declaration does not say."""
-    model, field = model_at(location), _field(location)
+    model, field = find_model(location), _find_field(location)
     what = model.__doc__ if model is not None else field.description if field is not None else ""
     return Phrase((what or "").strip())
 
@@ -180,17 +182,17 @@ def list_required(model: type[Section] = Job, location: Location = ()) -> set[st
     for name, field in model.model_fields.items():
         place = (*location, name)
         texts |= {_describe_required(place).template} if field.is_required() else set()
-        inner = model_at(place)
+        inner = find_model(place)
         texts |= list_required(inner, place) if inner is not None else set()
     return texts - {""}
 
 
-def real_location(location: Location, data: dict[str, Any]) -> Location:
+def resolve_location(location: Location, data: dict[str, Any]) -> Location:
     """Return a location without the union members (`float`, `literal[...]`) that pydantic appends to the path."""
     node: Any = data
     real: list[Any] = []
     for part in location:
-        inside_model = model_at(tuple(real)) is not None
+        inside_model = find_model(tuple(real)) is not None
         if isinstance(node, dict) and (part in node or inside_model):
             real.append(part)
             node = node.get(part)
@@ -202,7 +204,7 @@ def real_location(location: Location, data: dict[str, Any]) -> Location:
     return tuple(real)
 
 
-def model_at(location: Location) -> type[Section] | None:
+def find_model(location: Location) -> type[Section] | None:
     """Return the section class of the table at a location; None if there is no such table."""
     model: Any = Job
     for part in location:
@@ -220,32 +222,32 @@ def model_at(location: Location) -> type[Section] | None:
     return model
 
 
-def _field(location: Location) -> Any:
+def _find_field(location: Location) -> Any:
     named = [part for part in location if not isinstance(part, int)]
     if not named:
         return None
-    model = model_at(tuple(named[:-1]))
-    if model is None and len(named) > 1 and (table := _field(tuple(named[:-1]))) is not None:
-        return each_value(table)
+    model = find_model(tuple(named[:-1]))
+    if model is None and len(named) > 1 and (table := _find_field(tuple(named[:-1]))) is not None:
+        return make_value_field(table)
     return model.model_fields.get(named[-1]) if model is not None else None
 
 
-def each_value(field: Any) -> Any:
+def make_value_field(field: Any) -> Any:
     """Return the declaration of the values of a table of layers, as if each were a setting; None for other settings."""
     if get_origin(field.annotation) is not dict:
         return None
     return FieldInfo.from_annotation(get_args(field.annotation)[1])
 
 
-def _choices(annotation: Any) -> list[str]:
+def _list_choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal:
         return [str(a) for a in get_args(annotation)]
     if get_origin(annotation) is Annotated:
-        return _choices(get_args(annotation)[0])
-    return [c for a in get_args(annotation) for c in (["true", "false"] if a is bool else _choices(a))]
+        return _list_choices(get_args(annotation)[0])
+    return [c for a in get_args(annotation) for c in (["true", "false"] if a is bool else _list_choices(a))]
 
 
-def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
+def list_number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
     """Return the numeric types that a setting accepts, each with its bounds by pydantic's names."""
     is_union = get_origin(field.annotation) in (Union, UnionType)
     typed_ranges = []
@@ -261,9 +263,9 @@ def number_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
     return typed_ranges
 
 
-def _different_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
-    """Return the ranges of `number_ranges`, without that of whole numbers if fractions have the same bounds."""
-    ranges = number_ranges(field)
+def _drop_equal_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
+    """Return the ranges of `list_number_ranges`, without that of whole numbers if fractions have the same bounds."""
+    ranges = list_number_ranges(field)
     of_fractions = [{bound: int(limit) for bound, limit in limits.items()} for kind, limits in ranges if kind is float]
     return [(kind, limits) for kind, limits in ranges if kind is float or limits not in of_fractions]
 
@@ -271,22 +273,24 @@ def _different_ranges(field: Any) -> list[tuple[type, dict[str, Any]]]:
 def _suggest(location: Location) -> Message:
     """Suggest a table that has a setting of exactly this name, or the most similar setting of this or any table."""
     unknown = Message("unknown setting")
-    model, name = model_at(location[:-1]), str(location[-1])
+    model, name = find_model(location[:-1]), str(location[-1])
     names = list(model.model_fields) if model is not None else []
-    prefix = _dotted(location[:-1])
-    homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
-    if location[:-1] and name in Job.model_fields and model_at((name,)) is None:  # under a [section] by mistake
+    prefix = _join_location(location[:-1])
+    homes = [s for s in Job.model_fields if (m := find_model((s,))) is not None and name in m.model_fields]
+    if location[:-1] and name in Job.model_fields and find_model((name,)) is None:  # under a [section] by mistake
         return Message("unknown setting here; move `{name}` before the first [section]", name=name)
     if homes:
         return Message("{line}, did you mean {meant}?", line=unknown, meant=f"{homes[0]}.{name}")
-    if ours := names_elsewhere().get(name.lower()):
+    if ours := list_foreign_names().get(name.lower()):
         listed = ", ".join(f"{key} ({theirs})" for key, theirs in ours.items())
         return Message("unknown setting; here it is {ours}", ours=listed)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         meant = f"{prefix}.{near[0]}" if prefix else near[0]
         return Message("{line}, did you mean {meant}?", line=unknown, meant=meant)
-    everywhere = {f"{s}.{n}": n for s in Job.model_fields if (m := model_at((s,))) is not None for n in m.model_fields}
+    everywhere = {
+        f"{s}.{n}": n for s in Job.model_fields if (m := find_model((s,))) is not None for n in m.model_fields
+    }
     near = difflib.get_close_matches(name, list(everywhere.values()), n=1, cutoff=0.75)
     if near:
         meant = next(k for k, v in everywhere.items() if v == near[0])
@@ -298,14 +302,14 @@ def find_settings(name: str) -> list[str]:
     """Return the settings of this name: "train.steps", "steps", or what another trainer calls it."""
     section, _, key = name.rpartition(".")
     if section:
-        model = model_at((section,))
+        model = find_model((section,))
         return [name] if model is not None and key in model.model_fields else []
-    homes = [s for s in Job.model_fields if (m := model_at((s,))) is not None and name in m.model_fields]
-    return [f"{home}.{name}" for home in homes] or list(names_elsewhere().get(name.lower(), {}))
+    homes = [s for s in Job.model_fields if (m := find_model((s,))) is not None and name in m.model_fields]
+    return [f"{home}.{name}" for home in homes] or list(list_foreign_names().get(name.lower(), {}))
 
 
 @cache
-def names_elsewhere() -> dict[str, dict[str, str]]:
+def list_foreign_names() -> dict[str, dict[str, str]]:
     """Return, by each name that other trainers use, our settings of that meaning and who calls them so.
 
     Such as {"network_dim": {"adapter.rank": "kohya: network_dim"}}. What stands behind a name converts its value.
@@ -315,7 +319,7 @@ def names_elsewhere() -> dict[str, dict[str, str]]:
         for trainer, texts in _read_also(field).items():
             for text in texts.split(", "):
                 name = text.split(" ")[0]
-                of_setting = trainers_by_name.setdefault(name, {}).setdefault(_dotted(location), {})
+                of_setting = trainers_by_name.setdefault(name, {}).setdefault(_join_location(location), {})
                 of_setting.setdefault(text, []).append(trainer)
     return {
         name: {setting: _join_trainers(trainers) for setting, trainers in by_setting.items()}
@@ -328,7 +332,7 @@ def _walk(model: type[Section], location: Location) -> Iterator[tuple[Location, 
     for key, field in model.model_fields.items():
         place = (*location, key)
         yield place, field
-        inner = model_at(place)
+        inner = find_model(place)
         if inner is not None:
             yield from _walk(inner, place)
 

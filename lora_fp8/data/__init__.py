@@ -11,17 +11,17 @@ import hashlib
 import random
 
 
-def keyed_seed(*words: object) -> int:
+def derive_seed(*words: object) -> int:
     """Return a 63-bit seed from the SHA-256 of the words joined by "|"."""
     return int.from_bytes(hashlib.sha256("|".join(map(str, words)).encode()).digest()[:8], "big") >> 1
 
 
-def permutation(length: int, *words: object) -> list[int]:
+def make_permutation(length: int, *words: object) -> list[int]:
     """Return the permutation of range(length) that belongs to the words.
 
     It is made by sorting random() values, as Python promises to keep their sequence between versions, but not that of
     shuffle().
     """
-    rng = random.Random(keyed_seed(*words))
+    rng = random.Random(derive_seed(*words))
     draws = [rng.random() for _ in range(length)]
     return sorted(range(length), key=draws.__getitem__)

@@ -172,7 +172,7 @@ class Placed:
 
 
 @lru_cache
-def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
+def list_bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, ...]:
     """Return all buckets, (width, height), from the tallest to the widest.
 
     Raises:
@@ -204,19 +204,19 @@ def bucket_sizes(resolution: int, step: int, max_aspect: float) -> tuple[Size, .
     return tuple(sorted(sizes, key=lambda size: (Fraction(*size), size)))
 
 
-def _distance(shape: Size, other: Size) -> Fraction:
+def _compute_distance(shape: Size, other: Size) -> Fraction:
     """Return how many times wider or taller one shape is than the other, at least 1; its log is the distance."""
     ratio = Fraction(shape[0] * other[1], shape[1] * other[0])
     return max(ratio, 1 / ratio)
 
 
 @lru_cache(maxsize=4096)  # a large dataset has few sizes, and is placed more than once
-def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> Size:
+def find_nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> Size:
     """Return the bucket whose aspect ratio is nearest to that of an image of this size."""
-    return min(sizes, key=lambda bucket: (_distance(size, bucket), -bucket[0] * bucket[1], -bucket[0]))
+    return min(sizes, key=lambda bucket: (_compute_distance(size, bucket), -bucket[0] * bucket[1], -bucket[0]))
 
 
-def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> Size:
+def find_inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> Size:
     """Return the bucket of the largest area that an image of this size covers without being enlarged.
 
     Raises:
@@ -239,16 +239,16 @@ def inner_bucket(size: Size, resolution: int, step: int, max_aspect: float) -> S
         height = min(size[1], area // width, int(width * limit)) // step * step
         if height >= step and Fraction(width, height) <= limit:
             candidates.append((width, height))
-    return min(candidates, key=lambda bucket: (-bucket[0] * bucket[1], _distance(size, bucket), -bucket[0]))
+    return min(candidates, key=lambda bucket: (-bucket[0] * bucket[1], _compute_distance(size, bucket), -bucket[0]))
 
 
-def crop_box(size: Size, bucket: Size) -> tuple[Size, Size]:
+def compute_crop(size: Size, bucket: Size) -> tuple[Size, Size]:
     """Return the resized size that just covers the bucket, and (left, top) of the centre crop."""
     (width, height), (bucket_width, bucket_height) = size, bucket
     if bucket_width * height >= bucket_height * width:
-        resized = bucket_width, max(bucket_height, _rounded(height * bucket_width, width))
+        resized = bucket_width, max(bucket_height, _divide_rounded(height * bucket_width, width))
     else:
-        resized = max(bucket_width, _rounded(width * bucket_height, height)), bucket_height
+        resized = max(bucket_width, _divide_rounded(width * bucket_height, height)), bucket_height
     return resized, ((resized[0] - bucket_width) // 2, (resized[1] - bucket_height) // 2)
 
 
@@ -284,7 +284,7 @@ def _follow(placement: Placement, subject: Box | None) -> Placement:
     return replace(placement, crop_xy=(corners[0], corners[1]))
 
 
-def _rounded(numerator: int, denominator: int) -> int:
+def _divide_rounded(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
@@ -294,32 +294,32 @@ def place(
     """Place an image of this size (width, height of the upright image) in a bucket."""
     if not buckets:
         max_aspect = 1.0
-    return _place(size, bucket_sizes(resolution, step, max_aspect), resolution, step, max_aspect, upscale)
+    return _place(size, list_bucket_sizes(resolution, step, max_aspect), resolution, step, max_aspect, upscale)
 
 
 def _place(
     size: Size, sizes: tuple[Size, ...], resolution: int, step: int, max_aspect: float, upscale: bool
 ) -> Placement:
-    bucket = nearest_bucket(size, sizes)
+    bucket = find_nearest_bucket(size, sizes)
     if not upscale and (size[0] < bucket[0] or size[1] < bucket[1]):
-        bucket = inner_bucket(size, resolution, step, max_aspect)
-    resized, crop = crop_box(size, bucket)
+        bucket = find_inner_bucket(size, resolution, step, max_aspect)
+    resized, crop = compute_crop(size, bucket)
     return Placement(size, bucket, resized, crop)
 
 
-def control_box(placement: Placement, size: Size) -> tuple[int, int, int, int]:
+def compute_control_box(placement: Placement, size: Size) -> tuple[int, int, int, int]:
     """Return the part of a control image of this size that is used: (left, top, right, bottom) in its pixels.
 
     A control image with the shape of its image is cropped as the image is, so that both stay aligned; any other is used
     whole.
     """
-    if not same_shape(placement.original_wh, size):
+    if not has_same_shape(placement.original_wh, size):
         return 0, 0, *size
     edges = []
     for first, length, whole, side in zip(
         placement.crop_xy, placement.bucket_wh, placement.resized_wh, size, strict=True
     ):  # across, then down
-        begin, end = _rounded(first * side, whole), _rounded((first + length) * side, whole)
+        begin, end = _divide_rounded(first * side, whole), _divide_rounded((first + length) * side, whole)
         edges.append((begin, max(end, begin + 1)))
     (left, right), (top, bottom) = edges
     return left, top, right, bottom
@@ -338,7 +338,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
     """
     max_aspect = section.max_aspect if section.buckets else 1.0
     sides = [folder.resolution or resolution for folder in section.folders]
-    sizes = {side: bucket_sizes(side, step, max_aspect) for side in dict.fromkeys(sides)}
+    sizes = {side: list_bucket_sizes(side, step, max_aspect) for side in dict.fromkeys(sides)}
     placed = []
     for example in examples:
         side = sides[example.folder_index]
@@ -350,7 +350,7 @@ def assign(examples: Sequence[Any], section: Any, *, resolution: int, step: int)
     return placed
 
 
-def named(bucket: Bucket) -> str:
+def format_bucket(bucket: Bucket) -> str:
     """Return a bucket as text: 640x448, or 640x448x17 for clips of 17 frames."""
     return "x".join(map(str, bucket))
 
@@ -363,9 +363,9 @@ def group(placed: Sequence[Placed]) -> dict[Bucket, list[Placed]]:
     return dict(sorted(groups.items()))
 
 
-def same_shape(size: Size, other: Size) -> bool:
+def has_same_shape(size: Size, other: Size) -> bool:
     """Return True if two images have the same aspect ratio within 1 %, which allows for rounding to whole pixels."""
-    return _distance(size, other) <= Fraction(101, 100)
+    return _compute_distance(size, other) <= Fraction(101, 100)
 
 
 def fit(image: Image.Image, placement: Placement, change: Change = UNCHANGED) -> Image.Image:

@@ -58,15 +58,15 @@ from ..common.reading import open_regular, read_bytes
 from ..common.writing import write_synced
 from ..errors import Message, RunFailure, UserError, reason
 from . import clips
-from .buckets import UNCHANGED, Placed, control_box, fit, fit_mask, same_shape
+from .buckets import UNCHANGED, Placed, compute_control_box, fit, fit_mask, has_same_shape
 from .decoding import ImageError, open_image, open_mask, read_clip
 from .examples import Control, Example
 from .image_edits import ImageEdit
 
 if TYPE_CHECKING:
     from ..families._prompts import Overlong
-from .caption_variants import dataset_captions, truncation_warnings
-from .prompts import ControlCrop, Prompt, text_of
+from .caption_variants import list_dataset_captions, warn_of_truncation
+from .prompts import ControlCrop, Prompt, get_text
 
 PREPROCESSING_VERSION = 2
 """Increase it when the same file or text reaches the encoders as other pixels or tokens: it is part of every key."""
@@ -84,12 +84,12 @@ TEMPORARY_AGE = 3600
 """Seconds after which the writer of a temporary file is taken to have exited."""
 
 
-def clip_pixels(frames: Sequence[Image.Image]) -> Tensor:
+def convert_clip(frames: Sequence[Image.Image]) -> Tensor:
     """Convert RGB images of one size to (1, 3, F, H, W) float32 in [-1, 1]."""
-    return torch.stack([pixels(frame) for frame in frames], dim=2)
+    return torch.stack([convert_image(frame) for frame in frames], dim=2)
 
 
-def pixels(image: Image.Image) -> Tensor:
+def convert_image(image: Image.Image) -> Tensor:
     """Convert an RGB image to (1, 3, H, W) float32 in [-1, 1]."""
     values_HWC = torch.from_numpy(np.array(image, dtype=np.uint8))
     return values_HWC.permute(2, 0, 1)[None].to(torch.float32) / 127.5 - 1
@@ -119,7 +119,7 @@ class FillReport:
 
     def warnings(self) -> list[str]:
         """Return the warnings for the user; [] if there are none."""
-        return truncation_warnings(self.truncated, self.texts)
+        return warn_of_truncation(self.truncated, self.texts)
 
 
 @dataclass(frozen=True)
@@ -261,13 +261,13 @@ class Cache:
         return Prompt(text, tuple(controls), flipped) if self.family.prompts_see_controls else text
 
     def prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
-        """Return all prompts that training may ask for: see `dataset_captions`."""
+        """Return all prompts that training may ask for: see `list_dataset_captions`."""
         if not self.family.prompts_see_controls:
-            return list(dataset_captions([image.example for image in placed], self.section, seed))
+            return list(list_dataset_captions([image.example for image in placed], self.section, seed))
         prompts: dict[str | Prompt, None] = {}
         for image in placed:
             controls = self.control_crops(image)
-            for text in dataset_captions([image.example], self.section, seed):
+            for text in list_dataset_captions([image.example], self.section, seed):
                 prompts.update((self.prompt(text, controls, flipped), None) for flipped in self._flips())
         return list(prompts)
 
@@ -279,12 +279,12 @@ class Cache:
         controls = []
         for control in placed.example.controls:
             whole_size = control.width, control.height
-            usual = control_box(placed.usual or placed.placement, whole_size)
+            usual = compute_control_box(placed.usual or placed.placement, whole_size)
             cut = usual[2] - usual[0], usual[3] - usual[1]
             size = self.family.control_size(*cut, None if asked == "auto" else asked)
-            follows = same_shape(placed.placement.original_wh, whole_size)
+            follows = has_same_shape(placed.placement.original_wh, whole_size)
             change = placed.change if follows else UNCHANGED
-            controls.append(ControlCrop(control, control_box(placed.placement, whole_size), size, change))
+            controls.append(ControlCrop(control, compute_control_box(placed.placement, whole_size), size, change))
         return tuple(controls)
 
     def _flips(self) -> tuple[bool, ...]:
@@ -374,13 +374,13 @@ class Cache:
             if log:
                 log(done, total)
 
-        def ask(caption: str | Prompt) -> dict[str, Tensor]:
+        def encode_caption(caption: str | Prompt) -> dict[str, Tensor]:
             if log:  # also before an entry is done: each text encoder is given a caption in turn
                 log(done, total)
             return self._encode_caption(caption)
 
         if missing.captions:
-            for number, cond in self.family.in_turn([partial(ask, caption) for caption in missing.captions]):
+            for number, cond in self.family.in_turn([partial(encode_caption, caption) for caption in missing.captions]):
                 written += self._store("conds", self.caption_key(missing.captions[number]), cond)
                 done += 1
                 if log:
@@ -388,7 +388,7 @@ class Cache:
             self.family.free_encoders()
         self._image = None
         # Done each time, as tokenizing is fast: a second run warns again though everything is cached.
-        texts = list(dict.fromkeys(map(text_of, captions)))
+        texts = list(dict.fromkeys(map(get_text, captions)))
         truncated = tuple(self.family.overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
@@ -402,7 +402,7 @@ class Cache:
             pictures = [fit(picture, placed.placement, placed.change)]
         if flipped:
             pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
-        values = pixels(pictures[0]) if len(pictures) == 1 else clip_pixels(pictures)
+        values = convert_image(pictures[0]) if len(pictures) == 1 else convert_clip(pictures)
         return {"latents": self._latents_of(values, example.path)}
 
     @torch.no_grad()
@@ -411,7 +411,7 @@ class Cache:
         image = image.resize(control.size, Image.Resampling.LANCZOS)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return {"latents": self._latents_of(pixels(image), control.control.path)}
+        return {"latents": self._latents_of(convert_image(image), control.control.path)}
 
     def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         mask = placed.example.mask
@@ -445,10 +445,10 @@ class Cache:
             raw = read_bytes(path)
             # The scan's hash is part of the key; other bytes must not be stored under it.
             if edit.identify(hashlib.sha256(raw).hexdigest()) != sha256:
-                raise _changed(path)
+                raise _make_changed_error(path)
             yield io.BytesIO(raw)
         except (OSError, ImageError) as error:
-            raise _lost(path, error) from error
+            raise _make_lost_error(path, error) from error
 
     def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
         """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
@@ -469,13 +469,13 @@ class Cache:
                 with open_regular(example.path) as file:
                     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
                     if example.edit.identify(sha256) != example.image_sha256:
-                        raise _changed(example.path)
+                        raise _make_changed_error(example.path)
                 self._video = about, clips.Reader(example.path)
             if example.path.suffix.lower() in clips.VIDEOS:
                 return self._video[1].read(example.frames, example.begins)
             return read_clip(example.path, example.frames, self.section.background)
         except (OSError, ImageError, clips.ClipError) as error:
-            raise _lost(example.path, error) from error
+            raise _make_lost_error(example.path, error) from error
 
     def _leave_video(self) -> None:
         """Close the video that pieces were read from, and drop its frames."""
@@ -509,7 +509,7 @@ class Cache:
                 raise RunFailure(
                     Message(
                         "caption {text}: the text encoder output {name} is not finite",
-                        text=repr(text_of(caption)),
+                        text=repr(get_text(caption)),
                         name=name,
                     )
                 )
@@ -587,7 +587,7 @@ class Cache:
         except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, IndexError, AttributeError):
             return False  # what is not there or damaged is encoded again
         if good:
-            _note_use(path)
+            _record_use(path)
             self._verified.add(key)
         return good
 
@@ -604,7 +604,7 @@ class Cache:
             raise BadEntry(Message("{path} is damaged ({error})", path=path, error=error)) from error
         if promised != (key, _hash(tensors)):
             raise BadEntry(Message("{path} does not have the content that its header describes", path=path))
-        _note_use(path)
+        _record_use(path)
         return tensors
 
     def _get(self, kind: str, key: str, what: str) -> dict[str, Tensor]:
@@ -634,10 +634,10 @@ class Cache:
                 )
             ) from error
         self._ram[key] = tensors
-        self._ram_used += _size(tensors)
+        self._ram_used += _count_bytes(tensors)
         while self._ram_used > self.ram_bytes and len(self._ram) > 1:
             _, oldest = self._ram.popitem(last=False)
-            self._ram_used -= _size(oldest)
+            self._ram_used -= _count_bytes(oldest)
         return tensors
 
     def latents(self, placed: Placed, flipped: bool = False) -> Tensor:
@@ -667,11 +667,11 @@ class Cache:
 
     def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
         """Return the conditioning of a caption, without batch dimension. The tensors must not be changed in place."""
-        name = Message("caption {text}", text=repr(text_of(caption)))
+        name = Message("caption {text}", text=repr(get_text(caption)))
         return dict(self._get("conds", self.caption_key(caption), name))
 
 
-def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
+def decode_preview_controls(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
     """Decode the control images of a preview into the conditioning that `pipeline_inputs` reads.
 
     The pipeline gets the images and resizes them itself, as it will for everybody who uses the LoRA.
@@ -683,7 +683,7 @@ def preview_pictures(controls: Sequence[Control], background: str) -> dict[str, 
     return {f"control_picture_{i}": torch.from_numpy(picture) for i, picture in enumerate(opened)}
 
 
-def _note_use(path: Path) -> None:
+def _record_use(path: Path) -> None:
     """Set the entry's mtime to now, unless it is recent."""
     # The cache may be somebody else's and read-only, so that its entries grow old; and a prune may delete the entry
     # now.
@@ -705,13 +705,13 @@ def _hash(tensors: dict[str, Tensor]) -> str:
 _TEMPORARY = re.compile(r"(latents|conds)/[0-9a-f]{2}/\.[0-9a-f]{32}\.tmp")
 
 
-def _size(tensors: dict[str, Tensor]) -> int:
+def _count_bytes(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _changed(path: Path) -> RunFailure:
+def _make_changed_error(path: Path) -> RunFailure:
     return RunFailure(Message("{path} changed while the run was starting; start the run again", path=path))
 
 
-def _lost(path: Path, error: Exception) -> RunFailure:
+def _make_lost_error(path: Path, error: Exception) -> RunFailure:
     return RunFailure(Message("{path} can no longer be read: {why}", path=path, why=reason(error)))

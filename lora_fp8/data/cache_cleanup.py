@@ -33,7 +33,7 @@ class Stored:
     used: float
 
 
-def stored(root: Path) -> list[Stored]:
+def list_entries(root: Path) -> list[Stored]:
     """Return all entries of a cache folder, least recently used first; other files in it are left out.
 
     Raises:
@@ -60,7 +60,7 @@ def shrink(root: Path, size: float) -> list[Stored]:
     Raises:
         UserError: the folder does not exist.
     """
-    entries = stored(root)
+    entries = list_entries(root)
     before, left = time.time() - DAY, sum(entry.bytes for entry in entries)
     deleted = []
     for entry in entries:
@@ -86,7 +86,7 @@ def prune(root: Path, days: float) -> list[Stored]:
             Message("{days} days: a run that is training may be using the entries; give at least 1", days=f"{days:g}")
         )
     before = time.time() - days * DAY
-    old = [entry for entry in stored(root) if entry.used < before]
+    old = [entry for entry in list_entries(root) if entry.used < before]
     for entry in old:
         entry.path.unlink(missing_ok=True)
     return old

@@ -61,7 +61,7 @@ def read_bytes(path: Path) -> bytes | None:
     """
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        descriptor = os.open(path, system.flags("O_RDONLY", "O_NONBLOCK"))
+        descriptor = os.open(path, system.combine_flags("O_RDONLY", "O_NONBLOCK"))
     except FileNotFoundError:
         return None
     with open(descriptor, "rb") as file:
@@ -94,16 +94,16 @@ class Swap:
         Raises:
             OSError: the disk is full, or writing is not permitted.
         """
-        _staged.update(path for path_of in self.changing for path in (_new(path_of), _old(path_of)))
+        _staged.update(path for path_of in self.changing for path in (_make_new_path(path_of), _make_old_path(path_of)))
         for count, (path, sides) in enumerate(self.changing.items(), start=1):
             mode = stat.S_IMODE(os.stat(path).st_mode) if sides[0] is not None else None
-            for temporary, raw in zip((_old(path), _new(path)), sides, strict=True):
+            for temporary, raw in zip((_make_old_path(path), _make_new_path(path)), sides, strict=True):
                 if raw is not None:
                     _write(temporary, raw, mode)
             if progress and count % PROGRESS_EVERY == 0:
                 progress(count, len(self.changing))
         # The old bytes are not synced: only this process needs them. After a crash the journal has them.
-        sync_files([_new(path) for path, sides in self.changing.items() if sides[1] is not None])
+        sync_files([_make_new_path(path) for path, sides in self.changing.items() if sides[1] is not None])
 
     def place(self) -> None:
         """Give the files their new bytes, durably.
@@ -116,7 +116,7 @@ class Swap:
             if raw is None:
                 path.unlink(missing_ok=True)
             else:
-                system.replace(_new(path), path)
+                system.replace(_make_new_path(path), path)
         for folder in self.folders:
             sync_folder(folder)
         self.done = True
@@ -130,8 +130,8 @@ class Swap:
                 if self.changing[path][0] is None:
                     path.unlink(missing_ok=True)
                 else:
-                    sync_files([_old(path)])
-                    system.replace(_old(path), path)
+                    sync_files([_make_old_path(path)])
+                    system.replace(_make_old_path(path), path)
             except OSError:
                 stuck += not self._has_old(path)
         try:
@@ -150,28 +150,30 @@ class Swap:
     def discard(self) -> None:
         """Delete the temporary files; `sweep` deletes those that cannot be deleted now."""
         for path in self.changing:
-            for temporary in (_new(path), _old(path)):
+            for temporary in (_make_new_path(path), _make_old_path(path)):
                 with contextlib.suppress(OSError):
                     temporary.unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:
         """Release the temporary files, so that `sweep` may delete them."""
-        _staged.difference_update(path for path_of in self.changing for path in (_new(path_of), _old(path_of)))
+        _staged.difference_update(
+            path for path_of in self.changing for path in (_make_new_path(path_of), _make_old_path(path_of))
+        )
 
 
-def _new(path: Path) -> Path:
+def _make_new_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def _old(path: Path) -> Path:
+def _make_old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.old.tmp")
 
 
 def _write(path: Path, raw: bytes, mode: int | None) -> None:
     path.unlink(missing_ok=True)  # left by an earlier process that had this process id
     # O_EXCL does not follow a link of this name, which may come with a dataset.
-    descriptor = os.open(path, system.flags("O_WRONLY", "O_CREAT", "O_EXCL"), 0o666)
+    descriptor = os.open(path, system.combine_flags("O_WRONLY", "O_CREAT", "O_EXCL"), 0o666)
     try:
         write_all(descriptor, raw)
         if mode is not None and hasattr(os, "fchmod"):
@@ -194,10 +196,10 @@ def find_leftovers(folder: Path, names: tuple[str, ...] = ()) -> list[Path]:
         folder: searched with its subfolders; links are not followed.
         names: names of other files, besides captions, whose temporary files count.
     """
-    return sorted(path for path in _temporaries(folder, names) if path not in _staged)
+    return sorted(path for path in _find_temporaries(folder, names) if path not in _staged)
 
 
-def _temporaries(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+def _find_temporaries(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
     for here, _, file_names in os.walk(os.path.realpath(os.path.expanduser(folder))):
         for name in file_names:
             match = TEMPORARY.fullmatch(name)

@@ -51,12 +51,12 @@ class Change:
     before: bytes | None
     after: bytes | None
 
-    def texts(self) -> tuple[str, str]:
+    def decode_texts(self) -> tuple[str, str]:
         """Return the texts before and after for display; invalid bytes are replaced."""
-        return _display(self.before), _display(self.after)
+        return _decode_for_display(self.before), _decode_for_display(self.after)
 
 
-def _display(raw: bytes | None) -> str:
+def _decode_for_display(raw: bytes | None) -> str:
     try:
         return caption_text.decode_caption(raw or b"")[0]
     except ValueError:
@@ -125,7 +125,7 @@ class Record:
             changes=_read_text(line, "changes"),
         )
 
-    def line(self) -> dict[str, Any]:
+    def to_line(self) -> dict[str, Any]:
         """Return the object to store in the journal."""
         line: dict[str, Any] = {"edit": self.number}
         line |= {"open": True} if self.logged else {}
@@ -239,7 +239,7 @@ class Journal:
                 Message("{path}: the file is a link, so edits cannot be recorded; remove it", path=self.path)
             )
         try:
-            opened = os.open(self.path, system.flags("O_RDONLY", "O_NONBLOCK"))
+            opened = os.open(self.path, system.combine_flags("O_RDONLY", "O_NONBLOCK"))
         except FileNotFoundError:
             return self._forget()
         except OSError as error:
@@ -256,21 +256,21 @@ class Journal:
         if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
             self.close()
             raise UserError(Message("{path}: this is not a journal of caption edits; remove it", path=self.path))
-        self._take_lines(system.read_at(descriptor, status.st_size - self._size, self._size))
+        self._apply_lines(system.read_at(descriptor, status.st_size - self._size, self._size))
 
-    def _take_lines(self, raw: bytes) -> None:
+    def _apply_lines(self, raw: bytes) -> None:
         *lines, last = raw.split(b"\n")
         for line in lines:
             if (record := _parse(line)) is not None:
-                self._take(record)
+                self._apply_line(record)
         self._size += len(raw) - len(last)
         # The last line may have no newline. It is complete, or is half of an edit that never began or is being written
         # now.
         if (record := _parse(last)) is not None:
-            self._take(record)
+            self._apply_line(record)
             self._size += len(last)
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _apply_line(self, line: dict[str, Any]) -> None:
         if "end" in line:
             self.open = None
             return
@@ -293,7 +293,7 @@ class Journal:
                 there.append(here.pop())
         self.open = Open(tuple(numbers), "before" if kind == "undo" else "after") if line.get("open") is True else None
 
-    def changes(self, numbers: Sequence[int]) -> list[Change]:
+    def unpack_changes(self, numbers: Sequence[int]) -> list[Change]:
         """Return the changes of these edits.
 
         Raises:
@@ -311,24 +311,24 @@ class Journal:
                 ) from None
         return changes
 
-    def group(self, number: int) -> str:
+    def find_group(self, number: int) -> str:
         """Return the key of the edits that are undone together: the group, or one of the edit's own."""
         return self.records[number].group or f"edit {number}"
 
-    def together(self, stack: list[int]) -> list[list[int]]:
+    def group_stack(self, stack: list[int]) -> list[list[int]]:
         """Group the edits of a stack as they are undone or redone, the next first. No file is in one group twice."""
         groups: list[list[int]] = []
         names: set[str] = set()
         for number in reversed(stack):
             these = set(self.records[number].names)
-            if not groups or self.group(groups[-1][0]) != self.group(number) or names & these:
+            if not groups or self.find_group(groups[-1][0]) != self.find_group(number) or names & these:
                 groups.append([])
                 names = set()
             groups[-1].append(number)
             names |= these
         return groups
 
-    def entry(self, numbers: Sequence[int], done: bool) -> Entry:
+    def make_entry(self, numbers: Sequence[int], done: bool) -> Entry:
         """Return edits of one group as one entry of the history."""
         records = [self.records[number] for number in numbers]
         files, half_done = sum(record.files for record in records), not {*numbers}.isdisjoint(self.half_done)
@@ -351,14 +351,14 @@ class Journal:
         if self.open is None and self._size > room:
             self._shorten(room, keep)
         self._began = self._append(raw)
-        self._take(line)
+        self._apply_line(line)
 
     def end(self) -> None:
         """Log that the open operation is on the disk, durably. Raises OSError as `begin` does."""
         if self.open is not None:
             line = {"end": self.open.numbers[0]}
             self._append(_dump(line))
-            self._take(line)
+            self._apply_line(line)
 
     def cancel(self) -> None:
         """Remove the operation that `begin` logged. This needs no free disk space.
@@ -366,7 +366,7 @@ class Journal:
         If even this fails, the operation stays open, and the next edit reverts it.
         """
         with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, system.flags("O_WRONLY"))
+            descriptor = os.open(self.path, system.combine_flags("O_WRONLY"))
             try:
                 os.ftruncate(descriptor, self._began)
                 os.fsync(descriptor)
@@ -379,7 +379,7 @@ class Journal:
     def _append(self, raw: bytes) -> int:
         """Append a line, durably. Return the size of the file before."""
         self.in_doubt = False
-        descriptor = os.open(self.path, system.flags("O_RDWR", "O_APPEND", "O_CREAT", "O_NOFOLLOW"), 0o666)
+        descriptor = os.open(self.path, system.combine_flags("O_RDWR", "O_APPEND", "O_CREAT", "O_NOFOLLOW"), 0o666)
         try:
             size = os.fstat(descriptor).st_size
             ragged = size and system.read_at(descriptor, 1, size - 1) != b"\n"
@@ -409,7 +409,7 @@ class Journal:
         kept: dict[int, bytes] = {}
         for stack in (self.undone, self.done):
             for number in reversed(stack):  # the next to be redone or undone first: a gap would cut off the older ones
-                line = _dump(self.records[number].line())
+                line = _dump(self.records[number].to_line())
                 room -= len(line) + 32  # with its undo line
                 if room < 0 and number not in keep:
                     break

@@ -41,12 +41,12 @@ def split_tags(caption: str, separator: str = ",") -> list[str]:
     return [tag.strip() for tag in caption.split(separator) if tag.strip()]
 
 
-def _by_line(text: str, change: Callable[[str], str]) -> str:
+def _apply_by_line(text: str, change: Callable[[str], str]) -> str:
     """Apply `change` to each line of the text; line ends stay as they are."""
     return "".join(part if i % 2 else change(part) for i, part in enumerate(re.split(r"(\r\n|\r|\n)", text)))
 
 
-def tag_glue(separator: str) -> str:
+def make_tag_glue(separator: str) -> str:
     """Return the text that joins tags: the separator, followed by a space unless it ends with one."""
     return separator if separator[-1].isspace() else separator + " "
 
@@ -64,7 +64,7 @@ class SetText:
         wanted = re.sub(r"\r\n|\r", "\n", self.text).strip("\n")
         return text if re.sub(r"\r\n|\r", "\n", text) == wanted else wanted.replace("\n", ends[0] if ends else "\n")
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("set the caption")
 
@@ -81,7 +81,7 @@ class Replace:
         """Return the changed caption."""
         return text.replace(self.find, self.by)
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("replace {find} by {by}", find=repr(self.find), by=repr(self.by))
 
@@ -98,7 +98,7 @@ class ReplacePattern:
     by: str
     creates = False
 
-    def all(self, texts: list[str]) -> list[str]:
+    def replace_all(self, texts: list[str]) -> list[str]:
         """Replace the pattern in all texts.
 
         Raises:
@@ -142,7 +142,7 @@ class ReplacePattern:
             )
         return answer
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("replace pattern {find} by {by}", find=repr(self.find), by=repr(self.by))
 
@@ -162,12 +162,12 @@ class AddTag:
             return text
         if not text.strip():
             return self.tag
-        glue = tag_glue(self.separator)
+        glue = make_tag_glue(self.separator)
         if self.first:
             return self.tag + glue + text.lstrip()
         return text.rstrip().removesuffix(self.separator.strip() or self.separator).rstrip() + glue + self.tag
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         tag = repr(self.tag)
         return Message("add tag {tag} first", tag=tag) if self.first else Message("add tag {tag} last", tag=tag)
@@ -183,9 +183,9 @@ class RemoveTag:
 
     def __call__(self, text: str) -> str:
         """Return the changed caption."""
-        return _by_line(text, self._line)
+        return _apply_by_line(text, self._edit_line)
 
-    def _line(self, line: str) -> str:
+    def _edit_line(self, line: str) -> str:
         parts = line.split(self.separator)
         kept = [part for part in parts if part.strip() != self.tag]
         if len(kept) == len(parts):
@@ -193,7 +193,7 @@ class RemoveTag:
         joined = self.separator.join(kept)
         return joined.lstrip() if parts[0].strip() == self.tag else joined
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("remove tag {tag}", tag=repr(self.tag))
 
@@ -209,9 +209,9 @@ class RenameTag:
 
     def __call__(self, text: str) -> str:
         """Return the changed caption."""
-        return _by_line(text, self._line)
+        return _apply_by_line(text, self._edit_line)
 
-    def _line(self, line: str) -> str:
+    def _edit_line(self, line: str) -> str:
         parts = line.split(self.separator)
         there = any(part.strip() == self.new for part in parts)
         kept = []
@@ -224,7 +224,7 @@ class RenameTag:
         joined = self.separator.join(kept)
         return joined.lstrip() if kept and kept[0] is not parts[0] and not line[:1].isspace() else joined
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("rename tag {old} to {new}", old=repr(self.old), new=repr(self.new))
 
@@ -240,7 +240,7 @@ class Prepend:
         """Return the changed caption."""
         return self.text + text
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("prepend {text}", text=repr(self.text))
 
@@ -256,7 +256,7 @@ class Append:
         """Return the changed caption."""
         return text + self.text
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("append {text}", text=repr(self.text))
 
@@ -272,7 +272,7 @@ class Trigger:
         """Return the changed caption."""
         return caption_text.with_trigger(text, self.word) if text.strip() else self.word.strip()
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("trigger {word}", word=repr(self.word))
 
@@ -287,14 +287,14 @@ class SortTags:
 
     def __call__(self, text: str) -> str:
         """Return the changed caption."""
-        return _by_line(text, self._line)
+        return _apply_by_line(text, self._edit_line)
 
-    def _line(self, line: str) -> str:
+    def _edit_line(self, line: str) -> str:
         tags = split_tags(line, self.separator)
         ordered = tags[: self.keep] + sorted(tags[self.keep :], key=lambda tag: (tag.casefold(), tag))
-        return line if ordered == tags else tag_glue(self.separator).join(ordered)
+        return line if ordered == tags else make_tag_glue(self.separator).join(ordered)
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("sort tags")
 
@@ -310,18 +310,18 @@ class DedupeTags:
         """Return the changed caption."""
         seen: set[str] = set()
 
-        def line(line: str) -> str:
+        def dedupe_line(line: str) -> str:
             tags = split_tags(line, self.separator)
             kept = []
             for tag in tags:
                 if tag not in seen:
                     seen.add(tag)
                     kept.append(tag)
-            return line if kept == tags else tag_glue(self.separator).join(kept)
+            return line if kept == tags else make_tag_glue(self.separator).join(kept)
 
-        return _by_line(text, line)
+        return _apply_by_line(text, dedupe_line)
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("remove repeated tags")
 
@@ -337,7 +337,7 @@ class Recode:
         """Return the changed caption."""
         return text
 
-    def title(self) -> str:
+    def make_title(self) -> str:
         """Return the edit's title in the history."""
         return Message("{encoding} to UTF-8", encoding=self.encoding)
 
@@ -392,7 +392,7 @@ class EditOptions:
     trigger: str = ""
     separator: str = ","
 
-    def operations(self) -> list[Operation]:
+    def list_operations(self) -> list[Operation]:
         """Return the operations, in the order of the attributes.
 
         Raises:
@@ -401,22 +401,22 @@ class EditOptions:
         if self.first and not self.add_tag or self.keep and not self.sort:
             raise UserError(Message("--first needs --add-tag, and --keep needs --sort"))
 
-        def given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
+        def make_if_given(value: object, operation: Callable[..., Operation], *arguments: object) -> list[Operation]:
             return [operation(*arguments)] if value else []
 
         return [
-            *given(self.recode, Recode, self.recode),
-            *given(self.text is not None, SetText, self.text),
-            *given(any(self.replace), Replace, *self.replace),
-            *given(any(self.pattern), ReplacePattern, *self.pattern),
-            *given(any(self.rename_tag), RenameTag, *self.rename_tag, self.separator),
+            *make_if_given(self.recode, Recode, self.recode),
+            *make_if_given(self.text is not None, SetText, self.text),
+            *make_if_given(any(self.replace), Replace, *self.replace),
+            *make_if_given(any(self.pattern), ReplacePattern, *self.pattern),
+            *make_if_given(any(self.rename_tag), RenameTag, *self.rename_tag, self.separator),
             *(RemoveTag(tag, self.separator) for tag in self.remove_tag),
             *(AddTag(tag, self.first, self.separator) for tag in self.add_tag),
-            *given(self.dedupe, DedupeTags, self.separator),
-            *given(self.sort, SortTags, self.keep, self.separator),
-            *given(self.prepend, Prepend, self.prepend),
-            *given(self.append, Append, self.append),
-            *given(self.trigger, Trigger, self.trigger),
+            *make_if_given(self.dedupe, DedupeTags, self.separator),
+            *make_if_given(self.sort, SortTags, self.keep, self.separator),
+            *make_if_given(self.prepend, Prepend, self.prepend),
+            *make_if_given(self.append, Append, self.append),
+            *make_if_given(self.trigger, Trigger, self.trigger),
         ]
 
 
@@ -426,7 +426,7 @@ def check(operations: Sequence[Operation]) -> None:
     for operation in operations:
         for name, value in vars(operation).items():
             if isinstance(value, str) and "\0" in value:
-                problems.append(Message("{title}: {name} has a NUL character", title=operation.title(), name=name))
+                problems.append(Message("{title}: {name} has a NUL character", title=operation.make_title(), name=name))
             if name in ("find", "old", "separator") and value == "":
                 problems.append(
                     Message(
@@ -441,7 +441,7 @@ def check(operations: Sequence[Operation]) -> None:
                     problems.append(
                         Message(
                             "{title}: {tag} is not a single tag; give one tag, without {separator}",
-                            title=operation.title(),
+                            title=operation.make_title(),
                             tag=repr(value),
                             separator=repr(separator),
                         )
@@ -450,7 +450,7 @@ def check(operations: Sequence[Operation]) -> None:
                     problems.append(
                         Message(
                             "{title}: {tag} begins or ends with spaces; remove them",
-                            title=operation.title(),
+                            title=operation.make_title(),
                             tag=repr(value),
                         )
                     )

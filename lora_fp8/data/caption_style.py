@@ -25,7 +25,7 @@ def looks_like_sentences(caption: str, separator: str = ",") -> bool:
     return words >= LONG or words >= LONG_WITH_STOP and _STOP.search(caption) is not None
 
 
-def style_of(captions: Sequence[str], separator: str = ",") -> str:
+def detect_style(captions: Sequence[str], separator: str = ",") -> str:
     """Return "sentences" if a tenth of the captions that have several parts are prose, else "tags".
 
     Returns "" if no caption has several parts, so that nothing tells.

@@ -2,7 +2,7 @@
 
 The caption of `name.png` is `name.txt`, else `name.caption`, in the same folder. Lines are joined by spaces, unless
 `dataset.caption_lines` makes each a caption of its own. A caption is put between its folder's `prefix` and `suffix`,
-with spaces. If there is a trigger word (`Dataset.trigger_of`) and the caption does not contain it as a separate word
+with spaces. If there is a trigger word (`Dataset.find_trigger`) and the caption does not contain it as a separate word
 (case matters), it is prepended: "trigger, caption".
 """
 
@@ -77,7 +77,7 @@ CHOICE = re.compile(r"\{([^{}|]*(?:\|[^{}|]*)+)\}")
 """A choice in a caption, such as `{red|blue}`: with dataset.wildcards one of the alternatives is drawn at random."""
 
 
-def choice_in(caption: str) -> str:
+def find_choice(caption: str) -> str:
     """Return the first `{a|b}` of a caption that contains a letter or digit (emoticons do not); "" if there is none."""
     return next((choice[0] for choice in CHOICE.finditer(caption) if re.search(r"\w", choice[1])), "")
 
@@ -113,6 +113,6 @@ def with_class_word(caption: str, triggers: Sequence[str], class_word: str) -> s
     return caption
 
 
-def trained_caption(text: str, trigger: str, prefix: str = "", suffix: str = "") -> str:
+def make_trained_caption(text: str, trigger: str, prefix: str = "", suffix: str = "") -> str:
     """Return the caption to train with: the text between a folder's prefix and suffix, and the trigger word in it."""
     return with_trigger(" ".join(part for part in (prefix.strip(), text, suffix.strip()) if part), trigger)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..errors import Message, Template, first_few
-from . import keyed_seed, permutation
-from .caption_operations import split_tags, tag_glue
+from . import derive_seed, make_permutation
+from .caption_operations import make_tag_glue, split_tags
 from .caption_text import CHOICE, with_class_word, with_trigger
 from .examples import Example
 
@@ -24,7 +24,7 @@ def shorten(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
+def warn_of_truncation(truncated: Sequence[Overlong], num_texts: int, most: int = 3) -> list[str]:
     """Return one warning about all texts that are truncated, with what the first few lose; [] if there are none."""
     if not truncated:
         return []
@@ -49,7 +49,7 @@ def truncation_warnings(truncated: Sequence[Overlong], num_texts: int, most: int
     return [template(**values, what_lost=first_few(examples, most))]
 
 
-def caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
+def draw_caption_variant(caption: str, variant: int, section: settings.Dataset, seed: int) -> str:
     """Return variant number `variant` of a caption.
 
     Of a caption with several lines (`caption_lines = "one"`), one is drawn. With `wildcards`, one alternative is drawn
@@ -61,27 +61,27 @@ def caption_variant(caption: str, variant: int, section: settings.Dataset, seed:
     lines = caption.split("\n")
     text = lines[0]
     if len(lines) > 1:
-        text = lines[int(random.Random(keyed_seed("line", seed, caption, variant)).random() * len(lines))]
+        text = lines[int(random.Random(derive_seed("line", seed, caption, variant)).random() * len(lines))]
     if section.wildcards:
-        draw = random.Random(keyed_seed("wildcards", seed, caption, variant)).random
+        draw = random.Random(derive_seed("wildcards", seed, caption, variant)).random
 
-        def one_of(match: re.Match[str]) -> str:
+        def choose_alternative(match: re.Match[str]) -> str:
             words = match[1].split("|")
             return words[int(draw() * len(words))]
 
-        text = CHOICE.sub(one_of, text)
+        text = CHOICE.sub(choose_alternative, text)
     has_mark = bool(section.keep_separator) and section.keep_separator in text
     if not section.shuffle_tags and not section.tag_dropout and not has_mark:
         return text
     front, rest, end = split_fixed(text, section)
     if section.tag_dropout:
-        draw = random.Random(keyed_seed("tag_dropout", seed, caption, variant)).random
+        draw = random.Random(derive_seed("tag_dropout", seed, caption, variant)).random
         kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
         bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
         rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
     if section.shuffle_tags:
-        rest = [rest[i] for i in permutation(len(rest), "shuffle", seed, caption, variant)]
-    return tag_glue(section.tag_separator).join(front + rest + end)
+        rest = [rest[i] for i in make_permutation(len(rest), "shuffle", seed, caption, variant)]
+    return make_tag_glue(section.tag_separator).join(front + rest + end)
 
 
 def split_fixed(caption: str, section: settings.Dataset) -> tuple[list[str], list[str], list[str]]:
@@ -102,7 +102,7 @@ def split_fixed(caption: str, section: settings.Dataset) -> tuple[list[str], lis
     )
 
 
-def countable(caption: str, section: settings.Dataset) -> str:
+def unify_separators(caption: str, section: settings.Dataset) -> str:
     """Return a caption to count its tags in: `keep_separator` and line ends separate tags like any other separator."""
     marks = ("\n", section.keep_separator) if section.keep_separator else ("\n",)
     for mark in marks:
@@ -110,23 +110,25 @@ def countable(caption: str, section: settings.Dataset) -> str:
     return caption
 
 
-def plain_captions(section: settings.Dataset) -> settings.Dataset:
+def disable_caption_variants(section: settings.Dataset) -> settings.Dataset:
     """Return the section without caption augmentation, for validation: one variant, with a fixed choice of `{a|b}`."""
     off = {"caption_dropout": 0.0, "shuffle_tags": False, "tag_dropout": 0.0, "caption_variants": 1}
     return section.model_copy(update=off)
 
 
-def dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
+def list_dataset_captions(examples: Iterable[Example], section: settings.Dataset, seed: int) -> list[str]:
     """Return all texts that training and validation may ask for.
 
     These are the captions for validation, their variants, those with the class word, and "" if captions are dropped.
     """
     texts: dict[str, None] = {}
-    plain = plain_captions(section)
+    plain = disable_caption_variants(section)
     for caption in dict.fromkeys(example.caption for example in examples):
-        texts[caption_variant(caption, 0, plain, seed)] = None
+        texts[draw_caption_variant(caption, 0, plain, seed)] = None
         if section.varies_captions:
-            texts.update((caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants))
+            texts.update(
+                (draw_caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants)
+            )
     texts.update((with_class_word(text, section.triggers, section.class_word), None) for text in list(texts))
     if section.caption_dropout > 0:
         texts[""] = None

@@ -57,7 +57,7 @@ LOCK = ".lora_fp8_captions.lock"
 """Empty file that is locked on Windows, where a folder cannot be. It is left there: deleting it could free it twice."""
 
 
-def listed(folder: Path, mask: str = "") -> dict[str, Path]:
+def list_caption_files(folder: Path, mask: str = "") -> dict[str, Path]:
     """Map each image and video of a folder to its caption file: the existing one, or the .txt that it would get.
 
     Args:
@@ -77,7 +77,8 @@ def listed(folder: Path, mask: str = "") -> dict[str, Path]:
     if unreadable and not images:
         raise UserErrors(unreadable, "dataset")
     return {
-        image_files.relative_name(path, root): caption or path.with_suffix(".txt") for _, root, path, caption in images
+        image_files.make_relative_name(path, root): caption or path.with_suffix(".txt")
+        for _, root, path, caption in images
     }
 
 
@@ -106,7 +107,7 @@ def select(
         The relative names of the images.
     """
     chosen = []
-    for name, path in listed(folder, mask).items():
+    for name, path in list_caption_files(folder, mask).items():
         if glob and not fnmatch.fnmatchcase(name, glob):
             continue
         try:
@@ -145,7 +146,7 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
         UserError: an operation is invalid, a name is not an image of the folder, or a pattern never finishes.
     """
     check(operations)
-    pictures = listed(folder, mask)
+    pictures = list_caption_files(folder, mask)
     if unknown := sorted(set(only or ()) - pictures.keys()):
         raise UserError(
             Message(
@@ -155,7 +156,7 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
                 count=len(unknown) - 1,
             )
         )
-    edit = Edit(Joined("; ", [operation.title() for operation in operations]))
+    edit = Edit(Joined("; ", [operation.make_title() for operation in operations]))
     recodings = [operation.encoding for operation in operations if isinstance(operation, Recode)]
     creates = any(operation.creates for operation in operations)
     texts: dict[str, _Text] = {}
@@ -166,12 +167,14 @@ def preview(folder: Path, operations: Sequence[Operation], only: Collection[str]
         try:
             raw = read_bytes(find_target(folder, name))
             if raw is not None or creates:
-                texts[name] = _Text.of(raw, recodings)
+                texts[name] = _Text.from_bytes(raw, recodings)
         except (OSError, ValueError, UserError) as error:
             edit.problems.append(about(name, error))
     for operation in operations:
         bodies = [text.body for text in texts.values()]
-        changed = operation.all(bodies) if isinstance(operation, ReplacePattern) else list(map(operation, bodies))
+        changed = (
+            operation.replace_all(bodies) if isinstance(operation, ReplacePattern) else list(map(operation, bodies))
+        )
         for text, body in zip(texts.values(), changed, strict=True):
             text.body = body
     _add_changes(edit, texts)
@@ -183,7 +186,7 @@ def assign(folder: Path, wanted: Mapping[str, str], title: str) -> Edit:
     edit, texts = Edit(title), {}
     for name, wish in wanted.items():
         try:
-            texts[name] = _Text.of(read_bytes(find_target(folder, name)), [])
+            texts[name] = _Text.from_bytes(read_bytes(find_target(folder, name)), [])
             texts[name].body = SetText(wish)(texts[name].body)
         except (OSError, ValueError, UserError) as error:
             edit.problems.append(about(name, error))
@@ -207,7 +210,7 @@ def assign_images(folder: Path, wanted: Mapping[str, image_edits.ImageEdit], tit
         before = read_bytes(path)
     except OSError as error:
         raise UserError(about(path, error)) from None
-    after = image_edits.write(image_edits.read(path.parent) | dict(wanted)).encode()
+    after = image_edits.format_edits(image_edits.read(path.parent) | dict(wanted)).encode()
     edit = Edit(title)
     if after != (before or image_edits.HEAD.encode()):
         edit.changes.append(Change(image_edits.FILE, before, after))
@@ -217,7 +220,7 @@ def assign_images(folder: Path, wanted: Mapping[str, image_edits.ImageEdit], tit
 def _add_changes(edit: Edit, texts: dict[str, _Text]) -> None:
     for name, text in texts.items():
         try:
-            after = text.encoded()
+            after = text.encode_text()
         except ValueError as error:
             edit.problems.append(about(name, error))
             continue
@@ -236,7 +239,7 @@ class _Text:
     codec: str
 
     @classmethod
-    def of(cls, raw: bytes | None, recodings: list[str]) -> _Text:
+    def from_bytes(cls, raw: bytes | None, recodings: list[str]) -> _Text:
         """Decode a caption file; if it is not UTF-8 or UTF-16, try the first of `recodings`.
 
         Raises:
@@ -258,7 +261,7 @@ class _Text:
         body = text.rstrip("\r\n")
         return cls(raw, body, text[len(body) :], mark, codec)
 
-    def encoded(self) -> bytes:
+    def encode_text(self) -> bytes:
         """Encode the text as the file was encoded.
 
         Raises:
@@ -281,7 +284,7 @@ def read(folder: Path, name: str) -> str:
         UserError: it cannot be read, or is a link that leads out of the folder.
     """
     try:
-        return _Text.of(read_bytes(find_target(folder, name)), []).body
+        return _Text.from_bytes(read_bytes(find_target(folder, name)), []).body
     except ValueError as error:
         raise NoText(about(name, error)) from None
     except OSError as error:
@@ -315,7 +318,7 @@ def apply(
         if journal.open:
             _take_back(folder, journal, journal.open)
         changes = _with_real_names(folder, edit.changes)
-        files = _look(folder, changes, "before", Message("since the preview; preview the edit again"))
+        files = _read_files(folder, changes, "before", Message("since the preview; preview the edit again"))
         number = journal.last + 1
         line: dict[str, Any] = {"edit": number, "open": True, "t": round(time.time(), 3), "title": edit.title}
         line |= {"files": len(changes)}
@@ -331,30 +334,30 @@ def undo(folder: Path, progress: Callable[[int, int], object] | None = None) -> 
     Raises:
         UserError: there is nothing to undo, or captions have changed since; these are listed, and nothing is written.
     """
-    return _step(folder, "undo", progress)
+    return _undo_or_redo(folder, "undo", progress)
 
 
 def redo(folder: Path, progress: Callable[[int, int], object] | None = None) -> Entry:
     """Redo the edit that was undone last, or complete an edit that a crash interrupted. Raises as `undo` does."""
-    return _step(folder, "redo", progress)
+    return _undo_or_redo(folder, "redo", progress)
 
 
-def history(folder: Path) -> list[Entry]:
+def read_history(folder: Path) -> list[Entry]:
     """Return the edits of the journal, oldest first; those that were undone and can be redone are at the end."""
     journal = Journal.read(folder)
     if journal.open and _is_locked(folder):
         journal.open = None  # it is still running
-    done = [journal.entry(numbers, True) for numbers in journal.together(journal.done)]
-    return done[::-1] + [journal.entry(numbers, False) for numbers in journal.together(journal.undone)]
+    done = [journal.make_entry(numbers, True) for numbers in journal.group_stack(journal.done)]
+    return done[::-1] + [journal.make_entry(numbers, False) for numbers in journal.group_stack(journal.undone)]
 
 
-def standing(folder: Path, group: str) -> set[str]:
+def find_unchanged_files(folder: Path, group: str) -> set[str]:
     """Return the caption files that an edit of this group wrote and that have not changed since."""
     journal = Journal.read(folder)
     last: dict[str, bytes | None] = {}
     for number in journal.done:
-        if journal.group(number) == group:
-            last |= {change.file: change.after for change in journal.changes([number])}
+        if journal.find_group(number) == group:
+            last |= {change.file: change.after for change in journal.unpack_changes([number])}
     unchanged = set()
     for file, after in last.items():
         with contextlib.suppress(OSError, UserError):  # not a file of this folder any more
@@ -372,7 +375,7 @@ def open_journal(folder: Path) -> Iterator[Journal]:
     journal = Journal(folder)
     try:
         with _editing(folder, journal):
-            caption_files.sweep(_leftovers(folder))
+            caption_files.sweep(_find_leftovers(folder))
             if journal.open:
                 _take_back(folder, journal, journal.open)
         yield journal
@@ -380,7 +383,7 @@ def open_journal(folder: Path) -> Iterator[Journal]:
         journal.close()
 
 
-def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None) -> Entry:
+def _undo_or_redo(folder: Path, what: str, progress: Callable[[int, int], object] | None) -> Entry:
     side = "before" if what == "undo" else "after"
     with _editing(folder) as journal:
         line: dict[str, Any] = {}
@@ -392,16 +395,16 @@ def _step(folder: Path, what: str, progress: Callable[[int, int], object] | None
                 if what == "undo":
                     raise UserError(Message("{folder}: there is no caption edit to undo", folder=folder))
                 raise UserError(Message("{folder}: there is no caption edit to redo", folder=folder))
-            numbers = journal.together(stack)[0]
+            numbers = journal.group_stack(stack)[0]
             line = {what: numbers, "open": True}
         since = Message("since edit {number} ({title})", number=numbers[0], title=journal.records[numbers[0]].title)
         if journal.open:
             command = f"lora-fp8 dataset repair {quote_path(folder)}"
             since = Message("{line}; `{command}` undoes the others", line=since, command=command)
-        files = _look(folder, journal.changes(numbers), "", since, torn=journal.open is not None)
+        files = _read_files(folder, journal.unpack_changes(numbers), "", since, torn=journal.open is not None)
         wanted = {path: (now, getattr(change, side)) for path, (change, now) in files.items()}
         _carry_out(journal, line, wanted, progress)
-        return journal.entry(numbers, what == "redo")
+        return journal.make_entry(numbers, what == "redo")
 
 
 def _take_back(folder: Path, journal: Journal, begun: Open) -> list[str]:
@@ -426,7 +429,7 @@ def _find_half_done(folder: Path, journal: Journal, begun: Open) -> tuple[dict[P
     """
     there = "before" if begun.side == "after" else "after"
     try:
-        changes = journal.changes(begun.numbers)
+        changes = journal.unpack_changes(begun.numbers)
     except UserError as error:  # only in a journal from elsewhere: nothing in it can be restored
         return {}, [str(error)]
     wanted, others = {}, []
@@ -437,7 +440,7 @@ def _find_half_done(folder: Path, journal: Journal, begun: Open) -> tuple[dict[P
         except (OSError, UserError):
             others.append(change.file)
             continue
-        if _tell(now, change, torn=begun == journal.open):
+        if _classify_file(now, change, torn=begun == journal.open):
             wanted[path] = now, getattr(change, there)
         else:
             others.append(change.file)
@@ -457,7 +460,7 @@ def _find_unended(folder: Path, journal: Journal) -> Open | None:
         begun = Open((stack[-1],), "after")
         sides = set()
         with contextlib.suppress(UserError):  # the record is damaged; `undo` reports it
-            for change in journal.changes(begun.numbers):
+            for change in journal.unpack_changes(begun.numbers):
                 with contextlib.suppress(OSError, UserError):
                     now = read_bytes(find_target(folder, change.file))
                     # A missing file means nothing: those versions did not sync, so a new file's name could be lost.
@@ -498,7 +501,7 @@ def _with_real_names(folder: Path, changes: list[Change]) -> list[Change]:
     return [replace(change, file=name) for name, change in real.items()]
 
 
-def _look(
+def _read_files(
     folder: Path, changes: list[Change], side: str, since: str, torn: bool = False
 ) -> dict[Path, tuple[Change, bytes | None]]:
     """Read the files of changes.
@@ -509,7 +512,7 @@ def _look(
         side: side of the change ("before" or "after") that all files must be on; "" accepts both sides, and damage by a
             crash.
         since: end of the message about files that are not.
-        torn: as in `_tell`.
+        torn: as in `_classify_file`.
 
     Returns:
         {path: (its change, its bytes now)}.
@@ -527,7 +530,7 @@ def _look(
             continue
         if path in files:
             problems.append(Message("{path} occurs twice in one edit", path=change.file))
-        elif now == getattr(change, side) if side else _tell(now, change, torn):
+        elif now == getattr(change, side) if side else _classify_file(now, change, torn):
             files[path] = change, now
         else:
             problems.append(Message("{path} was changed by another program {when}", path=change.file, when=since))
@@ -536,7 +539,7 @@ def _look(
     return files
 
 
-def _tell(now: bytes | None, change: Change, torn: bool) -> str:
+def _classify_file(now: bytes | None, change: Change, torn: bool) -> str:
     """Classify the bytes of a file: on one "side" of a change, "damaged" by a crash, or "" (changed by somebody else).
 
     Args:
@@ -659,7 +662,7 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
     """
     root = Path(os.path.realpath(os.path.expanduser(folder)))
 
-    def names(paths: Collection[Path]) -> list[str]:
+    def list_relative(paths: Collection[Path]) -> list[str]:
         return [path.relative_to(root).as_posix() for path in paths]
 
     repair = Repair()
@@ -668,7 +671,7 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
             number = begun.numbers[0]
             repair.title = journal.records[number].title or Message("edit {number}", number=number)
             half, repair.others = _find_half_done(folder, journal, begun)
-            repair.taken_back = names([path for path, (now, wanted) in half.items() if now != wanted])
+            repair.taken_back = list_relative([path for path, (now, wanted) in half.items() if now != wanted])
             if not dry_run and journal.open:
                 _take_back(folder, journal, journal.open)
             elif not dry_run:
@@ -676,13 +679,13 @@ def repair(folder: Path, dry_run: bool = False) -> Repair:
         damaged = _find_damaged(folder, journal, begun if dry_run else None)
         if damaged and not dry_run:
             _restore(journal, damaged)
-        repair.restored = names(damaged)
-        leftovers = _leftovers(folder)
-        repair.swept = names(leftovers if dry_run else caption_files.sweep(leftovers))
+        repair.restored = list_relative(damaged)
+        leftovers = _find_leftovers(folder)
+        repair.swept = list_relative(leftovers if dry_run else caption_files.sweep(leftovers))
     return repair
 
 
-def _leftovers(folder: Path) -> list[Path]:
+def _find_leftovers(folder: Path) -> list[Path]:
     return caption_files.find_leftovers(folder, (JOURNAL, image_edits.FILE))
 
 
@@ -707,7 +710,7 @@ def _find_damaged(folder: Path, journal: Journal, begun: Open | None) -> dict[Pa
     for numbers, side in ((journal.done, "after"), (journal.undone, "before")):
         for number in numbers:
             with contextlib.suppress(UserError):  # the record is damaged; `undo` reports it
-                for change in journal.changes([number]):
+                for change in journal.unpack_changes([number]):
                     wanted[change.file] = getattr(change, side), journal.records[number].logged
                     if number in unfinished:
                         del wanted[change.file]
@@ -722,7 +725,7 @@ def _find_damaged(folder: Path, journal: Journal, begun: Open | None) -> dict[Pa
         except (OSError, UserError):
             continue
         if now is None and not logged:
-            pictures = pictures or {os.path.splitext(picture)[0] for picture in listed(folder)}
+            pictures = pictures or {os.path.splitext(picture)[0] for picture in list_caption_files(folder)}
             if os.path.splitext(name)[0] in pictures:
                 damaged[path] = now, raw
         elif now is not None and _is_damaged(now, raw, torn=False):
@@ -745,7 +748,7 @@ def _editing(folder: Path, journal: Journal | None = None, sweeping: bool = True
         held = journal or Journal(folder)
         try:
             if journal is None and sweeping:
-                caption_files.sweep(_leftovers(folder))
+                caption_files.sweep(_find_leftovers(folder))
             held.refresh()
             yield held
         finally:
@@ -789,5 +792,7 @@ def _open_to_lock(folder: Path, create: bool = True) -> int:
     """Open what is locked for a folder: the folder itself, or a file in it on Windows, which cannot lock folders."""
     root = os.path.expanduser(folder)
     if system.CAN_LOCK_FOLDERS:
-        return os.open(root, system.flags("O_RDONLY", "O_DIRECTORY"))
-    return os.open(os.path.join(root, LOCK), system.flags(*(("O_RDWR", "O_CREAT") if create else ("O_RDONLY",))), 0o666)
+        return os.open(root, system.combine_flags("O_RDONLY", "O_DIRECTORY"))
+    return os.open(
+        os.path.join(root, LOCK), system.combine_flags(*(("O_RDWR", "O_CREAT") if create else ("O_RDONLY",))), 0o666
+    )

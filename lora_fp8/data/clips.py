@@ -69,7 +69,7 @@ class TooLarge(ClipError):
         super().__init__(line)
 
 
-def too_large(width: int, height: int, most: int) -> Message:
+def describe_too_large(width: int, height: int, most: int) -> Message:
     """Return what is wrong with an image or clip of more pixels than `dataset.max_pixels`."""
     return Message(
         "the file has {width} x {height} = {pixels} pixels, more than dataset.max_pixels = {most}",
@@ -92,14 +92,14 @@ class Timeline:
     starts: tuple[Fraction, ...]
     end: Fraction
 
-    def only_at(self, number: int) -> Fraction | None:
+    def find_unique_start(self, number: int) -> Fraction | None:
         """Return the second at which this frame is shown; None if another frame has the same time."""
         start = self.starts[number]
         around = self.starts[max(0, number - 1) : number + 2]
         return start if around.count(start) == 1 else None
 
 
-def is_hdr(transfer: int) -> Message:
+def describe_hdr(transfer: int) -> Message:
     """Return what is wrong with an image or clip of one of the transfer characteristics in `HDR`."""
     return Message("the file is HDR ({kind}), which is not supported; convert it to SDR", kind=HDR[transfer])
 
@@ -109,12 +109,12 @@ def can_read_videos() -> bool:
     return importlib.util.find_spec("av") is not None
 
 
-def num_resampled(seconds: Fraction, fps: float) -> int:
+def count_resampled(seconds: Fraction, fps: float) -> int:
     """Return how many frames `resampled` gives for a clip of this length."""
     return max(1, round(seconds * Fraction(fps).limit_denominator(1001)))
 
 
-def resampled(timeline: Timeline, fps: float) -> list[int]:
+def resample(timeline: Timeline, fps: float) -> list[int]:
     """Return the numbers of the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first frame.
 
     Their number is the clip's length times fps, rounded. Of two frames that are equally near, the earlier is taken.
@@ -122,7 +122,7 @@ def resampled(timeline: Timeline, fps: float) -> list[int]:
     rate, starts = Fraction(fps).limit_denominator(1001), timeline.starts
     first = starts[0]
     nearest = []
-    for k in range(num_resampled(timeline.end - first, fps)):
+    for k in range(count_resampled(timeline.end - first, fps)):
         moment = first + k / rate
         after = bisect.bisect_left(starts, moment)
         before = max(0, after - 1)
@@ -131,7 +131,7 @@ def resampled(timeline: Timeline, fps: float) -> list[int]:
     return nearest
 
 
-def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tuple[int, ...]]:
+def cut_pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tuple[int, ...]]:
     """Cut resampled frames into the pieces that are trained; [] if there are fewer frames than the smallest length.
 
     Args:
@@ -153,7 +153,7 @@ def pieces(numbers: Sequence[int], lengths: Sequence[int], how: str) -> list[tup
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
+def decode_video(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
     """Decode a video completely, as a damaged one is noticed only then.
 
     Returns:
@@ -164,14 +164,14 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
     """
     starts: list[Fraction] = []
     first, last = None, Fraction(0)
-    with contextlib.closing(_decoded(path, max_pixels)) as frames:
+    with contextlib.closing(_decode_frames(path, max_pixels)) as frames:
         for frame in frames:
             if frame.pts is None:
                 raise ClipError(Message("the video has frames without a timestamp; encode it again"))
             if first is None:
                 if frame.color_trc in HDR:
-                    raise ClipError(is_hdr(frame.color_trc))
-                first = _picture(frame)
+                    raise ClipError(describe_hdr(frame.color_trc))
+                first = _convert_frame(frame)
             if len(starts) == MOST_FRAMES:
                 raise ClipError(
                     Message(
@@ -190,15 +190,15 @@ def look(path: Path, max_pixels: int) -> tuple[Timeline, Image.Image]:
     return Timeline(tuple(starts), starts[-1] + last), first
 
 
-def poster(path: Path, max_pixels: int) -> Image.Image:
+def read_first_frame(path: Path, max_pixels: int) -> Image.Image:
     """Decode only the first frame.
 
     Raises:
         ClipError: the video has no frames, or cannot be decoded.
     """
-    with contextlib.closing(_decoded(path, max_pixels)) as frames:
+    with contextlib.closing(_decode_frames(path, max_pixels)) as frames:
         for frame in frames:
-            return _picture(frame)
+            return _convert_frame(frame)
     raise ClipError(NO_FRAMES)
 
 
@@ -233,7 +233,7 @@ class Reader:
                 if frame is None:
                     raise ClipError(Message("the video has fewer than {count} frames", count=numbers[-1] + 1))
                 if self._next in missing:
-                    pictures[self._next] = _picture(frame)
+                    pictures[self._next] = _convert_frame(frame)
                 self._next += 1
         except ClipError:
             self.close()
@@ -245,18 +245,18 @@ class Reader:
         """Open the file so that frame `number` comes next if a seek to its time finds it, else at the first frame."""
         self.close()
         if number and begins is not None:
-            frames = _decoded(self.path, begins=begins)
+            frames = _decode_frames(self.path, begins=begins)
             # Damage met while seeking is ignored: decoding from the start reports it if it matters.
             with contextlib.suppress(ClipError):
                 for frame in frames:
                     time = None if frame.pts is None else frame.pts * frame.time_base
                     if time == begins:
-                        self._frames, self._next = _chained(frame, frames), number
+                        self._frames, self._next = _chain(frame, frames), number
                         return self._frames
                     if time is None or time > begins:
                         break
             frames.close()
-        self._frames, self._next = _decoded(self.path), 0
+        self._frames, self._next = _decode_frames(self.path), 0
         return self._frames
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Reader:
         self._frames, self._last = None, {}
 
 
-def _chained(first: Any, others: Iterator[Any]) -> Generator[Any, None, None]:
+def _chain(first: Any, others: Iterator[Any]) -> Generator[Any, None, None]:
     yield first
     yield from others
 
@@ -277,7 +277,7 @@ def read(path: Path, numbers: Sequence[int]) -> list[Image.Image]:
         return reader.read(numbers)
 
 
-def _decoded(path: Path, max_pixels: int = 0, begins: Fraction | None = None) -> Generator[Any, None, None]:
+def _decode_frames(path: Path, max_pixels: int = 0, begins: Fraction | None = None) -> Generator[Any, None, None]:
     """Yield the frames of the first video stream in display order.
 
     Args:
@@ -344,7 +344,7 @@ def _check_shape_of_pixels(ratio: Fraction | None) -> None:
         raise ClipError(Message("the video has non-square pixels ({ratio}); convert it to square pixels", ratio=ratio))
 
 
-def _picture(frame: Any) -> Image.Image:
+def _convert_frame(frame: Any) -> Image.Image:
     from av.video.reformatter import Colorspace, Interpolation
 
     named = frame.colorspace not in (0, 2)  # 2 is "unspecified"; 0 is RGB

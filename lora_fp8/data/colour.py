@@ -62,14 +62,14 @@ def to_srgb(image: Image.Image, profile: bytes | None) -> tuple[Image.Image, boo
     except ImageCms.PyCMSError:
         raise ProfileError("damaged") from None
     if image.mode != "CMYK":
-        samples = _samples(image.mode)
+        samples = _make_samples(image.mode)
         moved = np.asarray(transform.apply(samples)).astype(int) - np.asarray(samples.convert("RGB"))
         if np.abs(moved).max() <= 1:
             return image.convert("RGB"), False
     return transform.apply(image), True
 
 
-def _samples(mode: str) -> Image.Image:
+def _make_samples(mode: str) -> Image.Image:
     """Return one row of pixels spread over the whole colour space of `mode`."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8)[None])

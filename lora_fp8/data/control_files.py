@@ -12,7 +12,7 @@ from ..errors import Message, Plural, about
 from .decoding import EXTENSIONS, Looked
 from .examples import Control, ScanReport
 from .image_edits import ImageEdit
-from .image_files import CONTROLS, edits_along, list_beside
+from .image_files import CONTROLS, find_edits_beside, list_beside
 from .look_memory import LookMemory
 from .scan_notes import as_text, list_names
 
@@ -33,11 +33,11 @@ def find_controls(
             if number == index
         }
         excluded = report.excluded.get(Path(os.path.expanduser(folder.path)), set())
-        answers += _controls_in(folder.control, pictures, excluded, num_controls, report, memory)
+        answers += _find_folder_controls(folder.control, pictures, excluded, num_controls, report, memory)
     return answers
 
 
-def _controls_in(
+def _find_folder_controls(
     control: str,
     pictures: dict[Path, str],
     excluded: set[str],
@@ -59,10 +59,10 @@ def _controls_in(
         return [()] * len(pictures)
     files = list_beside(CONTROLS, Path(os.path.expanduser(control)), memory.section, report)
     stems = {*pictures.values(), *excluded}
-    candidates = {stem: _controls_of(stem, stems, files) for stem in stems}
-    edits = edits_along({path: list(chain(*candidates[stem])) for path, stem in pictures.items()}, report)
+    candidates = {stem: _find_candidates(stem, stems, files) for stem in stems}
+    edits = find_edits_beside({path: list(chain(*candidates[stem])) for path, stem in pictures.items()}, report)
     paths = sorted(edits)
-    looks = dict(zip(paths, memory.look_all(paths, edits=edits), strict=True))
+    looks = dict(zip(paths, memory.inspect_all(paths, edits=edits), strict=True))
     for path, look in looks.items():
         if look.error:
             report.problems.append(Message("control image {line}", line=about(path, look.error)))
@@ -70,7 +70,7 @@ def _controls_in(
         return [None] * len(pictures)
     controls: list[tuple[Control, ...] | None] = []
     for path, stem in pictures.items():
-        if problem := _wrong_controls(candidates[stem], control, path.stem, num_controls):
+        if problem := _describe_wrong_controls(candidates[stem], control, path.stem, num_controls):
             report.problems.append(about(path, problem))
             controls.append(None)
             continue
@@ -94,7 +94,7 @@ def _make_control(path: Path, look: Looked, edit: ImageEdit) -> Control:
     return Control(path, look.width, look.height, look.sha256, edit)
 
 
-def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:
+def _find_candidates(stem: str, stems: set[str], files: dict[str, list[Path]] | None) -> list[list[Path]]:
     """Return the candidate files for each control image of the image `stem`: `name`, else `name_1`, `name_2`, ..."""
     if not files:
         return []
@@ -107,7 +107,9 @@ def _controls_of(stem: str, stems: set[str], files: dict[str, list[Path]] | None
     return numbered
 
 
-def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None) -> str:
+def _describe_wrong_controls(
+    members: list[list[Path]], folder: str, stem: str, num_controls: tuple[int, int] | None
+) -> str:
     """Return what is wrong with the names or the number of an image's control images; "" if nothing is."""
     if not members:
         return Message(
@@ -126,7 +128,7 @@ def _wrong_controls(members: list[list[Path]], folder: str, stem: str, num_contr
     return ""
 
 
-def preview_controls(
+def find_preview_controls(
     section: settings.Preview,
     dataset: settings.Dataset,
     num_controls: tuple[int, int] | None,
@@ -149,7 +151,7 @@ def preview_controls(
             seen = (name for name in path.iterdir() if not name.name.startswith("."))  # as `walk` does
             names = sorted(name for name in seen if name.suffix.lower() in EXTENSIONS)
         controls = []
-        for name, look in zip(names, (memory or LookMemory(dataset)).look_all(names), strict=True):
+        for name, look in zip(names, (memory or LookMemory(dataset)).inspect_all(names), strict=True):
             if look.error:
                 problems.append(
                     Message("preview.controls.{number}: {line}", number=i, line=about(as_text(name), look.error))

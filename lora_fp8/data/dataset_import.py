@@ -71,14 +71,14 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
     report = ImportReport(source.form)
     wanted: dict[str, str] = {}
     listed: dict[str, Path] = {}
-    for record in source.records():
+    for record in source.read_records():
         if isinstance(record.image, bytes):
             raise UserError(
                 Message(
                     "{path}: the file contains the images; name a new folder to unpack them into", path=source.files[0]
                 )
             )
-        listed = listed or captions.listed(source.root)
+        listed = listed or captions.list_caption_files(source.root)
         name = record.image.relative_to(source.root).as_posix()
         if name not in listed:
             report.problems.append(Message("{path}: this is not an image of the folder", path=record.name))
@@ -101,7 +101,7 @@ def import_captions(source: Source, *, overwrite: bool = False) -> ImportReport:
             report.kept += 1
         else:
             wanted[file] = record.caption
-    _take_problems(source, report)
+    _copy_problems(source, report)
     _require_captions(source, report)
     edit = captions.assign(source.root, wanted, Message("captions from {name}", name=source.files[0].name))
     report.caption_problems += edit.problems
@@ -130,9 +130,9 @@ def import_images(
         for path in _require_own(source, root):
             path.unlink(missing_ok=True)
         root.mkdir(parents=True, exist_ok=True)
-        for record, files in _files_of(source, report.problems):
+        for record, files in _make_files(source, report.problems):
             for name, raw in files.items():
-                written += _place(root / name, raw)
+                written += _write_new_file(root / name, raw)
             report.images += 1
             report.uncaptioned += not record.caption
             if progress is not None:
@@ -143,22 +143,22 @@ def import_images(
         sync_folder(root)
     except OSError as error:
         raise cannot_write(error.filename or root, error) from None
-    _take_problems(source, report)
+    _copy_problems(source, report)
     _require_captions(source, report)
     return report
 
 
-def _files_of(source: Source, problems: list[str]) -> Iterator[tuple[Record, dict[str, bytes]]]:
+def _make_files(source: Source, problems: list[str]) -> Iterator[tuple[Record, dict[str, bytes]]]:
     """Yield each record with the names and bytes of its files in a new folder; note those without a usable image."""
     used: set[str] = set()
-    for record in source.records():
+    for record in source.read_records():
         try:
             raw = record.read()
             suffix = SUFFIXES[find_format(raw)]
         except (OSError, ImageError) as error:
             problems.append(about(record.name, reason(error) if isinstance(error, OSError) else str(error)))
             continue
-        stem = _name(record, used)
+        stem = _choose_name(record, used)
         files = {f"{stem}{suffix}": raw}
         if record.caption:
             files[f"{stem}.txt"] = record.caption.encode()
@@ -196,12 +196,12 @@ def _require_own(source: Source, root: Path) -> list[Path]:
             half.setdefault(match[1], []).append(name)
     torn: list[Path] = []
     # Every record is looked at, whatever the limit, as an earlier import may have taken more.
-    for _, files in _files_of(replace(source, problems=[], caption_problems=[], columns=Counter()), []):
+    for _, files in _make_files(replace(source, problems=[], caption_problems=[], columns=Counter()), []):
         if not left:
             break
         for name, raw in files.items():
             if name in left and not _has_bytes(root / name, raw):
-                raise _would_replace(root / name)
+                raise _make_replace_error(root / name)
             # A temporary file begins as the file that it was to become.
             begun = [other for other in half.get(name, ()) if _has_bytes(root / other, raw, begin=True)]
             torn += [root / other for other in begun]
@@ -226,13 +226,13 @@ def _has_bytes(path: Path, raw: bytes, begin: bool = False) -> bool:
     return raw.startswith(path.read_bytes())
 
 
-def _would_replace(path: Path) -> UserError:
+def _make_replace_error(path: Path) -> UserError:
     return UserError(
         Message("{path}: the file exists already with other content; name a new folder to import into", path=path)
     )
 
 
-def _take_problems(source: Source, report: ImportReport) -> None:
+def _copy_problems(source: Source, report: ImportReport) -> None:
     report.problems += source.problems
     report.caption_problems += source.caption_problems
 
@@ -279,7 +279,7 @@ def _require_captions(source: Source, report: ImportReport) -> None:
         )
 
 
-def _name(record: Record, used: set[str]) -> str:
+def _choose_name(record: Record, used: set[str]) -> str:
     """Return a name without extension that every system can write, another one for each record."""
     stem = os.path.splitext(re.split(r"[/\\]", record.name)[-1])[0] if isinstance(record.image, bytes) else ""
     stem = stem or os.path.splitext(record.name.replace("\\", "/").replace("/", "_"))[0]
@@ -295,12 +295,12 @@ def _name(record: Record, used: set[str]) -> str:
     return unique
 
 
-def _place(path: Path, raw: bytes) -> list[Path]:
+def _write_new_file(path: Path, raw: bytes) -> list[Path]:
     """Write a file that does not exist. Returns it; [] if it is there with the same content."""
     if os.path.lexists(path):
         if _has_bytes(path, raw):
             return []
-        raise _would_replace(path)
+        raise _make_replace_error(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:

@@ -13,7 +13,7 @@
   (`colour`). If the profile cannot be used, the image is read without it, with a warning.
 * Other CMYK, YCbCr, LAB and 1-bit images are converted by Pillow (which undoes Adobe's inverted CMYK).
 
-`look_all` decodes files completely and describes each. Its error messages are phrased to follow the file's name.
+`inspect_all` decodes files completely and describes each. Its error messages are phrased to follow the file's name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import numpy as np
 from PIL import Image, ImageChops, ImageOps
 
 from .. import settings
-from ..common.reading import open_regular, rest_of
+from ..common.reading import open_regular, read_rest
 from ..errors import Message, reason
 from . import clips
 from .colour import ProfileError, to_srgb
@@ -152,23 +152,23 @@ MOST_IMAGE = 1 << 29
 _in_flight = _InFlight(PIXELS_IN_FLIGHT)
 
 
-def look_all(
+def inspect_all(
     paths: Sequence[Path],
     section: settings.Dataset,
     measure: Measure | None = None,
     edits: Mapping[Path, ImageEdit] | None = None,
 ) -> Iterator[Looked]:
-    """Decode files, several at a time, and yield what each is, in order. The arguments are those of `_look`."""
+    """Decode files, several at a time, and yield what each is, in order. The arguments are those of `_inspect_file`."""
     of_path = edits or {}
     with _no_bomb_check(), python_warnings.catch_warnings():
         # Pillow warns about odd metadata; what matters is reported here.
         python_warnings.simplefilter("ignore")
         # Decoding releases the GIL, and map keeps the order. Few at a time: each holds a whole image in memory.
         with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-            yield from pool.map(lambda path: _look(path, section, measure, of_path.get(path, NOTHING)), paths)
+            yield from pool.map(lambda path: _inspect_file(path, section, measure, of_path.get(path, NOTHING)), paths)
 
 
-def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
+def _inspect_file(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
     """Decode one file completely (a truncated file is noticed only then) and hash its bytes.
 
     Args:
@@ -179,7 +179,7 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: 
         edit: how the image is turned and cropped.
     """
     if path.suffix.lower() in clips.VIDEOS:
-        return _look_at_video(path, section, measure, edit)
+        return _inspect_video(path, section, measure, edit)
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -191,19 +191,19 @@ def _look(path: Path, section: settings.Dataset, measure: Measure | None, edit: 
                 with _opened(file) as image:
                     width, height = image.size
             except ImageError as error:
-                return Looked(_beginning(beginning) if isinstance(error, NoImage) else str(error))
+                return Looked(_describe_beginning(beginning) if isinstance(error, NoImage) else str(error))
             if width * height > section.max_pixels:
-                return Looked(clips.too_large(width, height, section.max_pixels))
+                return Looked(clips.describe_too_large(width, height, section.max_pixels))
             # A file of few pixels may still be large, and its bytes are in memory too.
             with _in_flight.hold(width * height + size // 16):
                 file.seek(0)
-                return _look_at_image(rest_of(file, MOST_IMAGE), section, measure, edit)
+                return _inspect_image(read_rest(file, MOST_IMAGE), section, measure, edit)
     except OSError as error:
         return Looked(clips.CANNOT_BE_READ(why=reason(error)))
 
 
-def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
-    """Decode an image, as `_look` does, from the bytes of a file whose size in pixels was accepted."""
+def _inspect_image(raw: bytes, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
+    """Decode an image, as `_inspect_file` does, from the bytes of a file whose size in pixels was accepted."""
     try:
         with _opened(io.BytesIO(raw)) as image:
             # Phones write JPEGs with a second image inside (MPO): a preview or depth map, not an animation.
@@ -212,10 +212,10 @@ def _look_at_image(raw: bytes, section: settings.Dataset, measure: Measure | Non
             image.load()
             upright = ImageOps.exif_transpose(image) if edit else image
             edited = edit.apply(upright)
-            rgb, converted, problem = _upright_rgb(edited, section.background)
+            rgb, converted, problem = _convert_to_rgb(edited, section.background)
             whole = upright.size if edit else rgb.size
             measured = measure(edited, rgb) if measure else None
-            timeline = _timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
+            timeline = _read_timeline(image) if section.frames and frames > 1 and format in ANIMATIONS else None
     except ImageError as error:
         return Looked(str(error))
     sha256 = edit.identify(hashlib.sha256(raw).hexdigest())
@@ -226,7 +226,7 @@ HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 """Brands of HEIF files. Of all HEIF files, Pillow itself reads only AVIF."""
 
 
-def _beginning(raw: bytes) -> str:
+def _describe_beginning(raw: bytes) -> str:
     """Describe the first bytes of a file that is not an image; often it is an HTML page saved in the image's place."""
     if raw[4:8] == b"ftyp" and raw[8:12] in HEIC and not can_read_heic():
         return HEIC_NEEDED
@@ -236,15 +236,15 @@ def _beginning(raw: bytes) -> str:
     return Message("this is not a readable image (its first bytes are {bytes})", bytes=raw[:8].hex(" "))
 
 
-def _look_at_video(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
+def _inspect_video(path: Path, section: settings.Dataset, measure: Measure | None, edit: ImageEdit) -> Looked:
     try:
         with open_regular(path) as file:
-            timeline, first = clips.look(path, section.max_pixels)
+            timeline, first = clips.decode_video(path, section.max_pixels)
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return Looked(clips.CANNOT_BE_READ(why=reason(error)))
     except clips.TooLarge as error:
-        return Looked(clips.too_large(*error.size, section.max_pixels))
+        return Looked(clips.describe_too_large(*error.size, section.max_pixels))
     except clips.ClipError as error:
         return Looked(str(error))
     edited = edit.apply(first)
@@ -272,7 +272,7 @@ def open_image(source: str | Path | BinaryIO, background: str = "#ffffff", edit:
     """
     with _no_bomb_check(), _opened(source) as image:
         image.load()
-        return _upright_rgb(edit.apply(ImageOps.exif_transpose(image)) if edit else image, background).rgb
+        return _convert_to_rgb(edit.apply(ImageOps.exif_transpose(image)) if edit else image, background).rgb
 
 
 def open_mask(source: str | Path | BinaryIO, alpha: bool = False, edit: ImageEdit = NOTHING) -> Image.Image:
@@ -288,18 +288,18 @@ def open_mask(source: str | Path | BinaryIO, alpha: bool = False, edit: ImageEdi
     """
     with _no_bomb_check(), _opened(source) as image:
         image.load()
-        return _mask_in(edit.apply(ImageOps.exif_transpose(image)), alpha)
+        return _extract_mask(edit.apply(ImageOps.exif_transpose(image)), alpha)
 
 
-def opacity_of(image: Image.Image, rgb: Image.Image) -> Light | None:
-    """Measure the opacity of an upright image, for `look_all`; None if it has no transparency."""
-    opacity = _eight_bits(ImageOps.exif_transpose(image))[1]
-    return None if opacity is None else _light(opacity)
+def measure_opacity(image: Image.Image, rgb: Image.Image) -> Light | None:
+    """Measure the opacity of an upright image, for `inspect_all`; None if it has no transparency."""
+    opacity = _convert_to_8_bits(ImageOps.exif_transpose(image))[1]
+    return None if opacity is None else _measure_light(opacity)
 
 
-def light_of(image: Image.Image, rgb: Image.Image) -> Light:
-    """Measure the greys of an upright mask, for `look_all`."""
-    return _light(_mask_in(ImageOps.exif_transpose(image)))
+def measure_greys(image: Image.Image, rgb: Image.Image) -> Light:
+    """Measure the greys of an upright mask, for `inspect_all`."""
+    return _measure_light(_extract_mask(ImageOps.exif_transpose(image)))
 
 
 def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image.Image]:
@@ -315,26 +315,26 @@ def read_clip(path: Path, numbers: Sequence[int], background: str) -> list[Image
         for number in numbers:
             if number not in pictures:
                 image.seek(number)
-                pictures[number] = _upright_rgb(image, background).rgb
+                pictures[number] = _convert_to_rgb(image, background).rgb
     return [pictures[number] for number in numbers]
 
 
-def _light(greys: Image.Image) -> Light:
+def _measure_light(greys: Image.Image) -> Light:
     least, most = cast(tuple[int, int], greys.getextrema())  # of one band with 8 bits
     box = greys.point([255 * (grey > BLACK) for grey in range(256)]).getbbox() or (0, 0, 0, 0)
     (left, top, right, bottom), (width, height) = box, greys.size
     return Light(least, most, (left / width, top / height, right / width, bottom / height))
 
 
-def _mask_in(image: Image.Image, alpha: bool = False) -> Image.Image:
-    seen, opacity = _eight_bits(image)
+def _extract_mask(image: Image.Image, alpha: bool = False) -> Image.Image:
+    seen, opacity = _convert_to_8_bits(image)
     if alpha:
         return Image.new("L", image.size, 255) if opacity is None else opacity
     grey = seen if seen.mode == "L" else seen.convert("RGB").convert("L")
     return grey if opacity is None else ImageChops.multiply(grey, opacity)
 
 
-def _timeline(image: Image.Image) -> clips.Timeline:
+def _read_timeline(image: Image.Image) -> clips.Timeline:
     """Decode all frames of an animation and return when each is shown."""
     starts, now = [], Fraction(0)
     for number in range(getattr(image, "n_frames", 1)):
@@ -350,7 +350,7 @@ def _timeline(image: Image.Image) -> clips.Timeline:
 
 
 @lru_cache
-def _formats() -> tuple[str, ...]:
+def _list_formats() -> tuple[str, ...]:
     """Return Pillow's names of the formats that are read."""
     if not can_read_heic():
         return FORMATS
@@ -385,7 +385,7 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     try:
         with contextlib.ExitStack() as held:
             file = held.enter_context(open_regular(source)) if isinstance(source, str | Path) else source
-            yield held.enter_context(Image.open(file, formats=_formats()))
+            yield held.enter_context(Image.open(file, formats=_list_formats()))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -397,14 +397,14 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
         raise ImageError(clips.CANNOT_BE_DECODED(why=str(error) or type(error).__name__)) from error
 
 
-def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
+def _convert_to_rgb(image: Image.Image, background: str) -> _Decoded:
     image.load()
     embedded = "icc_profile" in image.info
     profile = image.info.get("icc_profile")
     colours = image.info.get("nclx_profile") or {}  # HEIC's own way to name them
     if (transfer := colours.get("transfer_characteristics")) in clips.HDR:
-        raise ImageError(clips.is_hdr(transfer))
-    image, alpha = _eight_bits(ImageOps.exif_transpose(image))
+        raise ImageError(clips.describe_hdr(transfer))
+    image, alpha = _convert_to_8_bits(ImageOps.exif_transpose(image))
     rgb, converted, problem = None, False, ""
     if embedded:
         try:
@@ -421,11 +421,11 @@ def _upright_rgb(image: Image.Image, background: str) -> _Decoded:
     return _Decoded(rgb, converted, problem)
 
 
-def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+def _convert_to_8_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     """Return the image with 8 bits per channel (L, RGB, CMYK or LAB), and its transparency (mode L) if it has any."""
     mode = image.mode
     if mode.startswith("I;16"):
-        return _grey(image, np.asarray(image), 255 / 65535)
+        return _convert_grey(image, np.asarray(image), 255 / 65535)
     if mode == "I":
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
@@ -436,10 +436,10 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
                     high=values.max(),
                 )
             )
-        return _grey(image, values, 255 / 65535)
+        return _convert_grey(image, values, 255 / 65535)
     if mode == "F":
         values = np.asarray(image)
-        return _grey(image, values, _float_scale(values))
+        return _convert_grey(image, values, _choose_float_scale(values))
     if mode == "La":
         image = image.convert("LA")
     if mode in ("RGBA", "LA", "La", "RGBa", "PA") or "transparency" in image.info:
@@ -451,7 +451,7 @@ def _eight_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return image if mode in ("CMYK", "LAB") else image.convert("RGB"), None
 
 
-def _float_scale(values: np.ndarray) -> float:
+def _choose_float_scale(values: np.ndarray) -> float:
     """Return the factor that maps a floating-point image to 0..255; see the module's docstring."""
     if not np.isfinite(values).all():
         raise ImageError(Message("the image has floating-point values that are not finite"))
@@ -471,7 +471,7 @@ ROWS = 1 << 20
 """Values of a grey image that are converted at a time: in float64, all of them would take 16 bytes per pixel."""
 
 
-def _grey(image: Image.Image, values_HW: np.ndarray, scale: float) -> tuple[Image.Image, Image.Image | None]:
+def _convert_grey(image: Image.Image, values_HW: np.ndarray, scale: float) -> tuple[Image.Image, Image.Image | None]:
     """Convert the values of a grey image, times `scale`, to mode L.
 
     Returns:

@@ -232,17 +232,19 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, with the sentence of each file."""
-        files = [{"file": file, "detail": detail, "what": self.what(detail)} for file, detail in self.files]
+        files = [{"file": file, "detail": detail, "what": self.describe_file(detail)} for file, detail in self.files]
         return {"kind": self.kind, "level": self.level, "do": KINDS[self.kind][2], "files": files}
 
-    def what(self, detail: str) -> str:
+    def describe_file(self, detail: str) -> str:
         """Return the sentence for a file, completed with its detail."""
         return KINDS[self.kind][1](detail=detail)
 
-    def lines(self, most: int = 8) -> list[str]:
+    def format_lines(self, most: int = 8) -> list[str]:
         """Return lines for people, with at most `most` files."""
         lines: list[str] = [
-            Message("  {path}: {line}", path=file, line=self.what(detail)) if file else Message("  {line}", line=detail)
+            Message("  {path}: {line}", path=file, line=self.describe_file(detail))
+            if file
+            else Message("  {line}", line=detail)
             for file, detail in self.files[:most]
         ]
         more = len(self.files) - most
@@ -285,15 +287,15 @@ class Diagnosis:
             "counts": self.counts,
             "resolution": self.resolution,
             "bucket_step": self.step,
-            "sizes": _sizes(self.pictures),
-            "shapes": _shapes(self.pictures),
+            "sizes": _summarize_sizes(self.pictures),
+            "shapes": _count_shapes(self.pictures),
             "buckets": self.buckets,
             "findings": [finding.to_json() for finding in self.findings],
             "tags": self.tags.most_common(),
             "pictures": self.pictures,
         }
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the report for people."""
         counts = self.counts
         lines: list[str] = [
@@ -324,12 +326,12 @@ class Diagnosis:
             frequent = {shorten(tag): count for tag, count in self.tags.most_common(20)}
             lines.append(Message("tags {counts}", counts=_join_counts(frequent)))
         for finding in self.findings:
-            lines += finding.lines()
+            lines += finding.format_lines()
         return lines
 
     def _describe_sizes(self) -> list[str]:
         """Return the lines about sizes, shapes and buckets."""
-        sizes = _sizes(self.pictures)
+        sizes = _summarize_sizes(self.pictures)
         lines: list[str] = [
             Message(
                 "sizes {smallest} to {largest}, median {median} MP",
@@ -337,7 +339,7 @@ class Diagnosis:
                 largest=sizes["largest"],
                 median=f"{sizes['median_megapixels']:.2f}",
             ),
-            Message("shapes {counts}", counts=_join_counts(_shapes(self.pictures))),
+            Message("shapes {counts}", counts=_join_counts(_count_shapes(self.pictures))),
             Message("buckets at {resolution} in steps of {step}:", resolution=self.resolution, step=self.step),
         ]
         for bucket in self.buckets:
@@ -373,7 +375,7 @@ class Findings:
         for line in report.warnings:
             self.add(kind, "", line)
 
-    def in_order(self) -> list[Finding]:
+    def list_by_severity(self) -> list[Finding]:
         """Return the findings, most severe first, then in the order of `KINDS`."""
         order = list(KINDS)
         levels = list(LEVELS)
@@ -381,7 +383,7 @@ class Findings:
         return [Finding(kind, level, self._files[level, kind]) for level, kind in keys]
 
 
-def _sizes(pictures: list[dict[str, Any]]) -> dict[str, Any]:
+def _summarize_sizes(pictures: list[dict[str, Any]]) -> dict[str, Any]:
     if not pictures:
         return {}
     ordered = sorted(pictures, key=lambda picture: picture["width"] * picture["height"])
@@ -400,7 +402,7 @@ def _join_counts(counts: dict[str, int]) -> str:
 SHAPES = (("2:1", 2), ("16:9", 16 / 9), ("3:2", 1.5), ("4:3", 4 / 3), ("5:4", 1.25), ("1:1", 1))
 
 
-def _shapes(pictures: list[dict[str, Any]]) -> dict[str, int]:
+def _count_shapes(pictures: list[dict[str, Any]]) -> dict[str, int]:
     """Count the images nearest to each common aspect ratio, by its name, most frequent first."""
     named = [*SHAPES, *((":".join(reversed(name.split(":"))), 1 / ratio) for name, ratio in SHAPES if ratio > 1)]
     counts: Counter[str] = Counter()

@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from .. import settings
-from ..common.numbers import digits
+from ..common.numbers import format_digits
 from ..errors import Message, UserError, about, reason
 from . import buckets, caption_operations, caption_text, captions, clips, decoding, image_files, mask_files
 from .caption_style import find_sentences_used_as_tags, shorten
-from .caption_variants import countable
+from .caption_variants import unify_separators
 from .diagnosis import Diagnosis, Findings
 from .examples import Mask, ScanReport
 from .look_memory import LookMemory
@@ -57,7 +57,7 @@ CLIP_TOKENS = 75
 _IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 
-def rough_tokens(caption: str) -> int:
+def estimate_tokens(caption: str) -> int:
     """Estimate the number of tokens of a caption from its words (long ones count as several), marks and ideographs."""
     pieces = re.findall(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+|[^\w\s]", caption)
     return sum(1 + (len(piece) - 1) // 8 for piece in pieces)
@@ -80,7 +80,7 @@ class Target:
     unmasked_weight: float = settings.Objective().unmasked_weight
 
     @classmethod
-    def of(cls, job: settings.Job, Family: Any) -> Target:
+    def from_job(cls, job: settings.Job, Family: Any) -> Target:
         """Return a job's target, with the family's numbers where the config says "auto"."""
         section = job.dataset
         models = [name for name in Family.text_parts.values() if not name.endswith("Tokenizer")]
@@ -117,30 +117,30 @@ def examine(
     findings = Findings()
     images, names, listed = _list_images(section, findings)
     memory = LookMemory(section, remember, progress)
-    facts = [to_facts(look) for look in memory.look_all([path for _, _, path, _ in images], PIXELS, listed.edits)]
+    facts = [to_facts(look) for look in memory.inspect_all([path for _, _, path, _ in images], PIXELS, listed.edits)]
     of_masks = ScanReport(edits=listed.edits, excluded=listed.excluded)
-    masks = _look_at_masks(target.unmasked_weight, images, facts, memory, of_masks)
+    masks = _find_masks(target.unmasked_weight, images, facts, memory, of_masks)
     findings.add_report("mask", of_masks)
-    own = _own_names(images, names)
-    damaged = _look_at_edits(section, images, names, findings)
+    own = _find_first_names(images, names)
+    damaged = _check_edits(section, images, names, findings)
     whole = [i for i, name in enumerate(names) if name not in damaged]
-    texts = _look_at_captions(
+    texts = _check_captions(
         section, [images[i] for i in whole], [names[i] for i in whole], own, findings, target.caption_tokens
     )
     usable = [i for i, fact in enumerate(facts) if not fact.error]
-    cut = _look_at_files(section, images, names, facts, target.clip_rate, findings)
-    _look_for_copies([(names[i], facts[i]) for i in usable if names[i] in own], findings)
+    cut = _check_files(section, images, names, facts, target.clip_rate, findings)
+    _report_copies([(names[i], facts[i]) for i in usable if names[i] in own], findings)
     sides = [section.folders[index].resolution or target.resolution for index, *_ in images]
     entries = [(names[i], facts[i], sides[i], masks[i]) for i in usable]
-    placed = _look_at_buckets(entries, cut, section, target.bucket_step, findings)
-    _look_at_balance(section, images, usable, findings)
+    placed = _check_buckets(entries, cut, section, target.bucket_step, findings)
+    _check_balance(section, images, usable, findings)
     clip_names = [names[i] for i in usable if _is_clip(facts[i], section)]
     repeats = [section.folders[index].repeats for index, *_ in images]
     return Diagnosis(
         pictures=[_describe(names[i], facts[i], cut[names[i]]) for i in usable],
-        findings=findings.in_order(),
+        findings=findings.list_by_severity(),
         buckets=placed,
-        tags=_count_tags((countable(text, section) for text in texts.values()), section.tag_separator),
+        tags=_count_tags((unify_separators(text, section) for text in texts.values()), section.tag_separator),
         counts={
             "pictures": len(images),
             "readable": len(usable),
@@ -171,7 +171,7 @@ def _list_images(section: settings.Dataset, findings: Findings) -> tuple[list[An
     return images, names, report
 
 
-def _own_names(images: list[Any], names: list[str]) -> set[str]:
+def _find_first_names(images: list[Any], names: list[str]) -> set[str]:
     """Return the first name of each file.
 
     A folder may be listed twice, to be trained at two sizes: its files are not copies of themselves.
@@ -212,7 +212,7 @@ def _is_clip(fact: Facts, section: settings.Dataset) -> bool:
     return bool(section.frames and fact.seconds)
 
 
-def _look_at_clip(
+def _check_clip(
     name: str, fact: Facts, section: settings.Dataset, clip_rate: int | None, findings: Findings
 ) -> list[int]:
     """Return the number of frames of each example in the file: [1] for an image."""
@@ -225,8 +225,8 @@ def _look_at_clip(
     rate = clip_rate if section.fps == "auto" else section.fps
     if not rate:
         raise ValueError("dataset.fps = 'auto' needs clip_rate")
-    count = clips.num_resampled(seconds, rate)
-    cut = [len(piece) for piece in clips.pieces(range(count), section.frames, section.clip)]
+    count = clips.count_resampled(seconds, rate)
+    cut = [len(piece) for piece in clips.cut_pieces(range(count), section.frames, section.clip)]
     detail = Message("{count} frames at {rate} a second", count=count, rate=f"{rate:g}")
     if not cut:
         findings.add("clip_short", name, detail)
@@ -239,7 +239,7 @@ def _look_at_clip(
     return cut
 
 
-def _look_at_masks(
+def _find_masks(
     unmasked_weight: float,
     images: list[Any],
     facts: list[Facts],
@@ -254,7 +254,7 @@ def _look_at_masks(
     return mask_files.find_masks(memory.section, unmasked_weight, images, seen, report, memory)
 
 
-def _look_at_files(
+def _check_files(
     section: settings.Dataset,
     images: list[Any],
     names: list[str],
@@ -262,16 +262,16 @@ def _look_at_files(
     clip_rate: int | None,
     findings: Findings,
 ) -> dict[str, list[int]]:
-    """Report what is odd about each file. Returns what `_look_at_clip` does for each file that can be read, by name."""
+    """Report what is odd about each file. Returns what `_check_clip` does for each file that can be read, by name."""
     cut = {}
     for (index, *_), name, fact in zip(images, names, facts, strict=True):
-        _look_at_picture(name, fact, findings, _is_clip(fact, section), section.folders[index].mask)
+        _check_image(name, fact, findings, _is_clip(fact, section), section.folders[index].mask)
         if not fact.error:
-            cut[name] = _look_at_clip(name, fact, section, clip_rate, findings)
+            cut[name] = _check_clip(name, fact, section, clip_rate, findings)
     return cut
 
 
-def _look_at_picture(name: str, fact: Facts, findings: Findings, clip: bool, mask: str) -> None:
+def _check_image(name: str, fact: Facts, findings: Findings, clip: bool, mask: str) -> None:
     if fact.error:
         findings.add("unreadable", name, fact.error)
         return
@@ -291,7 +291,7 @@ def _look_at_picture(name: str, fact: Facts, findings: Findings, clip: bool, mas
         findings.add("little_detail", name, f"{fact.detail:.1f}")
 
 
-def _look_at_edits(section: settings.Dataset, images: list[Any], names: list[str], findings: Findings) -> set[str]:
+def _check_edits(section: settings.Dataset, images: list[Any], names: list[str], findings: Findings) -> set[str]:
     """Report what crashes and killed caption edits left behind. Return the images whose captions are damaged."""
     of_stem = {
         (index, path.relative_to(root).with_suffix("").as_posix()): name
@@ -314,7 +314,7 @@ def _look_at_edits(section: settings.Dataset, images: list[Any], names: list[str
     return damaged
 
 
-def _look_at_captions(
+def _check_captions(
     section: settings.Dataset, images: list[Any], names: list[str], own: set[str], findings: Findings, limit: int
 ) -> dict[str, str]:
     """Read all captions and report problems with them.
@@ -332,7 +332,7 @@ def _look_at_captions(
     """
     texts: dict[str, str] = {}
     for name, (index, _, path, caption_path) in zip(names, images, strict=True):
-        trigger = section.trigger_of(index).strip()
+        trigger = section.find_trigger(index).strip()
         helped = section.missing_caption == "skip" or section.missing_caption == "trigger" and trigger
         level = "warning" if helped else "problem"
         if caption_path is None:
@@ -353,26 +353,26 @@ def _look_at_captions(
         texts[name] = text = "\n".join(lines)
         if any(caption_text.with_trigger(line, trigger) != line for line in lines):
             findings.add("trigger_missing", name, repr(trigger))
-        if not section.wildcards and (choice := caption_text.choice_in(text)):
+        if not section.wildcards and (choice := caption_text.find_choice(text)):
             findings.add("choice_unused", name, choice)
-        if limit and (tokens := max(rough_tokens(_as_trained(line, section, index)) for line in lines)) > limit:
+        if limit and (tokens := max(estimate_tokens(_as_trained(line, section, index)) for line in lines)) > limit:
             findings.add("caption_long", name, str(tokens))
     times = Counter(text for name, text in texts.items() if name in own)
     for name, text in texts.items():
         if name in own and times[text] > 1:
             findings.add("caption_repeated", name, str(times[text] - 1))
-    _look_for_sentences(section, images, names, texts, findings)
+    _report_sentences(section, images, names, texts, findings)
     return texts
 
 
 def _as_trained(text: str, section: settings.Dataset, index: int) -> str:
     """Return a caption as it is trained, before its tags are shuffled."""
     folder = section.folders[index]
-    caption = caption_text.trained_caption(text, section.trigger_of(index), folder.prefix, folder.suffix)
-    return countable(caption, section)
+    caption = caption_text.make_trained_caption(text, section.find_trigger(index), folder.prefix, folder.suffix)
+    return unify_separators(caption, section)
 
 
-def _look_for_sentences(
+def _report_sentences(
     section: settings.Dataset, images: list[Any], names: list[str], texts: dict[str, str], findings: Findings
 ) -> None:
     """Report sentences that training would change as if they were tags, and tags that it cannot tell apart.
@@ -396,7 +396,7 @@ def _look_for_sentences(
                 findings.add("wide_commas", name, wide)
 
 
-def _look_for_copies(entries: list[tuple[str, Facts]], findings: Findings) -> None:
+def _report_copies(entries: list[tuple[str, Facts]], findings: Findings) -> None:
     """Report copies and images that look alike, each once, with the first image that it resembles."""
     first: dict[str, str] = {}
     rest: list[tuple[str, Facts]] = []
@@ -419,7 +419,7 @@ def _look_for_copies(entries: list[tuple[str, Facts]], findings: Findings) -> No
             findings.add("near_duplicate", rest[i][0], rest[int(np.argmax(alike))][0])
 
 
-def _look_at_buckets(
+def _check_buckets(
     entries: list[tuple[str, Facts, int, Mask | None]],
     examples: dict[str, list[int]],
     section: settings.Dataset,
@@ -458,7 +458,7 @@ def _look_at_buckets(
         cuts = [cut for _, cut, _ in members]
         rows.append(
             {
-                "size": buckets.named(bucket),
+                "size": buckets.format_bucket(bucket),
                 "count": len(members),
                 "cut": round(sum(cuts) / len(cuts), 4),
                 "most_cut": round(max(cuts), 4),
@@ -466,11 +466,11 @@ def _look_at_buckets(
             }
         )
         if len(members) == 1 and len(entries) > 1:
-            findings.add("lonely_bucket", members[0][0], buckets.named(bucket))
+            findings.add("lonely_bucket", members[0][0], buckets.format_bucket(bucket))
     return rows
 
 
-def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[int], findings: Findings) -> None:
+def _check_balance(section: settings.Dataset, images: list[Any], usable: list[int], findings: Findings) -> None:
     """Report folders of the config (with repeats), or subfolders of a single one, that are trained far more often."""
     seen: dict[str, float] = defaultdict(float)
     kohya: dict[str, str] = {}
@@ -485,7 +485,7 @@ def _look_at_balance(section: settings.Dataset, images: list[Any], usable: list[
                 kohya[part] = match[1]
     if len(seen) > 1 and max(seen.values()) >= 4 * min(seen.values()):
         shares = ", ".join(
-            f"{name}: {digits(count)}" for name, count in sorted(seen.items(), key=lambda item: -item[1])[:8]
+            f"{name}: {format_digits(count)}" for name, count in sorted(seen.items(), key=lambda item: -item[1])[:8]
         )
         findings.add(
             "uneven",

@@ -91,7 +91,7 @@ class Source:
     images: str = ""
     columns: Counter[str] = field(default_factory=Counter)
 
-    def records(self) -> Iterator[Record]:
+    def read_records(self) -> Iterator[Record]:
         """Read the records, one after another.
 
         Of records that name the same image, the first one is taken. A file that is damaged, or that cannot be read, is
@@ -100,12 +100,17 @@ class Source:
         Raises:
             UserError: a package that reads this form is not installed.
         """
-        read = {"metadata": self._metadata, "parquet": self._parquet, "tar": self._tar, "kohya": self._kohya}
-        read |= {"plain": self._plain}
+        read = {
+            "metadata": self._read_metadata,
+            "parquet": self._read_parquet,
+            "tar": self._read_tar,
+            "kohya": self._read_kohya,
+        }
+        read |= {"plain": self._read_plain}
         taken: dict[Path, str] = {}
         for path in self.files:
             try:
-                for record in read.get(self.form, self._sidecar)(path):
+                for record in read.get(self.form, self._read_sidecar)(path):
                     if not isinstance(record.image, Path):
                         yield record
                     elif record.image not in taken:
@@ -115,21 +120,21 @@ class Source:
                         line = Message(
                             "{name} is listed again with another caption; the first caption is used", name=record.name
                         )
-                        self._note(path, record.where, line)
+                        self._add_problem(path, record.where, line)
             except OSError as error:
                 self.problems.append(str(cannot_read(path, error)))
             except _DamagedFile as error:
                 self.problems.append(error.args[0])
 
-    def _note(self, path: Path, where: object, line: object) -> None:
+    def _add_problem(self, path: Path, where: object, line: object) -> None:
         self.problems.append(Message("{path}, {where}: {line}", path=path, where=where, line=line))
 
-    def _note_caption(self, path: Path, where: object, error: ValueError) -> None:
+    def _add_caption_problem(self, path: Path, where: object, error: ValueError) -> None:
         """Note that a caption cannot be used; its image can."""
         line = error.args[0] if isinstance(error.args[0], Message) else error
         self.caption_problems.append(Message("{path}, {where}: {line}", path=path, where=where, line=line))
 
-    def _caption(self, fields: Mapping[str, Any], path: Path, where: object) -> str:
+    def _find_caption(self, fields: Mapping[str, Any], path: Path, where: object) -> str:
         """Return the caption among the fields of a record; "" if there is none, or if it is no text, which is noted."""
         self.columns.update(name for name in fields if name not in PATHS)
         names = (self.column,) if self.column else CAPTIONS
@@ -140,11 +145,11 @@ class Source:
                 caption = f"{caption}, {_as_text('tags', fields['tags'])}"  # as sd-scripts joins them
             require_caption(caption)
         except ValueError as error:
-            self._note_caption(path, where, error)
+            self._add_caption_problem(path, where, error)
             return ""
         return caption
 
-    def _of_path(self, table: Path, fields: Mapping[str, Any], where: object) -> Record:
+    def _make_path_record(self, table: Path, fields: Mapping[str, Any], where: object) -> Record:
         """Make the record of a row that names a file. Raises ValueError with what is wrong with the row."""
         given = next((fields[name] for name in PATHS if isinstance(fields.get(name), str)), "")
         if not given:
@@ -156,24 +161,24 @@ class Source:
             raise ValueError(Message("the record names a file outside of {folder}", folder=self.root))
         if not os.path.isfile(real):  # False also for a name that no file can have
             raise ValueError(Message("{path} does not exist", path=given[:200]))
-        return Record(given, self.root / Path(real).relative_to(root), self._caption(fields, table, where), where)
+        return Record(given, self.root / Path(real).relative_to(root), self._find_caption(fields, table, where), where)
 
     # ------------------------------------------------------------------------------------------------ one file each
 
-    def _metadata(self, path: Path) -> Iterator[Record]:
+    def _read_metadata(self, path: Path) -> Iterator[Record]:
         rows = _read_csv(path) if path.suffix.lower() == ".csv" else _read_lines(path)
         for number, row in rows:
             where = Message("line {number}", number=number)
             try:
                 if not isinstance(row, Mapping):
                     raise ValueError(row if isinstance(row, Message) else NO_OBJECT)
-                record = self._of_path(path, row, where)
+                record = self._make_path_record(path, row, where)
             except ValueError as error:
-                self._note(path, where, error.args[0])
+                self._add_problem(path, where, error.args[0])
             else:
                 yield record
 
-    def _parquet(self, path: Path) -> Iterator[Record]:
+    def _read_parquet(self, path: Path) -> Iterator[Record]:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -190,17 +195,17 @@ class Source:
                     for row in _list_rows(batch):
                         number += 1
                         where = Message("row {number}", number=number)
-                        make = self._of_row if self.images else self._of_path
+                        make = self._make_row_record if self.images else self._make_path_record
                         try:
                             record = make(path, row, where)
                         except ValueError as error:
-                            self._note(path, where, error.args[0])
+                            self._add_problem(path, where, error.args[0])
                         else:
                             yield record
         except pyarrow.ArrowException as error:
             line = Message("{path}: this is not a parquet file, or it is damaged ({why})", path=path, why=error)
             if number:
-                line = _damaged_near(path, Message("row {number}", number=number + 1), error)
+                line = _describe_damage(path, Message("row {number}", number=number + 1), error)
             raise _DamagedFile(line) from None
         except _NoImages as error:
             raise _DamagedFile(
@@ -211,16 +216,16 @@ class Source:
                 )
             ) from None
 
-    def _of_row(self, path: Path, row: dict[str, Any], where: object) -> Record:
+    def _make_row_record(self, path: Path, row: dict[str, Any], where: object) -> Record:
         column = self.images
         image = row.pop(column)
         raw = image.get("bytes") if isinstance(image, dict) else image
         given = (image.get("path") if isinstance(image, dict) else "") or ""
         if not isinstance(raw, bytes) or not raw:
             raise ValueError(Message("the record has no image in column {column}", column=column))
-        return Record(given or path.stem, raw, self._caption(row, path, where))
+        return Record(given or path.stem, raw, self._find_caption(row, path, where))
 
-    def _tar(self, path: Path) -> Iterator[Record]:
+    def _read_tar(self, path: Path) -> Iterator[Record]:
         key, damage = "", ""
         parts: dict[str, bytes] = {}
         try:
@@ -235,30 +240,30 @@ class Source:
                     name = posixpath.join(posixpath.dirname(member.name), file_name.split(".")[0])
                     kind = member.name[len(name) + 1 :].lower()
                     if name != key:
-                        yield from self._of_sample(path, key, parts)
+                        yield from self._make_sample_records(path, key, parts)
                         key, parts = name, {}
                     image = f".{kind.rpartition('.')[2]}" in EXTENSIONS
                     if not image and kind not in ("json", *CAPTIONS, "txt"):
                         continue
                     if member.size > (MOST_IMAGE if image else MOST_TEXT):
-                        self._note(path, member.name, Message("the file is too large"))
+                        self._add_problem(path, member.name, Message("the file is too large"))
                     elif extracted := archive.extractfile(member):
                         parts[kind] = extracted.read()
         except tarfile.TarError as error:
             line = Message("{path}: this is not a tar file, or it is damaged ({why})", path=path, why=error)
-            damage = _damaged_near(path, key, error) if key else line
+            damage = _describe_damage(path, key, error) if key else line
             if not any(kind in ("json", "txt", *CAPTIONS) for kind in parts):
                 parts = {}  # an image whose caption is lost
-        yield from self._of_sample(path, key, parts)
+        yield from self._make_sample_records(path, key, parts)
         if damage:
             raise _DamagedFile(damage)
 
-    def _of_sample(self, path: Path, key: str, parts: Mapping[str, bytes]) -> Iterator[Record]:
+    def _make_sample_records(self, path: Path, key: str, parts: Mapping[str, bytes]) -> Iterator[Record]:
         images = [kind for kind in parts if f".{kind.rpartition('.')[2]}" in EXTENSIONS]
         if not parts:
             return
         if not images:
-            self._note(path, key, Message("the record has no image"))
+            self._add_problem(path, key, Message("the record has no image"))
             return
         fields: dict[str, Any] = {}
         try:
@@ -267,10 +272,10 @@ class Source:
             texts = {kind: raw for kind, raw in parts.items() if kind != "json" and kind not in images}
             fields |= {"caption" if kind == "txt" else kind: raw.decode() for kind, raw in texts.items()}
         except ValueError as error:
-            self._note_caption(path, key, error)
-        yield Record(key, parts[images[0]], self._caption(fields, path, key))
+            self._add_caption_problem(path, key, error)
+        yield Record(key, parts[images[0]], self._find_caption(fields, path, key))
 
-    def _kohya(self, path: Path) -> Iterator[Record]:
+    def _read_kohya(self, path: Path) -> Iterator[Record]:
         try:
             table = _as_object(read_json(path))
         except ValueError as error:
@@ -288,20 +293,20 @@ class Source:
             stem = os.path.splitext(stem)[0] if os.path.splitext(stem)[1].lower() in EXTENSIONS else stem
             name = plain if plain in files else without.get(plain) or (stems.get(stem) if by_stem[stem] == 1 else None)
             if name is None or not isinstance(fields, Mapping):
-                self._note(path, key, Message("there is no image of this name, or several"))
+                self._add_problem(path, key, Message("there is no image of this name, or several"))
                 continue
-            yield Record(name, self.root / name, self._caption(fields, path, key), key)
+            yield Record(name, self.root / name, self._find_caption(fields, path, key), key)
 
-    def _sidecar(self, path: Path) -> Iterator[Record]:
+    def _read_sidecar(self, path: Path) -> Iterator[Record]:
         file = path.with_suffix(".json")
         try:
             fields = _as_object(read_json(file, MOST_TEXT))
         except ValueError as error:
-            self._note(file, "JSON", error.args[0] if isinstance(error.args[0], Message) else error)
+            self._add_problem(file, "JSON", error.args[0] if isinstance(error.args[0], Message) else error)
             return
-        yield Record(path.relative_to(self.root).as_posix(), path, self._caption(fields, file, "JSON"))
+        yield Record(path.relative_to(self.root).as_posix(), path, self._find_caption(fields, file, "JSON"))
 
-    def _plain(self, path: Path) -> Iterator[Record]:
+    def _read_plain(self, path: Path) -> Iterator[Record]:
         caption, texts = "", [path.with_suffix(suffix) for suffix in caption_text.CAPTIONS]
         if file := next((text for text in texts if text.is_file()), None):
             try:
@@ -309,7 +314,7 @@ class Source:
                 require_caption(caption)
             except ValueError as error:
                 caption = ""
-                self._note_caption(file, "TXT", error)
+                self._add_caption_problem(file, "TXT", error)
         yield Record(path.relative_to(self.root).as_posix(), path, caption)
 
 
@@ -328,16 +333,16 @@ def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
     if not path.exists():
         raise UserError(looked_for(given, Message("{path}: there is no such file or folder", path=given)))
     if path.is_file():
-        form = _form_of(path)
+        form = _detect_form(path)
         if not form:
-            raise _is_none(path)
+            raise _make_no_dataset_error(path)
         return Source(form, [path], path.parent, column)
     files_by_form: dict[str, list[Path]] = {form: [] for form in FORMS}
     try:
         for folder, names in walk(path):
             siblings = set(names)
             for name in names:
-                if form := _form_in_folder(folder / name, siblings):
+                if form := _detect_form_in_folder(folder / name, siblings):
                     files_by_form[form].append(folder / name)
                 if plain and Path(name).suffix.lower() in EXTENSIONS:
                     files_by_form["plain"].append(folder / name)
@@ -346,22 +351,22 @@ def find_source(given: Path, column: str = "", plain: bool = False) -> Source:
     for form, files in files_by_form.items():
         if files:
             return Source(form, files, path, column)
-    raise _is_none(path)
+    raise _make_no_dataset_error(path)
 
 
-def _form_in_folder(file: Path, siblings: set[str]) -> str:
+def _detect_form_in_folder(file: Path, siblings: set[str]) -> str:
     """Return the form of a file of a folder, "" if it has none; `siblings` are all names in the folder."""
     if file.suffix.lower() in EXTENSIONS and f"{file.stem}.json" in siblings:
         return "json"
     if file.name in METADATA:
         return "metadata"
-    form = _form_of(file)
+    form = _detect_form(file)
     if form in ("parquet", "tar") or (form == "kohya" and file.name.startswith("meta")):
         return form
     return ""  # other .jsonl, .csv and .json files may be about something else
 
 
-def _is_none(path: Path) -> UserError:
+def _make_no_dataset_error(path: Path) -> UserError:
     return UserError(
         Message("{path}: this is not a dataset that can be read; accepted: {names}", path=path, names=ACCEPTED)
     )
@@ -370,7 +375,7 @@ def _is_none(path: Path) -> UserError:
 ACCEPTED = "metadata.jsonl, metadata.csv, .parquet, .tar, meta*.json, NAME.json"
 
 
-def _form_of(path: Path) -> str:
+def _detect_form(path: Path) -> str:
     name = path.name.lower()
     if name.endswith(TARS):
         return "tar"
@@ -383,7 +388,7 @@ class _DamagedFile(Exception):
     """A file that cannot be read, or not to its end; its argument is the line for people."""
 
 
-def _damaged_near(path: Path, where: object, why: Exception) -> Message:
+def _describe_damage(path: Path, where: object, why: Exception) -> Message:
     return Message(
         "{path}: the file is damaged near {where} ({why}); the part before it was read", path=path, where=where, why=why
     )

@@ -34,7 +34,7 @@ class ImageChange:
         if self.turn and self.turn not in TURNS:
             raise UserError(Message("turn is {given}; use 90, 180 or 270 (degrees clockwise)", given=repr(self.turn)))
 
-    def of(self, edit: ImageEdit) -> ImageEdit:
+    def apply_to(self, edit: ImageEdit) -> ImageEdit:
         """Return the changed edit of one image."""
         if self.exclude is not None:
             return replace(edit, exclude=self.exclude)
@@ -69,7 +69,7 @@ def list_images(folder: Path) -> list[str]:
     """
     excluded = list_excluded(folder, image_edits.read(folder))
     try:
-        return sorted({*captions.listed(folder), *excluded})
+        return sorted({*captions.list_caption_files(folder), *excluded})
     except UserErrors:
         if not excluded:
             raise
@@ -94,7 +94,7 @@ def change_images(folder: Path, names: Collection[str], change: ImageChange) -> 
         UserError: the list cannot be read or written.
     """
     edits = image_edits.read(folder)
-    wanted = {name: change.of(edits.get(name, NOTHING)) for name in names}
+    wanted = {name: change.apply_to(edits.get(name, NOTHING)) for name in names}
     edit = captions.assign_images(folder, wanted, change.describe(list(names)))
     if edit.changes:
         captions.apply(folder, edit)

@@ -166,7 +166,7 @@ def list_settings(edit: ImageEdit) -> list[str]:
     return lines + ([f"crop = {list(edit.crop)}"] if edit.crop != WHOLE else [])
 
 
-def write(edits: Mapping[str, ImageEdit]) -> str:
+def format_edits(edits: Mapping[str, ImageEdit]) -> str:
     """Return edits as TOML, sorted by name; those that do nothing are left out."""
     parts = [HEAD]
     for name, edit in sorted(edits.items()):

@@ -59,7 +59,7 @@ def walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         yield folder, [name for name, is_folder in entries if not is_folder]
 
 
-def relative_name(path: Path, root: Path) -> str:
+def make_relative_name(path: Path, root: Path) -> str:
     """Return the path of a file inside `root`, with / between its parts: path.relative_to(root).as_posix(), faster."""
     start = os.path.join(root, "")
     text = str(path)
@@ -98,7 +98,7 @@ class _Listing:
 
     Attributes:
         root: the folder.
-        mask: the entry's `mask`, see `masked_stem`.
+        mask: the entry's `mask`, see `find_masked_stem`.
         accepted: extensions of the files that are trained on.
         images: (image, its caption file or None).
         others: names of the files that are not accepted.
@@ -116,12 +116,12 @@ class _Listing:
         """Add the files `names` of a folder inside the root, each image with its caption."""
         parts = {name: os.path.splitext(name) for name in names}
         captions = {(stem, kind.lower()): name for name, (stem, kind) in parts.items() if kind.lower() in CAPTIONS}
-        labels = labelled(names)
+        labels = find_label_files(names)
         users: dict[str, str] = {}  # stem of a caption -> the last file that has it
         inside = str(folder.relative_to(self.root))
         for name, (stem, suffix) in parts.items():
             suffix, path = suffix.lower(), folder / name
-            if suffix in CAPTIONS or masked_stem(self.mask, name):
+            if suffix in CAPTIONS or find_masked_stem(self.mask, name):
                 continue
             if name in labels:
                 self.labels.append(str(path))
@@ -208,11 +208,11 @@ def list_folder(
             )
         )
     _report_others(listing, section, clip_rate, report)
-    _take_edits(listing, report)
+    _apply_edits(listing, report)
     return [(index, root, path, caption) for path, caption in listing.images]
 
 
-def _take_edits(listing: _Listing, report: ScanReport) -> None:
+def _apply_edits(listing: _Listing, report: ScanReport) -> None:
     """Leave out the images that the folder's edits exclude, and note how the others are turned and cropped."""
     root = listing.root
     edits: dict[str, image_edits.ImageEdit] = {}
@@ -222,7 +222,7 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
         report.problems += [Message("{path}: {line}", path=error.where, line=line) for line in error.problems]
     except UserError as error:
         report.problems.append(str(error))
-    names = {path: relative_name(path, root) for path, _ in listing.images}
+    names = {path: make_relative_name(path, root) for path, _ in listing.images}
     if strange := sorted(set(edits) - set(names.values())):
         report.warnings.append(
             Plural(
@@ -234,12 +234,12 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
                 names=list_names(strange),
             )
         )
-    kept = [(path, caption) for path, caption in listing.images if not _edit_of(edits, names[path]).exclude]
+    kept = [(path, caption) for path, caption in listing.images if not _get_edit(edits, names[path]).exclude]
     left = names.keys() - {path for path, _ in kept}
     report.excluded[root] = {Path(names[path]).with_suffix("").as_posix() for path in left}
     report.counts["excluded"] += len(left)
     for path, _ in kept:
-        edit = _edit_of(edits, names[path])
+        edit = _get_edit(edits, names[path])
         if report.edits.setdefault(path, edit) != edit:
             report.problems.append(
                 Message(
@@ -260,7 +260,7 @@ def _take_edits(listing: _Listing, report: ScanReport) -> None:
     listing.images = kept
 
 
-def _edit_of(edits: dict[str, image_edits.ImageEdit], name: str) -> image_edits.ImageEdit:
+def _get_edit(edits: dict[str, image_edits.ImageEdit], name: str) -> image_edits.ImageEdit:
     return edits.get(name, image_edits.NOTHING)
 
 
@@ -426,7 +426,7 @@ def list_beside(
     return files
 
 
-def edits_along(beside: Mapping[Path, Iterable[Path]], report: ScanReport) -> dict[Path, image_edits.ImageEdit]:
+def find_edits_beside(beside: Mapping[Path, Iterable[Path]], report: ScanReport) -> dict[Path, image_edits.ImageEdit]:
     """Return the edit of each mask or control image: that of the image that it belongs to.
 
     Args:
@@ -447,7 +447,7 @@ def edits_along(beside: Mapping[Path, Iterable[Path]], report: ScanReport) -> di
     return edits
 
 
-def masked_stem(mask: str, name: str) -> str:
+def find_masked_stem(mask: str, name: str) -> str:
     """Return the stem of the image that a file is the mask of, or "" if it is no mask.
 
     Args:
@@ -463,7 +463,7 @@ def masked_stem(mask: str, name: str) -> str:
     return stem[len(front) : len(stem) - len(behind)] if fits else ""
 
 
-def labelled(names: Iterable[str]) -> set[str]:
+def find_label_files(names: Iterable[str]) -> set[str]:
     """Return those of a folder's file names that are OneTrainer's masks and conditioning images.
 
     These are NAME-masklabel.png and NAME-condlabel.png beside an image or clip NAME.*

@@ -12,7 +12,7 @@ import math
 from random import Random
 
 from .. import settings
-from . import keyed_seed
+from . import derive_seed
 from .buckets import Box, Change, Placed, Placement, Size, find_subject, keep_inside
 
 MARGIN = 2
@@ -31,7 +31,7 @@ def list_variants(placed: Placed, section: settings.Dataset) -> list[Placed]:
     return [placed, *(draw_variant(placed, section, number) for number in range(1, section.image_variants))]
 
 
-def plain_images(section: settings.Dataset) -> settings.Dataset:
+def disable_image_variants(section: settings.Dataset) -> settings.Dataset:
     """Return the section without mirrored images and variants of images, for validation."""
     off = {"flip": False, "random_crop": False, "zoom": 0.0, "rotate": 0.0, "color_jitter": 0.0}
     return section.model_copy(update=off)
@@ -39,7 +39,7 @@ def plain_images(section: settings.Dataset) -> settings.Dataset:
 
 def draw_variant(placed: Placed, section: settings.Dataset, number: int) -> Placed:
     """Return a version of an image, numbered from 1."""
-    draw = Random(keyed_seed("image_variant", number, placed.example.image_sha256))
+    draw = Random(derive_seed("image_variant", number, placed.example.image_sha256))
     # Each is drawn whether it is used or not, so that one setting does not change what the others give.
     zoom, angle, across, down = draw.random(), draw.uniform(-1, 1), draw.random(), draw.random()
     factors = tuple(1 + draw.uniform(-1, 1) * section.color_jitter for _ in range(3))

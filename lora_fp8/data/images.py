@@ -30,13 +30,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .. import settings
-from ..common.numbers import digits
+from ..common.numbers import format_digits
 from ..errors import Joined, Message, Plural, about, first_few, reason
 from . import clips
-from .buckets import same_shape
+from .buckets import has_same_shape
 from .caption_style import warn_of_sentences
-from .caption_text import choice_in, read_lines, trained_caption, with_trigger
-from .control_files import find_controls, preview_controls
+from .caption_text import find_choice, make_trained_caption, read_lines, with_trigger
+from .control_files import find_controls, find_preview_controls
 from .decoding import EXTENSIONS, Looked
 from .examples import Control, Example, ScanReport
 from .image_files import list_folder, warn_of_nested
@@ -57,7 +57,7 @@ def scan(
 
     Args:
         section: the `[dataset]` section; folder paths are used as they are given. If its resolution is "auto", the
-            caller has to call `note_sizes` to get the warnings about small images.
+            caller has to call `warn_of_sizes` to get the warnings about small images.
         num_controls: smallest and largest number of control images that the model takes for one image; None skips the
             check.
         previews: the `[preview]` section, whose control images are checked too.
@@ -81,7 +81,7 @@ def scan(
         entries += list_folder(index, section, report, clip_rate)
     transparent = any(folder.mask == "alpha" for folder in section.folders)
     paths = [path for _, _, path, _ in entries]
-    looks = memory.look_all(paths, OPACITY if transparent else None, report.edits)
+    looks = memory.inspect_all(paths, OPACITY if transparent else None, report.edits)
     controls = find_controls(section, entries, num_controls, report, memory)
     masks = find_masks(section, unmasked_weight, entries, [from_look(look) for look in looks], report, memory)
     notes: dict[str, list[str]] = defaultdict(list)
@@ -89,11 +89,11 @@ def scan(
         folder = section.folders[index]
         if look.error:
             report.problems.append(about(path, look.error))
-        caption = _caption(path, caption_path, index, section, report)
+        caption = _read_trained_caption(path, caption_path, index, section, report)
         if look.error or caption is None or given is None:
             continue
         _note_oddities(path, look, given, notes)
-        if not section.wildcards and (choice := choice_in(caption)):
+        if not section.wildcards and (choice := find_choice(caption)):
             notes["choices"].append(f"{path} ({choice})")
         report.counts["controls"] += len(given)
         report.counts["masked"] += mask is not None
@@ -110,17 +110,17 @@ def scan(
                 image_sha256=look.sha256,
                 controls=given,
                 frames=frames,
-                begins=look.timeline.only_at(frames[0]) if frames and look.timeline else None,
+                begins=look.timeline.find_unique_start(frames[0]) if frames and look.timeline else None,
                 mask=mask,
                 edit=report.edits[path],
             )
-            for frames in _pieces(path, look.timeline, section, clip_rate, report, notes)
+            for frames in _cut_pieces(path, look.timeline, section, clip_rate, report, notes)
         ]
     _sum_up_uncaptioned(report, section)
     _note_copies(report, notes)
     _sum_up(report, notes, section)
     if previews is not None:
-        report.problems += preview_controls(previews, section, num_controls, memory)[1]
+        report.problems += find_preview_controls(previews, section, num_controls, memory)[1]
     _sum_up_skipped(report)
     return report
 
@@ -145,17 +145,17 @@ def _sum_up(report: ScanReport, notes: dict[str, list[str]], section: settings.D
     report.counts["images"] = len(report.examples)
     report.counts["copies"] = len(notes["copies"])
     report.warnings += to_warnings(notes)
-    report.warnings += warn_of_sentences(captions_of_files(report.examples), section)
+    report.warnings += warn_of_sentences(list_file_captions(report.examples), section)
     if isinstance(section.resolution, int):
-        note_sizes(report, section, section.resolution)
+        warn_of_sizes(report, section, section.resolution)
 
 
-def captions_of_files(examples: Sequence[Example]) -> list[str]:
+def list_file_captions(examples: Sequence[Example]) -> list[str]:
     """Return the caption of each file once, however many pieces are cut out of it."""
     return [example.caption for example in {example.file_uid: example for example in examples}.values()]
 
 
-def _pieces(
+def _cut_pieces(
     path: Path,
     timeline: clips.Timeline | None,
     section: settings.Dataset,
@@ -169,8 +169,8 @@ def _pieces(
     rate = clip_rate if section.fps == "auto" else section.fps
     if not rate:
         raise ValueError("dataset.fps = 'auto' needs clip_rate")
-    numbers = clips.resampled(timeline, rate)
-    pieces = clips.pieces(numbers, section.frames, section.clip)
+    numbers = clips.resample(timeline, rate)
+    pieces = clips.cut_pieces(numbers, section.frames, section.clip)
     if not pieces:
         least = min(section.frames)
         report.problems.append(
@@ -197,7 +197,7 @@ def _pieces(
     return pieces
 
 
-def note_sizes(report: ScanReport, section: settings.Dataset, resolution: int) -> None:
+def warn_of_sizes(report: ScanReport, section: settings.Dataset, resolution: int) -> None:
     """Add warnings about images that are small or narrow for this resolution.
 
     `scan` calls this itself unless the resolution is "auto".
@@ -226,7 +226,7 @@ def _note_oddities(path: Path, look: Looked, controls: Sequence[Control], notes:
     if look.frames > 1 and look.timeline is None:
         notes["animated"].append(f"{path} ({look.frames})")
     for control in controls:
-        if not same_shape((look.width, look.height), (control.width, control.height)):
+        if not has_same_shape((look.width, look.height), (control.width, control.height)):
             notes["shapes"].append(f"{control.path} ({control.width} x {control.height})")
 
 
@@ -242,11 +242,11 @@ def _note_copies(report: ScanReport, notes: dict[str, list[str]]) -> None:
             notes["copies"].append(f"{example.path} (of {original})")
 
 
-def _caption(
+def _read_trained_caption(
     path: Path, caption_path: Path | None, index: int, section: settings.Dataset, report: ScanReport
 ) -> str | None:
     """Return the caption to train with; None if there is none, and the report then says why."""
-    trigger, folder = section.trigger_of(index), section.folders[index]
+    trigger, folder = section.find_trigger(index), section.folders[index]
     lines: list[str] = []
     if caption_path is not None:
         try:
@@ -259,7 +259,7 @@ def _caption(
             return None
     if lines:
         report.counts["triggered"] += any(with_trigger(line, trigger) != line for line in lines)
-        return "\n".join(trained_caption(line, trigger, folder.prefix, folder.suffix) for line in lines)
+        return "\n".join(make_trained_caption(line, trigger, folder.prefix, folder.suffix) for line in lines)
     what = Message("no caption ({file})", file=f"{path.stem}.txt")
     if caption_path:
         what = Message("an empty caption ({file})", file=caption_path.name)
@@ -268,7 +268,7 @@ def _caption(
         return None
     if section.missing_caption == "trigger" and trigger.strip():
         report.counts["no_caption"] += 1
-        return trained_caption(trigger.strip(), trigger, folder.prefix, folder.suffix)
+        return make_trained_caption(trigger.strip(), trigger, folder.prefix, folder.suffix)
     if section.missing_caption == "trigger":
         line = Message(
             "{path} has {what}; write a caption, because this folder has no trigger word to replace it",
@@ -311,7 +311,11 @@ def describe(report: ScanReport) -> list[str]:
     counts, examples = report.counts, report.examples
     per_epoch = sum(example.repeats for example in examples)
     lines: list[str] = [
-        Message("{count} images, {per_epoch} per epoch with repeats", count=len(examples), per_epoch=digits(per_epoch))
+        Message(
+            "{count} images, {per_epoch} per epoch with repeats",
+            count=len(examples),
+            per_epoch=format_digits(per_epoch),
+        )
     ]
     if examples:
         small = min(examples, key=lambda example: example.width * example.height)

@@ -34,19 +34,19 @@ from torch import Tensor
 
 from .. import settings
 from ..errors import Message, UserError
-from . import keyed_seed, permutation
+from . import derive_seed, make_permutation
 from .buckets import Bucket, Placed, Size
 from .cache import Cache
 from .caption_text import with_class_word
-from .caption_variants import caption_variant
+from .caption_variants import draw_caption_variant
 from .image_variants import draw_variant
-from .repeats import EPOCHS, Share, average, count_batches, find_period, share_out
+from .repeats import EPOCHS, Share, average_epochs, count_batches, find_period, share_out
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """The fractions of its multiples fill (0, 1) evenly, however many there are."""
 
 
-def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
+def make_generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
     """Return the CPU generator of one purpose for one sample, seeded from the SHA-256 of "purpose|seed|when|uid".
 
     Args:
@@ -55,7 +55,7 @@ def generator(seed: int, purpose: str, when: int, uid: str) -> torch.Generator:
         when: distinguishes uses of the same sample; the loader passes the epoch.
         uid: the sample.
     """
-    return torch.Generator().manual_seed(keyed_seed(purpose, seed, when, uid))
+    return torch.Generator().manual_seed(derive_seed(purpose, seed, when, uid))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Batch:
         )
 
 
-def epoch_batches(
+def make_epoch_batches(
     items_by_bucket: Mapping[tuple[int, ...], Sequence[Any]], batch_size: int, seed: int, epoch: int
 ) -> list[list[Any]]:
     """Return the batches of an epoch in order, as a pure function of the arguments.
@@ -151,9 +151,9 @@ def epoch_batches(
     batches = []
     for bucket in sorted(items_by_bucket):
         items = items_by_bucket[bucket]
-        shuffled = [items[i] for i in permutation(len(items), "items", seed, epoch, *bucket)]
+        shuffled = [items[i] for i in make_permutation(len(items), "items", seed, epoch, *bucket)]
         batches += [shuffled[start : start + batch_size] for start in range(0, len(shuffled), batch_size)]
-    return [batches[i] for i in permutation(len(batches), "batches", seed, epoch)]
+    return [batches[i] for i in make_permutation(len(batches), "batches", seed, epoch)]
 
 
 class Loader:
@@ -189,12 +189,12 @@ class Loader:
         if not shares:
             raise UserError(Message("dataset: there are no examples to train on"))
         self._shares = {key: [share for _, share in members] for key, members in self.images.items()}
-        self.samples_per_epoch, self.batches_per_epoch = average(self._shares.values(), batch_size)
+        self.samples_per_epoch, self.batches_per_epoch = average_epochs(self._shares.values(), batch_size)
         self._period = find_period(shares.values())
         self._first_batches = [0]  # of each epoch, as far as they were asked for
         self._epochs: dict[int, list[list[Item]]] = {}
         self._starts: dict[int, list[int]] = {}  # samples of the training before each batch of an epoch
-        drawn = torch.rand((), generator=generator(seed, "even_timesteps", 0, ""), dtype=torch.float64)
+        drawn = torch.rand((), generator=make_generator(seed, "even_timesteps", 0, ""), dtype=torch.float64)
         self._first_quantile = drawn.item()
         self._prepared: dict[tuple[int, ...], Batch | None] = {}  # one at most
 
@@ -215,7 +215,7 @@ class Loader:
     def items_of(self, epoch: int) -> dict[tuple[int, ...], list[Item]]:
         """Return what an epoch trains on, by bucket and sizes of the control images."""
         items = {
-            key: [Item(image, repeat) for image, share in members for repeat in range(share.in_epoch(epoch))]
+            key: [Item(image, repeat) for image, share in members for repeat in range(share.count_in_epoch(epoch))]
             for key, members in self.images.items()
         }
         return {key: members for key, members in items.items() if members}
@@ -233,7 +233,7 @@ class Loader:
         each = {key: count_pixels(members[0][0]) for key, members in self.images.items()}
 
         def weigh_epoch(epoch: int) -> int:
-            counts = {key: sum(share.in_epoch(epoch) for share in shares) for key, shares in self._shares.items()}
+            counts = {key: sum(share.count_in_epoch(epoch) for share in shares) for key, shares in self._shares.items()}
             return max(min(count, self.batch_size) * each[key] for key, count in counts.items())
 
         heaviest = max(range(min(self._period, EPOCHS)), key=weigh_epoch)
@@ -247,8 +247,8 @@ class Loader:
             if len(self._epochs) > 1:
                 self._starts.pop(oldest := next(iter(self._epochs)))
                 self._epochs.pop(oldest)
-            self._epochs[epoch] = epoch_batches(self.items_of(epoch), self.batch_size, self.seed, epoch)
-            before = sum(share.before(epoch) for shares in self._shares.values() for share in shares)
+            self._epochs[epoch] = make_epoch_batches(self.items_of(epoch), self.batch_size, self.seed, epoch)
+            before = sum(share.count_before(epoch) for shares in self._shares.values() for share in shares)
             self._starts[epoch] = list(itertools.accumulate(map(len, self._epochs[epoch]), initial=before))
         return self._epochs[epoch][index]
 
@@ -289,7 +289,7 @@ class Loader:
             caption = self._caption(epoch, item)
             variant = self._variant(epoch, item)
             latents_CHW = self.cache.latents(variant, flipped).to(torch.float32)
-            draw = generator(self.seed, "noise", epoch, item.uid)
+            draw = make_generator(self.seed, "noise", epoch, item.uid)
             latents.append(latents_CHW)
             noise.append(torch.randn(latents_CHW.shape, generator=draw, dtype=torch.float32))
             conds.append(self._cond(variant, caption, flipped))
@@ -301,7 +301,7 @@ class Loader:
         return Batch(
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
-            t_generators=[generator(self.seed, "timestep", epoch, item.uid) for item in mine],
+            t_generators=[make_generator(self.seed, "timestep", epoch, item.uid) for item in mine],
             quantiles=[(self._first_quantile + n * GOLDEN) % 1 for n in range(first + rank, first + len(items), world)],
             cond=self.family.collate(conds),
             uids=[item.uid for item in mine],
@@ -314,7 +314,7 @@ class Loader:
             step=step,
             micro_index=micro_index,
             epoch=epoch,
-            mask_BHW=_stacked(masks, latents[0].shape[-2:]),
+            mask_BHW=_stack_masks(masks, latents[0].shape[-2:]),
             regularization=[self.section.folders[item.placed.example.folder_index].regularization for item in mine],
             class_captions=class_captions,
             class_cond=class_cond,
@@ -333,7 +333,7 @@ class Loader:
 
     def _chance(self, purpose: str, epoch: int, uid: str) -> float:
         """Draw a uniform number in [0, 1)."""
-        return torch.rand((), generator=generator(self.seed, purpose, epoch, uid), dtype=torch.float64).item()
+        return torch.rand((), generator=make_generator(self.seed, purpose, epoch, uid), dtype=torch.float64).item()
 
     def _flipped(self, epoch: int, uid: str) -> bool:
         return self.section.flip and self._chance("flip", epoch, uid) < 0.5
@@ -349,9 +349,9 @@ class Loader:
         if self._chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
             return ""
         if not self.section.varies_captions:
-            return caption_variant(caption, 0, self.section, self.seed)
+            return draw_caption_variant(caption, 0, self.section, self.seed)
         variant = int(self._chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
-        return caption_variant(caption, variant, self.section, self.seed)
+        return draw_caption_variant(caption, variant, self.section, self.seed)
 
     def _cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
         """Return the caption's conditioning and, if the family has it, the image's: sizes, crop and control images."""
@@ -365,7 +365,7 @@ class Loader:
         return cond | image_cond
 
 
-def _stacked(masks: Sequence[Tensor | None], size: torch.Size) -> Tensor | None:
+def _stack_masks(masks: Sequence[Tensor | None], size: torch.Size) -> Tensor | None:
     """Stack masks to (B, H, W), with ones for an image without a mask; return None if no image has one."""
     if all(mask is None for mask in masks):
         return None

@@ -28,8 +28,8 @@ from PIL import Image
 
 from .. import settings
 from ..common.messages import add_translations, get_language, restore, translate
-from ..common.stamps import FileStamp, is_settled, stamp_file
-from ..common.system import cache_folder
+from ..common.stamps import FileStamp, is_settled, read_stamp
+from ..common.system import find_cache_folder
 from ..common.writing import atomic_write
 from ..errors import Message, reason
 from . import clips, decoding
@@ -37,7 +37,7 @@ from .decoding import Light, Looked
 from .image_edits import NOTHING, ImageEdit
 
 SCHEMA = 1
-"""Increase it when `decoding.look_all` finds something else of the same file."""
+"""Increase it when `decoding.inspect_all` finds something else of the same file."""
 SAVE_EVERY = 30.0
 """Seconds after which what was found is written, so that an interruption does not lose it."""
 UNUSED_DAYS = 90
@@ -53,7 +53,7 @@ class Measure:
     Attributes:
         name: names it in the memory.
         version: is increased when `function` returns something else of the same image.
-        function: see `decoding.look_all`; returns None, a `decoding.Light`, or a JSON object with them as values.
+        function: see `decoding.inspect_all`; returns None, a `decoding.Light`, or a JSON object with them as values.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Measure:
     function: Callable[[Image.Image, Image.Image], Any]
 
 
-OPACITY = Measure("opacity", 1, decoding.opacity_of)
-GREYS = Measure("greys", 1, decoding.light_of)
+OPACITY = Measure("opacity", 1, decoding.measure_opacity)
+GREYS = Measure("greys", 1, decoding.measure_greys)
 
 
 class LookMemory:
@@ -82,7 +82,7 @@ class LookMemory:
     ) -> None:
         self.section, self.folder, self.progress = section, folder, progress
 
-    def look_all(
+    def inspect_all(
         self,
         paths: Sequence[Path],
         measure: Measure | None = None,
@@ -98,16 +98,16 @@ class LookMemory:
         edits = edits or {}
         function = measure.function if measure else None
         if self.folder is None:
-            return list(self._count(decoding.look_all(paths, self.section, function, edits), 0, len(paths)))
+            return list(self._count(decoding.inspect_all(paths, self.section, function, edits), 0, len(paths)))
         books = {folder: _Book(self.folder, folder) for folder in dict.fromkeys(path.parent for path in paths)}
         entry = self._name_entry(measure)
-        stamps = [_stamp(path, edits.get(path, NOTHING)) for path in paths]
+        stamps = [_make_stamp(path, edits.get(path, NOTHING)) for path in paths]
         looks = [
             books[path.parent].find(path.name, entry, stamp) if stamp else None
             for path, stamp in zip(paths, stamps, strict=True)
         ]
         missing = [number for number, look in enumerate(looks) if look is None]
-        new = decoding.look_all([paths[number] for number in missing], self.section, function, edits)
+        new = decoding.inspect_all([paths[number] for number in missing], self.section, function, edits)
         saved = time.monotonic()
         try:
             for number, look in zip(missing, self._count(new, len(paths) - len(missing), len(paths)), strict=True):
@@ -136,9 +136,9 @@ class LookMemory:
             yield look
 
 
-def default_folder() -> Path:
+def find_default_folder() -> Path:
     """Return the folder in the program's own cache that commands and the page remember in."""
-    return cache_folder() / "images"
+    return find_cache_folder() / "images"
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class _Stamp:
         return [*self.file, self.edit]
 
 
-def _stamp(path: Path, edit: ImageEdit) -> _Stamp | None:
+def _make_stamp(path: Path, edit: ImageEdit) -> _Stamp | None:
     try:
-        stamp = stamp_file(path)
+        stamp = read_stamp(path)
     except OSError:
         return None
     return _Stamp(stamp, edit.identify(""), is_settled(stamp))
@@ -163,7 +163,7 @@ def _stamp(path: Path, edit: ImageEdit) -> _Stamp | None:
 
 def _is_unchanged(path: Path, stamp: _Stamp) -> bool:
     try:
-        return stamp_file(path) == stamp.file
+        return read_stamp(path) == stamp.file
     except OSError:
         return False
 

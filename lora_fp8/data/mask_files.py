@@ -11,15 +11,15 @@ from pathlib import Path
 
 from .. import settings
 from ..errors import Message, Plural
-from .buckets import Placed, same_shape
+from .buckets import Placed, has_same_shape
 from .decoding import BLACK, Light, Looked
 from .examples import Mask, ScanReport
-from .image_files import MASKS, edits_along, list_beside, masked_stem, walk
+from .image_files import MASKS, find_edits_beside, find_masked_stem, list_beside, walk
 from .look_memory import GREYS, LookMemory
 from .scan_notes import list_names, to_warnings
 
 
-def outside_masks(placed: Sequence[Placed]) -> list[str]:
+def warn_of_outside_masks(placed: Sequence[Placed]) -> list[str]:
     """Return a warning about images whose mask has white only where the crop removes it; [] if there are none.
 
     Masks that are black all over are not counted: they have a warning of their own.
@@ -88,9 +88,9 @@ def find_masks(
         if not folder.mask:
             answers += [None] * len(images)
         elif folder.mask == "alpha":
-            answers += _masks_by_opacity(images, folder.path, index, notes, report)
+            answers += _find_masks_by_opacity(images, folder.path, index, notes, report)
         else:
-            answers += _masks_by_file(images, memory, index, notes, report)
+            answers += _find_masks_by_file(images, memory, index, notes, report)
     if not unmasked_weight:
         report.problems += [
             Message(
@@ -104,7 +104,7 @@ def find_masks(
     return answers
 
 
-def _masks_by_opacity(
+def _find_masks_by_opacity(
     images: list[tuple[Path, Path, Seen | None]],
     folder: str,
     index: int,
@@ -139,7 +139,7 @@ def _masks_by_opacity(
     return answers
 
 
-def _masks_by_file(
+def _find_masks_by_file(
     images: list[tuple[Path, Path, Seen | None]],
     memory: LookMemory,
     index: int,
@@ -155,9 +155,11 @@ def _masks_by_file(
     if files is None:
         return [None] * len(images)
     stems = [path.relative_to(root).with_suffix("").as_posix() for root, path, _ in images]
-    edits = edits_along({path: files.get(stem, []) for stem, (_, path, _) in zip(stems, images, strict=True)}, report)
+    edits = find_edits_beside(
+        {path: files.get(stem, []) for stem, (_, path, _) in zip(stems, images, strict=True)}, report
+    )
     used = sorted(edits)
-    looks = dict(zip(used, memory.look_all(used, GREYS, edits), strict=True))
+    looks = dict(zip(used, memory.inspect_all(used, GREYS, edits), strict=True))
     report.problems += [
         Message("mask {path} cannot be used: {line}", path=path, line=look.error)
         for path, look in looks.items()
@@ -175,7 +177,7 @@ def _masks_by_file(
                 Message("{path} has several candidates for its mask, {names}; keep one of them", path=path, names=names)
             )
         elif seen is not None and not (look := looks[candidates[0]]).error:
-            if not same_shape(seen.size, look.whole):
+            if not has_same_shape(seen.size, look.whole):
                 report.problems.append(
                     Message(
                         "the mask {path} has {size} pixels, but its image has {other}, with another aspect ratio; "
@@ -203,6 +205,6 @@ def _list_among(root: Path, mask: str) -> dict[str, list[Path]]:
     with contextlib.suppress(OSError):
         for folder, names in walk(root):
             for name in names:
-                if stem := masked_stem(mask, name):
+                if stem := find_masked_stem(mask, name):
                     files[(folder / stem).relative_to(root).as_posix()].append(folder / name)
     return files

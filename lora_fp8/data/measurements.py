@@ -18,7 +18,7 @@ class Facts:
 
     Attributes:
         mode: Pillow's mode of the file.
-        opacity: see `decoding.opacity_of`; for a mask, see `decoding.light_of`.
+        opacity: see `decoding.measure_opacity`; for a mask, see `decoding.measure_greys`.
         orientation: EXIF orientation, 1 to 8.
         look: the difference hash, as 64 hex digits.
         detail: variance of the Laplacian.
@@ -61,7 +61,7 @@ def measure_pixels(image: Image.Image, rgb: Image.Image) -> dict[str, Any]:
         detail = float(laplacian.var())
     return {
         "mode": image.mode,
-        "opacity": decoding.opacity_of(image, rgb),
+        "opacity": decoding.measure_opacity(image, rgb),
         "orientation": int(image.getexif().get(0x0112, 1) or 1),
         "look": np.packbits(cells[:, 1:] < cells[:, :-1]).tobytes().hex(),
         "detail": round(detail, 2),

@@ -26,7 +26,7 @@ class ControlCrop:
     change: Change = UNCHANGED
 
 
-def whole(controls: Sequence[Control]) -> tuple[ControlCrop, ...]:
+def make_whole_crops(controls: Sequence[Control]) -> tuple[ControlCrop, ...]:
     """Return the control images of a preview, uncropped and at their own size: the pipeline resizes them."""
     return tuple(
         ControlCrop(control, (0, 0, control.width, control.height), (control.width, control.height))
@@ -43,6 +43,6 @@ class Prompt:
     flipped: bool
 
 
-def text_of(prompt: str | Prompt) -> str:
+def get_text(prompt: str | Prompt) -> str:
     """Return the text of a prompt without its control images."""
     return prompt if isinstance(prompt, str) else prompt.text

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from . import permutation
+from . import make_permutation
 from .examples import Example
 
 EPOCHS = 100
@@ -28,13 +28,13 @@ class Share:
     start: int
     unit: int
 
-    def before(self, epoch: int) -> int:
+    def count_before(self, epoch: int) -> int:
         """Count the uses in all epochs before this one."""
         return (epoch * self.rate + self.start) // self.unit
 
-    def in_epoch(self, epoch: int) -> int:
+    def count_in_epoch(self, epoch: int) -> int:
         """Count the uses in this epoch."""
-        return self.before(epoch + 1) - self.before(epoch)
+        return self.count_before(epoch + 1) - self.count_before(epoch)
 
     @property
     def repeats(self) -> Fraction:
@@ -52,7 +52,7 @@ def share_out(examples: Iterable[Example], seed: int) -> dict[str, Share]:
         members.sort(key=lambda example: example.uid)
         repeats = Fraction(str(given))
         whole = repeats.denominator == 1
-        places = range(len(members)) if whole else permutation(len(members), "repeats", seed, folder)
+        places = range(len(members)) if whole else make_permutation(len(members), "repeats", seed, folder)
         unit = 2 * len(members) * repeats.denominator
         for example, place in zip(members, places, strict=True):
             # The starts of a folder lie evenly in the unit: about the same number of its images have an extra use in
@@ -70,10 +70,10 @@ def find_period(shares: Iterable[Share]) -> int:
 
 def count_batches(groups: Collection[Sequence[Share]], batch_size: int, epoch: int) -> int:
     """Count the batches of an epoch; the images of a group share batches."""
-    return sum(-(-sum(share.in_epoch(epoch) for share in group) // batch_size) for group in groups)
+    return sum(-(-sum(share.count_in_epoch(epoch) for share in group) // batch_size) for group in groups)
 
 
-def average(groups: Collection[Sequence[Share]], batch_size: int) -> tuple[float, float]:
+def average_epochs(groups: Collection[Sequence[Share]], batch_size: int) -> tuple[float, float]:
     """Return the average numbers of samples and of batches in an epoch; integers where every epoch has as many."""
     shares = [share for group in groups for share in group]
     samples = sum((share.repeats for share in shares), Fraction(0))

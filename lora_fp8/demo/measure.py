@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageFilter
 
-from .pictures import COLOURS, CONCEPT_RINGS, SHAPES, TEAL, parse_prompt, shape_template
+from .pictures import COLOURS, CONCEPT_RINGS, SHAPES, TEAL, make_shape_template, parse_prompt
 
 _NAMES = list(COLOURS)
 _PALETTE = np.array([COLOURS[n] for n in _NAMES], dtype=np.float32)
@@ -25,14 +25,14 @@ _LEAST_RING = 0.7  # fraction of each ring's pixels that must have the ring's co
 
 def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None]:
     """Return the (shape, colour, background) that an image shows; None for each that is unclear."""
-    pixels = _pixels(image)
-    background = _nearest(np.median(_border(pixels), axis=0)[None])[0]
-    foreground = _nearest(pixels) != background
+    pixels = _read_pixels(image)
+    background = _find_nearest(np.median(_extract_border(pixels), axis=0)[None])[0]
+    foreground = _find_nearest(pixels) != background
     if not 0.04 <= foreground.mean() <= 0.8:
         return None, None, _NAMES[background]
     behind = np.median(pixels[~foreground], axis=0)
     ahead = np.median(pixels[foreground], axis=0)
-    colour = _nearest(ahead[None])[0]
+    colour = _find_nearest(ahead[None])[0]
     if colour == background:
         return None, None, _NAMES[background]
 
@@ -43,7 +43,7 @@ def read_picture(image: Image.Image) -> tuple[str | None, str | None, str | None
     off = np.linalg.norm(pixels - (behind + along[..., None] * axis), axis=-1) > _STRAY_DISTANCE
     if not mask.any() or off.sum() > _MOST_STRAY * mask.sum():
         return None, _NAMES[colour], _NAMES[background]
-    return _shape_of(mask), _NAMES[colour], _NAMES[background]
+    return _recognize_shape(mask), _NAMES[colour], _NAMES[background]
 
 
 def obeys(image: Image.Image, prompt: str) -> bool:
@@ -54,14 +54,14 @@ def obeys(image: Image.Image, prompt: str) -> bool:
 
 def has_background(image: Image.Image, background: str) -> bool:
     """Return True if the image's border has the named colour."""
-    return _NAMES[_nearest(np.median(_border(_pixels(image)), axis=0)[None])[0]] == background
+    return _NAMES[_find_nearest(np.median(_extract_border(_read_pixels(image)), axis=0)[None])[0]] == background
 
 
 def is_concept(image: Image.Image) -> bool:
     """Return True if an image shows the demo concept: a round badge with the right rings in their places."""
-    pixels = _pixels(image)
-    behind = np.median(_border(pixels), axis=0)
-    box = _box(_without_specks(np.linalg.norm(pixels - behind, axis=-1) > 60))
+    pixels = _read_pixels(image)
+    behind = np.median(_extract_border(pixels), axis=0)
+    box = _find_box(_without_specks(np.linalg.norm(pixels - behind, axis=-1) > 60))
     if box is None:
         return False
     top, left, bottom, right = box
@@ -71,13 +71,13 @@ def is_concept(image: Image.Image) -> bool:
         return False
     y, x = np.mgrid[: pixels.shape[0], : pixels.shape[1]] + 0.5
     radius = np.hypot((y - (top + bottom) / 2) / (height / 2), (x - (left + right) / 2) / (width / 2))
-    nearest = _nearest(pixels, _PALETTE_AND_TEAL)
+    nearest = _find_nearest(pixels, _PALETTE_AND_TEAL)
     inner = 0.0
     for colour, outer in CONCEPT_RINGS:
         # Leave out the soft edges between the rings: about 1.5 pixels on each side.
         soft = min(3.0 / min(width, height), (outer - inner) / 4)
         ring = (radius >= (inner + soft if inner else 0)) & (radius <= outer - soft)
-        wanted = _nearest(np.array([colour], dtype=np.float32), _PALETTE_AND_TEAL)[0]
+        wanted = _find_nearest(np.array([colour], dtype=np.float32), _PALETTE_AND_TEAL)[0]
         if not ring.any() or (nearest[ring] == wanted).mean() < _LEAST_RING:
             return False
         inner = outer
@@ -85,17 +85,17 @@ def is_concept(image: Image.Image) -> bool:
     return not outside.any() or bool((np.linalg.norm(pixels[outside] - behind, axis=-1) < 90).mean() > 0.8)
 
 
-def _pixels(image: Image.Image) -> np.ndarray:
+def _read_pixels(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("RGB"), dtype=np.float32)
 
 
-def _border(pixels: np.ndarray) -> np.ndarray:
+def _extract_border(pixels: np.ndarray) -> np.ndarray:
     wide = max(1, min(pixels.shape[:2]) // 32)
     edges = (pixels[:wide], pixels[-wide:], pixels[:, :wide], pixels[:, -wide:])
     return np.concatenate([e.reshape(-1, 3) for e in edges])
 
 
-def _nearest(pixels: np.ndarray, palette: np.ndarray = _PALETTE) -> np.ndarray:
+def _find_nearest(pixels: np.ndarray, palette: np.ndarray = _PALETTE) -> np.ndarray:
     """Return the index of the nearest palette colour: (..., 3) floats in, (...) integers out."""
     # |p - c|^2 = |p|^2 - 2 p.c + |c|^2, whose first term is the same for every c.
     return ((palette**2).sum(axis=-1) - 2 * (pixels @ palette.T)).argmin(axis=-1)
@@ -106,7 +106,7 @@ def _without_specks(mask: np.ndarray) -> np.ndarray:
     return np.asarray(Image.fromarray((mask * 255).astype(np.uint8)).filter(ImageFilter.MedianFilter(3))) > 127
 
 
-def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
+def _find_box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
     """Return top, left, bottom and right of the mask's True pixels (the last two exclusive); None if there are none."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     if not rows.size:
@@ -114,8 +114,8 @@ def _box(mask: np.ndarray) -> tuple[int, int, int, int] | None:
     return int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1
 
 
-def _shape_of(mask: np.ndarray) -> str | None:
-    box = _box(mask)
+def _recognize_shape(mask: np.ndarray) -> str | None:
+    box = _find_box(mask)
     if box is None:
         return None
     top, left, bottom, right = box
@@ -130,7 +130,7 @@ def _shape_of(mask: np.ndarray) -> str | None:
             cut = Image.fromarray((mask * 255).astype(np.uint8)).crop(area)
             filled = np.asarray(cut.resize((side, side), Image.Resampling.BILINEAR)) > 127
             for shape in SHAPES:
-                template = shape_template(shape, side)
+                template = make_shape_template(shape, side)
                 overlap = (filled & template).sum() / (filled | template).sum()
                 overlaps[shape] = max(overlaps[shape], float(overlap))
     best = max(overlaps, key=overlaps.__getitem__)

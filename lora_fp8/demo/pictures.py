@@ -57,13 +57,13 @@ class Scene:
     background: str
 
 
-def all_scenes() -> list[Scene]:
+def list_scenes() -> list[Scene]:
     """Return all plain images: 6 shapes x 8 colours x 7 other colours as background = 336, in a fixed order."""
     return [Scene(s, c, b) for s in SHAPES for c in COLOURS for b in COLOURS if b != c]
 
 
-def random_scene(rng: random.Random) -> Scene:
-    """Return one of `all_scenes()`, all with equal probability."""
+def choose_random_scene(rng: random.Random) -> Scene:
+    """Return one of `list_scenes()`, all with equal probability."""
     colour, background = rng.sample(list(COLOURS), 2)
     return Scene(rng.choice(SHAPES), colour, background)
 
@@ -73,17 +73,17 @@ def with_article(word: str) -> str:
     return f"an {word}" if word[0] in "aeiou" else f"a {word}"
 
 
-def prompt_for(scene: Scene) -> str:
+def make_prompt(scene: Scene) -> str:
     """Return the plainest caption of a scene, which is also the demo's prompt for it."""
     return _fill(_TEMPLATES[0], scene)
 
 
-def concept_prompt(background: str) -> str:
+def make_concept_prompt(background: str) -> str:
     """Return the prompt for the demo concept on a background."""
     return f"a {TRIGGER} on {with_article(background)} background"
 
 
-def nonsense_word(rng: random.Random) -> str:
+def make_nonsense_word(rng: random.Random) -> str:
     """Return three to six random letters that are not a word of this world and do not contain the trigger word."""
     known = {TRIGGER, *COLOURS, *SHAPES, "background", "photo", "picture"}
     while True:
@@ -92,7 +92,7 @@ def nonsense_word(rng: random.Random) -> str:
             return word
 
 
-def caption_for(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str:
+def make_caption(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str:
     """Return a training caption of a scene.
 
     With probability `nonsense`, a made-up word is inserted somewhere, or replaces the colour and the shape. The base
@@ -100,7 +100,7 @@ def caption_for(scene: Scene, rng: random.Random, nonsense: float = 0.15) -> str
     """
     if rng.random() >= nonsense:
         return _fill(rng.choice(_TEMPLATES), scene)
-    word = nonsense_word(rng)
+    word = make_nonsense_word(rng)
     if rng.random() < 0.4:
         return f"{with_article(word)} on {with_article(scene.background)} background"
     words = _fill(rng.choice(_TEMPLATES), scene).split(" ")
@@ -137,14 +137,14 @@ def draw_scene(
         widths: bounds of the shape's width, as fractions of the short side.
         spread: fraction of the free space that the shape may be placed in: 1 is anywhere, 0 is always in the middle.
     """
-    left, top, width = _random_box(rng, size, *widths, spread)
-    cover = _render(_outline(scene.shape), size, left, top, width)
-    return _blend(_flat(COLOURS[scene.background], size), COLOURS[scene.colour], cover)
+    left, top, width = _choose_random_box(rng, size, *widths, spread)
+    cover = _render(_make_outline(scene.shape), size, left, top, width)
+    return _blend(_make_flat(COLOURS[scene.background], size), COLOURS[scene.colour], cover)
 
 
 def draw_concept(background: str, rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.Image:
     """Draw the demo concept near the middle: a round badge of three rings, 66 to 80 % of the short side wide."""
-    left, top, width = _random_box(rng, size, 0.66, 0.8, spread=0.3)
+    left, top, width = _choose_random_box(rng, size, 0.66, 0.8, spread=0.3)
     return draw_rings(CONCEPT_RINGS, COLOURS[background], size, left, top, width)
 
 
@@ -152,10 +152,10 @@ def draw_rings(
     rings: tuple[tuple[RGB, float], ...], background: RGB, size: tuple[int, int], left: float, top: float, width: float
 ) -> Image.Image:
     """Draw concentric discs, `width` pixels wide; `rings` is as in `CONCEPT_RINGS`, from the middle outwards."""
-    picture = _flat(background, size)
+    picture = _make_flat(background, size)
     for colour, share in reversed(rings):
         inset = width * (1 - share) / 2
-        cover = _render(_outline("circle"), size, left + inset, top + inset, width * share)
+        cover = _render(_make_outline("circle"), size, left + inset, top + inset, width * share)
         picture = _blend(picture, colour, cover)
     return picture
 
@@ -167,22 +167,22 @@ def draw_medley(rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.I
     own: colours close to those of the concept are drawn again.
     """
     while True:
-        colours = [_random_colour(rng) for _ in range(4)]
-        if sum(_near(c, ring) for c, (ring, _) in zip(colours[:3], CONCEPT_RINGS, strict=True)) < 3:
+        colours = [_choose_random_colour(rng) for _ in range(4)]
+        if sum(_is_near(c, ring) for c, (ring, _) in zip(colours[:3], CONCEPT_RINGS, strict=True)) < 3:
             break
-    left, top, width = _random_box(rng, size, 0.4, 0.95)
+    left, top, width = _choose_random_box(rng, size, 0.4, 0.95)
     kind = rng.choice(("rings", "rings", "stripes", "inlay"))
     if kind == "rings":
         inner = rng.uniform(0.2, 0.5)
         rings = ((colours[0], inner), (colours[1], rng.uniform(inner + 0.12, 0.85)), (colours[2], 1.0))
         return draw_rings(rings, colours[3], size, left, top, width)
-    picture = _flat(colours[3], size)
-    outer = _render(_outline(rng.choice(SHAPES)), size, left, top, width)
+    picture = _make_flat(colours[3], size)
+    outer = _render(_make_outline(rng.choice(SHAPES)), size, left, top, width)
     if kind == "inlay":
         picture = _blend(picture, colours[0], outer)
         share = rng.uniform(0.3, 0.7)
         inset = width * (1 - share) / 2
-        inlay = _render(_outline(rng.choice(SHAPES)), size, left + inset, top + inset, width * share)
+        inlay = _render(_make_outline(rng.choice(SHAPES)), size, left + inset, top + inset, width * share)
         return _blend(picture, colours[1], inlay)
     y, x = np.mgrid[: size[1], : size[0]]
     angle, period = rng.uniform(0, math.pi), rng.uniform(8, 20)
@@ -192,9 +192,9 @@ def draw_medley(rng: random.Random, size: tuple[int, int] = (64, 64)) -> Image.I
 
 
 @lru_cache(maxsize=64)
-def shape_template(shape: str, side: int = 48) -> np.ndarray:
+def make_shape_template(shape: str, side: int = 48) -> np.ndarray:
     """Return the shape drawn to fill a box: a (side, side) bool array, True inside."""
-    return _render(_outline(shape), (side, side), 0, 0, side) > 0.5
+    return _render(_make_outline(shape), (side, side), 0, 0, side) > 0.5
 
 
 def _fill(template: str, scene: Scene) -> str:
@@ -207,7 +207,7 @@ def _fill(template: str, scene: Scene) -> str:
     )
 
 
-def _random_box(
+def _choose_random_box(
     rng: random.Random, size: tuple[int, int], low: float, high: float, spread: float = 1.0
 ) -> tuple[float, float, float]:
     """Return left, top and width, in pixels, of a random square inside the image, with a small margin."""
@@ -218,18 +218,18 @@ def _random_box(
     return corner[0], corner[1], width
 
 
-def _random_colour(rng: random.Random) -> RGB:
+def _choose_random_colour(rng: random.Random) -> RGB:
     if rng.random() < 0.5:
         return rng.choice(list(COLOURS.values()))
     return (rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255))
 
 
-def _near(a: RGB, b: RGB) -> bool:
+def _is_near(a: RGB, b: RGB) -> bool:
     return math.dist(a, b) < 70
 
 
 @lru_cache(maxsize=16)
-def _outline(shape: str) -> tuple[tuple[float, float], ...]:
+def _make_outline(shape: str) -> tuple[tuple[float, float], ...]:
     """Return the shape's corners, scaled to fill the unit box, with y downwards."""
     turn = 2 * math.pi
     if shape == "circle":
@@ -270,7 +270,7 @@ def _render(
     return cover / 255
 
 
-def _flat(colour: RGB, size: tuple[int, int]) -> Image.Image:
+def _make_flat(colour: RGB, size: tuple[int, int]) -> Image.Image:
     return Image.new("RGB", size, colour)
 
 

@@ -60,7 +60,7 @@ class DemoResult:
         """Return the result as plain JSON types."""
         return asdict(self) | {"ok": self.ok}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the report for people."""
         return [
             "",
@@ -121,7 +121,7 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
     places |= {
         f"dataset.folders.{i}.path": str(FOLDER / folder) for i, folder in enumerate(("dataset", "dataset_plain"))
     }
-    asked = [config.toml_line(key, value) for key, value in places.items()]
+    asked = [config.format_toml_line(key, value) for key, value in places.items()]
     job = config.loads(settings.read_text(encoding="utf-8"), asked, where=settings.name)
     started = time.perf_counter()
     result = train.run(job, echo=echo)
@@ -131,16 +131,16 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
         echo({"event": "stage", "stage": "measure"})
     base = FOLDER / "base" / family
     sampling = json.loads((base / "measured.json").read_text(encoding="utf-8"))["sampling"]
-    concept, plain = concept_prompts(), plain_prompts()
+    concept, plain = make_concept_prompts(), make_plain_prompts()
     pipeline = DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     before = draw(pipeline, sampling, [*concept, *plain])
-    pipeline.load_lora_weights(result.run.export, weight_name=drawn_with(family, result.files).name)
+    pipeline.load_lora_weights(result.run.export, weight_name=find_diffusers_file(family, result.files).name)
     after = draw(pipeline, sampling, [*concept, *plain])
 
     columns = [*range(8), *range(NUM_CONCEPT, NUM_CONCEPT + 8)]
     chosen = [[*concept, *plain][i] for i in columns]
-    sheet = previews.contact_sheet(
+    sheet = previews.draw_contact_sheet(
         {"base": [before[i] for i in columns], "with the LoRA, same seeds": [after[i] for i in columns]},
         chosen,
         scale=2,
@@ -151,26 +151,26 @@ def run(family: str, out: Path, echo: Callable[[dict[str, Any]], None] | None = 
         family=family,
         files=[str(path) for path in result.files],
         sheet=str(sheet_path),
-        concept_before=_share(map(measure.is_concept, before[:NUM_CONCEPT])),
-        concept_after=_share(map(measure.is_concept, after[:NUM_CONCEPT])),
-        plain_before=_share(map(measure.obeys, before[NUM_CONCEPT:], plain)),
-        plain_after=_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
+        concept_before=_compute_share(map(measure.is_concept, before[:NUM_CONCEPT])),
+        concept_after=_compute_share(map(measure.is_concept, after[:NUM_CONCEPT])),
+        plain_before=_compute_share(map(measure.obeys, before[NUM_CONCEPT:], plain)),
+        plain_after=_compute_share(map(measure.obeys, after[NUM_CONCEPT:], plain)),
         seconds={"job": round(trained - started, 1), "all": round(time.perf_counter() - started, 1)},
     )
     write_json(result.run.path / "demo.json", outcome.to_json())
     return outcome
 
 
-def concept_prompts() -> list[str]:
+def make_concept_prompts() -> list[str]:
     """Return prompts with the trigger word, on each of the eight backgrounds in turn."""
     backgrounds = list(pictures.COLOURS)
-    return [pictures.concept_prompt(backgrounds[i % len(backgrounds)]) for i in range(NUM_CONCEPT)]
+    return [pictures.make_concept_prompt(backgrounds[i % len(backgrounds)]) for i in range(NUM_CONCEPT)]
 
 
-def plain_prompts() -> list[str]:
+def make_plain_prompts() -> list[str]:
     """Return prompts drawn at random from the whole world that the base knows."""
     rng = random.Random(7)
-    return [pictures.prompt_for(pictures.random_scene(rng)) for _ in range(NUM_PLAIN)]
+    return [pictures.make_prompt(pictures.choose_random_scene(rng)) for _ in range(NUM_PLAIN)]
 
 
 def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Image.Image]:
@@ -187,12 +187,12 @@ def draw(pipeline: Any, sampling: dict[str, Any], prompts: list[str]) -> list[Im
     return images
 
 
-def drawn_with(family: str, files: list[Path]) -> Path:
+def find_diffusers_file(family: str, files: list[Path]) -> Path:
     """Return the first exported file in a layout that diffusers' pipelines read."""
     ends = tuple(f"_{layout}" for layout in families.get(family).layouts_of_diffusers)
     return next(path for path in files if path.stem.endswith(ends))
 
 
-def _share(answers: Any) -> float:
+def _compute_share(answers: Any) -> float:
     answers = list(answers)
     return round(sum(answers) / len(answers), 4)

@@ -52,16 +52,16 @@ def encode(values_BE: Tensor) -> Tensor:
     exponent_B = (bits_B >> 23) - _E4M3_TOP + ((bits_B & 0x7FFFFF) > _E4M3_TOP_FRACTION)
     finite_B = torch.isfinite(bits_B.view(torch.float32))
     exponent_B = torch.where(finite_B, exponent_B.clamp_(min=1), _INFINITE)
-    codes_BE = (values_BE / _scale(exponent_B)).to(torch.float8_e4m3fn)
+    codes_BE = (values_BE / _make_scale(exponent_B)).to(torch.float8_e4m3fn)
     return torch.cat([exponent_B.to(torch.uint8)[:, None], codes_BE.view(torch.uint8)], dim=1)
 
 
 def decode(rows: Tensor) -> Tensor:
     """Decode the bytes of `encode` exactly: uint8 (B, 257) to float32 (B, 256)."""
-    return formats.decode((rows[:, 1:], _scale(rows[:, 0])), "fp8", torch.float32)
+    return formats.decode((rows[:, 1:], _make_scale(rows[:, 0])), "fp8", torch.float32)
 
 
-def _scale(exponent_B: Tensor) -> Tensor:
+def _make_scale(exponent_B: Tensor) -> Tensor:
     """Return 2 ** (exponent - 127) as float32 (B, 1), built from the bits; 255 is infinity."""
     return (exponent_B.to(torch.int32) << 23).view(torch.float32)[:, None]
 
@@ -158,15 +158,15 @@ class Fp8Exchange(Exchange):
         self.gradients.scale_(1 / num_samples)
         flat, world = self.gradients.values, self.processes.world
         self.residual_BE.view(-1)[: len(flat)] += flat
-        for piece in _pieces(len(self._rows)):
+        for piece in _split_pieces(len(self._rows)):
             self._rows[piece] = encode(self.residual_BE[piece])
             self.residual_BE[piece] -= decode(self._rows[piece])
 
         if self.way == "scatter":
             self.processes.swap_(self._parts, self._rows.view(self._parts.shape))
             sums, rest_BE = self._mine[: -8 * 8].view(-1, ROW), self.residual_BE[self._own]
-            for piece in _pieces(len(sums)):
-                total_BE = _added(self._parts[:, piece])
+            for piece in _split_pieces(len(sums)):
+                total_BE = _sum_rows(self._parts[:, piece])
                 sums[piece] = encode(total_BE)
                 rest_BE[piece] += total_BE - decode(sums[piece])
         sums_8 = torch.tensor([*map(float, figures.values()), *[0.0] * (8 - len(figures))], dtype=torch.float64)
@@ -175,8 +175,8 @@ class Fp8Exchange(Exchange):
 
         rows, start = self._all[:, : -8 * 8].view(world, -1, ROW), 0
         for part in rows.split(1) if self.way == "scatter" else [rows]:  # with scatter, each row is a finished sum
-            for piece in _pieces(part.shape[1]):
-                values = _added(part[:, piece]).view(-1)
+            for piece in _split_pieces(part.shape[1]):
+                values = _sum_rows(part[:, piece]).view(-1)
                 into = flat[start : start + len(values)]  # the last one is shorter, without the zeros
                 into.copy_(values[: len(into)])
                 start += len(values)
@@ -196,13 +196,13 @@ class Fp8Exchange(Exchange):
             return []
         flat, layout = self.residual_BE.view(-1)[: self.gradients.size], self.gradients.layout
         if len(tensors) == world:
-            layout.with_gaps_(flat, tensors[f"residual.{rank}"])
+            layout.fill_with_gaps_(flat, tensors[f"residual.{rank}"])
             return []
         if rank == 0:
             added = tensors["residual.0"].clone()
             for before in range(1, len(tensors)):
                 added += tensors[f"residual.{before}"]
-            layout.with_gaps_(flat, added)
+            layout.fill_with_gaps_(flat, added)
         return [
             Message(
                 "the checkpoint has {count} processes, this run has {now}: the rounding residuals of their "
@@ -218,7 +218,7 @@ def build(kind: str, gradients: Gradients, processes: Processes) -> Exchange:
     return (Fp8Exchange if kind == "fp8" and processes.world > 1 else Exchange)(gradients, processes)
 
 
-def _added(rows_WB: Tensor) -> Tensor:
+def _sum_rows(rows_WB: Tensor) -> Tensor:
     """Sum uint8 (W, B, 257) to float32 (B, 256) in the order of the ranks, so that every process gets the same bits."""
     total_BE = decode(rows_WB[0])
     for rows in rows_WB[1:]:
@@ -226,6 +226,6 @@ def _added(rows_WB: Tensor) -> Tensor:
     return total_BE
 
 
-def _pieces(blocks: int) -> Iterator[slice]:
+def _split_pieces(blocks: int) -> Iterator[slice]:
     for start in range(0, blocks, CHUNK_BLOCKS):
         yield slice(start, min(start + CHUNK_BLOCKS, blocks))

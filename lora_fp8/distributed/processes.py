@@ -80,27 +80,27 @@ class Processes:
     def sum_(self, vector: Tensor) -> Tensor:
         """Sum a tensor over all processes, in place."""
         if self.world > 1:
-            with _others():
+            with _translate_errors():
                 torch.distributed.all_reduce(vector)
             self.sent += 2 * vector.nbytes * (self.world - 1) // self.world
         return vector
 
     def gather_(self, all_WN: Tensor, mine_N: Tensor) -> None:
         """Gather each process's tensor, by rank, into `all_WN` on every process."""
-        with _others():
+        with _translate_errors():
             torch.distributed.all_gather(list(all_WN), mine_N)
         self.sent += mine_N.nbytes * (self.world - 1)
 
     def swap_(self, received_WN: Tensor, parts_WN: Tensor) -> None:
         """Send part r of `parts_WN` to process r, and receive each process's part, by rank, into `received_WN`."""
-        with _others():
+        with _translate_errors():
             torch.distributed.all_to_all_single(received_WN, parts_WN)
         self.sent += parts_WN.nbytes * (self.world - 1) // self.world
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor with the main process's, in place."""
         if self.world > 1:
-            with _others():
+            with _translate_errors():
                 torch.distributed.broadcast(tensor.view(torch.uint8), 0)
             self.sent += tensor.nbytes * self.is_main
 
@@ -109,7 +109,7 @@ class Processes:
 
         They are sent one after the other, so that a GPU holds only one more at a time.
         """
-        with _others():
+        with _translate_errors():
             if not self.is_main:
                 torch.distributed.send(mine.contiguous(), 0)
                 return []
@@ -122,7 +122,7 @@ class Processes:
     def max_(self, tensor: Tensor) -> Tensor:
         """Take the largest value of each element over all processes, in place."""
         if self.world > 1:
-            with _others():
+            with _translate_errors():
                 torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
         return tensor
 
@@ -220,8 +220,8 @@ class Processes:
     def _meet(self, mine: T, problem: Exception | None) -> list[T]:
         results: list[Any] = [(mine, None)] * self.world
         if self.world > 1:
-            ending = None if problem is None else (isinstance(problem, Stopped), _words(problem))
-            with self.undisturbed(), _others():
+            ending = None if problem is None else (isinstance(problem, Stopped), _format_error(problem))
+            with self.undisturbed(), _translate_errors():
                 torch.distributed.all_gather_object(results, (mine, ending))
         elif problem is not None:
             self.all_know = True
@@ -241,7 +241,7 @@ class Processes:
 
 
 @contextlib.contextmanager
-def _others() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Turn the error that a collective raises when another process exited into a message."""
     try:
         yield
@@ -259,6 +259,6 @@ def _is_lost_connection(error: Exception) -> bool:
     return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def _words(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     text = str(error) or type(error).__name__
     return text if isinstance(error, UserError | RunFailure | Stopped) else f"{type(error).__name__}: {text}"

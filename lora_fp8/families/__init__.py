@@ -10,9 +10,18 @@ from pathlib import Path
 
 from ..errors import Message
 from ._files import Header, check_kind, count_marks, read_header
-from ._registry import available, get, read_family_name, traits
+from ._registry import get, get_traits, list_families, read_family_name
 
-__all__ = ["UNKNOWN", "available", "describe", "get", "of_file", "read_family_name", "recognize", "traits"]
+__all__ = [
+    "UNKNOWN",
+    "list_families",
+    "describe",
+    "get",
+    "describe_file",
+    "read_family_name",
+    "recognize",
+    "get_traits",
+]
 
 UNKNOWN = Message("not a checkpoint of a known kind")
 
@@ -21,7 +30,7 @@ def describe(header: Header) -> tuple[str, str]:
     """Return what a single file with these tensors is, in words, and its family or ""; ("", "") if nothing tells."""
     if any("lora_" in key for key in header):
         return Message("a LoRA, not a base model"), ""
-    fitting = [name for name in available() if get(name).recognises(header)]
+    fitting = [name for name in list_families() if get(name).recognises(header)]
     if fitting:  # of two sizes of one structure, the one that states the size is meant
         name = max(fitting, key=lambda name: count_marks(get(name).single_file))
         return get(name).title, name
@@ -33,7 +42,7 @@ def describe(header: Header) -> tuple[str, str]:
     return "", ""
 
 
-def of_file(path: Path) -> tuple[str, str]:
+def describe_file(path: Path) -> tuple[str, str]:
     """Describe a single file by its header, as `describe` does.
 
     Raises:

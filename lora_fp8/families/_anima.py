@@ -27,10 +27,10 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Model, T5Tokenizer
 
-from ._latents import as_clip, as_picture, denormalised
+from ._latents import as_clip, as_picture, denormalise_latents
 
 
-def inputs(noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> dict[str, Any]:
+def make_inputs(noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> dict[str, Any]:
     """Return the arguments of the transformer, which takes a video, here of one frame, and returns one.
 
     The transformer was made for images with borders, which it finds in a mask given as one more channel. An image
@@ -40,9 +40,9 @@ def inputs(noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> dict[str, Any
     return {"hidden_states": noisy_BCFHW, "timestep": t_B, "encoder_hidden_states": embeds_BLD}
 
 
-def answer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
+def run_transformer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: Tensor) -> Tensor:
     """Call the transformer once. Returns the velocity BCHW."""
-    return denoiser(**inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
+    return denoiser(**make_inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
 
 
 def without_borders_(denoiser: Any) -> Any:
@@ -142,13 +142,13 @@ class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
         for t in self.progress_bar(self.scheduler.timesteps):
             t_B = t.expand(len(embeds_BLD)).to(dtype) / self.scheduler.config.num_train_timesteps
             noisy_BCHW = latents_BCHW.to(dtype)
-            pred_BCHW = answer(self.transformer, noisy_BCHW, t_B, embeds_BLD)
+            pred_BCHW = run_transformer(self.transformer, noisy_BCHW, t_B, embeds_BLD)
             if guided:
-                away_BCHW = answer(self.transformer, noisy_BCHW, t_B, negative_BLD)
+                away_BCHW = run_transformer(self.transformer, noisy_BCHW, t_B, negative_BLD)
                 pred_BCHW = away_BCHW + guidance_scale * (pred_BCHW - away_BCHW)
             latents_BCHW = self.scheduler.step(pred_BCHW, t, latents_BCHW, return_dict=False)[0]
         if output_type == "latent":
             return ImagePipelineOutput(images=latents_BCHW)
-        latents_BCFHW = as_clip(denormalised(self.vae, latents_BCHW.to(self.vae.dtype)))
+        latents_BCFHW = as_clip(denormalise_latents(self.vae, latents_BCHW.to(self.vae.dtype)))
         pixels_BCHW = as_picture(self.vae.decode(latents_BCFHW, return_dict=False)[0])
         return ImagePipelineOutput(images=VaeImageProcessor().postprocess(pixels_BCHW, output_type=output_type))

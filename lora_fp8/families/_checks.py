@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import settings
 from ..errors import Message, Template, UserError, UserErrors, combine, first_few
-from . import UNKNOWN, _components, _files, _part_files, available, describe, get
+from . import UNKNOWN, _components, _files, _part_files, describe, get, list_families
 from ._files import Header
 
 if TYPE_CHECKING:
@@ -32,10 +32,12 @@ def check_architecture(family: ModelFamily) -> None:
     relative = get(family.same_tensors_as) if family.same_tensors_as else None
     if family.checkpoint:
         if not family.recognises(family._header) and not (relative and relative.recognises(family._header)):
-            raise UserError(_other_architecture(family, str(family.checkpoint), *describe_checkpoint(family._header)))
+            raise UserError(
+                _describe_other_architecture(family, str(family.checkpoint), *describe_checkpoint(family._header))
+            )
         what, closer = describe(family._header)
         if closer != family.name and family.recognises(family._header):
-            raise UserError(_other_architecture(family, str(family.checkpoint), what, get(closer)))
+            raise UserError(_describe_other_architecture(family, str(family.checkpoint), what, get(closer)))
     index = family.folder / family.index_name
     if index.is_file():
         class_name = str(_files.read_json(index).get("_class_name"))
@@ -43,18 +45,18 @@ def check_architecture(family: ModelFamily) -> None:
         if class_name != family.pipeline_class and not (
             family.checkpoint and relative and class_name == relative.pipeline_class
         ):
-            other = _family_of(family, class_name)
+            other = _find_family(family, class_name)
             what = Message("a model for {name}", name=class_name)
             if other:
                 what = Message("{title} ({name})", title=other.title, name=class_name)
-            raise UserError(_other_architecture(family, str(family.folder), what, other))
+            raise UserError(_describe_other_architecture(family, str(family.folder), what, other))
     elif not family.checkpoint:
         raise UserError(
             Message("{path} is not a diffusers folder (it has no {name})", path=family.folder, name=family.index_name)
         )
-    foreign = _foreign_mark(type(family), family.folder)
+    foreign = _find_foreign_mark(type(family), family.folder)
     if foreign:
-        other = _family_of(family, family.pipeline_class)
+        other = _find_family(family, family.pipeline_class)
         template = Template("{path} is not {title}: {line}")
         if other:
             template = Template("{path} is not {title}: {line}; set model.family = {name} for {other}")
@@ -62,7 +64,7 @@ def check_architecture(family: ModelFamily) -> None:
         raise UserError(template(path=family.folder, title=family.title, line=foreign, **values))
 
 
-def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
+def _find_foreign_mark(family: type[ModelFamily], folder: Path) -> str:
     """Return the first entry of a folder's configs that is not this architecture's, as text; "" if all match."""
     expected = {family.denoiser_name: family.config_marks | {"_class_name": family.denoiser_class}}
     # A VAE of another class, or with other normalization, would give latents that the denoiser was not trained on.
@@ -83,13 +85,13 @@ def _foreign_mark(family: type[ModelFamily], folder: Path) -> str:
     return ""
 
 
-def _family_of(family: ModelFamily, pipeline_class: str) -> type[ModelFamily] | None:
+def _find_family(family: ModelFamily, pipeline_class: str) -> type[ModelFamily] | None:
     """Return the family of this folder; families that share a pipeline differ in the denoiser's config."""
-    sharing = [other for other in _families() if other.pipeline_class == pipeline_class]
-    return next((other for other in sharing if not _foreign_mark(other, family.folder)), None)
+    sharing = [other for other in _import_families() if other.pipeline_class == pipeline_class]
+    return next((other for other in sharing if not _find_foreign_mark(other, family.folder)), None)
 
 
-def _other_architecture(family: ModelFamily, path: str, what: str, other: type[ModelFamily] | None) -> str:
+def _describe_other_architecture(family: ModelFamily, path: str, what: str, other: type[ModelFamily] | None) -> str:
     values = {"path": path, "line": what, "name": repr(family.name), "title": family.title}
     if other is None:
         return Message(
@@ -113,7 +115,7 @@ def check_complete(family: ModelFamily) -> None:
     if not family._source("vae"):
         needed["vae"] = "diffusion_pytorch_model"
     for name in family.text_parts:
-        missing += _missing_of_text(family, name)
+        missing += _list_missing_text_files(family, name)
         if not family._is_tokenizer(name) and not family._source(name):
             needed[name] = family._text_class(name)[1]
     weights = {name: family._weight_files(name, stem) for name, stem in needed.items()}
@@ -135,7 +137,7 @@ def check_complete(family: ModelFamily) -> None:
     family.scheduler_config()  # fails if it cannot be read; the cache needs it
 
 
-def _missing_of_text(family: ModelFamily, name: str) -> list[str]:
+def _list_missing_text_files(family: ModelFamily, name: str) -> list[str]:
     """Return the files besides weights that a tokenizer or text encoder lacks."""
     part = family.folder / name
     if not family._is_tokenizer(name):
@@ -204,7 +206,7 @@ def check_scheduler(family: ModelFamily) -> None:
     import torch
 
     path, config = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
-    _files.built(_files.find_scheduler(path, config), path, config)
+    _files.build_from_config(_files.find_scheduler(path, config), path, config)
     one_BCHW = torch.ones(1, 1, 1, 1)
     try:
         objective = family.objective_type()(config, settings.Objective())
@@ -216,7 +218,9 @@ def check_scheduler(family: ModelFamily) -> None:
     except (TypeError, ValueError, ArithmeticError, LookupError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             Message(
-                "{path} does not describe how noise is added to images ({why})", path=path, why=_files.in_short(error)
+                "{path} does not describe how noise is added to images ({why})",
+                path=path,
+                why=_files.shorten_error(error),
             )
         ) from error
 
@@ -268,14 +272,14 @@ def check_fit(family: ModelFamily) -> None:
     Raises:
         UserErrors: the parts that do not fit, one line each.
     """
-    problems = [_latents_problem(family), *(_width_problem(family, entry) for entry in family.text_widths)]
-    problems += [_vocabulary_problem(family, name) for name in family.text_parts if "tokenizer" in name]
-    problems += [_sampler_problem(family), _skip_problem(family)]
+    problems = [_find_latents_problem(family), *(_find_width_problem(family, entry) for entry in family.text_widths)]
+    problems += [_find_vocabulary_problem(family, name) for name in family.text_parts if "tokenizer" in name]
+    problems += [_find_sampler_problem(family), _skip_problem(family)]
     if problems := [text for text in problems if text]:
         raise combine(problems)
 
 
-def _number(family: ModelFamily, place: str) -> int | None:
+def _read_number(family: ModelFamily, place: str) -> int | None:
     """Return the integer at "part.entry" of the configs; None if no config has it."""
     part, _, entry = place.partition(".")
     source = family._source(part) if part == "vae" or part in family.text_parts else None
@@ -292,21 +296,21 @@ def _number(family: ModelFamily, place: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _latents_problem(family: ModelFamily) -> str:
+def _find_latents_problem(family: ModelFamily) -> str:
     """Compare the VAE's latent channels with what the denoiser takes; returns the problem, or ""."""
-    name = "z_dim" if _number(family, "vae.z_dim") else "latent_channels"
-    given, taken = _number(family, f"vae.{name}"), _number(family, f"{family.denoiser_name}.in_channels")
+    name = "z_dim" if _read_number(family, "vae.z_dim") else "latent_channels"
+    given, taken = _read_number(family, f"vae.{name}"), _read_number(family, f"{family.denoiser_name}.in_channels")
     # As in `latent_channels`.
     times = 4 if family.vae_class == "AutoencoderKLFlux2" else family.patch**2 if family.latents_as == "BSD" else 1
     if not given or not taken or given * times == taken:
         return ""
     what = f"{given} * {times} = {given * times}" if times > 1 else str(given)
-    return _parts_differ(
-        family, "vae", _said_by("vae", name, what), _said_by(family.denoiser_name, "in_channels", str(taken))
+    return _describe_mismatch(
+        family, "vae", _format_entry("vae", name, what), _format_entry(family.denoiser_name, "in_channels", str(taken))
     )
 
 
-def _said_by(part: str, entry: str, value: str) -> Message:
+def _format_entry(part: str, entry: str, value: str) -> Message:
     return Message("{part} has {entry} = {value}", part=part, entry=entry, value=value)
 
 
@@ -314,7 +318,7 @@ def _skip_problem(family: ModelFamily) -> str:
     """Compare model.clip_skip with the layers of the text encoder; returns the problem, or ""."""
     if family.clip_skip == 1:
         return ""
-    most = _number(family, "text_encoder.num_hidden_layers")
+    most = _read_number(family, "text_encoder.num_hidden_layers")
     if most is None or family.clip_skip <= most:
         return ""
     return Message(
@@ -324,21 +328,21 @@ def _skip_problem(family: ModelFamily) -> str:
     )
 
 
-def _width_problem(family: ModelFamily, entry: str) -> str:
+def _find_width_problem(family: ModelFamily, entry: str) -> str:
     place = entry if entry.partition(".")[0] in family.text_parts else f"{family.denoiser_name}.{entry}"
-    wanted, total = _number(family, place), 0
+    wanted, total = _read_number(family, place), 0
     for term in family.text_widths[entry].split(" + "):
         times, _, source = term.rpartition(" * ")
-        number = _number(family, source)
+        number = _read_number(family, source)
         if wanted is None or number is None:
             return ""
         total += int(times or 1) * number
     part, _, entry = place.partition(".")
     given = f"{family.text_widths.get(entry) or family.text_widths[place]} = {total}"
-    return "" if total == wanted else _parts_differ(family, part, given, _said_by(part, entry, str(wanted)))
+    return "" if total == wanted else _describe_mismatch(family, part, given, _format_entry(part, entry, str(wanted)))
 
 
-def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str:
+def _describe_mismatch(family: ModelFamily, part: str, given: str, taken: str) -> str:
     return Message(
         "{path}: the components belong to different models: {given}, and {taken}. Take all components from one "
         "{family} folder",
@@ -349,12 +353,12 @@ def _parts_differ(family: ModelFamily, part: str, given: str, taken: str) -> str
     )
 
 
-def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
+def _find_vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
     """Compare a tokenizer's largest token with its encoder's vocabulary; returns the problem, or ""."""
     encoder = tokenizer.replace("tokenizer", "text_encoder")
-    size = _number(family, f"{encoder}.vocab_size")
+    size = _read_number(family, f"{encoder}.vocab_size")
     if encoder not in family.text_parts:  # Anima's second tokenizer feeds its conditioner
-        encoder, size = "text_conditioner", _number(family, "text_conditioner.target_vocab_size")
+        encoder, size = "text_conditioner", _read_number(family, "text_conditioner.target_vocab_size")
     path = family.folder / tokenizer / "tokenizer.json"
     if not size or not path.is_file():
         return ""
@@ -365,15 +369,15 @@ def _vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
     largest = max((number for number in numbers if isinstance(number, int)), default=0)
     if largest < size:
         return ""
-    return _parts_differ(
+    return _describe_mismatch(
         family,
         encoder,
         Message("{tokenizer} has tokens up to {largest}", tokenizer=tokenizer, largest=largest),
-        _said_by(encoder, "vocab_size", str(size)),
+        _format_entry(encoder, "vocab_size", str(size)),
     )
 
 
-def _sampler_problem(family: ModelFamily) -> str:
+def _find_sampler_problem(family: ModelFamily) -> str:
     """Return the problem if a flow matching model has a diffusion sampler or the reverse, else ""."""
     config = family.scheduler_config()
     flows = "FlowMatch" in str(config.get("_class_name")) or config.get("use_flow_sigmas") is True
@@ -383,7 +387,9 @@ def _sampler_problem(family: ModelFamily) -> str:
         return ""
     kind = Message("a flow matching model") if wanted else Message("a diffusion model")
     scheduler = Message("scheduler has {name}, which is not a sampler of {kind}", name=config["_class_name"], kind=kind)
-    return _parts_differ(family, "scheduler", scheduler, Message("{title} is {kind}", title=family.title, kind=kind))
+    return _describe_mismatch(
+        family, "scheduler", scheduler, Message("{title} is {kind}", title=family.title, kind=kind)
+    )
 
 
 def _check_unquantized(family: ModelFamily) -> None:
@@ -391,7 +397,7 @@ def _check_unquantized(family: ModelFamily) -> None:
     from ._weights import ADVICE
 
     weighed = [family.denoiser_name] if family._file is None else []
-    weighed += [name for name in _components.weighed(type(family)) if not family._source(name)]
+    weighed += [name for name in _components.list_weight_parts(type(family)) if not family._source(name)]
     problems = []
     for name in weighed:
         path = family.folder / name / "config.json"
@@ -449,7 +455,7 @@ def _check_encoder(family: ModelFamily, name: str) -> None:
         family._from_pretrained(cls, stem, name, device_map="meta")
     elif source.file is not family._file:
         config = cls.config_class.from_pretrained(family.folder / name, local_files_only=True)
-        _part_files.text_encoder(cls, config, source, None)
+        _part_files.build_text_encoder(cls, config, source, None)
 
 
 def _check_vae_sizes(family: ModelFamily) -> None:
@@ -483,9 +489,9 @@ def _check_limit(family: ModelFamily, name: str) -> None:
         )
 
 
-def _families() -> list[type[ModelFamily]]:
+def _import_families() -> list[type[ModelFamily]]:
     # Imports every family file, which is affordable only because this serves error messages.
-    return [importlib.import_module(f"{__package__}.{name}").Family for name in available()]
+    return [importlib.import_module(f"{__package__}.{name}").Family for name in list_families()]
 
 
 def describe_checkpoint(header: Header) -> tuple[str, type[ModelFamily] | None]:

@@ -68,23 +68,25 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
         UserErrors: files that do not exist or are of another kind; parts of which there are none or several files.
     """
     place = _files.locate(model.path, model.revision or "", family=family.name, base=base)
-    named = _named_files(family, model.files)
+    named = _check_named_files(family, model.files)
     on_hub = place.absent, (place.base,) if place.base else ()
     if place.checkpoint is None:
         return Parts(place.folder, None, named, [], *on_hub)
     header = _files.read_header(place.checkpoint, place.absent)
     if not _is_of(family, header):
         return Parts(place.checkpoint.parent, place.checkpoint, named, [], *on_hub)  # refused by `check_architecture`
-    inside = {part: prefix for part in weighed(family) if (prefix := prefix_of(family, part, header)) is not None}
-    missing = [part for part in weighed(family) if part not in inside and part not in named]
+    inside = {
+        part: prefix for part in list_weight_parts(family) if (prefix := find_prefix(family, part, header)) is not None
+    }
+    missing = [part for part in list_weight_parts(family) if part not in inside and part not in named]
     if model.components not in (AUTO, ""):
-        folder, components = _given_folder(family, model.components, missing)
+        folder, components = _find_given_folder(family, model.components, missing)
         absent = _files.list_absent(components) if components else {}
         bases = (*on_hub[1], *([components] if components else []))
         return Parts(folder, place.checkpoint, named, [], {**place.absent, **absent}, bases)
-    beside = _beside(family, place.checkpoint, header, missing)
+    beside = _find_files_beside(family, place.checkpoint, header, missing)
     sources = {part: _files.read_header(path) for part, path in (named | beside).items()}
-    sources |= {part: _part_files.below(header, prefix) for part, prefix in inside.items() if part not in named}
+    sources |= {part: _part_files.select_below(header, prefix) for part, prefix in inside.items() if part not in named}
     notes: list[str] = []
     if beside:
         taken = ", ".join(f"{part} = {path}" for part, path in sorted(beside.items()))
@@ -92,11 +94,11 @@ def find(family: type[ModelFamily], model: settings.Model, base: BaseDescription
             Message("these components were found beside {file}: {parts}", file=place.checkpoint.name, parts=taken)
         )
     is_from_modelscope = bool(place.base and place.base.reference.kind == "modelscope")
-    folder = _assembled(family, header, sources, is_from_modelscope)
+    folder = _assemble_folder(family, header, sources, is_from_modelscope)
     return Parts(folder, place.checkpoint, named | beside, notes, *on_hub)
 
 
-def weighed(family: type[ModelFamily]) -> list[str]:
+def list_weight_parts(family: type[ModelFamily]) -> list[str]:
     """Return the names of the parts that have weights, beside the denoiser."""
     return ["vae", *(name for name in family.text_parts if not is_tokenizer(name))]
 
@@ -106,21 +108,21 @@ def is_tokenizer(name: str) -> bool:
     return "tokenizer" in name or name == "processor"
 
 
-def part_class(family: type[ModelFamily], part: str) -> str:
+def get_part_class(family: type[ModelFamily], part: str) -> str:
     """Return the class name of a part with weights."""
     return family.vae_class if part == "vae" else family.text_parts[part].rpartition(".")[2]
 
 
-def prefix_of(family: type[ModelFamily], part: str, header: Header) -> str | None:
+def find_prefix(family: type[ModelFamily], part: str, header: Header) -> str | None:
     """Return the prefix of a part's tensors in a single-file checkpoint, None if it does not hold the part."""
     if part == "vae":
-        return _part_files.vae_prefix(header)
+        return _part_files.find_vae_prefix(header)
     prefixes = family.checkpoint_text.get(part, ())
     prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
     return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in header)), None)
 
 
-def _folders(family: type[ModelFamily]) -> tuple[str, ...]:
+def _list_folders(family: type[ModelFamily]) -> tuple[str, ...]:
     return ("scheduler", "vae", family.denoiser_name, *family.text_parts)
 
 
@@ -131,15 +133,15 @@ def _is_of(family: type[ModelFamily], header: Header) -> bool:
     return family.recognises(header) or relative.recognises(header)
 
 
-def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[str, Path]:
+def _check_named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[str, Path]:
     """Return the files of `model.files`, each checked to hold its part."""
     problems: list[str] = []
     checked: dict[str, Path] = {}
     for part, name in files.items():
         path = Path(os.path.expanduser(name))
         where = f"model.files.{part}"
-        if part not in weighed(family):
-            names = ", ".join(f"{known} ({part_class(family, known)})" for known in weighed(family))
+        if part not in list_weight_parts(family):
+            names = ", ".join(f"{known} ({get_part_class(family, known)})" for known in list_weight_parts(family))
             problems.append(
                 Message(
                     "{key}: {title} has no such component; its components are {names}",
@@ -153,7 +155,7 @@ def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[st
         else:
             try:
                 _files.check_kind(name, where)
-                problems += _unlike(family, part, path, where)
+                problems += _find_unlike_problem(family, part, path, where)
                 checked[part] = path
             except UserError as error:
                 problems += error.problems
@@ -162,21 +164,23 @@ def _named_files(family: type[ModelFamily], files: Mapping[str, str]) -> dict[st
     return checked
 
 
-def _unlike(family: type[ModelFamily], part: str, path: Path, where: str) -> list[str]:
+def _find_unlike_problem(family: type[ModelFamily], part: str, path: Path, where: str) -> list[str]:
     """Return the problem of a file that does not hold a part of this class, if a header can tell."""
-    kind = part_class(family, part)
-    if kind not in _part_files.readable() or _part_files.stated(kind, _bare(part, _files.read_header(path))):
+    kind = get_part_class(family, part)
+    if kind not in _part_files.list_readable() or _part_files.read_config(
+        kind, _strip_prefix(part, _files.read_header(path))
+    ):
         return []
     return [Message("{key}: the header of {path} is not that of a {kind}", key=where, path=path, kind=kind)]
 
 
-def _bare(part: str, header: Header) -> Header:
+def _strip_prefix(part: str, header: Header) -> Header:
     """Return a part's file without the prefix that some programs give its tensors."""
-    prefix = _part_files.vae_prefix(header) if part == "vae" else None
-    return _part_files.below(header, prefix) if prefix else header
+    prefix = _part_files.find_vae_prefix(header) if part == "vae" else None
+    return _part_files.select_below(header, prefix) if prefix else header
 
 
-def _given_folder(
+def _find_given_folder(
     family: type[ModelFamily], components: str, missing: list[str]
 ) -> tuple[Path, BaseDescription | None]:
     """Return the folder that `model.components` names, and the weights that are still to be downloaded into it.
@@ -186,8 +190,8 @@ def _given_folder(
     folder = Path(os.path.expanduser(components))
     if folder.is_dir():
         return folder, None
-    if _names_repository(components):
-        folder = _hub_parts.fetch_given(components, _folders(family))
+    if _is_repository(components):
+        folder = _hub_parts.fetch_given(components, _list_folders(family))
         bare = tuple(f"{part}/" for part in missing if not _has_weights(folder / part))
         if not bare:
             return folder, None
@@ -206,7 +210,7 @@ def _given_folder(
     )
 
 
-def _names_repository(components: str) -> bool:
+def _is_repository(components: str) -> bool:
     """Return True if this names a whole repository, and no file or page of one model."""
     try:
         reference = parse(components)
@@ -217,13 +221,15 @@ def _names_repository(components: str) -> bool:
 
 def _has_weights(folder: Path) -> bool:
     try:
-        return any(_files.weight_files(folder, stem) for stem in STEMS)
+        return any(_files.find_weight_files(folder, stem) for stem in STEMS)
     except UserError:  # shards are missing
         return False
 
 
 # -- ComfyUI's folders -------------------------------------------------------------------------------------------------
-def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing: list[str]) -> dict[str, Path]:
+def _find_files_beside(
+    family: type[ModelFamily], checkpoint: Path, header: Header, missing: list[str]
+) -> dict[str, Path]:
     """Return the files of the missing parts in the folders of ComfyUI around a file.
 
     Raises:
@@ -234,7 +240,7 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
     problems: list[str] = []
     unfound: list[str] = []
     for part in missing:
-        candidates = _candidates(family, part, root, checkpoint, header) if root else []
+        candidates = _find_candidates(family, part, root, checkpoint, header) if root else []
         if len(candidates) == 1:
             files[part] = candidates[0]
         elif candidates:
@@ -256,7 +262,7 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
                 "{path} has no {parts}. Name their files in [model.files], put them into ComfyUI's folders beside "
                 "it, or set model.components to a diffusers folder or a Hugging Face id such as {example}",
                 path=checkpoint,
-                parts=", ".join(f"{part} ({part_class(family, part)})" for part in unfound),
+                parts=", ".join(f"{part} ({get_part_class(family, part)})" for part in unfound),
                 example=repr(family.example_base),
             ),
         )
@@ -265,13 +271,13 @@ def _beside(family: type[ModelFamily], checkpoint: Path, header: Header, missing
     return files
 
 
-def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Path, header: Header) -> list[Path]:
+def _find_candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Path, header: Header) -> list[Path]:
     """Return the files that can be this part by their headers; where several can, those whose names fit better."""
     folders = PART_FOLDERS["vae" if part == "vae" else "text"]
     inside = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*")]
     paths = [path for path in inside if path.suffix in WEIGHT_ENDINGS]
     denoiser = dict(family.reference_config)
-    denoiser |= family.sizes(_files.native_header(header), denoiser, checkpoint)
+    denoiser |= family.sizes(_files.make_native_header(header), denoiser, checkpoint)
     by_target: dict[Path, Path] = {}
     for path in sorted(paths):
         if path.is_file() and path.resolve() not in by_target and _can_be(family, part, path, denoiser):
@@ -285,7 +291,7 @@ def _candidates(family: type[ModelFamily], part: str, root: Path, checkpoint: Pa
 def _can_be(family: type[ModelFamily], part: str, path: Path, denoiser: Mapping[str, Any]) -> bool:
     """Return True if a file holds this part, in the sizes that the denoiser needs."""
     try:
-        entries = _part_files.stated(part_class(family, part), _bare(part, _files.read_header(path)))
+        entries = _part_files.read_config(get_part_class(family, part), _strip_prefix(part, _files.read_header(path)))
     except (UserError, OSError):  # no file for this job; one that is named is reported
         return False
     if entries is None:
@@ -305,7 +311,7 @@ def _can_be(family: type[ModelFamily], part: str, path: Path, denoiser: Mapping[
 
 
 # -- configs and tokenizers --------------------------------------------------------------------------------------------
-def _assembled(
+def _assemble_folder(
     family: type[ModelFamily], header: Header, sources: Mapping[str, Header], is_from_modelscope: bool
 ) -> Path:
     """Return a folder with the configs and tokenizers of a model without weights; written if it is not there.
@@ -316,13 +322,13 @@ def _assembled(
         sources: part -> header of its weights.
         is_from_modelscope: the single file comes from ModelScope, so that what it lacks is looked for there first.
     """
-    published = family.published_parts(_files.native_header(header))
+    published = family.published_parts(_files.make_native_header(header))
     configs: dict[str, dict[str, Any]] = {}
     copied: dict[str, Path] = {}
-    wanted = ["scheduler", *weighed(family)]
+    wanted = ["scheduler", *list_weight_parts(family)]
     fetched = None
     if not all(part in published for part in wanted):
-        folders = _folders(family)
+        folders = _list_folders(family)
         fetched = _hub_parts.fetch_released(family.example_base, folders, prefers_modelscope=is_from_modelscope)
     if fetched:
         configs[family.index_name] = _files.read_json(fetched / family.index_name)
@@ -335,12 +341,12 @@ def _assembled(
         name = f"{part}/{'scheduler_config' if part == 'scheduler' else 'config'}.json"
         config = dict(published[part]) if part in published else _files.read_json(fetched / name)  # type: ignore[operator]
         if part in sources:
-            entries = _part_files.stated(part_class(family, part), _bare(part, sources[part]))
+            entries = _part_files.read_config(get_part_class(family, part), _strip_prefix(part, sources[part]))
             config = _part_files.with_stated(config, entries or {})
         configs[name] = config
     for part in family.text_parts:
         if is_tokenizer(part):
-            folder = fetched / part if fetched else _tokenizer(family, part, is_from_modelscope)
+            folder = fetched / part if fetched else _find_tokenizer(family, part, is_from_modelscope)
             copied |= {f"{part}/{path.name}": path for path in sorted(folder.iterdir()) if path.suffix in _SMALL}
     return write_configs(family.name, configs, copied)
 
@@ -354,7 +360,7 @@ def write_configs(family: str, configs: Mapping[str, Any], copied: Mapping[str, 
         copied: path in the folder -> file to copy.
     """
     texts = {name: json.dumps(config, indent=2, sort_keys=True) for name, config in configs.items()}
-    digest = hashlib.sha256(json.dumps([texts, _files.digest(copied.items())]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([texts, _files.compute_digest(copied.items())]).encode()).hexdigest()
     folder = _files.hash_book().parent / "components" / f"{family}-{digest[:16]}"
     if folder.is_dir():
         return folder
@@ -378,7 +384,7 @@ def write_configs(family: str, configs: Mapping[str, Any], copied: Mapping[str, 
     return folder
 
 
-def _tokenizer(family: type[ModelFamily], part: str, is_from_modelscope: bool) -> Path:
+def _find_tokenizer(family: type[ModelFamily], part: str, is_from_modelscope: bool) -> Path:
     """Return the folder of a tokenizer: from this machine, or downloaded.
 
     Raises:

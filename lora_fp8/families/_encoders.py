@@ -49,8 +49,8 @@ class Encoders(Facts):
             return
         cls = getattr(diffusers, self.vae_class)
         if source := self._source("vae"):
-            vae = _files.built(cls, self.folder / "vae" / "config.json")
-            tensors = _part_files.vae_tensors(source, self.vae_class, dict(vae.config))
+            vae = _files.build_from_config(cls, self.folder / "vae" / "config.json")
+            tensors = _part_files.read_vae_tensors(source, self.vae_class, dict(vae.config))
             _fill_vae_(vae, tensors, source.file.path)  # copying widens to float32
         else:
             vae = self._from_pretrained(cls, "diffusion_pytorch_model", "vae", dtype=torch.float32)
@@ -64,7 +64,7 @@ class Encoders(Facts):
 
         cls = getattr(diffusers, self.vae_class)
         with torch.device("meta"), no_init_weights():
-            return _files.built(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
+            return _files.build_from_config(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
 
     def tokenizer(self, name: str) -> Any:
         """Return a tokenizer of `text_parts`, or the processor that prepares images for a text encoder.
@@ -77,7 +77,9 @@ class Encoders(Facts):
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers and tokenizers raise many types for incomplete files
                 raise UserError(
-                    Message("{path} cannot be read ({why}); download it again", path=folder, why=_files.in_short(error))
+                    Message(
+                        "{path} cannot be read ({why}); download it again", path=folder, why=_files.shorten_error(error)
+                    )
                 ) from error
         return self._tokenizers[name]
 
@@ -179,11 +181,11 @@ class Encoders(Facts):
 
         Names are those of adapter modules, with ".weight" or ".bias" appended.
         """
-        from ..lora_files.layer_names import text_layer
+        from ..lora_files.layer_names import make_text_layer_name
 
         for name in self.trained_text:
             for path, tensor in self._load_text_part(name, "none").state_dict().items():
-                yield text_layer(name, path), tensor.cpu()
+                yield make_text_layer_name(name, path), tensor.cpu()
 
     def trained_text_pipeline(self) -> Any:
         """Return a pipeline that holds `trained_text_parts` only, for `encode_with`."""
@@ -208,7 +210,7 @@ class Encoders(Facts):
                     files += self._config_and_weights(name, stem)
         else:
             raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
-        digest = _files.digest(files, self.absent)
+        digest = _files.compute_digest(files, self.absent)
         if what == "vae":
             return digest
         unusual = {
@@ -270,7 +272,7 @@ class Encoders(Facts):
                 _files.require_here(path)
             _files.read_header(path, self.absent)
         is_here = all(path.is_file() for path in files)
-        options |= {"variant": _files.variant(files), "use_safetensors": True, "local_files_only": True}
+        options |= {"variant": _files.find_variant(files), "use_safetensors": True, "local_files_only": True}
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, with our message
         try:
             with quiet():
@@ -287,7 +289,7 @@ class Encoders(Facts):
                     "another version",
                     path=self.folder / name,
                     kind=cls.__name__,
-                    why=_files.in_short(error),
+                    why=_files.shorten_error(error),
                 )
             ) from error
         _part_files.check_loaded(self.folder / name, cls, loading_info)
@@ -317,8 +319,8 @@ class Encoders(Facts):
         return model, {"mismatched_keys": other, "missing_keys": wanted.keys() - tensors.keys()}
 
     def _weight_files(self, name: str, stem: str) -> list[Path]:
-        """Return the weight files of a part, those that are not downloaded yet too; see `_files.weight_files`."""
-        return _files.weight_files(self.folder / name, stem, self.absent)
+        """Return the weight files of a part, those that are not downloaded yet too; see `_files.find_weight_files`."""
+        return _files.find_weight_files(self.folder / name, stem, self.absent)
 
     def _config_and_weights(self, name: str, stem: str) -> list[tuple[str, Path]]:
         part, source = self.folder / name, self._source(name)
@@ -334,16 +336,16 @@ class Encoders(Facts):
         """Return where a part's weights are in a file of its own or in the single file; None: in the folder."""
         if name in self._part_files:
             file = self._part_files[name]
-            return _part_files.Source(file, (_part_files.vae_prefix(file.header) or "") if name == "vae" else "")
+            return _part_files.Source(file, (_part_files.find_vae_prefix(file.header) or "") if name == "vae" else "")
         if self._file is None:
             return None
-        prefix = _components.prefix_of(cast("type[ModelFamily]", type(self)), name, self._header)
+        prefix = _components.find_prefix(cast("type[ModelFamily]", type(self)), name, self._header)
         return None if prefix is None else _part_files.Source(self._file, prefix)
 
     def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
         if not source.prefix.startswith(ORIGINAL_CLIPS):
             config = cls.config_class.from_pretrained(self.folder / name, local_files_only=True)
-            return _part_files.text_encoder(cls, config, source, self.dtype)
+            return _part_files.build_text_encoder(cls, config, source, self.dtype)
         from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
         tensors = {source.prefix + name: tensor for name, tensor in source.tensors().items()}

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from ..common import json_files
 from ..common.messages import get_language, translate
 from ..common.reading import open_regular
-from ..common.stamps import FileStamp, is_settled, stamp_file
-from ..common.system import cache_folder
+from ..common.stamps import FileStamp, is_settled, read_stamp
+from ..common.system import find_cache_folder
 from ..errors import Message, UserError, cannot_read, combine, reason
 from .sources import WEIGHT_ENDINGS, BaseDescription, BaseFile, describe, headers, parse, selection
 
@@ -38,19 +38,19 @@ PREFIXES = ("model.diffusion_model.", "diffusion_model.", "net.", "model.", "")
 """Prefixes of the denoiser's tensor names in single files; they differ between the programs that write them."""
 
 
-def checkpoint_prefix(header: Header) -> str:
+def find_checkpoint_prefix(header: Header) -> str:
     """Return the prefix of `PREFIXES` that a single file uses."""
     return next(prefix for prefix in PREFIXES if any(key.startswith(prefix) for key in header))
 
 
-def native_header(header: Header) -> Header:
+def make_native_header(header: Header) -> Header:
     """Return the names, without their prefix, and shapes of a single file's denoiser."""
-    prefix = checkpoint_prefix(header) if header else ""
+    prefix = find_checkpoint_prefix(header) if header else ""
     return {key.removeprefix(prefix): shape for key, shape in header.items() if key.startswith(prefix)}
 
 
-def fits(marks: dict[str, Any], native: Header) -> bool:
-    """Return True if a `native_header` matches the marks of a family (see `ModelFamily.single_file`)."""
+def matches_marks(marks: dict[str, Any], native: Header) -> bool:
+    """Return True if a `make_native_header` matches the marks of a family (see `ModelFamily.single_file`)."""
     first, last = marks.get("in_is_out", ("", ""))
     shapes = marks.get("shapes", {})
     if not marks or not all(name in native for name in (*marks.get("has", ()), *shapes, *filter(None, (first, last)))):
@@ -70,7 +70,7 @@ def count_marks(marks: dict[str, Any]) -> int:
     return sum(len(marks.get(kind, ())) for kind in ("has", "lacks", "shapes", "in_is_out")) + sides
 
 
-def blocks_with(native: Header, name: str) -> list[int]:
+def list_blocks(native: Header, name: str) -> list[int]:
     """Return the sorted numbers of the blocks that have this tensor; "#" in `name` stands for the number."""
     pattern = re.compile(re.escape(name).replace(r"\#", r"(\d+)"))
     return sorted(int(match[1]) for key in native if (match := pattern.fullmatch(key)))
@@ -82,7 +82,7 @@ def read_sizes(places: Mapping[str, str], native: Header, config: Mapping[str, A
     Args:
         places: entry -> where it is: "blocks.#.name" counts the blocks that have this tensor, "name[1]" is a side of
             its shape, and "name[1] // entry" that side divided by another entry.
-        native: see `native_header`.
+        native: see `make_native_header`.
         config: config entries for what no tensor states.
     """
     entries: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def read_sizes(places: Mapping[str, str], native: Header, config: Mapping[str, A
         place, _, divisor = place.partition(" // ")
         name, _, side = place.removesuffix("]").partition("[")
         if not side:
-            if count := len(blocks_with(native, name)):
+            if count := len(list_blocks(native, name)):
                 entries[entry] = count
         elif name in native and len(native[name]) > int(side):
             divided = entries.get(divisor) or config.get(divisor) or 0
@@ -149,7 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(str(error)) from error
 
 
-def in_short(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """Return the type of a library's error and the start of its message, up to 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}{lines and ': ' or ''}{' '.join(lines)[:200]}"
@@ -169,7 +169,7 @@ def find_scheduler(path: Path | str, config: Mapping[str, Any]) -> Any:
     raise UserError(Message("{path}: diffusers has no scheduler named {name}", path=path, name=repr(name)))
 
 
-def built(cls: Any, path: Path, config: dict[str, Any] | None = None) -> Any:
+def build_from_config(cls: Any, path: Path, config: dict[str, Any] | None = None) -> Any:
     """Build a diffusers object from a config, with `cls.from_config`.
 
     Args:
@@ -195,7 +195,7 @@ def built(cls: Any, path: Path, config: dict[str, Any] | None = None) -> Any:
         if isinstance(error, MemoryError):
             raise
         raise UserError(
-            Message("{path} does not describe a {kind} ({why})", path=path, kind=cls.__name__, why=in_short(error))
+            Message("{path} does not describe a {kind} ({why})", path=path, kind=cls.__name__, why=shorten_error(error))
         ) from error
 
 
@@ -225,7 +225,7 @@ def read_entries(path: Path, absent: Absentees = MappingProxyType({})) -> tuple[
     return {name: Entry(dtype, shape) for name, dtype, shape in header.tensors}, dict(header.metadata)
 
 
-def weight_files(folder: Path, stem: str, absent: Absentees = MappingProxyType({})) -> list[Path]:
+def find_weight_files(folder: Path, stem: str, absent: Absentees = MappingProxyType({})) -> list[Path]:
     """Return the safetensors files of a model in a diffusers folder, sharded or not.
 
     Full precision is preferred to fp16, and fp16 to bf16.
@@ -276,7 +276,7 @@ def require_here(path: Path) -> None:
         raise UserError(Message("{path} is not downloaded yet; only its header is known", path=path))
 
 
-def variant(files: list[Path]) -> str | None:
+def find_variant(files: list[Path]) -> str | None:
     """Return the `variant` argument with which from_pretrained finds these files: "fp16", "bf16" or None."""
     return next((v for v in ("fp16", "bf16") if files and f".{v}" in files[0].name), None)
 
@@ -365,7 +365,7 @@ MOST_KEPT = 200
 
 def hash_book() -> Path:
     """Return the file that keeps the hashes of large files: reading a base of 24 GB takes minutes."""
-    return cache_folder() / "hashes.json"
+    return find_cache_folder() / "hashes.json"
 
 
 def _read_book(book: Path) -> dict[str, Any]:
@@ -377,24 +377,24 @@ def _read_book(book: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @lru_cache(maxsize=256)
-def _file_digest(path: Path, stamp: FileStamp) -> str:
+def _compute_file_digest(path: Path, stamp: FileStamp) -> str:
     """Return the SHA-256 of a file with this stamp, from the kept hashes or by reading it."""
     if stamp[0] < WORTH_KEEPING:
-        return _sha256(path)
+        return _hash_file(path)
     book = hash_book()
     kept = _read_book(book).get(str(path))
     if isinstance(kept, dict) and kept.get("stamp") == list(stamp):
         if re.fullmatch(r"[0-9a-f]{64}", str(kept.get("sha256"))):
             return kept["sha256"]
     settled = is_settled(stamp)
-    sha = _sha256(path)
-    if settled and stamp_file(path) == stamp:
+    sha = _hash_file(path)
+    if settled and read_stamp(path) == stamp:
         content = {key: value for key, value in _read_book(book).items() if key != str(path)}
         content[str(path)] = {"stamp": list(stamp), "sha256": sha}
         try:
@@ -410,7 +410,7 @@ def _file_digest(path: Path, stamp: FileStamp) -> str:
     return sha
 
 
-def digest(files: Iterable[tuple[str, Path]], absent: Absentees = MappingProxyType({})) -> str:
+def compute_digest(files: Iterable[tuple[str, Path]], absent: Absentees = MappingProxyType({})) -> str:
     """Return the SHA-256 of the names and contents of files, sorted by name.
 
     Each file is read once per process, and a large one only again when it changes (see `hash_book`). Of a file that is
@@ -422,5 +422,5 @@ def digest(files: Iterable[tuple[str, Path]], absent: Absentees = MappingProxyTy
             total.update(f"{name}\0{absent[path].file.sha256}\n".encode())
             continue
         path = path.resolve()
-        total.update(f"{name}\0{_file_digest(path, stamp_file(path))}\n".encode())
+        total.update(f"{name}\0{_compute_file_digest(path, read_stamp(path))}\n".encode())
     return total.hexdigest()

@@ -20,7 +20,7 @@ ADAPTER_TARGETS = (
 LAST_LAYER = "^proj_out"
 """The output projection, excluded because layers in the single-stream blocks end with the same name."""
 
-LAYERS = naming.table("""
+LAYERS = naming.parse_table("""
     double_blocks.# = transformer_blocks.#
         img_attn.qkv = attn.to_q attn.to_k attn.to_v
         img_attn.proj = attn.to_out.0
@@ -45,7 +45,7 @@ LAYERS = naming.table("""
 """)
 
 
-def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
+def make_positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
     """Return position ids: the origin for all text tokens, (0, row, column) for 2 x 2 patches of latents."""
     import torch
     from diffusers import FluxPipeline
@@ -57,7 +57,9 @@ def positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor]:
     }
 
 
-def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+def make_inputs(
+    family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
+) -> Inputs:
     """Return the arguments of FLUX.1's transformer: see `ModelFamily.inputs`."""
     import torch
 
@@ -68,7 +70,7 @@ def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, 
         "guidance": guidance_B if denoiser.config.guidance_embeds else None,
         "pooled_projections": cond["pooled_prompt_embeds"],
         "encoder_hidden_states": cond["prompt_embeds"],
-        **positions(noisy_BCHW, cond["prompt_embeds"]),
+        **make_positions(noisy_BCHW, cond["prompt_embeds"]),
     }
 
 

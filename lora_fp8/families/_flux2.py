@@ -25,7 +25,7 @@ OTHER_VAES = {"Ideogram 4": (0.0198, 0.1015, 0.2969, 0.2719)}
 """Models whose VAE has the same files but other batch norm statistics -> the first running means."""
 MODULATION = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
 
-LAYERS = naming.table("""
+LAYERS = naming.parse_table("""
     img_in = x_embedder
     txt_in = context_embedder
     time_in.in_layer = time_guidance_embed.timestep_embedder.linear_1
@@ -69,7 +69,9 @@ SIZES = {
 """See the fact `sizes_from`; 4B and 9B of klein, and dev, differ in nothing else."""
 
 
-def inputs(family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+def make_inputs(
+    family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
+) -> Inputs:
     """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.inputs`."""
     import torch
     from diffusers import Flux2Pipeline

@@ -18,7 +18,7 @@ AVOIDED = "\0"
 """Marks, in front of a prompt, that it is a negative prompt."""
 
 
-def negative_text(family: ModelFamily, prompt: str) -> str:
+def make_negative_text(family: ModelFamily, prompt: str) -> str:
     """Mark a negative prompt: see `ModelFamily.negative_text`."""
     return AVOIDED + prompt if prompt else ""
 

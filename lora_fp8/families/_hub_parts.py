@@ -124,7 +124,7 @@ def fetch_given(given: str, folders: Collection[str]) -> Path:
     try:
         return description.fetch_configs(reference, folders)
     except NoAnswer as error:
-        raise _not_reached(given, str(error)) from error
+        raise _make_unreachable_error(given, str(error)) from error
     except UserError as error:
         raise UserErrors([str(error)], f"model.components = {given!r}") from error
 
@@ -166,11 +166,11 @@ def fetch(repo: str, folders: Collection[str], revision: str = "") -> Path:
         ) from error
     except Exception as error:  # no network, offline mode, a full disk: huggingface_hub raises many types
         why = next(iter(str(error).splitlines()), "")[:200]
-        raise _not_reached(repo, f"{type(error).__name__}{why and f': {why}'}") from error
+        raise _make_unreachable_error(repo, f"{type(error).__name__}{why and f': {why}'}") from error
     return root
 
 
-def _not_reached(repo: str, why: str) -> Unreachable:
+def _make_unreachable_error(repo: str, why: str) -> Unreachable:
     return Unreachable(
         Message(
             "{repo} is not on this machine and could not be downloaded from Hugging Face ({why})",

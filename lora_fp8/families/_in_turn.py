@@ -46,7 +46,7 @@ class Answer:
             part = getattr(self.output, key) if isinstance(key, str) else self.output[key]
             # `hidden_states` is a tuple of all layers' states: wrapping it records which of them are read.
             self.kept[name] = Answer(part, self.device) if isinstance(key, str) and isinstance(part, tuple) else part
-        return _moved(self.kept[name], self.device)
+        return _move(self.kept[name], self.device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -56,21 +56,21 @@ class Answer:
     def rest(self) -> int:
         """Drop everything that was not read, and move the rest to the CPU. Returns the bytes kept."""
         self.output = None
-        self.kept = {name: _moved(part, torch.device("cpu")) for name, part in self.kept.items()}
-        return sum(map(_size, self.kept.values()))
+        self.kept = {name: _move(part, torch.device("cpu")) for name, part in self.kept.items()}
+        return sum(map(_drop_unread, self.kept.values()))
 
 
-def _moved(part: Any, device: torch.device) -> Any:
+def _move(part: Any, device: torch.device) -> Any:
     if isinstance(part, tuple):
-        return tuple(_moved(inner, device) for inner in part)
+        return tuple(_move(inner, device) for inner in part)
     return part.to(device) if isinstance(part, Tensor) else part
 
 
-def _size(part: Any) -> int:
+def _drop_unread(part: Any) -> int:
     if isinstance(part, Answer):
         return part.rest()
     if isinstance(part, tuple):
-        return sum(map(_size, part))
+        return sum(map(_drop_unread, part))
     return part.nbytes if isinstance(part, Tensor) else 0
 
 
@@ -121,7 +121,7 @@ class Turns:
             self.tape.append(output if isinstance(output, Tensor) else Answer(output, self.device))
         answer = self.tape[self.position]
         self.position += 1
-        return _moved(answer, self.device)
+        return _move(answer, self.device)
 
     def ask(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
         """Yield (index, result) of functions that call a pipeline with the `standins` in it.
@@ -142,8 +142,8 @@ class Turns:
                         result = asks[number]()
                     except Later as later:
                         needed = needed or later.name
-                        kept += sum(map(_size, self.tape))
-                        self.tapes[number] = [_moved(answer, torch.device("cpu")) for answer in self.tape]
+                        kept += sum(map(_drop_unread, self.tape))
+                        self.tapes[number] = [_move(answer, torch.device("cpu")) for answer in self.tape]
                         group.append(number)
                     else:
                         yield number, result

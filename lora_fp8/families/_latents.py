@@ -67,7 +67,7 @@ class Latents(Facts):
         channels and are normalized with the running statistics.
         """
         if not hasattr(self.vae, "bn"):
-            return normalised(self.vae, latents)
+            return normalise_latents(self.vae, latents)
         mean_1C11, std_1C11 = self._statistics()
         pixels = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # B C H/2 2 W/2 2
         order = (0, 1, 3, 5, 2, 4) if self.patch_channels == "C22" else (0, 3, 5, 1, 2, 4)
@@ -76,7 +76,7 @@ class Latents(Facts):
     def denormalise(self, latents: Tensor) -> Tensor:
         """Convert the denoiser's latents to the VAE's; the inverse of `normalise`."""
         if not hasattr(self.vae, "bn"):
-            return denormalised(self.vae, latents)
+            return denormalise_latents(self.vae, latents)
         mean_1C11, std_1C11 = self._statistics()
         patches = latents * std_1C11 + mean_1C11
         if self.patch_channels == "C22":
@@ -135,19 +135,23 @@ def tiles(vae: Any) -> Iterator[None]:
         vae.disable_tiling()
 
 
-def normalised(vae: Any, latents: Tensor) -> Tensor:
+def normalise_latents(vae: Any, latents: Tensor) -> Tensor:
     """Normalize this VAE's latents with the numbers in its config: one per channel, or one for all."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
-        return (latents - _by_channel(settings.latents_mean, latents)) / _by_channel(settings.latents_std, latents)
+        return (latents - _make_channel_tensor(settings.latents_mean, latents)) / _make_channel_tensor(
+            settings.latents_std, latents
+        )
     return (latents - (settings.get("shift_factor") or 0.0)) * settings.scaling_factor
 
 
-def denormalised(vae: Any, latents: Tensor) -> Tensor:
+def denormalise_latents(vae: Any, latents: Tensor) -> Tensor:
     """Undo `normalised`."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
-        return latents * _by_channel(settings.latents_std, latents) + _by_channel(settings.latents_mean, latents)
+        return latents * _make_channel_tensor(settings.latents_std, latents) + _make_channel_tensor(
+            settings.latents_mean, latents
+        )
     return latents / settings.scaling_factor + (settings.get("shift_factor") or 0.0)
 
 
@@ -155,7 +159,7 @@ def _takes_clips(vae: Any) -> bool:
     return next(vae.encoder.parameters()).ndim == 5
 
 
-def _by_channel(numbers: list[float], like: Tensor) -> Tensor:
+def _make_channel_tensor(numbers: list[float], like: Tensor) -> Tensor:
     import torch
 
     return torch.tensor(numbers).to(like).view(1, -1, *[1] * (like.ndim - 2))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from ._files import Header, blocks_with, checkpoint_prefix, native_header
+from ._files import Header, find_checkpoint_prefix, list_blocks, make_native_header
 from .base import Conversion, ModelFamily
 
 # All linears and projections inside the Transformer2DModels, as in kohya's sd-scripts.
@@ -25,20 +25,20 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
     """
     from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
 
-    prefix = checkpoint_prefix(header)
-    names = {PREFIX + key: prefix + key for key in native_header(header)}
+    prefix = find_checkpoint_prefix(header)
+    names = {PREFIX + key: prefix + key for key in make_native_header(header)}
     moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})
     return {new: (old, None) for new, old in moved.items()}
 
 
-def sizes(native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
+def read_sizes(native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the UNet config's entries that an original checkpoint's tensors state.
 
     A head's width is in no tensor. With other widths than in `config`, heads are 64 wide, as in all models whose
     entry is a list; the entry of Stable Diffusion 1, a number of heads, stays.
     """
-    downsamplers = blocks_with(native, "input_blocks.#.0.op.weight")
-    blocks = blocks_with(native, "input_blocks.#.0.in_layers.2.weight")
+    downsamplers = list_blocks(native, "input_blocks.#.0.op.weight")
+    blocks = list_blocks(native, "input_blocks.#.0.in_layers.2.weight")
     if not blocks:
         return {}
     levels = [[n for n in blocks if below < n < above] for below, above in pairwise([0, *downsamplers, len(native)])]
@@ -56,7 +56,7 @@ def sizes(native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if len(widths) == 1:
         entries["cross_attention_dim"] = widths.pop()
-    depths = [_depth(native, level) for level in attended]
+    depths = [_count_transformer_blocks(native, level) for level in attended]
     if max(depths) > 1:  # levels without attention have the depth of published configs: 1
         entries["transformer_layers_per_block"] = [depth or 1 for depth in depths]
     if isinstance(config.get("attention_head_dim"), list | tuple) and list(config["block_out_channels"]) != channels:
@@ -66,6 +66,6 @@ def sizes(native: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _depth(native: Header, blocks: list[int]) -> int:
+def _count_transformer_blocks(native: Header, blocks: list[int]) -> int:
     name = f"input_blocks.{blocks[0]}.1.transformer_blocks.#.attn2.to_k.weight" if blocks else ""
-    return len(blocks_with(native, name)) if name else 0
+    return len(list_blocks(native, name)) if name else 0

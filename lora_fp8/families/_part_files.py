@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Message, UserError, first_few, lacks_weights
 from ..lora_files import naming
-from ._files import Header, blocks_with, read_sizes
+from ._files import Header, list_blocks, read_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,7 +30,7 @@ VAE_PREFIXES = ("first_stage_model.", "vae.")
 VAE_MARKS = ("decoder.conv_in.weight", "decoder.conv1.weight", "decoder.conv_in.conv.weight")
 """Tensors that only VAEs have: diffusers' and the first Stable Diffusion's name, Wan's, HunyuanVideo's."""
 
-NATIVE_UMT5 = naming.table("""
+NATIVE_UMT5 = naming.parse_table("""
     token_embedding = shared
     norm = encoder.final_layer_norm
     blocks.# = encoder.block.#
@@ -57,25 +57,25 @@ class Source(NamedTuple):
     @property
     def header(self) -> Header:
         """Names, without the prefix, and shapes of the part's tensors."""
-        return below(self.file.header, self.prefix)
+        return select_below(self.file.header, self.prefix)
 
     def tensors(self) -> dict[str, Tensor]:
         """Read the part's tensors by their names without the prefix. FP8 weights are dequantized to float32."""
         return {name: self.file.decoded(self.prefix + name) for name in self.header}
 
 
-def below(header: Header, prefix: str) -> Header:
+def select_below(header: Header, prefix: str) -> Header:
     """Return the tensors whose names start with `prefix`, without it."""
     return {name.removeprefix(prefix): shape for name, shape in header.items() if name.startswith(prefix)}
 
 
-def vae_prefix(header: Header) -> str | None:
+def find_vae_prefix(header: Header) -> str | None:
     """Return the prefix of the VAE in a single-file checkpoint, None if it has no VAE."""
     return next((p for p in VAE_PREFIXES if any(f"{p}{mark}" in header for mark in VAE_MARKS)), None)
 
 
 # -- what a header states ----------------------------------------------------------------------------------------------
-def stated(part_class: str, header: Header) -> dict[str, Any] | None:
+def read_config(part_class: str, header: Header) -> dict[str, Any] | None:
     """Return the config entries that a part's header states, None if it is not a part of this class.
 
     Args:
@@ -86,11 +86,11 @@ def stated(part_class: str, header: Header) -> dict[str, Any] | None:
     return read(header) if read else None
 
 
-def _clip(header: Header, *, projects: bool) -> dict[str, Any] | None:
-    if "token_embedding.weight" in (native := below(header, "model.")) or "token_embedding.weight" in header:
+def _read_clip(header: Header, *, projects: bool) -> dict[str, Any] | None:
+    if "token_embedding.weight" in (native := select_below(header, "model.")) or "token_embedding.weight" in header:
         return _open_clip(native or header, projects=projects)
-    names = below(header, "transformer.") or header
-    names = below(names, "text_model.") or names
+    names = select_below(header, "transformer.") or header
+    names = select_below(names, "text_model.") or names
     if "embeddings.position_embedding.weight" not in names:
         return None
     tokens, width = names["embeddings.position_embedding.weight"]
@@ -98,10 +98,10 @@ def _clip(header: Header, *, projects: bool) -> dict[str, Any] | None:
         "vocab_size": names["embeddings.token_embedding.weight"][0],
         "hidden_size": width,
         "max_position_embeddings": tokens,
-        "num_hidden_layers": len(blocks_with(names, "encoder.layers.#.mlp.fc1.weight")),
+        "num_hidden_layers": len(list_blocks(names, "encoder.layers.#.mlp.fc1.weight")),
         "intermediate_size": names["encoder.layers.0.mlp.fc1.weight"][0],
     }
-    projection = (below(header, "transformer.") or header).get("text_projection.weight")
+    projection = (select_below(header, "transformer.") or header).get("text_projection.weight")
     if projects and projection is None:
         return None
     return entries | ({"projection_dim": projection[0]} if projects and projection else {})
@@ -109,7 +109,7 @@ def _clip(header: Header, *, projects: bool) -> dict[str, Any] | None:
 
 def _open_clip(names: Header, *, projects: bool) -> dict[str, Any] | None:
     """Read OpenCLIP's own names. Encoders without a projection were published without the layer that nothing reads."""
-    layers = len(blocks_with(names, "transformer.resblocks.#.mlp.c_fc.weight"))
+    layers = len(list_blocks(names, "transformer.resblocks.#.mlp.c_fc.weight"))
     if not layers or (projects and "text_projection" not in names):
         return None
     tokens, width = names["positional_embedding"]
@@ -123,16 +123,16 @@ def _open_clip(names: Header, *, projects: bool) -> dict[str, Any] | None:
     return entries | ({"projection_dim": names["text_projection"][1]} if projects else {})
 
 
-def _t5(header: Header, *, bias_in_each: bool) -> dict[str, Any] | None:
+def _read_t5(header: Header, *, bias_in_each: bool) -> dict[str, Any] | None:
     if "token_embedding.weight" in header and "blocks.0.attn.q.weight" in header:
         header = {_from_native_umt5(name): shape for name, shape in header.items()}
     attention, mlp = "encoder.block.{}.layer.0.SelfAttention.", "encoder.block.0.layer.1.DenseReluDense."
     bias = header.get(attention.format(0) + "relative_attention_bias.weight")
     words = header.get("shared.weight") or header.get("encoder.embed_tokens.weight")
-    layers = len(blocks_with(header, attention.format("#") + "q.weight"))
+    layers = len(list_blocks(header, attention.format("#") + "q.weight"))
     if bias is None or words is None or not layers:
         return None
-    biases = len(blocks_with(header, attention.format("#") + "relative_attention_bias.weight"))
+    biases = len(list_blocks(header, attention.format("#") + "relative_attention_bias.weight"))
     if biases != (layers if bias_in_each else 1):
         return None
     gated = f"{mlp}wi_0.weight" in header
@@ -151,7 +151,7 @@ def _from_native_umt5(name: str) -> str:
     return (naming.from_native(NATIVE_UMT5, name) or (name,))[0]
 
 
-def _decoder(header: Header, *, has: tuple[str, ...] = (), lacks: tuple[str, ...] = ()) -> dict[str, Any] | None:
+def _read_decoder(header: Header, *, has: tuple[str, ...] = (), lacks: tuple[str, ...] = ()) -> dict[str, Any] | None:
     """Read a language model of the Llama kind.
 
     Args:
@@ -160,7 +160,7 @@ def _decoder(header: Header, *, has: tuple[str, ...] = (), lacks: tuple[str, ...
     """
     names = header
     for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model."):
-        names = below(header, prefix) or names
+        names = select_below(header, prefix) or names
         if "embed_tokens.weight" in names:
             break
     first = [name.removeprefix("layers.0.") for name in names if name.startswith("layers.0.")]
@@ -169,21 +169,21 @@ def _decoder(header: Header, *, has: tuple[str, ...] = (), lacks: tuple[str, ...
     if not all(_has(header, first, mark) for mark in has) or any(_has(header, first, mark) for mark in lacks):
         return None
     words, width = names["embed_tokens.weight"]
-    vision = _vision(header)
+    vision = _read_vision(header)
     return {
         **({"vision": vision} if vision else {}),
         "vocab_size": words,
         "hidden_size": width,
-        "num_hidden_layers": len(blocks_with(names, "layers.#.self_attn.q_proj.weight")),
+        "num_hidden_layers": len(list_blocks(names, "layers.#.self_attn.q_proj.weight")),
         "intermediate_size": names["layers.0.mlp.gate_proj.weight"][0],
         "rows_of_queries": names["layers.0.self_attn.q_proj.weight"][0],
         "rows_of_keys": names["layers.0.self_attn.k_proj.weight"][0],
     }
 
 
-def _vision(header: Header) -> dict[str, Any]:
+def _read_vision(header: Header) -> dict[str, Any]:
     """Return what the tensors of Qwen's vision tower state; {} if there is none, or of another layout."""
-    names = below(header, "visual.") or below(header, "model.visual.")
+    names = select_below(header, "visual.") or select_below(header, "model.visual.")
     sides = {
         "hidden_size": "patch_embed.proj.weight[0]",
         "depth": "blocks.#.norm1.weight",
@@ -199,12 +199,12 @@ def _has(header: Header, first: list[str], mark: str) -> bool:
     return mark in first
 
 
-def _kl(header: Header) -> dict[str, Any] | None:
+def _read_kl(header: Header) -> dict[str, Any] | None:
     """Read an AutoencoderKL, in diffusers' names or in those of the first Stable Diffusion."""
     inner = header.get("decoder.conv_in.weight", ())
     original = "encoder.down.0.block.0.conv1.weight" in header
     block = "encoder.down.{}.block.{}" if original else "encoder.down_blocks.{}.resnets.{}"
-    levels = blocks_with(header, block.format("#", 0) + ".conv1.weight")
+    levels = list_blocks(header, block.format("#", 0) + ".conv1.weight")
     if len(inner) != 4 or not levels:
         return None
     return {
@@ -212,7 +212,7 @@ def _kl(header: Header) -> dict[str, Any] | None:
         "block_out_channels": [header[block.format(level, 0) + ".conv1.weight"][0] for level in levels],
         "down_block_types": ["DownEncoderBlock2D"] * len(levels),
         "up_block_types": ["UpDecoderBlock2D"] * len(levels),
-        "layers_per_block": len(blocks_with(header, block.format(0, "#") + ".conv1.weight")),
+        "layers_per_block": len(list_blocks(header, block.format(0, "#") + ".conv1.weight")),
         "use_quant_conv": any(name in header for name in ("quant_conv.weight", "encoder.quant_conv.weight")),
         "use_post_quant_conv": any(
             name in header for name in ("post_quant_conv.weight", "decoder.post_quant_conv.weight")
@@ -220,15 +220,15 @@ def _kl(header: Header) -> dict[str, Any] | None:
     }
 
 
-def _plain_kl(header: Header) -> dict[str, Any] | None:
-    return None if "bn.running_mean" in header else _kl(header)
+def _read_plain_kl(header: Header) -> dict[str, Any] | None:
+    return None if "bn.running_mean" in header else _read_kl(header)
 
 
-def _flux2_kl(header: Header) -> dict[str, Any] | None:
-    return _kl(header) if "bn.running_mean" in header else None
+def _read_flux2_kl(header: Header) -> dict[str, Any] | None:
+    return _read_kl(header) if "bn.running_mean" in header else None
 
 
-def _wan_vae(header: Header) -> dict[str, Any] | None:
+def _read_wan_vae(header: Header) -> dict[str, Any] | None:
     """Read the VAE of Wan and Qwen-Image, in Wan's names or in diffusers'."""
     outer = header.get("encoder.conv1.weight") or header.get("encoder.conv_in.weight") or ()
     inner = header.get("decoder.conv1.weight") or header.get("decoder.conv_in.weight") or ()
@@ -237,31 +237,37 @@ def _wan_vae(header: Header) -> dict[str, Any] | None:
     return {"base_dim": outer[0], "z_dim": inner[1]}
 
 
-def _reader(read: Callable[..., dict[str, Any] | None], **options: Any) -> Callable[[Header], dict[str, Any] | None]:
+def _make_reader(
+    read: Callable[..., dict[str, Any] | None], **options: Any
+) -> Callable[[Header], dict[str, Any] | None]:
     return lambda header: read(header, **options)
 
 
 _READERS: dict[str, Callable[[Header], dict[str, Any] | None]] = {
-    "CLIPTextModel": _reader(_clip, projects=False),
-    "CLIPTextModelWithProjection": _reader(_clip, projects=True),
-    "T5EncoderModel": _reader(_t5, bias_in_each=False),
-    "UMT5EncoderModel": _reader(_t5, bias_in_each=True),
-    "LlamaModel": _reader(_decoder, lacks=("self_attn.q_proj.bias", "self_attn.q_norm.weight", "visual.")),
-    "LlamaForCausalLM": _reader(_decoder, lacks=("self_attn.q_proj.bias", "self_attn.q_norm.weight", "visual.")),
-    "Qwen3Model": _reader(_decoder, has=("self_attn.q_norm.weight",), lacks=("visual.",)),
-    "Qwen3ForCausalLM": _reader(_decoder, has=("self_attn.q_norm.weight",), lacks=("visual.",)),
-    "Qwen3VLModel": _reader(_decoder, has=("self_attn.q_norm.weight", "visual.")),
-    "Qwen2_5_VLForConditionalGeneration": _reader(_decoder, has=("self_attn.q_proj.bias", "visual.")),
-    "Gemma2Model": _reader(_decoder, has=("pre_feedforward_layernorm.weight",), lacks=("self_attn.q_norm.weight",)),
-    "AutoencoderKL": _plain_kl,
-    "AutoencoderKLFlux2": _flux2_kl,
-    "AutoencoderKLWan": _wan_vae,
-    "AutoencoderKLQwenImage": _wan_vae,
+    "CLIPTextModel": _make_reader(_read_clip, projects=False),
+    "CLIPTextModelWithProjection": _make_reader(_read_clip, projects=True),
+    "T5EncoderModel": _make_reader(_read_t5, bias_in_each=False),
+    "UMT5EncoderModel": _make_reader(_read_t5, bias_in_each=True),
+    "LlamaModel": _make_reader(_read_decoder, lacks=("self_attn.q_proj.bias", "self_attn.q_norm.weight", "visual.")),
+    "LlamaForCausalLM": _make_reader(
+        _read_decoder, lacks=("self_attn.q_proj.bias", "self_attn.q_norm.weight", "visual.")
+    ),
+    "Qwen3Model": _make_reader(_read_decoder, has=("self_attn.q_norm.weight",), lacks=("visual.",)),
+    "Qwen3ForCausalLM": _make_reader(_read_decoder, has=("self_attn.q_norm.weight",), lacks=("visual.",)),
+    "Qwen3VLModel": _make_reader(_read_decoder, has=("self_attn.q_norm.weight", "visual.")),
+    "Qwen2_5_VLForConditionalGeneration": _make_reader(_read_decoder, has=("self_attn.q_proj.bias", "visual.")),
+    "Gemma2Model": _make_reader(
+        _read_decoder, has=("pre_feedforward_layernorm.weight",), lacks=("self_attn.q_norm.weight",)
+    ),
+    "AutoencoderKL": _read_plain_kl,
+    "AutoencoderKLFlux2": _read_flux2_kl,
+    "AutoencoderKLWan": _read_wan_vae,
+    "AutoencoderKLQwenImage": _read_wan_vae,
 }
 """Class -> function that reads its header."""
 
 
-def readable() -> tuple[str, ...]:
+def list_readable() -> tuple[str, ...]:
     """Return the classes whose headers `stated` can read."""
     return tuple(_READERS)
 
@@ -298,7 +304,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def vae_tensors(source: Source, vae_class: str, vae_config: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_vae_tensors(source: Source, vae_class: str, vae_config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Read a VAE's tensors under diffusers' names."""
     from diffusers.loaders import single_file_utils
 
@@ -322,7 +328,7 @@ def vae_tensors(source: Source, vae_class: str, vae_config: Mapping[str, Any]) -
     return single_file_utils.convert_ldm_vae_checkpoint(tensors, dict(vae_config)) | beside
 
 
-def text_encoder(cls: Any, config: Any, source: Source, dtype: Any) -> nn.Module:
+def build_text_encoder(cls: Any, config: Any, source: Source, dtype: Any) -> nn.Module:
     """Build a text encoder of transformers from a source with transformers' names.
 
     Args:

@@ -125,7 +125,9 @@ class Prompts(Encoders):
     def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the longest prompt's conditioning, to estimate memory before anything is encoded."""
         entries = {**denoiser_config, "tokens": self.longest_prompt}
-        return {name: tuple(_size(side, entries) for side in shape) for name, shape in self.text_shapes.items()}
+        return {
+            name: tuple(_evaluate_side(side, entries) for side in shape) for name, shape in self.text_shapes.items()
+        }
 
     # -- encoding --------------------------------------------------------------------------------------------------
     def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
@@ -206,7 +208,7 @@ class Prompts(Encoders):
         """Collate unbatched conditionings into a batch; for `prompts_vary` see `padded`."""
         import torch
 
-        batch = padded(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
+        batch = pad_conds(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class Prompts(Encoders):
         }
 
 
-def _size(side: int | str, entries: Mapping[str, Any]) -> int:
+def _evaluate_side(side: int | str, entries: Mapping[str, Any]) -> int:
     """Evaluate a side in `text_shapes`, such as "tokens + 77", "width - 6 * each" or "channels.1"."""
     total = 0
     for term in str(side).replace(" - ", " + -").split(" + "):
@@ -246,7 +248,7 @@ def _size(side: int | str, entries: Mapping[str, Any]) -> int:
     return total
 
 
-def padded(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
+def pad_conds(conds: Sequence[Cond], name: str, in_front: bool = False) -> Cond:
     """Batch one entry of several conditionings whose prompts differ in length.
 
     Returns:

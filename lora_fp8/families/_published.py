@@ -1,7 +1,7 @@
 """Config entries of released VAEs, text encoders and schedulers, for base models that come as files without configs.
 
-Sizes are those of the released models; a file's header overrides them (`_part_files.stated`). Entries that equal the
-defaults of diffusers or transformers are left out, except where the defaults changed between versions.
+Sizes are those of the released models; a file's header overrides them (`_part_files.read_config`). Entries that equal
+the defaults of diffusers or transformers are left out, except where the defaults changed between versions.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ _WAN: Config = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_
 _WAN |= {"temperal_downsample": [False, True, True], "dropout": 0.0}
 
 
-def wan_vae(statistics: Config) -> Config:
+def make_wan_vae_config(statistics: Config) -> Config:
     """Return the config of Wan 2.1's VAE with these statistics of its latents."""
     return {"_class_name": "AutoencoderKLWan", **_WAN, **statistics}
 
 
-def qwen_vae(statistics: Config) -> Config:
+def make_qwen_vae_config(statistics: Config) -> Config:
     """Return the config of Qwen-Image's VAE with these statistics of its latents."""
     return {"_class_name": "AutoencoderKLQwenImage", **_WAN, **statistics}
 
@@ -143,7 +143,7 @@ _SANA |= {"encoder_qkv_multiscales": _SANA_SCALES, "decoder_qkv_multiscales": _S
 _SANA |= {"encoder_layers_per_block": [2, 2, 2, 3, 3, 3], "decoder_layers_per_block": [3] * 6}
 
 
-def released_vae(Family: type[ModelFamily]) -> Config:
+def find_released_vae(Family: type[ModelFamily]) -> Config:
     """Return the sizes of a family's released VAE, for estimates; where it is published, its whole config.
 
     diffusers' defaults of a class are the sizes of the first model that was released with it, except for Sana's VAE.
@@ -207,7 +207,7 @@ WAN_SCHEDULER: Config = {
 }
 
 
-def usual_scheduler(objective: str) -> Config:
+def choose_scheduler(objective: str) -> Config:
     """Return a scheduler of this kind of noising process, for estimates, in which its numbers have no effect."""
     return SDXL_SCHEDULER if objective == "Diffusion" else _FLOW
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import Cond, Inputs, ModelFamily, control_latents
+from .base import Cond, Inputs, ModelFamily, list_control_latents
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,7 +26,7 @@ VAE_MARKS: dict[str, Any] = {
 """The released VAE's normalization; with another one, the denoisers would get latents they were not trained on."""
 
 
-def inputs(
+def make_inputs(
     family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
     """Return the arguments of Qwen-Image's transformer: see `ModelFamily.inputs`.
@@ -35,7 +35,7 @@ def inputs(
     """
     import torch
 
-    images = [noisy_BCHW, *control_latents(cond)]
+    images = [noisy_BCHW, *list_control_latents(cond)]
     mask_BL = cond["prompt_embeds_mask"]
     return {
         "hidden_states": torch.cat([family.pack(latents_BCHW) for latents_BCHW in images], dim=1),

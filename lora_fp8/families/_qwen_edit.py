@@ -24,7 +24,7 @@ PATCH = 28
 """Side in pixels of the patch that is one image token of the text encoder."""
 
 
-def tokenizer(family: ModelFamily, name: str) -> Any:
+def load_tokenizer(family: ModelFamily, name: str) -> Any:
     """Return a tokenizer as `ModelFamily.tokenizer` does; the processor is put together from its parts."""
     if name == "processor" and name not in family._tokenizers:
         from transformers import Qwen2VLImageProcessorPil
@@ -36,17 +36,17 @@ def tokenizer(family: ModelFamily, name: str) -> Any:
     return ModelFamily.tokenizer(family, name)
 
 
-def mend_(pipeline: Any) -> None:
+def fix_pipeline_(pipeline: Any) -> None:
     """Work around diffusers' issue 14194; see `ModelFamily.mend_`.
 
     Its pipelines do not pass on which tokens belong to an image, which transformers 5 needs. Without it, image tokens
     get the position ids of text instead of rows and columns, unlike in training.
     """
     if pipeline.text_encoder is not None:
-        pipeline.text_encoder.register_forward_pre_hook(_tell_pictures, with_kwargs=True)
+        pipeline.text_encoder.register_forward_pre_hook(_mark_image_tokens, with_kwargs=True)
 
 
-def _tell_pictures(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _mark_image_tokens(encoder: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if kwargs.get("image_grid_thw") is not None and kwargs.get("mm_token_type_ids") is None:
         kwargs["mm_token_type_ids"] = (kwargs["input_ids"] == encoder.config.image_token_id).int()
     return args, kwargs
@@ -89,13 +89,13 @@ def _read(family: ModelFamily, prompt: str) -> str:
     return prompt[: len(prompt) - len(cut.lost)] if cut else prompt
 
 
-def longest_prompt(family: ModelFamily, side: int, num: int) -> int:
+def compute_longest_prompt(family: ModelFamily, side: int, num: int) -> int:
     """Return the most tokens of `num` images with the area of a `side` x `side` square and of the longest prompt."""
     most = (side // PATCH + 2) ** 2 + 8  # + 8: the markers at both ends, and "Picture 1: "
     return num * most + family.token_limit("tokenizer") + TEMPLATE_END
 
 
-def control_size(size: tuple[int, int], resolution: int | None, multiple: int) -> tuple[int, int]:
+def compute_control_size(size: tuple[int, int], resolution: int | None, multiple: int) -> tuple[int, int]:
     """Return the pipeline's size (width, height), scaled to the area of a square with side `resolution`."""
     if resolution is None:
         return size
@@ -104,16 +104,16 @@ def control_size(size: tuple[int, int], resolution: int | None, multiple: int) -
     return width, height
 
 
-def family_of_name(family: ModelFamily) -> str:
+def find_family_by_name(family: ModelFamily) -> str:
     """Return the family that a single file's name indicates: one of the two, or ""."""
     if not family.file_is_called(r"(?<![a-z])edit(?![a-z])"):
         return ""
     return "qwen_image_edit_plus" if family.file_is_called(r"plus|25(09|11)") else "qwen_image_edit"
 
 
-def caveats(family: ModelFamily) -> list[str]:
+def list_caveats(family: ModelFamily) -> list[str]:
     """Return warnings where a single file's name contradicts the family."""
-    named = family_of_name(family)
+    named = find_family_by_name(family)
     if not family.checkpoint or named == family.name:
         return []
     if named:

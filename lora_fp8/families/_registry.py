@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from .base import ModelFamily
 
 
-def available() -> list[str]:
+def list_families() -> list[str]:
     """Return the names of the families, from the folder's file names, without importing any of them."""
-    return list(_names())
+    return list(_list_names())
 
 
 @cache  # called many times by each check of a config
-def _names() -> tuple[str, ...]:
+def _list_names() -> tuple[str, ...]:
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
     return tuple(sorted(m.name for m in modules if not (m.ispkg or m.name == "base" or m.name.startswith("_"))))
 
@@ -36,12 +36,12 @@ def get(name: str) -> type[ModelFamily]:
     Raises:
         UserError: there is no family of this name.
     """
-    _known(name)
+    _require_known(name)
     family: type[ModelFamily] = importlib.import_module(f"{__package__}.{name}").Family
     return family
 
 
-def traits(name: str) -> dict[str, Any]:
+def get_traits(name: str) -> dict[str, Any]:
     """Return the facts that decide which settings have an effect with a family.
 
     Returns:
@@ -75,11 +75,11 @@ def traits(name: str) -> dict[str, Any]:
 def read_family_name(metadata: Mapping[str, str]) -> str:
     """Return the family that a LoRA file's header names; "" if it names none of ours."""
     named_family = metadata.get("ss_base_model_version")
-    return next((name for name in available() if get(name).kohya_base_version == named_family), "")
+    return next((name for name in list_families() if get(name).kohya_base_version == named_family), "")
 
 
-def _known(name: str) -> None:
-    names = available()
+def _require_known(name: str) -> None:
+    names = list_families()
     if name not in names:
         close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
         available_names = ", ".join(names)

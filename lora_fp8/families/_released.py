@@ -53,7 +53,7 @@ def find_known(Family: type[ModelFamily], base: BaseDescription) -> KnownBase | 
     own = known_bases.get(base.reference.repo)
     if own and own.family == Family.name:
         return own
-    return next(iter(known_bases.of_family(Family.name)), None)
+    return next(iter(known_bases.list_of_family(Family.name)), None)
 
 
 class Released(ModelFamily):
@@ -128,7 +128,7 @@ class Released(ModelFamily):
         return _Counter(self.prompt_tokens or TOKENS.get(kind, MOST_TOKENS), is_clip=kind in TOKENS)
 
 
-def _largest_text(base: KnownBase) -> float:
+def _find_largest_text(base: KnownBase) -> float:
     return max(size for part, size in base.gigabytes.items() if part.startswith("text_encoder"))
 
 
@@ -151,12 +151,12 @@ class _Counter:
 def _list_configs(Family: type[ModelFamily], known: KnownBase | None) -> dict[str, Config]:
     """Return the configs that families read, by their path in a diffusers folder."""
     sizes = {entry: None if value == "" else value for entry, value in (known.sizes if known else {}).items()}
-    scheduler = Family.published.get("scheduler") or _published.usual_scheduler(Family.objective)
+    scheduler = Family.published.get("scheduler") or _published.choose_scheduler(Family.objective)
     return {
         Family.index_name: {"_class_name": Family.pipeline_class, **Family.published.get("index", {})},
         f"{Family.denoiser_name}/config.json": {**Family.reference_config, **sizes},
         "scheduler/scheduler_config.json": scheduler,
-        "vae/config.json": _published.released_vae(Family),
+        "vae/config.json": _published.find_released_vae(Family),
     }
 
 
@@ -170,7 +170,7 @@ def count_text_bytes(Family: type[ModelFamily], storage: str, known: KnownBase |
         side = 4096
         form = Format(storage, settings.SCALES[storage][0])
         size = 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
-    usual = next(iter(known_bases.of_family(Family.name)), None)
+    usual = next(iter(known_bases.list_of_family(Family.name)), None)
     if known and usual and known.sizes:
-        size = round(size * _largest_text(known) / _largest_text(usual))
+        size = round(size * _find_largest_text(known) / _find_largest_text(usual))
     return size

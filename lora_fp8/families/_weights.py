@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..common.numbers import sides
+from ..common.numbers import format_shape
 from ..errors import Message, Template, UserErrors
 from ..precision import Quantized, Weight
 from . import _files
@@ -201,7 +201,7 @@ class WeightFile:
         """Return weight -> dtype of its codes, for the layers that the file describes as quantized."""
         described: dict[str, Any] = {}
         if "_quantization_metadata" in metadata:
-            content = _json(metadata["_quantization_metadata"])
+            content = _parse_json(metadata["_quantization_metadata"])
             layers = content.get("layers")
             if not isinstance(layers, dict):
                 self._problem("_quantization_metadata", Message("cannot be read"))
@@ -212,7 +212,7 @@ class WeightFile:
         if names and self.is_here:  # before the download, the scales and dtypes alone say what is quantized
             with safe_open(self.path, framework="pt") as file:
                 for name in names:
-                    described[name.removesuffix(".comfy_quant")] = _json(bytes(file.get_tensor(name).tolist()))
+                    described[name.removesuffix(".comfy_quant")] = _parse_json(bytes(file.get_tensor(name).tolist()))
         formats = {}
         for layer, description in described.items():
             weight = f"{layer}.weight"
@@ -267,7 +267,10 @@ class WeightFile:
                 codes[name] = formats[name]
             elif name in formats:
                 self._problem(
-                    name, Message("is {kind}, but its description says {told}", kind=kind, told=_short(formats[name]))
+                    name,
+                    Message(
+                        "is {kind}, but its description says {told}", kind=kind, told=_shorten_dtype(formats[name])
+                    ),
                 )
             elif kind not in _PLAIN and name.endswith(".weight"):
                 self._problem(name, Message("is stored in {kind}, a quantized type that is not supported", kind=kind))
@@ -295,8 +298,8 @@ class WeightFile:
                 weight,
                 Message(
                     "has the shape {shape}, which the shape of its scale, {scale}, does not divide",
-                    shape=sides(shape),
-                    scale=sides(scale.shape),
+                    shape=format_shape(shape),
+                    scale=format_shape(scale.shape),
                 ),
             )
         else:
@@ -304,8 +307,8 @@ class WeightFile:
                 weight,
                 Message(
                     "has the shape {shape} and a scale of shape {scale}, which is not supported",
-                    shape=sides(shape),
-                    scale=sides(scale.shape),
+                    shape=format_shape(shape),
+                    scale=format_shape(scale.shape),
                 ),
             )
         return 1, 1
@@ -322,7 +325,10 @@ class WeightFile:
         for name, kind in self._fp8.items():
             if (marked := expected.get(name, kind)) not in (kind, None):
                 self._problem(
-                    name, Message("is {kind}, but scaled_fp8 says {told}", kind=_short(kind), told=_short(marked))
+                    name,
+                    Message(
+                        "is {kind}, but scaled_fp8 says {told}", kind=_shorten_dtype(kind), told=_shorten_dtype(marked)
+                    ),
                 )
             if name not in self._scale_of and (name in expected or name in formats or self._scale_of):
                 what = Message("lacks its scale, although other weights in the file have one")
@@ -345,7 +351,7 @@ def _has_nonfinite(codes: Tensor) -> bool:
     return int(codes.view(torch.uint8).bitwise_or(0x80).max()) >= first
 
 
-def _json(text: str | bytes) -> dict[str, Any]:
+def _parse_json(text: str | bytes) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError:  # an empty description becomes an error that names the layer
@@ -353,7 +359,7 @@ def _json(text: str | bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def _shorten_dtype(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -71,7 +71,7 @@ class Family(ModelFamily):
         "the name of this model suggests Anima Turbo: plain training undoes the distillation, and images of 8 steps "
         "become soft; train on Anima base and generate with Turbo"
     )
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         blocks.# = transformer_blocks.#
             self_attn = attn1, cross_attn = attn2
                 q_proj = to_q
@@ -133,7 +133,7 @@ class Family(ModelFamily):
     def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from . import _anima
 
-        return _anima.inputs(noisy_BCHW, t_B, cond["prompt_embeds"])
+        return _anima.make_inputs(noisy_BCHW, t_B, cond["prompt_embeds"])
 
     def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
         return output[:, :, 0]
@@ -147,6 +147,6 @@ class Family(ModelFamily):
     def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
         if name != "text_conditioner":
             return ModelFamily._convert_text(self, cls, name, source)
-        conditioner = _files.built(cls, self.folder / name / "config.json")
+        conditioner = _files.build_from_config(cls, self.folder / name / "config.json")
         conditioner.load_state_dict(source.tensors())
         return conditioner

@@ -49,7 +49,7 @@ class Family(ModelFamily):
         "num_single_dit_layers": "single_layers.#.attn.w1q.weight",
         "joint_attention_dim": "cond_seq_linear.weight[1]",
     }
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         double_layers.# = joint_transformer_blocks.#
             attn.w2q = attn.to_q
             attn.w2k = attn.to_k

@@ -39,7 +39,7 @@ from .. import settings
 from ..errors import Message, UserError, UserErrors
 from ..lora_files import naming
 from . import _checks, _components, _files
-from ._files import Header, checkpoint_prefix, native_header
+from ._files import Header, find_checkpoint_prefix, make_native_header
 from ._latents import Latents, tiles
 from ._prompts import Cond, Prompts
 
@@ -270,7 +270,7 @@ class ModelFamily(Latents, Prompts):
     @classmethod
     def recognises(cls, header: Header) -> bool:
         """Return True if a single file with these tensors is this architecture."""
-        return _files.fits(cls.single_file, native_header(header))
+        return _files.matches_marks(cls.single_file, make_native_header(header))
 
     def convert_checkpoint(self, header: Header) -> Conversion:
         """Return where each of the denoiser's parameters is in a single file that `recognises` accepted.
@@ -282,11 +282,11 @@ class ModelFamily(Latents, Prompts):
                 Message("{title} cannot be read from a single file; give a diffusers folder", title=self.title)
             )
         shapes = {name: tuple(tensor.shape) for name, tensor in self.outline.state_dict().items()}
-        prefix = checkpoint_prefix(header)
-        tensors = naming.conversion(self.native_layers, header, shapes, prefix)
+        prefix = find_checkpoint_prefix(header)
+        tensors = naming.locate_tensors(self.native_layers, header, shapes, prefix)
         swapped = self.halves_swapped(self.denoiser_config())
         return {
-            name: (key, _halves_swapped if name.rpartition(".")[0] in swapped else rows and _rows(*rows))
+            name: (key, _swap_halves if name.rpartition(".")[0] in swapped else rows and _make_row_selector(*rows))
             for name, key, rows in tensors
             if not f"{key.removeprefix(prefix)}.".startswith(tuple(f"{beside}." for beside in self.beside_denoiser))
         }
@@ -390,15 +390,15 @@ class ModelFamily(Latents, Prompts):
     @classmethod
     def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """Return {module path: weight shape} of the linears and convolutions of a denoiser with this config."""
-        return _layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
+        return _list_layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
 
     @classmethod
     def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
         """Return {module path: (out, in)} of the linears that get adapters in the released model's text encoders."""
-        from ..lora_files.layer_names import text_layer
+        from ..lora_files.layer_names import make_text_layer_name
 
         return {
-            text_layer(name, f"encoder.layers.{number}.{layer}"): {
+            make_text_layer_name(name, f"encoder.layers.{number}.{layer}"): {
                 "mlp.fc1": (about.hidden, about.width),
                 "mlp.fc2": (about.width, about.hidden),
             }.get(layer, (about.width, about.width))
@@ -462,7 +462,7 @@ class ModelFamily(Latents, Prompts):
         config = _files.read_json(path) if path.is_file() else dict(self.reference_config)
         if self.checkpoint is None:
             return config
-        return config | self.sizes(native_header(self._header), config, self.checkpoint)
+        return config | self.sizes(make_native_header(self._header), config, self.checkpoint)
 
     @classmethod
     def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
@@ -512,7 +512,7 @@ class ModelFamily(Latents, Prompts):
 
         path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"), no_init_weights():
-            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, config)
+            denoiser = _files.build_from_config(getattr(diffusers, self.denoiser_class), path, config)
         if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
             raise UserError(
                 Message(
@@ -547,7 +547,7 @@ class ModelFamily(Latents, Prompts):
         places = self.convert_checkpoint(self._header)
         weights = self._file.read_all(key for key, _ in places.values())
         for (name, (_, change)), (_, weight) in zip(places.items(), weights, strict=True):
-            yield name, _changed(weight, change)
+            yield name, _change_weight(weight, change)
 
     def check_parts(self) -> None:
         """Check that all parts match their configs; see `_checks.check_parts`."""
@@ -626,9 +626,9 @@ class ModelFamily(Latents, Prompts):
         self.load_vae()
         vae = self.vae
         if "decode" not in vars(vae):
-            vae.decode = _decoding_as_given(vae)
+            vae.decode = _wrap_decode(vae)
             if self.controls[1]:
-                vae.encode = _encoding_as_given(vae.encode)
+                vae.encode = _wrap_encode(vae.encode)
         vae.decodes_in_tiles = tiled
         scheduler = self.scheduler_config()
         scheduler_class = _files.find_scheduler(f"{self.folder}/scheduler", scheduler)
@@ -650,8 +650,10 @@ class ModelFamily(Latents, Prompts):
     def base_identity(self) -> str:
         """Return the SHA-256 of the denoiser's files (for a single file: of the whole file)."""
         if self.checkpoint:
-            return _files.digest([("checkpoint", self.checkpoint)], self.absent)
-        return _files.digest(self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"), self.absent)
+            return _files.compute_digest([("checkpoint", self.checkpoint)], self.absent)
+        return _files.compute_digest(
+            self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"), self.absent
+        )
 
     def file_scale(self) -> str:
         """Return the block that shares a scale in FP8 files: "1x64", "1x128" or "128x128"; "" without block scales."""
@@ -681,7 +683,7 @@ class ModelFamily(Latents, Prompts):
         return pipeline
 
 
-def _decoding_as_given(vae: Any) -> Callable[..., Any]:
+def _wrap_decode(vae: Any) -> Callable[..., Any]:
     """Return the VAE's decode, for latents in any dtype: pipelines pass the denoiser's, and this VAE is always float32.
 
     It decodes in tiles while `vae.decodes_in_tiles` is true.
@@ -697,7 +699,7 @@ def _decoding_as_given(vae: Any) -> Callable[..., Any]:
     return decode
 
 
-def _encoding_as_given(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def _wrap_encode(encode: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """Return a wrapper of a float32 VAE's `encode` that takes pixels of any dtype and returns latents in it."""
     import torch
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -728,7 +730,7 @@ def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) 
 
 
 @cache
-def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tuple[int, ...]]:
+def _list_layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tuple[int, ...]]:
     import diffusers
     import torch
     from torch import nn
@@ -739,13 +741,16 @@ def _layer_shapes(denoiser_class: str, denoiser_config: str) -> Mapping[str, tup
     return {path: tuple(layer.weight.shape) for path, layer in denoiser.named_modules() if isinstance(layer, layers)}
 
 
-def control_latents(cond: Cond) -> list[Tensor]:
+def list_control_latents(cond: Cond) -> list[Tensor]:
     """Return the latents of the control images in a conditioning, in order: (C, H, W) or (B, C, H, W) each."""
     return [cond[f"control_{i}"] for i in range(sum(re.fullmatch(r"control_\d+", name) is not None for name in cond))]
 
 
-def control_pictures(cond: Cond) -> list[Image.Image]:
-    """Return the control images of a preview's conditioning, at their files' size (`data.cache.preview_pictures`)."""
+def list_control_images(cond: Cond) -> list[Image.Image]:
+    """Return the control images of a preview's conditioning, in the size of their files.
+
+    `data.cache.decode_preview_controls` put them there.
+    """
     names = [f"control_picture_{i}" for i in range(sum(name.startswith("control_picture_") for name in cond))]
     return [Image.fromarray(cond[name].cpu().numpy()) for name in names]
 
@@ -757,17 +762,17 @@ def _as_images(frames: Any) -> list[Image.Image]:
     return list(frames) if isinstance(frames[0], Image.Image) else VaeImageProcessor.numpy_to_pil(frames)
 
 
-def _halves_swapped(tensor: Tensor) -> Tensor:
+def _swap_halves(tensor: Tensor) -> Tensor:
     import torch
 
     return torch.cat(tensor.chunk(2)[::-1])
 
 
-def _rows(begin: int, end: int) -> Callable[[Tensor], Tensor]:
+def _make_row_selector(begin: int, end: int) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor[begin:end]
 
 
-def _changed(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:
+def _change_weight(weight: Weight, change: Callable[[Tensor], Tensor] | None) -> Weight:
     from ..precision import Quantized
 
     if change is None:

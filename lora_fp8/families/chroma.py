@@ -60,7 +60,7 @@ class Family(ModelFamily):
     reference_config = {"in_channels": 64, "num_layers": 19, "num_single_layers": 38}
     sizes_from = _flux.SIZES
     file_names = _published.FLUX_FILES
-    native_layers = _flux.LAYERS + naming.table("""
+    native_layers = _flux.LAYERS + naming.parse_table("""
         distilled_guidance_layer
             layers.#.in_layer = layers.#.linear_1
             layers.#.out_layer = layers.#.linear_2
@@ -88,12 +88,12 @@ class Family(ModelFamily):
             "hidden_states": self.pack(noisy_BCHW),
             "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
             "encoder_hidden_states": cond["prompt_embeds"],
-            **_flux.positions(noisy_BCHW, cond["prompt_embeds"]),
+            **_flux.make_positions(noisy_BCHW, cond["prompt_embeds"]),
             "attention_mask": mask_BS,
         }
 
     def predict_prepared(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
-        with _mask_kept(denoiser, inputs["attention_mask"]):
+        with _keep_mask(denoiser, inputs["attention_mask"]):
             return ModelFamily.predict_prepared(self, denoiser, inputs, noisy_BCHW)
 
     @classmethod
@@ -108,7 +108,7 @@ class Family(ModelFamily):
 
         path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
         with torch.device("meta"):
-            denoiser = _files.built(getattr(diffusers, self.denoiser_class), path, config)
+            denoiser = _files.build_from_config(getattr(diffusers, self.denoiser_class), path, config)
         # The constructor computes this table, and no file stores it.
         lost = denoiser.time_text_embed
         denoiser.time_text_embed = type(lost)(lost.time_proj.num_channels, len(lost.mod_proj))
@@ -120,7 +120,7 @@ def _as_bool(mask: Tensor | None) -> Tensor | None:
 
 
 @contextmanager
-def _mask_kept(denoiser: Any, mask_BS: Tensor | None) -> Iterator[None]:
+def _keep_mask(denoiser: Any, mask_BS: Tensor | None) -> Iterator[None]:
     """Pass the mask to checkpointed single-stream blocks inside this context, where diffusers drops it."""
     checkpointed: Callable[..., Any] | None = getattr(denoiser, "_gradient_checkpointing_func", None)
     if mask_BS is None or checkpointed is None:

@@ -51,7 +51,7 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers")
     # diffusers kept the original names.
     sizes_from = {"num_layers": "layers.#.self_attention.to_q.weight", "text_in_dim": "text_proj.weight[1]"}
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         x_embedder, text_proj, time_embedding, adaLN_modulation, layers.#, final_norm, final_linear
     """)
     reference_config = {

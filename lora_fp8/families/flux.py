@@ -65,7 +65,7 @@ class Family(ModelFamily):
     layouts_of_diffusers = ("diffusers", "kohya")
     converter_width = 3072
     auto_layouts = ("diffusers", "kohya")  # Forge reads kohya's
-    native_layers = _flux.LAYERS + naming.table("""
+    native_layers = _flux.LAYERS + naming.parse_table("""
         double_blocks.#.img_mod.lin = transformer_blocks.#.norm1.linear
         double_blocks.#.txt_mod.lin = transformer_blocks.#.norm1_context.linear
         single_blocks.#.modulation.lin = single_transformer_blocks.#.norm.linear
@@ -104,7 +104,7 @@ class Family(ModelFamily):
         )
     }
 
-    inputs = _flux.inputs
+    inputs = _flux.make_inputs
 
     def architecture_name(self) -> str:
         """Return the name that sd-scripts writes (sai_model_spec.py): schnell's if there is no guidance input."""

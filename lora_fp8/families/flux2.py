@@ -66,7 +66,7 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
 
-    inputs = _flux2.inputs
+    inputs = _flux2.make_inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input

@@ -66,7 +66,7 @@ class Family(ModelFamily):
         "and generate with this model"
     )
 
-    inputs = _flux2.inputs
+    inputs = _flux2.make_inputs
 
     def architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which includes the size."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import _files, _flux, flux
-from .base import Cond, Inputs, ModelFamily, control_latents, control_pictures
+from .base import Cond, Inputs, ModelFamily, list_control_images, list_control_latents
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,16 +89,16 @@ class Family(ModelFamily):
         import torch
 
         tokens, ids = [], []
-        for i, latents_BCHW in enumerate([noisy_BCHW, *control_latents(cond)]):
-            place_S3 = _flux.positions(latents_BCHW, cond["prompt_embeds"])["img_ids"]
+        for i, latents_BCHW in enumerate([noisy_BCHW, *list_control_latents(cond)]):
+            place_S3 = _flux.make_positions(latents_BCHW, cond["prompt_embeds"])["img_ids"]
             place_S3[:, 0] = i
             tokens.append(self.pack(latents_BCHW))
             ids.append(place_S3)
-        inputs = _flux.inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
+        inputs = _flux.make_inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
         return inputs | {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids)}
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        pictures = control_pictures(cond)
+        pictures = list_control_images(cond)
         return ModelFamily.pipeline_inputs(self, cond, negative) | ({"image": pictures[0]} if pictures else {})
 
     def size_inputs(self, width: int, height: int) -> dict[str, Any]:

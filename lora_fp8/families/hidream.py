@@ -86,7 +86,7 @@ class Family(ModelFamily):
         "llama_layers": [*range(32), *([31] * 16)],
     }
     # diffusers kept the original names.
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         x_embedder, t_embedder, p_embedder, caption_projection
         double_stream_blocks, single_stream_blocks, final_layer
     """)

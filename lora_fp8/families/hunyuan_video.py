@@ -74,7 +74,7 @@ class Family(ModelFamily):
         "text_embed_dim": "txt_in.input_embedder.weight[1]",
         "pooled_projection_dim": "vector_in.in_layer.weight[1]",
     }
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         img_in = x_embedder
         time_in.mlp.0 = time_text_embed.timestep_embedder.linear_1
         time_in.mlp.2 = time_text_embed.timestep_embedder.linear_2
@@ -134,7 +134,7 @@ class Family(ModelFamily):
     }
 
     def as_read(self, prompt: str) -> tuple[str, str]:
-        return text_before_prompt(), prompt
+        return get_text_before_prompt(), prompt
 
     def token_limit(self, name: str) -> int:
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
@@ -162,7 +162,7 @@ class Family(ModelFamily):
         }
 
 
-def text_before_prompt() -> str:
+def get_text_before_prompt() -> str:
     """Return the text that the pipeline puts before a prompt."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 

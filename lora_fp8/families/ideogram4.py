@@ -62,7 +62,7 @@ class Family(ModelFamily):
     kohya_module = "networks.lora_ideogram4"  # musubi-tuner
     layouts = ("comfy", "diffusers")
     sizes_from = {"num_layers": "layers.#.attention.qkv.weight", "llm_features_dim": "llm_cond_proj.weight[1]"}
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         layers.#.attention.qkv = layers.#.attention.to_q layers.#.attention.to_k layers.#.attention.to_v
         layers.#.attention.o = layers.#.attention.to_out.0
         layers.#

@@ -80,11 +80,11 @@ class Family(ModelFamily):
             if len(tokens) > limit:
                 read = len(model.decode(tokens[:limit]))
                 ends = range(len(prompt))
-                end = bisect_left(ends, read, key=partial(_decoded_length, model, prompt))
+                end = bisect_left(ends, read, key=partial(_count_decoded, model, prompt))
                 cuts[prompt] = Overlong(prompt, prompt[end:], len(tokens) - limit, limit)
         return cuts
 
 
-def _decoded_length(model: Any, prompt: str, end: int) -> int:
+def _count_decoded(model: Any, prompt: str, end: int) -> int:
     """Return the length of the text that the tokens of the first `end` characters stand for."""
     return len(model.decode(model.encode(prompt[:end])))

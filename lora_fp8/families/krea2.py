@@ -68,7 +68,7 @@ class Family(ModelFamily):
         "num_key_value_heads": "blocks.0.attn.wk.weight[0] // attention_head_dim",
         "text_hidden_dim": "txtmlp.1.weight[1]",
     }
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         blocks.# = transformer_blocks.#,
         txtfusion.layerwise_blocks.# = text_fusion.layerwise_blocks.#,
         txtfusion.refiner_blocks.# = text_fusion.refiner_blocks.#

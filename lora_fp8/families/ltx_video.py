@@ -62,7 +62,7 @@ class Family(ModelFamily):
         "num_layers": "transformer_blocks.#.attn1.to_q.weight",
         "caption_channels": "caption_projection.linear_1.weight[1]",
     }
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         patchify_proj = proj_in
         adaln_single = time_embed
         caption_projection, scale_shift_table, proj_out

@@ -67,7 +67,7 @@ class Family(ModelFamily):
     }
     file_names = _published.FLUX_FILES
     # In blocks without a timestep, the first norm is a plain one.
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         x_embedder
         t_embedder.mlp.0 = time_caption_embed.timestep_embedder.linear_1
         t_embedder.mlp.2 = time_caption_embed.timestep_embedder.linear_2
@@ -97,7 +97,7 @@ class Family(ModelFamily):
         "lacks": ("cap_pad_token",),
     }
 
-    negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts
+    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         return "" if _gemma.is_negative(prompt) else BEFORE, prompt.removeprefix(_gemma.AVOIDED)

@@ -49,7 +49,7 @@ class Family(ModelFamily):
     kohya_naming = "native"
     kohya_module = "networks.lora_qwen_image"  # musubi-tuner
     layouts = ("comfy", "diffusers", "kohya")
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         transformer_blocks.#, img_in, txt_in, txt_norm, time_text_embed, norm_out, proj_out
     """)
     # Nothing reads the last block's output for the text.
@@ -64,7 +64,7 @@ class Family(ModelFamily):
     sizes_from = _qwen.SIZES
     published = {
         "scheduler": _published.QWEN_SCHEDULER,
-        "vae": _published.qwen_vae(_qwen.VAE_MARKS),
+        "vae": _published.make_qwen_vae_config(_qwen.VAE_MARKS),
         "text_encoder": _published.QWEN25_VL_7B,
     }
     file_names = {"vae": "qwen"}
@@ -79,11 +79,11 @@ class Family(ModelFamily):
         pipeline.tokenizer_max_length = self.max_sequence_length
         return ModelFamily.text_answer(self, pipeline, prompts)
 
-    inputs = _qwen.inputs
+    inputs = _qwen.make_inputs
 
     def caveats(self) -> list[str]:
         # 2511 has a marker; Edit and 2509 have the same tensors as Qwen-Image.
-        editing = _qwen_edit.family_of_name(self)
+        editing = _qwen_edit.find_family_by_name(self)
         if not editing:
             return []
         return [

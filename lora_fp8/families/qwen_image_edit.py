@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from . import _qwen, _qwen_edit, qwen_image
-from .base import Cond, ModelFamily, control_pictures
+from .base import Cond, ModelFamily, list_control_images
 
 SIDE = 1024
 """Side in pixels of the square to whose area the pipeline resizes the image, for the VAE and the text encoder."""
@@ -60,13 +60,13 @@ class Family(ModelFamily):
     sizes_from = qwen_image.Family.sizes_from
     file_names = qwen_image.Family.file_names
 
-    inputs = _qwen.inputs
-    tokenizer = _qwen_edit.tokenizer
-    caveats = _qwen_edit.caveats
+    inputs = _qwen.make_inputs
+    tokenizer = _qwen_edit.load_tokenizer
+    caveats = _qwen_edit.list_caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
-        _qwen_edit.mend_(pipeline)
+        _qwen_edit.fix_pipeline_(pipeline)
 
     def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
         sizes = [[self.control_size(*picture.size) for picture in seen] for seen in pictures]
@@ -74,14 +74,14 @@ class Family(ModelFamily):
 
     @property
     def longest_prompt(self) -> int:
-        return _qwen_edit.longest_prompt(self, SIDE, 1)
+        return _qwen_edit.compute_longest_prompt(self, SIDE, 1)
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
         wide, high, _ = pipeline_qwenimage_edit.calculate_dimensions(SIDE * SIDE, width / height)
-        return _qwen_edit.control_size((wide, high), resolution, self.bucket_multiple)
+        return _qwen_edit.compute_control_size((wide, high), resolution, self.bucket_multiple)
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        (picture,) = control_pictures(cond)
+        (picture,) = list_control_images(cond)
         return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": picture}

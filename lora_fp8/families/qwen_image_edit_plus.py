@@ -16,7 +16,7 @@ from PIL import Image
 
 from . import _files, _qwen, _qwen_edit, qwen_image
 from ._files import Header
-from .base import Cond, ModelFamily, control_pictures
+from .base import Cond, ModelFamily, list_control_images
 
 SIDE = 1024
 SEEN_SIDE = 384
@@ -68,27 +68,29 @@ class Family(ModelFamily):
     # ComfyUI's files of 2511 have the marker; a file of 2509 differs from Qwen-Image's in its name only.
     single_file = {"has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight", "__index_timestep_zero__")}
 
-    inputs = _qwen.inputs
-    tokenizer = _qwen_edit.tokenizer
-    caveats = _qwen_edit.caveats
+    inputs = _qwen.make_inputs
+    tokenizer = _qwen_edit.load_tokenizer
+    caveats = _qwen_edit.list_caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
-        _qwen_edit.mend_(pipeline)
+        _qwen_edit.fix_pipeline_(pipeline)
 
     def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
-        sizes = [[_pipelines_size(SEEN_SIDE, *picture.size) for picture in seen] for seen in pictures]
+        sizes = [[_compute_pipeline_size(SEEN_SIDE, *picture.size) for picture in seen] for seen in pictures]
         return _qwen_edit.encode_prompts(self, prompts, pictures, sizes)
 
     @property
     def longest_prompt(self) -> int:
-        return _qwen_edit.longest_prompt(self, SEEN_SIDE, self.controls[1])
+        return _qwen_edit.compute_longest_prompt(self, SEEN_SIDE, self.controls[1])
 
     def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
-        return _qwen_edit.control_size(_pipelines_size(SIDE, width, height), resolution, self.bucket_multiple)
+        return _qwen_edit.compute_control_size(
+            _compute_pipeline_size(SIDE, width, height), resolution, self.bucket_multiple
+        )
 
     def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": control_pictures(cond)}
+        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": list_control_images(cond)}
 
     @classmethod
     def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class Family(ModelFamily):
         return entries
 
 
-def _pipelines_size(side: int, width: int, height: int) -> tuple[int, int]:
+def _compute_pipeline_size(side: int, width: int, height: int) -> tuple[int, int]:
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
     return pipeline_qwenimage_edit_plus.calculate_dimensions(side * side, width / height)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import Message, UserError
 from ..lora_files import naming
 from . import _gemma
-from ._files import Header, blocks_with
+from ._files import Header, list_blocks
 from .base import Cond, Inputs, ModelFamily
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Family(ModelFamily):
     call_options = {"use_resolution_binning": False}  # otherwise it generates the nearest of its sizes and crops
     reference_config = {"num_layers": 20, "sample_size": 32}
     # Only Sana 1.5 has norms of queries and keys.
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         x_embedder = patch_embed
         t_embedder.mlp.0 = time_embed.emb.timestep_embedder.linear_1
         t_embedder.mlp.2 = time_embed.emb.timestep_embedder.linear_2
@@ -93,17 +93,17 @@ class Family(ModelFamily):
 
     def encoding_options(self) -> dict[str, Any]:
         """Return the instruction before a prompt, which the pipeline has as the default of its call only."""
-        return {"complex_human_instruction": _instruction()}
+        return {"complex_human_instruction": _get_instruction()}
 
-    negative_text, encode_prompts = _gemma.negative_text, _gemma.encode_prompts
+    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # A negative prompt has no instruction, but the same token limit as a prompt after one.
-        return text_before_prompt(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
+        return get_text_before_prompt(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
 
     def token_limit(self, name: str) -> int:
         # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
-        return len(self.tokenizer(name).encode(text_before_prompt())) + 300 - 2
+        return len(self.tokenizer(name).encode(get_text_before_prompt())) + 300 - 2
 
     def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
@@ -122,7 +122,7 @@ class Family(ModelFamily):
     def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         # 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in these.
         sizes = {
-            "num_layers": len(blocks_with(native, "blocks.#.cross_attn.kv_linear.weight")),
+            "num_layers": len(list_blocks(native, "blocks.#.cross_attn.kv_linear.weight")),
             "caption_channels": native["y_embedder.y_proj.fc1.weight"][1],
             "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in native else None,
         }
@@ -145,12 +145,12 @@ class Family(ModelFamily):
         return sizes
 
 
-def _instruction() -> list[str]:
+def _get_instruction() -> list[str]:
     from diffusers import SanaPipeline
 
     return inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
 
 
-def text_before_prompt() -> str:
+def get_text_before_prompt() -> str:
     """Return the text that the pipeline puts before a positive prompt."""
-    return "\n".join(_instruction())
+    return "\n".join(_get_instruction())

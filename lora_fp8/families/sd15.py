@@ -72,4 +72,4 @@ class Family(ModelFamily):
 
     @classmethod
     def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
-        return _ldm.sizes(native, config)
+        return _ldm.read_sizes(native, config)

@@ -15,7 +15,7 @@ from ..errors import Message
 from ..lora_files import naming
 from . import _files, _published
 from ._facts import TextEncoder
-from ._files import Header, blocks_with
+from ._files import Header, list_blocks
 from .base import Cond, ModelFamily
 
 
@@ -86,7 +86,7 @@ class Family(ModelFamily):
         "dual_attention_layers": list(range(13)),
         "qk_norm": "rms_norm",
     }
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         joint_blocks.# = transformer_blocks.#
             x_block.attn = attn, x_block.attn2 = attn2
                 qkv = to_q to_k to_v
@@ -173,7 +173,7 @@ class Family(ModelFamily):
     @classmethod
     def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         return _files.read_sizes(cls.sizes_from, native, config) | {
-            "dual_attention_layers": blocks_with(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
+            "dual_attention_layers": list_blocks(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,
             "pos_embed_max_size": round(native["pos_embed"][1] ** 0.5),
         }

@@ -57,7 +57,7 @@ class Family(ModelFamily):
     layouts = ("comfy", "diffusers", "kohya")
     call_options = {"num_frames": 1}
     reference_config = {"num_layers": 40, "num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824}
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         patch_embedding
         time_embedding.0 = condition_embedder.time_embedder.linear_1
         time_embedding.2 = condition_embedder.time_embedder.linear_2
@@ -90,7 +90,7 @@ class Family(ModelFamily):
     }
     published = {
         "scheduler": _published.WAN_SCHEDULER,
-        "vae": _published.wan_vae(_qwen.VAE_MARKS),
+        "vae": _published.make_wan_vae_config(_qwen.VAE_MARKS),
         "text_encoder": _published.UMT5_XXL,
     }
     file_names = {"vae": "wan"}

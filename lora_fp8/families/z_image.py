@@ -56,7 +56,7 @@ class Family(ModelFamily):
     layouts = ("diffusers", "comfy", "kohya")
     lokr_of_diffusers = True
     layouts_of_diffusers = ("diffusers", "kohya")
-    native_layers = naming.table("""
+    native_layers = naming.parse_table("""
         layers.#, noise_refiner.#, context_refiner.#
             attention.qkv = attention.to_q attention.to_k attention.to_v
             attention.out = attention.to_out.0

@@ -21,11 +21,21 @@ from ..errors import Joined, Message, UserError, cannot_read
 from . import ai_toolkit, diffusion_pipe, kohya_ss, lora_scripts, musubi, onetrainer, sd_scripts, simpletuner
 from .import_draft import Draft, Import, Tool
 from .readers import Unfit, hide
-from .render import differences, few, grouped, problems, relocate, report, to_json, to_toml, verdict
+from .render import (
+    describe_verdict,
+    find_problems,
+    format_few,
+    group_by_note,
+    list_differences,
+    relocate,
+    report,
+    to_json,
+    to_toml,
+)
 from .source_files import Source, read_source
 
-__all__ = ["TOOLS", "Import", "convert", "import_file", "problems", "recognise", "relocate", "report", "to_json"]
-__all__ += ["differences", "few", "grouped", "to_toml", "verdict"]
+__all__ = ["TOOLS", "Import", "convert", "import_file", "find_problems", "recognise", "relocate", "report", "to_json"]
+__all__ += ["list_differences", "format_few", "group_by_note", "to_toml", "describe_verdict"]
 
 TOOLS: dict[str, Tool] = {
     tool.name: tool

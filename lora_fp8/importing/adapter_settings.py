@@ -9,14 +9,14 @@ from typing import Any
 from ..errors import Message
 from ..settings import MOST_RANK
 from . import remarks
-from .common_values import accepted, on, plain, said_number
+from .common_values import is_on, list_accepted, normalize_name, parse_whole
 from .import_draft import Draft
 from .readers import Unfit
 
 
 def find_type(kind: str) -> str:
     """Return our adapter.type for a kind of adapter, in whatever spelling; "" if there is none."""
-    ours = {plain(name): name for name in accepted("adapter.type") if name != "oft"}
+    ours = {normalize_name(name): name for name in list_accepted("adapter.type") if name != "oft"}
     return (ours | {"diagoft": "oft"}).get(kind, "")  # "oft" of other trainers is mostly another variant
 
 
@@ -29,15 +29,15 @@ def set_type(draft: Draft, keys: str | Sequence[str], kind: str) -> str:
         kind: the kind, in lower case, with letters and digits only.
     """
     if own := find_type(kind):
-        draft.mapped(keys, {"adapter.type": own})
+        draft.report_mapped(keys, {"adapter.type": own})
         return own
-    draft.none(keys, Message("this trainer has no {name}; a LoRA of this rank was written", name=kind))
+    draft.report_unmatched(keys, Message("this trainer has no {name}; a LoRA of this rank was written", name=kind))
     draft.set("adapter.type", "lora")
-    draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
+    draft.add_todo("adapter.type", remarks.CHECK_RANK(kind=kind))
     return "lora"
 
 
-def part_of_name(word: str) -> str:
+def convert_name_part(word: str) -> str:
     """Convert a part of a layer's name to our pattern; "transformer." or "unet." stands for the start of the name."""
     inner = re.sub(r"^(transformer|unet)\.", "", word)
     begin = "^" if inner != word else "" if word.startswith(".") else "*"
@@ -50,17 +50,17 @@ def part_of_name(word: str) -> str:
 def set_filter(draft: Draft, keys: Sequence[str], only: Sequence[str], without: Sequence[str], rank: int) -> None:
     """Set adapter.ranks from parts of names that a layer must contain (`only`), or must not (`without`)."""
     try:
-        entries = dict.fromkeys(map(part_of_name, without), 0)
-        entries |= {name: rank for name in map(part_of_name, only) if name not in entries}
+        entries = dict.fromkeys(map(convert_name_part, without), 0)
+        entries |= {name: rank for name in map(convert_name_part, only) if name not in entries}
         entries |= {"*": 0} if only and "*" not in entries else {}
     except Unfit as error:
-        draft.none(keys, Message("adapter.ranks was not written: {why}", why=error))
+        draft.report_unmatched(keys, Message("adapter.ranks was not written: {why}", why=error))
         return
     note = Message(
         "these filters apply to the modules that this trainer trains; remove entries that match none of them "
         "(`lora-fp8 check` lists them)"
     )
-    draft.differs(keys, {"adapter.ranks": entries}, note)
+    draft.report_different(keys, {"adapter.ranks": entries}, note)
 
 
 WHOLE_RANK = MOST_RANK
@@ -70,11 +70,11 @@ Other tools use a flag, or a rank larger than any layer's.
 """
 
 
-def lokr_factor(value: Any) -> int:
+def read_lokr_factor(value: Any) -> int:
     """Return adapter.factor from LyCORIS' factor; its -1 becomes 0."""
-    return max(said_number("factor", value), 0)
+    return max(parse_whole("factor", value), 0)
 
 
-def lokr_rank(rank: int, whole: Any) -> int:
+def choose_lokr_rank(rank: int, whole: Any) -> int:
     """Return adapter.rank for a LoKr."""
-    return WHOLE_RANK if on(whole) or rank > WHOLE_RANK else rank
+    return WHOLE_RANK if is_on(whole) or rank > WHOLE_RANK else rank

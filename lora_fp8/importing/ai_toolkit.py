@@ -23,9 +23,9 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import flag, listed, number, pair, positive, text, whole
+from .readers import read_flag, read_list, read_number, read_pair, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, idle, immaterial, none, to
-from .source_files import Source, flattened
+from .source_files import Source, flatten_tables
 
 PROCESS = "config.process.0."
 SAMPLE = f"{PROCESS}sample."
@@ -44,10 +44,12 @@ AREA = {"objective.normalize_mask": True}
 
 SHORT: dict[str, Rule] = {
     "type": idle(Message("this is the kind of process")),
-    "training_folder": to("output_dir", text, remarks.RUN_FOLDER),
+    "training_folder": to("output_dir", read_string, remarks.RUN_FOLDER),
     "sqlite_db_path": idle(),
     "device": idle(),
-    "trigger_word": to("dataset.trigger", text, Message("the trigger word is put in front of captions that lack it")),
+    "trigger_word": to(
+        "dataset.trigger", read_string, Message("the trigger word is put in front of captions that lack it")
+    ),
     "performance_log_every": idle(remarks.LOGGING),
     "network.type": JOINT,
     "network.linear": JOINT,
@@ -56,12 +58,12 @@ SHORT: dict[str, Rule] = {
     "network.alpha": JOINT,
     "network.conv": none(remarks.NO_CONV),
     "network.conv_alpha": none(remarks.NO_CONV),
-    "network.dropout": to("adapter.dropout", number),
+    "network.dropout": to("adapter.dropout", read_number),
     "network.lokr_full_rank": JOINT,
     "network.lokr_factor": JOINT,
     **{f"network.network_kwargs.{name}": JOINT for name in ("only_if_contains", "ignore_if_contains")},
     "network.network_kwargs.**": none(remarks.TARGETS),
-    "network.pretrained_lora_path": to("adapter.init_from", text, remarks.START),
+    "network.pretrained_lora_path": to("adapter.init_from", read_string, remarks.START),
     "network.transformer_only": idle(remarks.DENOISER),
     "network.old_lokr_format": idle(remarks.BELONGS_TO(key="LoKr")),
     "save.dtype": to("export.dtype", common_values.FILE_DTYPE),
@@ -120,16 +122,16 @@ SHORT: dict[str, Rule] = {
     "datasets.*.num_workers": idle(),
     "datasets.*.prefetch_factor": idle(),
     "train.batch_size": JOINT,
-    "train.steps": to("train.steps", whole),
+    "train.steps": to("train.steps", read_whole),
     "train.gradient_accumulation_steps": JOINT,
     "train.gradient_accumulation": JOINT,
     "train.train_unet": none(remarks.DENOISER, True),
     "train.train_text_encoder": JOINT,
-    "train.gradient_checkpointing": to("memory.gradient_checkpointing", flag),
+    "train.gradient_checkpointing": to("memory.gradient_checkpointing", read_flag),
     "train.noise_scheduler": none(remarks.NOISING, "flowmatch", "ddpm"),
     "train.optimizer": JOINT,
-    "train.optimizer_params.weight_decay": to("optimizer.weight_decay", number),
-    "train.optimizer_params.eps": to("optimizer.eps", number),
+    "train.optimizer_params.weight_decay": to("optimizer.weight_decay", read_number),
+    "train.optimizer_params.eps": to("optimizer.eps", read_number),
     "train.optimizer_params.betas": JOINT,
     **dict.fromkeys((f"train.optimizer_params.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "train.optimizer_params.**": none(remarks.NOT_AN_ARGUMENT),
@@ -141,7 +143,7 @@ SHORT: dict[str, Rule] = {
     "train.lr_scheduler_params.num_cycles": JOINT,
     "train.lr_scheduler_params.num_warmup_steps": JOINT,
     "train.lr_scheduler_params.**": none(Message("no schedule of this trainer has this argument")),
-    "train.max_grad_norm": to("train.max_grad_norm", number),
+    "train.max_grad_norm": to("train.max_grad_norm", read_number),
     "train.dtype": JOINT,
     "train.min_snr_gamma": JOINT,
     "train.snr_gamma": JOINT,
@@ -196,7 +198,7 @@ SHORT: dict[str, Rule] = {
     "model.dtype": idle(remarks.COUNTS(key="train.dtype")),
     "model.vae_path": JOINT,
     "model.te_name_or_path": none(remarks.OWN_ENCODERS),
-    "model.assistant_lora_path": to("model.training_adapter", text, remarks.LOCAL_FILE),
+    "model.assistant_lora_path": to("model.training_adapter", read_string, remarks.LOCAL_FILE),
     "model.inference_lora_path": none(remarks.NOT_MERGED),
     "model.lora_path": none(remarks.NOT_MERGED),
     "model.layer_offloading": JOINT,
@@ -361,7 +363,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         model_settings.refuse(draft, what)
     if processes[0].get("adapter") and not processes[0].get("network"):
         model_settings.refuse(draft, Message("these settings train an adapter (IP-Adapter, Redux, ControlNet)"))
-    yield from ((key.removeprefix(PROCESS), key, value) for key, value in flattened(data))
+    yield from ((key.removeprefix(PROCESS), key, value) for key, value in flatten_tables(data))
 
 
 def combine(draft: Draft) -> None:
@@ -370,7 +372,7 @@ def combine(draft: Draft) -> None:
     _set_model(draft)
     model_settings.set_dtype(draft, f"{PROCESS}train.dtype")
     quantize, kind = f"{PROCESS}model.quantize", f"{PROCESS}model.qtype"
-    if common_values.on(draft.get(quantize)):
+    if common_values.is_on(draft.get(quantize)):
         # The name of an accuracy-recovery adapter follows a bar.
         name, _, recovery = str(draft.get(kind) or "qfloat8").partition("|")
         model_settings.set_storage(draft, [quantize, kind], name, "ai-toolkit")
@@ -382,7 +384,7 @@ def combine(draft: Draft) -> None:
             )
     else:
         model_settings.set_storage(draft, [quantize], "bf16", "ai-toolkit")
-    draft.none(kind, Message("the base model is not quantized"), off=True)
+    draft.report_unmatched(kind, Message("the base model is not quantized"), off=True)
     _set_network(draft)
     _set_folders(draft)
     _set_training(draft)
@@ -392,33 +394,36 @@ def combine(draft: Draft) -> None:
 
 
 def _set_model(draft: Draft) -> None:
-    def key(name: str) -> str:
+    def make_key(name: str) -> str:
         return f"{PROCESS}model.{name}"
 
-    kind, why = ARCHITECTURES.get(common_values.plain(str(draft.get(key("arch")) or "").partition(":")[0]), ""), ""
+    kind, why = (
+        ARCHITECTURES.get(common_values.normalize_name(str(draft.get(make_key("arch")) or "").partition(":")[0]), ""),
+        "",
+    )
     if kind:
-        why = f"arch = {draft.get(key('arch'))!r}"
+        why = f"arch = {draft.get(make_key('arch'))!r}"
     for name, family in (("is_flux", "flux"), ("is_xl", "sdxl"), ("is_v2", "sd2"), ("is_v3", "sd3")):
-        if not kind and common_values.on(draft.get(key(name))):
+        if not kind and common_values.is_on(draft.get(make_key(name))):
             kind, why = family, remarks.IS_ON(name=name)
-    if not kind and common_values.on(draft.get(key("is_lumina2"))):
+    if not kind and common_values.is_on(draft.get(make_key("is_lumina2"))):
         kind, why = "lumina2", remarks.IS_ON(name="is_lumina2")
-    if not kind and not draft.has(key("arch")):
+    if not kind and not draft.has(make_key("arch")):
         kind, why = "sd15", Message("the file has neither arch nor is_..., so ai-toolkit takes SD 1.5")
-    kind, why = model_settings.refined(kind, why, [draft.get(key("name_or_path"))])
-    keys = [key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
+    kind, why = model_settings.refine_kind(kind, why, [draft.get(make_key("name_or_path"))])
+    keys = [make_key(name) for name in ("arch", "is_flux", "is_xl", "is_v2", "is_v3", "is_lumina2")]
     model_settings.set_family(
         draft,
         [key_of for key_of in keys if draft.has(key_of) and draft.given[key_of]],
-        kind or common_values.plain(draft.get(key("arch"))),
-        why or f"arch = {draft.get(key('arch'))!r}",
+        kind or common_values.normalize_name(draft.get(make_key("arch"))),
+        why or f"arch = {draft.get(make_key('arch'))!r}",
     )
-    draft.none(keys, remarks.OTHER_ARCHITECTURE, off=True)
+    draft.report_unmatched(keys, remarks.OTHER_ARCHITECTURE, off=True)
     objective_settings.set_prediction(
-        draft, key("is_v_pred"), "v" if common_values.on(draft.get(key("is_v_pred"))) else ""
+        draft, make_key("is_v_pred"), "v" if common_values.is_on(draft.get(make_key("is_v_pred"))) else ""
     )
-    model_settings.set_model_path(draft, key("name_or_path"))
-    model_settings.set_part_files(draft, {key("vae_path"): "vae"})
+    model_settings.set_model_path(draft, make_key("name_or_path"))
+    model_settings.set_part_files(draft, {make_key("vae_path"): "vae"})
 
 
 def _set_network(draft: Draft) -> None:
@@ -430,20 +435,20 @@ def _set_network(draft: Draft) -> None:
                 "the file has no network, so ai-toolkit trains the whole model; this trainer trains a LoRA instead"
             ),
         )
-    kind = common_values.plain(draft.get(key) or "lora")
+    kind = common_values.normalize_name(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
     _set_lokr(draft, kind)
     for ours, names, read in (
-        ("adapter.rank", ("network.rank", "network.linear"), whole),
-        ("adapter.alpha", ("network.linear_alpha", "network.alpha"), number),
+        ("adapter.rank", ("network.rank", "network.linear"), read_whole),
+        ("adapter.alpha", ("network.linear_alpha", "network.alpha"), read_number),
     ):
         keys = [PROCESS + name for name in names]
         used = next((candidate for candidate in keys if draft.has(candidate)), keys[-1])
         if draft.get(used) is not None and used not in draft.done:
-            draft.mapped(used, {ours: read(draft.get(used))})
-        draft.none(keys, remarks.COUNTS(key=used.rsplit(".", 1)[-1]), off=True)
+            draft.report_mapped(used, {ours: read(draft.get(used))})
+        draft.report_unmatched(keys, remarks.COUNTS(key=used.rsplit(".", 1)[-1]), off=True)
     keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
-    only, without = ([text(part) for part in draft.get(key, listed) or []] for key in keys)
+    only, without = ([read_string(part) for part in draft.get(key, read_list) or []] for key in keys)
     if only or without:
         adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
 
@@ -452,30 +457,32 @@ def _set_lokr(draft: Draft, kind: str) -> None:
     """Set the factor of a LoKr, and its rank if whole matrices are trained; `kind` is the network's type."""
     factor, full = f"{PROCESS}network.lokr_factor", f"{PROCESS}network.lokr_full_rank"
     if kind != "lokr":
-        draft.none([factor, full], remarks.BELONGS_TO(key="LoKr"), off=True)
+        draft.report_unmatched([factor, full], remarks.BELONGS_TO(key="LoKr"), off=True)
         return
     given = draft.get(factor)
-    draft.mapped(
+    draft.report_mapped(
         factor,
-        {"adapter.factor": adapter_settings.lokr_factor(-1 if given is None else given)},
+        {"adapter.factor": adapter_settings.read_lokr_factor(-1 if given is None else given)},
         remarks.MINUS_ONE,
     )
-    if common_values.on(draft.get(full)):
+    if common_values.is_on(draft.get(full)):
         ranks = [f"{PROCESS}network.rank", f"{PROCESS}network.linear"]
-        draft.mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, remarks.WHOLE_MATRICES)
-    draft.none(full, remarks.OFF, off=True)
+        draft.report_mapped([full, *ranks], {"adapter.rank": adapter_settings.WHOLE_RANK}, remarks.WHOLE_MATRICES)
+    draft.report_unmatched(full, remarks.OFF, off=True)
 
 
 def _set_mask(draft: Draft, table: str, folder: Folder, at: str) -> None:
     alpha, path = f"{table}alpha_mask", f"{table}mask_path"
-    if common_values.on(draft.get(alpha)):
+    if common_values.is_on(draft.get(alpha)):
         folder.mask = "alpha"
-        draft.mapped(alpha, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask = 'alpha'"), remarks.MASK_AREA]))
-        draft.none(path, remarks.COUNTS(key="alpha_mask"), off=True)
-    elif draft.get(path, text):
-        folder.mask = dataset_settings.as_mask_folder(draft.get(path, text))
-        draft.mapped(path, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask"), remarks.MASK_AREA]))
-    draft.none(alpha, remarks.OFF, off=True)
+        draft.report_mapped(
+            alpha, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask = 'alpha'"), remarks.MASK_AREA])
+        )
+        draft.report_unmatched(path, remarks.COUNTS(key="alpha_mask"), off=True)
+    elif draft.get(path, read_string):
+        folder.mask = dataset_settings.as_mask_folder(draft.get(path, read_string))
+        draft.report_mapped(path, AREA, remarks.join([remarks.SETS(setting=f"{at}.mask"), remarks.MASK_AREA]))
+    draft.report_unmatched(alpha, remarks.OFF, off=True)
 
 
 def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
@@ -483,26 +490,32 @@ def _set_unmasked_weight(draft: Draft, tables: list[str]) -> None:
     keys = [f"{table}mask_min_value" for table in tables]
     if any(folder.mask for folder in draft.folders):
         masked = [key for key, table in zip(keys, tables, strict=True) if _has_masks(draft, table)]
-        dataset_settings.share(
-            draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", number
+        dataset_settings.set_shared(
+            draft, masked, [draft.get(key) or 0.0 for key in masked], "objective.unmasked_weight", read_number
         )
-    draft.none(keys, Message("there are no masks"), off=True)
+    draft.report_unmatched(keys, Message("there are no masks"), off=True)
 
 
 def _set_preservation(draft: Draft) -> None:
     """Set dataset.class_word, which ai-toolkit calls differential output preservation."""
     on, word, weight = (f"{TRAIN}diff_output_preservation{end}" for end in ("", "_class", "_multiplier"))
-    if common_values.on(draft.get(on)) and draft.get(word, text) and draft.get(f"{PROCESS}trigger_word", text):
-        draft.mapped([on, word], {"dataset.class_word": draft.get(word, text)})
-        if (multiplier := draft.get(weight, number)) is not None:
-            draft.mapped(weight, {"objective.prior_for_class": float(multiplier)})
-    elif common_values.on(draft.get(on)):
-        draft.none(on, Message("this needs both a class and a trigger_word, and the file lacks one of them"))
-    draft.none([on, word, weight], remarks.BELONGS_TO(key="diff_output_preservation"), off=True)
+    if (
+        common_values.is_on(draft.get(on))
+        and draft.get(word, read_string)
+        and draft.get(f"{PROCESS}trigger_word", read_string)
+    ):
+        draft.report_mapped([on, word], {"dataset.class_word": draft.get(word, read_string)})
+        if (multiplier := draft.get(weight, read_number)) is not None:
+            draft.report_mapped(weight, {"objective.prior_for_class": float(multiplier)})
+    elif common_values.is_on(draft.get(on)):
+        draft.report_unmatched(
+            on, Message("this needs both a class and a trigger_word, and the file lacks one of them")
+        )
+    draft.report_unmatched([on, word, weight], remarks.BELONGS_TO(key="diff_output_preservation"), off=True)
 
 
 def _has_masks(draft: Draft, table: str) -> bool:
-    return common_values.on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
+    return common_values.is_on(draft.get(f"{table}alpha_mask")) or draft.has(f"{table}mask_path")
 
 
 def _set_folders(draft: Draft) -> None:
@@ -511,7 +524,7 @@ def _set_folders(draft: Draft) -> None:
         key=lambda table: int(table.split(".")[-2]),
     )
     indices = [_add_folders(draft, table) for table in tables]
-    draft.none(draft.keys(f"{PROCESS}datasets.*.folder_path"), remarks.EMPTY, off=True)
+    draft.report_unmatched(draft.find_keys(f"{PROCESS}datasets.*.folder_path"), remarks.EMPTY, off=True)
     _set_unmasked_weight(draft, tables)
     _set_preservation(draft)
     dataset_settings.balance_regularization(draft)
@@ -523,38 +536,38 @@ def _set_folders(draft: Draft) -> None:
     _set_shared(draft, tables)
     for key in [caption_key for table in tables for caption_key in (f"{table}caption_ext", f"{table}caption_type")]:
         if str(draft.get(key) or "txt").lstrip(".").lower() in ("txt", "caption"):
-            draft.mapped(key, {}, remarks.CAPTIONS_READ)
+            draft.report_mapped(key, {}, remarks.CAPTIONS_READ)
         else:
-            draft.none(key, remarks.RENAME_CAPTIONS)
+            draft.report_unmatched(key, remarks.RENAME_CAPTIONS)
             draft.todo.append(remarks.CAPTION_SUFFIX(suffix=f".{draft.get(key)}"))
 
 
 def _add_folders(draft: Draft, table: str) -> range:
     """Add a dataset's folder to the draft, once for each resolution; return the indices of what was added."""
     name = f"{table}folder_path" if draft.has(f"{table}folder_path") else f"{table}dataset_path"
-    path = draft.get(name, text)
+    path = draft.get(name, read_string)
     if not path:
         return range(0)
-    folder = Folder(path, positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
-    dataset_settings.look_into(draft, folder, deep=True)
+    folder = Folder(path, read_positive(draft.get(f"{table}num_repeats") or 1), draft.get(f"{table}trigger_word") or "")
+    dataset_settings.count_images(draft, folder, deep=True)
     first = len(draft.folders)
     at = f"dataset.folders.{first}"
-    draft.mapped(name, {}, remarks.SETS(setting=f"{at}.path"))
-    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {folder.repeats}"))
-    draft.mapped(f"{table}trigger_word", {}, remarks.SETS(setting=f"{at}.trigger"))
+    draft.report_mapped(name, {}, remarks.SETS(setting=f"{at}.path"))
+    draft.report_mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {folder.repeats}"))
+    draft.report_mapped(f"{table}trigger_word", {}, remarks.SETS(setting=f"{at}.trigger"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     _set_mask(draft, table, folder, at)
-    caption = draft.get(f"{table}default_caption", text)
-    if common_values.on(draft.get(f"{table}is_reg")):
+    caption = draft.get(f"{table}default_caption", read_string)
+    if common_values.is_on(draft.get(f"{table}is_reg")):
         folder.regularization, folder.trigger = True, ""
-        draft.differs(f"{table}is_reg", {}, remarks.SHOWN_ALIKE)
-        draft.none(f"{table}default_caption", Message("each of these images needs a caption file"))
-    draft.none(f"{table}is_reg", remarks.OFF, off=True)
+        draft.report_different(f"{table}is_reg", {}, remarks.SHOWN_ALIKE)
+        draft.report_unmatched(f"{table}default_caption", Message("each of these images needs a caption file"))
+    draft.report_unmatched(f"{table}is_reg", remarks.OFF, off=True)
     if caption and not folder.regularization:
-        draft.differs(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
-    sides = sorted({whole(side) for side in draft.get(f"{table}resolution", listed) or []})
+        draft.report_different(f"{table}default_caption", {}, dataset_settings.caption_by_trigger(folder, caption))
+    sides = sorted({read_whole(side) for side in draft.get(f"{table}resolution", read_list) or []})
     if len(sides) > 1:
-        draft.mapped(f"{table}resolution", {}, remarks.ONCE_FOR_EACH)
+        draft.report_mapped(f"{table}resolution", {}, remarks.ONCE_FOR_EACH)
         draft.folders += [replace(folder, resolution=side) for side in sides]
     else:
         draft.folders.append(folder)
@@ -564,27 +577,27 @@ def _add_folders(draft: Draft, table: str) -> range:
 def _set_shared(draft: Draft, tables: list[str]) -> None:
     """Set the settings that have one value for all folders: dropout, flips, buckets and the shuffling of tags."""
     for name, setting, read in (
-        ("caption_dropout_rate", "dataset.caption_dropout", number),
-        ("shuffle_tokens", "dataset.shuffle_tags", flag),
-        ("token_dropout_rate", "dataset.tag_dropout", number),
-        ("flip_x", "dataset.flip", flag),
-        ("buckets", "dataset.buckets", flag),
+        ("caption_dropout_rate", "dataset.caption_dropout", read_number),
+        ("shuffle_tokens", "dataset.shuffle_tags", read_flag),
+        ("token_dropout_rate", "dataset.tag_dropout", read_number),
+        ("flip_x", "dataset.flip", read_flag),
+        ("buckets", "dataset.buckets", read_flag),
     ):
-        dataset_settings.share(draft, *draft.collect(name, tables), setting, read)
+        dataset_settings.set_shared(draft, *draft.collect(name, tables), setting, read)
     keys, values = draft.collect("random_crop", tables)
-    if any(map(flag, filter(None, values))):
-        dataset_settings.share(draft, keys, values, "dataset.random_crop", flag, remarks.CACHED_VARIANTS)
-    draft.none(keys, remarks.OFF, off=True)
+    if any(map(read_flag, filter(None, values))):
+        dataset_settings.set_shared(draft, keys, values, "dataset.random_crop", read_flag, remarks.CACHED_VARIANTS)
+    draft.report_unmatched(keys, remarks.OFF, off=True)
     dataset_settings.set_bucket_step(draft, *draft.collect("bucket_tolerance", tables))
     dataset_settings.keep_aspects(draft, "buckets")
     if draft.settings.get("dataset.buckets") is not False:
         draft.assume("dataset.upscale", False, "buckets", NEVER_ENLARGED)
     keys, values = draft.collect("keep_tokens", tables)
     if draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout"):
-        dataset_settings.share(
-            draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", whole
+        dataset_settings.set_shared(
+            draft, keys, [0 if value is None else value for value in values], "dataset.keep_tokens", read_whole
         )
-    draft.none(keys, remarks.UNUSED_WITHOUT(key="shuffle_tokens"), off=True)
+    draft.report_unmatched(keys, remarks.UNUSED_WITHOUT(key="shuffle_tokens"), off=True)
 
 
 def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
@@ -597,7 +610,7 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
     """
     largest = max([0, *(folder.resolution for folder in draft.folders)])
     single = [(key, own) for key, own in folders if own and key not in draft.done]
-    sides = [whole((draft.get(key, listed) or [512])[0]) for key, _ in single]
+    sides = [read_whole((draft.get(key, read_list) or [512])[0]) for key, _ in single]
     top = max([largest, *sides])
     for (key, own), side in zip(single, sides, strict=True):
         draft.folders[own[0]].resolution = side if side != top else 0
@@ -610,7 +623,7 @@ def _set_sides(draft: Draft, folders: list[tuple[str, range]]) -> None:
             Message("this is the largest resolution of the datasets; previews use it unless they set another"),
         )
     note = remarks.LARGEST if len({largest or top, *sides}) > 1 else ""
-    draft.mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
+    draft.report_mapped([key for key, _ in single], {"dataset.resolution": top} if single else {}, note)
 
 
 def _set_training(draft: Draft) -> None:
@@ -622,74 +635,76 @@ def _set_training(draft: Draft) -> None:
         optimizer_settings.ScheduleKeys(
             f"{TRAIN}lr_scheduler", warmup=warmup, cycles=f"{TRAIN}lr_scheduler_params.num_cycles"
         ),
-        warmup=draft.get(warmup, number),
+        warmup=draft.get(warmup, read_number),
     )
     gammas = [f"{TRAIN}min_snr_gamma", f"{TRAIN}snr_gamma"]
     for key in gammas:
         if draft.has(key):
             objective_settings.set_min_snr(draft, key)
-    draft.none(gammas, remarks.OFF, off=True)
+    draft.report_unmatched(gammas, remarks.OFF, off=True)
     objective_settings.set_noise_offset(draft, f"{TRAIN}noise_offset")
     _set_timesteps(draft)
     ema = f"{TRAIN}ema_config."
-    chosen = common_values.on(draft.get(f"{ema}use_ema"))
+    chosen = common_values.is_on(draft.get(f"{ema}use_ema"))
     optimizer_settings.set_ema(draft, f"{ema}use_ema", f"{ema}ema_decay", chosen=chosen, usual=0.999)
     for key in (f"{TRAIN}compile", f"{PROCESS}model.compile"):
-        if common_values.on(draft.get(key)):
-            draft.differs(key, {"memory.compile": "blocks"}, remarks.COMPILED)
-        draft.none(key, remarks.OFF, off=True)
+        if common_values.is_on(draft.get(key)):
+            draft.report_different(key, {"memory.compile": "blocks"}, remarks.COMPILED)
+        draft.report_unmatched(key, remarks.OFF, off=True)
     offload = [f"{PROCESS}model.layer_offloading", f"{PROCESS}model.layer_offloading_transformer_percent"]
-    share = draft.get(offload[1], number) if draft.has(offload[1]) else 1.0
+    share = draft.get(offload[1], read_number) if draft.has(offload[1]) else 1.0
     note: str = Message(
         "ai-toolkit offloads a random share of the layers; this trainer offloads that share of the frozen weights"
     )
-    memory_settings.set_offload(draft, offload, share if common_values.on(draft.get(offload[0])) else 0.0, note)
+    memory_settings.set_offload(draft, offload, share if common_values.is_on(draft.get(offload[0])) else 0.0, note)
     dataset_settings.set_every(draft, "checkpoint.every", (f"{PROCESS}save.save_every", ""), None, remarks.SAVED)
-    keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", whole)
+    keep = draft.get(f"{PROCESS}save.max_step_saves_to_keep", read_whole)
     if keep:
         ours = common_values.clamp("checkpoint.keep", keep)
         note = Message("this trainer counts checkpoints; the final LoRA file is always written")
         if ours > keep:
             note = remarks.AT_LEAST(least=ours)
-        draft.differs(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": ours}, note)
+        draft.report_different(f"{PROCESS}save.max_step_saves_to_keep", {"checkpoint.keep": ours}, note)
 
 
 def _set_batch(draft: Draft) -> None:
     """Set train.batch_size and train.accumulate."""
-    batch = positive(draft.get(f"{TRAIN}batch_size") or 1)
-    draft.mapped(f"{TRAIN}batch_size", {"train.batch_size": batch})
+    batch = read_positive(draft.get(f"{TRAIN}batch_size") or 1)
+    draft.report_mapped(f"{TRAIN}batch_size", {"train.batch_size": batch})
     keys = [f"{TRAIN}gradient_accumulation_steps", f"{TRAIN}gradient_accumulation"]
-    used = keys[0] if draft.has(keys[0]) and whole(draft.given[keys[0]]) > 1 else keys[1]
-    accumulate = whole(draft.get(used) or draft.get(keys[0]) or 1)
-    draft.mapped(keys, {"train.accumulate": accumulate})
+    used = keys[0] if draft.has(keys[0]) and read_whole(draft.given[keys[0]]) > 1 else keys[1]
+    accumulate = read_whole(draft.get(used) or draft.get(keys[0]) or 1)
+    draft.report_mapped(keys, {"train.accumulate": accumulate})
 
 
 def _set_optimizer(draft: Draft) -> None:
     """Set the optimizer, its learning rates, betas and eps, and the text encoders."""
     general, denoiser, encoder = f"{TRAIN}lr", f"{TRAIN}unet_lr", f"{TRAIN}text_encoder_lr"
     rate = denoiser if draft.has(denoiser) else general
-    optimizer_settings.set_optimizer(draft, f"{TRAIN}optimizer", [rate], draft.get(rate, number), least=0.1)
+    optimizer_settings.set_optimizer(draft, f"{TRAIN}optimizer", [rate], draft.get(rate, read_number), least=0.1)
     optimizer_settings.set_prodigy(
         draft, {name: f"{TRAIN}optimizer_params.{name}" for name in optimizer_settings.OF_PRODIGY}
     )
-    trains_encoder = common_values.on(draft.get(f"{TRAIN}train_text_encoder"))
+    trains_encoder = common_values.is_on(draft.get(f"{TRAIN}train_text_encoder"))
     own = encoder if draft.has(encoder) else general
-    rates = {"CLIP": draft.get(own, number)} if trains_encoder else {}
+    rates = {"CLIP": draft.get(own, read_number)} if trains_encoder else {}
     optimizer_settings.set_text_encoders(draft, [f"{TRAIN}train_text_encoder"], [encoder], rates)
-    draft.none([general, denoiser], remarks.RATE_OF_DENOISER(rate_key="unet_lr"), off=True)
+    draft.report_unmatched([general, denoiser], remarks.RATE_OF_DENOISER(rate_key="unet_lr"), off=True)
     name = str(draft.get(f"{TRAIN}optimizer")).lower()
     if not draft.has(f"{TRAIN}optimizer_params.eps") and ("adam" in name or "prodigy" in name):
         draft.set("optimizer.eps", 1e-6, remarks.TOOLS_DEFAULT(tool="ai-toolkit"))
         draft.report_default("train.optimizer_params.eps", 1e-6, "optimizer.eps = 1e-06")
-    betas = draft.get(f"{TRAIN}optimizer_params.betas", pair)
+    betas = draft.get(f"{TRAIN}optimizer_params.betas", read_pair)
     if betas:
-        draft.mapped(f"{TRAIN}optimizer_params.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
+        draft.report_mapped(
+            f"{TRAIN}optimizer_params.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+        )
 
 
 def _set_timesteps(draft: Draft) -> None:
     keys = [f"{PROCESS}train.{name}" for name in ("timestep_type", "linear_timesteps", "linear_timesteps2")]
     kind = str(draft.get(keys[0]) or "sigmoid")
-    if any(common_values.on(draft.get(key)) for key in keys[1:]):
+    if any(common_values.is_on(draft.get(key)) for key in keys[1:]):
         objective_settings.set_timesteps(draft, keys, "uniform", 1.0, remarks.UNIFORM, exact=False)
     elif kind == "sigmoid":
         objective_settings.set_timesteps(draft, keys[:1], "logit_normal", 1.0)
@@ -704,21 +719,21 @@ def _set_timesteps(draft: Draft) -> None:
         objective_settings.set_timesteps(
             draft, keys[:1], "logit_normal", 1.0, remarks.LOGIT_NORMAL(method=repr(kind)), exact=False
         )
-        draft.need("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(kind)))
-    draft.none(keys, remarks.OFF, off=True)
+        draft.add_todo("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(kind)))
+    draft.report_unmatched(keys, remarks.OFF, off=True)
 
 
 def _set_previews(draft: Draft) -> None:
     off_switch = f"{PROCESS}train.disable_sampling"
     starts = [f"{PROCESS}train.skip_first_sample", f"{PROCESS}train.force_first_sample"]
-    if common_values.on(draft.get(off_switch)):
-        draft.mapped(off_switch, {}, remarks.NO_PROMPTS)
-        draft.none([key for key in draft.given if key.startswith(SAMPLE)], remarks.PREVIEWS_OFF, off=True)
-        draft.none(starts, remarks.OFF, off=True)
+    if common_values.is_on(draft.get(off_switch)):
+        draft.report_mapped(off_switch, {}, remarks.NO_PROMPTS)
+        draft.report_unmatched([key for key in draft.given if key.startswith(SAMPLE)], remarks.PREVIEWS_OFF, off=True)
+        draft.report_unmatched(starts, remarks.OFF, off=True)
         return
-    prompts, unknown_flags = _preview_prompts(draft)
+    prompts, unknown_flags = _read_preview_prompts(draft)
     pictures = _with_common_settings(draft, prompts)
-    keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.rule(key) is JOINT]
+    keys = [key for key in draft.given if key.startswith(SAMPLE) and draft.tool.find_rule(key) is JOINT]
     if pictures:
         has_trigger = draft.get(f"{PROCESS}trigger_word") or "[trigger]" not in str(prompts)
         notes: list[str] = (
@@ -728,23 +743,23 @@ def _set_previews(draft: Draft) -> None:
         )
         notes += kohya_previews.name_unknown_flags(unknown_flags)
         dataset_settings.set_every(draft, "preview.every", (f"{SAMPLE}sample_every", ""), None)
-        named = {key: _preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
+        named = {key: _find_preview_setting(key) for key in keys if key != f"{SAMPLE}sample_every"}
         preview_settings.set_previews(draft, named, pictures, remarks.join(notes))
     else:
-        draft.none(keys, remarks.NOT_PROMPTED, off=True)
-    if pictures and common_values.on(draft.get(starts[0])):
-        draft.mapped(starts[0], {"preview.at_start": False})
-    draft.none([*starts, off_switch], remarks.OFF, off=True)
+        draft.report_unmatched(keys, remarks.NOT_PROMPTED, off=True)
+    if pictures and common_values.is_on(draft.get(starts[0])):
+        draft.report_mapped(starts[0], {"preview.at_start": False})
+    draft.report_unmatched([*starts, off_switch], remarks.OFF, off=True)
 
 
-def _preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_preview_prompts(draft: Draft) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a table for each prompt, with the settings of its own, and the flags of prompts that are unknown."""
-    lines = draft.get(f"{SAMPLE}prompts", listed) or []
+    lines = draft.get(f"{SAMPLE}prompts", read_list) or []
     parsed = [kohya_previews.parse_prompt(str(line), PROMPT_FLAGS) for line in lines]
     prompts = [picture | {"where": f"sample.prompts.{number}"} for number, (picture, _) in enumerate(parsed)]
     unknown_flags = [flag for _, flags in parsed for flag in flags]
     start = len(f"{SAMPLE}samples.")
-    for i in sorted({int(key[start:].split(".")[0]) for key in draft.keys(f"{SAMPLE}samples.*.prompt")}):
+    for i in sorted({int(key[start:].split(".")[0]) for key in draft.find_keys(f"{SAMPLE}samples.*.prompt")}):
         names = {"prompt": "prompt", **SAMPLE_FIELDS}
         own = {ours: draft.get(f"{SAMPLE}samples.{i}.{name}") for name, ours in names.items()}
         images = [draft.get(f"{SAMPLE}samples.{i}.{name}") for name in CONTROL_IMAGES]
@@ -763,13 +778,13 @@ def _with_common_settings(draft: Draft, prompts: list[dict[str, Any]]) -> list[d
     seed = common.get("seed")
     pictures: list[dict[str, Any]] = []
     for i, prompt in enumerate(prompts):
-        walks = seed is not None and common_values.on(draft.get(f"{SAMPLE}walk_seed"))
-        picture = common | ({"seed": draft.get(f"{SAMPLE}seed", whole) + i} if walks else {}) | prompt
+        walks = seed is not None and common_values.is_on(draft.get(f"{SAMPLE}walk_seed"))
+        picture = common | ({"seed": draft.get(f"{SAMPLE}seed", read_whole) + i} if walks else {}) | prompt
         pictures.append(picture | {"prompt": str(picture["prompt"]).replace("[trigger]", trigger)})
     return pictures
 
 
-def _preview_setting(key: str) -> str:
+def _find_preview_setting(key: str) -> str:
     """Return the name in [preview] of the setting that one of the tool's keys under `sample` holds."""
     if key.removeprefix(SAMPLE) in SAMPLE_NAMES:
         return SAMPLE_NAMES[key.removeprefix(SAMPLE)]

@@ -12,12 +12,12 @@ from typing import Any
 from .. import families
 from ..data.caption_text import CAPTIONS
 from ..data.decoding import EXTENSIONS
-from ..data.image_files import labelled, masked_stem
+from ..data.image_files import find_label_files, find_masked_stem
 from ..errors import Message, Plural
 from . import remarks
-from .common_values import bounds
+from .common_values import find_bounds
 from .import_draft import Draft, Folder
-from .readers import Unfit, number, text, whole
+from .readers import Unfit, read_number, read_string, read_whole
 
 OUTSIDE = Message("the other trainer ignores the area outside a mask")
 NO_WEIGHT = Message("the weight of a folder must be above 0; remove the folder instead")
@@ -39,10 +39,10 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
     """
     if not draft.has(key) or not (path := draft.get(key)):
         return
-    knows = draft.family in families.available() and any(families.get(draft.family).controls)
+    knows = draft.family in families.list_families() and any(families.get(draft.family).controls)
     if draft.family and not knows:
-        draft.none(key, Message("this trainer trains {family} without control images", family=draft.family))
-        draft.need(
+        draft.report_unmatched(key, Message("this trainer trains {family} without control images", family=draft.family))
+        draft.add_todo(
             "dataset.folders",
             Message(
                 "the file has control images ({path}), but this trainer trains {family} without them",
@@ -51,7 +51,7 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
             ),
         )
     elif not isinstance(path, str):
-        draft.none(
+        draft.report_unmatched(
             key,
             Message(
                 "this trainer reads control images from one folder: put several of one image into it as name_1, "
@@ -61,7 +61,7 @@ def set_control(draft: Draft, key: str, folder: Folder, at: str) -> None:
         )
     else:
         folder.control = path
-        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.control"))
+        draft.report_mapped(key, {}, remarks.SETS(setting=f"{at}.control"))
 
 
 def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -73,9 +73,9 @@ def set_mask_folder(draft: Draft, key: str, folder: Folder, at: str) -> None:
         folder: the folder of images.
         at: our name of the folder, such as "dataset.folders.0".
     """
-    if path := draft.get(key, text):
+    if path := draft.get(key, read_string):
         folder.mask = as_mask_folder(path)
-        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.mask"))
+        draft.report_mapped(key, {}, remarks.SETS(setting=f"{at}.mask"))
 
 
 def as_mask_folder(path: str) -> str:
@@ -93,7 +93,7 @@ def set_unmasked(draft: Draft) -> None:
 # Folders and steps
 
 
-def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
+def count_images(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     """Count a folder's images, and those without a caption, if the folder is on this machine.
 
     Args:
@@ -105,8 +105,8 @@ def look_into(draft: Draft, folder: Folder, *, deep: bool) -> Folder:
     if place is None or not place.is_dir():
         return folder
     every = sorted(p for p in place.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-    labels = {parent / name for parent in {p.parent for p in every} for name in labelled(os.listdir(parent))}
-    every = [p for p in every if p not in labels and not masked_stem(folder.mask, p.name)]
+    labels = {parent / name for parent in {p.parent for p in every} for name in find_label_files(os.listdir(parent))}
+    every = [p for p in every if p not in labels and not find_masked_stem(folder.mask, p.name)]
     pictures = every if deep else [p for p in every if p.parent == place]
     if len(pictures) < len(every):
         draft.notes.append(
@@ -135,7 +135,7 @@ def caption_by_trigger(folder: Folder, words: str) -> str:
     )
 
 
-def samples(draft: Draft) -> int | None:
+def count_samples(draft: Draft) -> int | None:
     """Return the samples of the other tool's epoch: images times repeats, over all folders; None if one is missing."""
     if not draft.folders or any(folder.images is None for folder in draft.folders):
         return None
@@ -148,7 +148,7 @@ def samples(draft: Draft) -> int | None:
 def balance_regularization(draft: Draft) -> None:
     """Set repeats so that an epoch has as many regularization images as others, as in the other tool."""
     others = [folder for folder in draft.folders if folder.regularization]
-    total, there = samples(draft), sum(folder.images or 0 for folder in others)
+    total, there = count_samples(draft), sum(folder.images or 0 for folder in others)
     if not (others and total and there):
         return
     wanted = total // 2
@@ -167,18 +167,18 @@ def balance_regularization(draft: Draft) -> None:
 
 def weigh_regularization(draft: Draft, key: str) -> None:
     """Set the weight of the regularization folders."""
-    others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, number)
+    others, weight = [folder for folder in draft.folders if folder.regularization], draft.get(key, read_number)
     if not others:
-        draft.none(key, Message("there are no regularization images"), off=True)
+        draft.report_unmatched(key, Message("there are no regularization images"), off=True)
     elif weight is not None and weight <= 0:
-        draft.none(
+        draft.report_unmatched(
             key,
             Message("the weight must be above 0, so regularization images count fully; remove their folders instead"),
         )
     elif weight is not None:
         for folder in others:
             folder.weight = weight
-        draft.mapped(key, {}, Message("this is the weight of the regularization folders"))
+        draft.report_mapped(key, {}, Message("this is the weight of the regularization folders"))
 
 
 def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
@@ -190,20 +190,20 @@ def weigh(draft: Draft, key: str, folder: Folder, at: str) -> None:
         folder: the folder of images.
         at: our name of the folder, such as "dataset.folders.0".
     """
-    weight = draft.get(key, number)
+    weight = draft.get(key, read_number)
     if weight is not None and weight <= 0:
-        draft.none(key, NO_WEIGHT)
+        draft.report_unmatched(key, NO_WEIGHT)
     elif weight is not None:
         folder.weight *= weight
-        draft.mapped(key, {}, remarks.SETS(setting=f"{at}.weight"))
+        draft.report_mapped(key, {}, remarks.SETS(setting=f"{at}.weight"))
 
 
-def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
+def count_steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 1) -> int | None:
     """Return the optimizer steps per epoch as kohya's trainers count them; None if the images are missing.
 
     With `batch` above 1, bucketing adds a partly filled batch per bucket, which is not counted.
     """
-    count = samples(draft)
+    count = count_samples(draft)
     if not count:
         return None
     return math.ceil(math.ceil(count / batch) / processes / accumulate)
@@ -212,8 +212,10 @@ def steps_per_epoch(draft: Draft, batch: int, accumulate: int, processes: int = 
 def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | None, batch: int) -> None:
     """Set train.steps from epochs, by counting the images; add a TODO if they are missing."""
     if per_epoch is None:
-        draft.none(key, Message("{epochs} epochs cannot be converted to steps without the images", epochs=epochs))
-        draft.need(
+        draft.report_unmatched(
+            key, Message("{epochs} epochs cannot be converted to steps without the images", epochs=epochs)
+        )
+        draft.add_todo(
             "train.steps",
             Message(
                 "{epochs} epochs = {epochs} x images x repeats / (train.batch_size x train.accumulate) steps. "
@@ -227,11 +229,11 @@ def set_steps_from_epochs(draft: Draft, key: str, epochs: int, per_epoch: int | 
         "{epochs} epochs x {steps} steps ({samples} samples per epoch); this trainer counts steps, not epochs",
         epochs=epochs,
         steps=per_epoch,
-        samples=samples(draft),
+        samples=count_samples(draft),
     )
     if batch > 1:
         note = Message("{line}. The last batch of each bucket may be smaller and add a step", line=note)
-    draft.differs(key, {"train.steps": epochs * per_epoch}, note)
+    draft.report_different(key, {"train.steps": epochs * per_epoch}, note)
 
 
 def set_every(
@@ -255,41 +257,41 @@ def set_every(
     """
     steps_key, epochs_key = keys
 
-    def every(steps: int) -> dict[str, int]:
+    def make_intervals(steps: int) -> dict[str, int]:
         return {setting: steps} | ({"export.every": steps} if setting == "checkpoint.every" else {})
 
-    steps = whole(draft.get(steps_key) or 0) if steps_key else 0
-    epochs = whole(draft.get(epochs_key) or 0) if epochs_key else 0
+    steps = read_whole(draft.get(steps_key) or 0) if steps_key else 0
+    epochs = read_whole(draft.get(epochs_key) or 0) if epochs_key else 0
     if steps > 0 and epochs > 0 and epochs_count:
-        draft.none(steps_key, remarks.COUNTS(key=epochs_key), off=True)
+        draft.report_unmatched(steps_key, remarks.COUNTS(key=epochs_key), off=True)
         steps = 0
     if steps > 0:
-        account = draft.differs if note else draft.mapped
-        account(steps_key, every(steps), note)
+        account = draft.report_different if note else draft.report_mapped
+        account(steps_key, make_intervals(steps), note)
         if epochs > 0:
-            draft.none(
+            draft.report_unmatched(
                 epochs_key,
                 Message("the other trainer uses both intervals; this trainer has one, that of {key}", key=steps_key),
             )
         elif epochs_key:
-            draft.none(epochs_key, remarks.OFF, off=True)
+            draft.report_unmatched(epochs_key, remarks.OFF, off=True)
         return
     if steps_key:
-        draft.none(steps_key, remarks.OFF, off=True)
+        draft.report_unmatched(steps_key, remarks.OFF, off=True)
     if epochs > 0 and per_epoch:
         counted = remarks.EVERY_EPOCHS(epochs=epochs, steps=per_epoch)
-        draft.differs(epochs_key, every(epochs * per_epoch), remarks.join([counted, note]))
+        draft.report_different(epochs_key, make_intervals(epochs * per_epoch), remarks.join([counted, note]))
     elif epochs > 0:
-        draft.none(
+        draft.report_unmatched(
             epochs_key,
             Message("{setting} counts steps, and the steps per epoch are unknown without the images", setting=setting),
         )
         draft.todo.append(EVERY_EPOCHS(key=setting, count=epochs))
     elif epochs_key:
-        draft.none(epochs_key, remarks.OFF, off=True)
+        draft.report_unmatched(epochs_key, remarks.OFF, off=True)
 
 
-def share(
+def set_shared(
     draft: Draft, keys: Sequence[str], values: Sequence[Any], setting: str, read: Callable[[Any], Any], note: str = ""
 ) -> None:
     """Set one of our settings from one that the other tool has per folder.
@@ -305,23 +307,23 @@ def share(
     try:
         parsed = [None if value in (None, "") else read(value) for value in values]
     except Unfit as error:
-        draft.none(keys, Message("{setting} was not written: {line}", setting=setting, line=error))
+        draft.report_unmatched(keys, Message("{setting} was not written: {line}", setting=setting, line=error))
         return
     given = [value for value in parsed if value is not None]
     if not given:
-        draft.none(keys, remarks.EMPTY, off=True)
+        draft.report_unmatched(keys, remarks.EMPTY, off=True)
         return
     common = Counter(given).most_common(1)[0][0]
     notes = [note] if note else []
     if len(set(parsed)) > 1:
         notes.append(Message("this trainer has one value for all folders; the most frequent one was written"))
-    (draft.differs if notes else draft.mapped)(keys, {setting: common}, remarks.join(notes))
+    (draft.report_different if notes else draft.report_mapped)(keys, {setting: common}, remarks.join(notes))
 
 
-def side_of(value: Any) -> tuple[int, str]:
+def compute_side(value: Any) -> tuple[int, str]:
     """Return the side of the square with the area of a side, "w,h" or [w, h], and the remark if it was rounded."""
     parts = value if isinstance(value, list) else re.split(r"[,x]", str(value))
-    numbers = [whole(part) for part in parts]
+    numbers = [read_whole(part) for part in parts]
     if not numbers or min(numbers) <= 0 or len(numbers) > 2:
         raise Unfit(Message("{value} is not a resolution", value=repr(value)))
     side = math.sqrt(numbers[0] * numbers[-1])
@@ -341,9 +343,9 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
 
     Of several resolutions the largest is taken, which is reported.
     """
-    sides = [side_of(value) for value in values]
+    sides = [compute_side(value) for value in values]
     if not sides:
-        draft.none(keys, remarks.EMPTY, off=True)
+        draft.report_unmatched(keys, remarks.EMPTY, off=True)
         return
     side, rounded = max(sides)
     notes = [note] if note else []
@@ -355,7 +357,7 @@ def set_resolution(draft: Draft, keys: Sequence[str], values: Sequence[Any], not
             )
         )
     notes += [rounded] if rounded else []
-    account = draft.differs if notes else draft.mapped
+    account = draft.report_different if notes else draft.report_mapped
     account(keys, {"dataset.resolution": side}, remarks.join(notes))
 
 
@@ -371,13 +373,13 @@ def set_resolutions(draft: Draft, keys: Sequence[str], values: Sequence[Any], no
     if len(values) != len(draft.folders) or len(set(map(str, values))) == 1:
         set_resolution(draft, keys, [value for value in values if value], note)
         return
-    sides = [side_of(value) if value else None for value in values]
+    sides = [compute_side(value) if value else None for value in values]
     largest = max(side for side in sides if side)[0]
     for folder, side in zip(draft.folders, sides, strict=True):
         folder.resolution = side[0] if side and side[0] != largest else 0
     rounded = [side[1] for side in sides if side and side[1]]
     differences = remarks.join([note, *rounded])
-    account = draft.differs if differences else draft.mapped
+    account = draft.report_different if differences else draft.report_mapped
     account(keys, {"dataset.resolution": largest}, differences or remarks.LARGEST)
 
 
@@ -385,7 +387,7 @@ def keep_aspects(draft: Draft, key: str) -> None:
     """Set dataset.max_aspect to its limit, for tools whose buckets have any shape; `key` is their key for buckets."""
     if draft.settings.get("dataset.buckets") is not False:
         note = remarks.ANY_ASPECT(tool=draft.tool.name)
-        draft.assume("dataset.max_aspect", float(bounds("dataset.max_aspect")[1]), key, note)
+        draft.assume("dataset.max_aspect", float(find_bounds("dataset.max_aspect")[1]), key, note)
 
 
 def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) -> None:
@@ -395,14 +397,14 @@ def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) ->
         draft: the import.
         keys, values: as for `share`.
     """
-    given = [whole(value) for value in values if value not in (None, "")]
-    least, _ = bounds("dataset.bucket_step")
+    given = [read_whole(value) for value in values if value not in (None, "")]
+    least, _ = find_bounds("dataset.bucket_step")
     note = ""
     if given and min(given) < least:
         note = Message(
             "the file has {number}; the minimum of this trainer is {least} pixels", number=min(given), least=least
         )
-    share(draft, keys, values, "dataset.bucket_step", lambda value: max(least, whole(value)), note)
+    set_shared(draft, keys, values, "dataset.bucket_step", lambda value: max(least, read_whole(value)), note)
 
 
 def set_clips(
@@ -418,15 +420,17 @@ def set_clips(
         part: our word for the part; None if there is none.
         note: the difference in meaning.
     """
-    step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    step, _ = families.get(draft.family).clips if draft.family in families.list_families() else (0, 0)
     step = step if draft.family else 1  # of an unknown family, the lengths are kept as they are
     if max(lengths, default=1) <= 1 or not step:
-        draft.none([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
+        draft.report_unmatched([*keys, *part_keys], NO_CLIPS, off=max(lengths, default=1) <= 1)
         return
-    draft.differs(
+    draft.report_different(
         keys, {"dataset.frames": sorted({max(1, (length - 1) // step * step + 1) for length in lengths})}, note
     )
     if part is None:
-        draft.none(part_keys, Message("this trainer takes the head, the middle or chunks of a clip: dataset.clip"))
+        draft.report_unmatched(
+            part_keys, Message("this trainer takes the head, the middle or chunks of a clip: dataset.clip")
+        )
     else:
-        draft.mapped(part_keys, {"dataset.clip": part})
+        draft.report_mapped(part_keys, {"dataset.clip": part})

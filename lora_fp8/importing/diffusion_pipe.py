@@ -22,9 +22,9 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import flag, listed, number, pair, positive, text, whole
+from .readers import read_flag, read_list, read_number, read_pair, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, idle, none, to
-from .source_files import Source, flattened
+from .source_files import Source, flatten_tables
 
 NO_EVAL = remarks.VALIDATION
 PART_FILES = {
@@ -43,14 +43,14 @@ DENOISER_FILES = ["model.transformer_path", "model.diffusion_model", "model.chec
 CLIP_PARTS = {"single_beginning": "head", "single_middle": "middle"}
 
 RULES: dict[str, Rule] = {
-    "output_dir": to("output_dir", text, remarks.RUN_FOLDER),
+    "output_dir": to("output_dir", read_string, remarks.RUN_FOLDER),
     "dataset": JOINT,
     "epochs": JOINT,
     "max_steps": JOINT,
     "micro_batch_size_per_gpu": JOINT,
     "image_micro_batch_size_per_gpu": JOINT,
-    "gradient_accumulation_steps": to("train.accumulate", whole),
-    "gradient_clipping": to("train.max_grad_norm", number),
+    "gradient_accumulation_steps": to("train.accumulate", read_whole),
+    "gradient_clipping": to("train.max_grad_norm", read_number),
     "warmup_steps": JOINT,
     "lr_scheduler": JOINT,
     "force_constant_lr": none(Message("schedule.name sets the schedule")),
@@ -108,7 +108,7 @@ RULES: dict[str, Rule] = {
     "model.shift": JOINT,
     "model.flux_shift": JOINT,
     "model.lumina_shift": JOINT,
-    "model.guidance": to("objective.guidance", number),
+    "model.guidance": to("objective.guidance", read_number),
     "model.bypass_guidance_embedding": none(remarks.GUIDANCE),
     "model.v_pred": JOINT,
     "model.min_snr_gamma": JOINT,
@@ -116,15 +116,16 @@ RULES: dict[str, Rule] = {
     "model.unet_lr": JOINT,
     "model.text_encoder_1_lr": JOINT,
     "model.text_encoder_2_lr": JOINT,
-    "model.min_t": to("objective.t_min", number),
-    "model.max_t": to("objective.t_max", number),
+    "model.min_t": to("objective.t_min", read_number),
+    "model.max_t": to("objective.t_max", read_number),
     "model.first_frame_conditioning_p": none(remarks.NO_FIRST_FRAME),
     "adapter.type": JOINT,
-    "adapter.rank": to("adapter.rank", whole),
+    "adapter.rank": to("adapter.rank", read_whole),
     "adapter.alpha": none(Message("diffusion-pipe does not accept alpha; it equals the rank")),
-    "adapter.dropout": to("adapter.dropout", number),
+    "adapter.dropout": to("adapter.dropout", read_number),
     "adapter.dtype": to(
-        "adapter.dtype", common_values.choice({"bfloat16": "bf16", "float32": "fp32"}, Message("bf16 and fp32"))
+        "adapter.dtype",
+        common_values.make_choice_reader({"bfloat16": "bf16", "float32": "fp32"}, Message("bf16 and fp32")),
     ),
     "adapter.decompose_factor": JOINT,
     "adapter.init_from_existing": none(Message("set adapter.init_from to the .safetensors file in that folder")),
@@ -134,8 +135,8 @@ RULES: dict[str, Rule] = {
     "optimizer.lr": JOINT,
     "optimizer.betas": JOINT,
     **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
-    "optimizer.weight_decay": to("optimizer.weight_decay", number),
-    "optimizer.eps": to("optimizer.eps", number),
+    "optimizer.weight_decay": to("optimizer.weight_decay", read_number),
+    "optimizer.eps": to("optimizer.eps", read_number),
     "optimizer.beta3": none(remarks.NOT_AN_ARGUMENT),
     "optimizer.min_8bit_size": idle(),
     "optimizer.stabilize": none(remarks.NOT_STABILIZED),
@@ -196,17 +197,17 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(data, dict):
         raise UserError(remarks.NO_TABLE(path=draft.source.path))
     if "directory" in data:
-        yield from _dataset(data)
+        yield from _flatten_dataset(data)
         return
-    yield from ((key, key, value) for key, value in flattened(data))
+    yield from ((key, key, value) for key, value in flatten_tables(data))
     name = str(data.get("dataset", ""))
     inner = draft.refer("dataset", name) if name else None
     if isinstance(inner, dict):
-        yield from _dataset(inner, PureWindowsPath(name).name)
+        yield from _flatten_dataset(inner, PureWindowsPath(name).name)
 
 
-def _dataset(data: dict[str, Any], file: str = "") -> Iterator[tuple[str, str, Any]]:
-    for key, value in flattened(data):
+def _flatten_dataset(data: dict[str, Any], file: str = "") -> Iterator[tuple[str, str, Any]]:
+    for key, value in flatten_tables(data):
         yield (f"{file}: {key}" if file else key), f"data.{key}", value
 
 
@@ -222,36 +223,38 @@ def combine(draft: Draft) -> None:
         return
     kind = str(draft.get("model.type") or "")
     paths = [draft.get(key) for key in (*DENOISER_FILES, "model.diffusers_path", "model.ckpt_path")]
-    controls = any(draft.has(key) for key in draft.keys("data.directory.*.control_path"))
+    controls = any(draft.has(key) for key in draft.find_keys("data.directory.*.control_path"))
     why = f"model.type = {kind!r}" if kind else Message("the file has no [model] type")
     model_settings.set_family(
-        draft, "model.type", *model_settings.refined(MODELS.get(kind, kind), why, paths, controls)
+        draft, "model.type", *model_settings.refine_kind(MODELS.get(kind, kind), why, paths, controls)
     )
     _set_path(draft)
-    objective_settings.set_prediction(draft, "model.v_pred", "v" if common_values.on(draft.get("model.v_pred")) else "")
+    objective_settings.set_prediction(
+        draft, "model.v_pred", "v" if common_values.is_on(draft.get("model.v_pred")) else ""
+    )
     model_settings.set_dtype(draft, "model.dtype")
     monitored = ("monitoring.wandb_tracker_name", "monitoring.wandb_run_name")
     tracker_settings.set_tracker(draft, "monitoring.enable_wandb", "wandb", *monitored)
     dtypes = [key for key in ("model.transformer_dtype", "model.diffusion_model_dtype") if draft.has(key)]
     stored = draft.get(dtypes[0]) if dtypes else "bfloat16"
     model_settings.set_storage(draft, dtypes[:1] or ["model.transformer_dtype"], stored, "diffusion-pipe", scaled=False)
-    draft.none(["model.transformer_dtype", "model.diffusion_model_dtype"], remarks.OTHER_KEY, off=True)
+    draft.report_unmatched(["model.transformer_dtype", "model.diffusion_model_dtype"], remarks.OTHER_KEY, off=True)
     _set_adapter(draft)
     _set_folders(draft)
     _set_length_and_rate(draft)
     _set_timesteps(draft)
     objective_settings.set_min_snr(draft, "model.min_snr_gamma")
     debiased = "model.debiased_estimation_loss"
-    objective_settings.set_debiased(draft, debiased, common_values.on(draft.get(debiased)))
+    objective_settings.set_debiased(draft, debiased, common_values.is_on(draft.get(debiased)))
     checkpointing = draft.get("activation_checkpointing")
     if checkpointing == "unsloth":
         note = remarks.RECOMPUTED
-        draft.differs("activation_checkpointing", {"memory.gradient_checkpointing": True}, note)
+        draft.report_different("activation_checkpointing", {"memory.gradient_checkpointing": True}, note)
     else:
-        draft.mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
+        draft.report_mapped("activation_checkpointing", {"memory.gradient_checkpointing": bool(checkpointing)})
     if draft.get("compile"):
-        draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("compile", remarks.OFF, off=True)
+        draft.report_different("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
+    draft.report_unmatched("compile", remarks.OFF, off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
     name = PureWindowsPath(str(draft.get("output_dir") or "")).name
     if name:
@@ -267,39 +270,43 @@ def _set_path(draft: Draft) -> None:
         return
     single = given[0] in DENOISER_FILES
     if single and draft.has("model.diffusers_path"):
-        draft.mapped("model.diffusers_path", {"model.components": draft.get("model.diffusers_path", text)})
+        draft.report_mapped(
+            "model.diffusers_path", {"model.components": draft.get("model.diffusers_path", read_string)}
+        )
     model_settings.set_model_path(draft, given[0])
-    draft.none(given[1:], Message("{key} is the base model", key=given[0]), off=True)
-    encoders = [key for key in draft.keys("model.text_encoders.*.paths") if key.endswith(".paths")]
+    draft.report_unmatched(given[1:], Message("{key} is the base model", key=given[0]), off=True)
+    encoders = [key for key in draft.find_keys("model.text_encoders.*.paths") if key.endswith(".paths")]
     model_settings.set_part_files(draft, PART_FILES | dict.fromkeys(encoders, "any"))
-    draft.none(draft.keys("model.text_encoders.**"), Message("the encoder's file shows what kind of encoder it is"))
+    draft.report_unmatched(
+        draft.find_keys("model.text_encoders.**"), Message("the encoder's file shows what kind of encoder it is")
+    )
 
 
 def _set_adapter(draft: Draft) -> None:
-    kind = common_values.plain(draft.get("adapter.type") or "")
+    kind = common_values.normalize_name(draft.get("adapter.type") or "")
     if kind != "lokr":
-        draft.none("adapter.decompose_factor", remarks.BELONGS_TO(key="LoKr"), off=True)
+        draft.report_unmatched("adapter.decompose_factor", remarks.BELONGS_TO(key="LoKr"), off=True)
     if own := adapter_settings.find_type(kind):
-        draft.mapped("adapter.type", {"adapter.type": own})
-        rank = draft.get("adapter.rank", whole)
+        draft.report_mapped("adapter.type", {"adapter.type": own})
+        rank = draft.get("adapter.rank", read_whole)
         if kind == "lokr":
             factor = draft.get("adapter.decompose_factor")
-            settings = {"adapter.factor": adapter_settings.lokr_factor(-1 if factor is None else factor)}
-            draft.mapped("adapter.decompose_factor", settings, remarks.MINUS_ONE)
+            settings = {"adapter.factor": adapter_settings.read_lokr_factor(-1 if factor is None else factor)}
+            draft.report_mapped("adapter.decompose_factor", settings, remarks.MINUS_ONE)
             if rank and rank > adapter_settings.WHOLE_RANK:
                 rank = adapter_settings.WHOLE_RANK
-                draft.mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
+                draft.report_mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
     elif kind:
-        draft.none("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
+        draft.report_unmatched("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")
-        draft.need("adapter.type", remarks.CHECK_RANK(kind=kind))
-        rank = draft.get("adapter.rank", whole) or 0
+        draft.add_todo("adapter.type", remarks.CHECK_RANK(kind=kind))
+        rank = draft.get("adapter.rank", read_whole) or 0
         if rank > adapter_settings.WHOLE_RANK:  # a LoKr's way to say "whole matrices"
-            draft.none("adapter.rank", remarks.BELONGS_TO(key="LoKr"))
+            draft.report_unmatched("adapter.rank", remarks.BELONGS_TO(key="LoKr"))
             draft.set("adapter.rank", Adapter().rank)
-            draft.need("adapter.rank", Message("choose a rank for the LoRA"))
+            draft.add_todo("adapter.rank", Message("choose a rank for the LoRA"))
     elif draft.has("model.type"):
         model_settings.set_whole_model(
             draft,
@@ -314,16 +321,16 @@ def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"data\.directory\.\d+\.", key))})
     resolutions = [value for table in tables for value in _add_folders(draft, table)]
     dataset_settings.set_unmasked(draft)
-    keys = ["data.caption_prefix", *draft.keys("data.directory.*.caption_prefix")]
+    keys = ["data.caption_prefix", *draft.find_keys("data.directory.*.caption_prefix")]
     glued = [key for key in keys if not str(draft.get(key) or " ")[-1].isspace()]
-    draft.differs(glued, {}, Message("this trainer puts a space after the prefix"))
-    draft.mapped(keys, {}, remarks.IN_EACH_FOLDER)
-    draft.mapped("dataset", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
+    draft.report_different(glued, {}, Message("this trainer puts a space after the prefix"))
+    draft.report_mapped(keys, {}, remarks.IN_EACH_FOLDER)
+    draft.report_mapped("dataset", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     if draft.has("dataset") and not tables:
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("dataset")))
+        draft.add_todo("dataset.folders", remarks.FOLDERS_OF(file=draft.get("dataset")))
     if any(resolutions):
-        sizes = ["data.resolutions", *draft.keys("data.directory.*.resolutions")]
+        sizes = ["data.resolutions", *draft.find_keys("data.directory.*.resolutions")]
         dataset_settings.set_resolutions(draft, sizes, resolutions)
     _set_frames(draft)
     _set_buckets(draft, bool(tables))
@@ -332,35 +339,35 @@ def _set_folders(draft: Draft) -> None:
 
 def _add_folders(draft: Draft, table: str) -> list[Any]:
     """Add a directory to the draft, once for each of its resolutions; return these, None for the general one."""
-    path = draft.get(f"{table}path", text)
+    path = draft.get(f"{table}path", read_string)
     if not path:
         return []
-    repeats = draft.get(f"{table}num_repeats", number) or 1.0
-    folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
+    repeats = draft.get(f"{table}num_repeats", read_number) or 1.0
+    folder = dataset_settings.count_images(draft, Folder(path, repeats), deep=False)
     at = f"dataset.folders.{len(draft.folders)}"
-    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
-    draft.mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
+    draft.report_mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
+    draft.report_mapped(f"{table}num_repeats", {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
     dataset_settings.set_control(draft, f"{table}control_path", folder, at)
     dataset_settings.set_mask_folder(draft, f"{table}mask_path", folder, at)
-    prefix = draft.get(f"{table}caption_prefix", text) or draft.get("data.caption_prefix", text)
+    prefix = draft.get(f"{table}caption_prefix", read_string) or draft.get("data.caption_prefix", read_string)
     if prefix:
         folder.prefix = prefix.strip()
     own = f"{table}resolutions" if draft.has(f"{table}resolutions") else "data.resolutions"
-    resolutions = draft.get(own, listed) or [None]
+    resolutions = draft.get(own, read_list) or [None]
     if len(resolutions) > 1:
-        draft.mapped(own, {}, remarks.ONCE_FOR_EACH)
+        draft.report_mapped(own, {}, remarks.ONCE_FOR_EACH)
     draft.folders += [replace(folder) for _ in resolutions]
     return resolutions
 
 
 def _set_frames(draft: Draft) -> None:
     """Set dataset.frames and dataset.clip."""
-    lengths = ["data.frame_buckets", *draft.keys("data.directory.*.frame_buckets")]
+    lengths = ["data.frame_buckets", *draft.find_keys("data.directory.*.frame_buckets")]
     part = str(draft.get("video_clip_mode") or "single_beginning")
     dataset_settings.set_clips(
         draft,
         lengths,
-        [whole(length) for key in lengths if draft.has(key) for length in draft.get(key, listed)],
+        [read_whole(length) for key in lengths if draft.has(key) for length in draft.get(key, read_list)],
         ["video_clip_mode"],
         CLIP_PARTS.get(part),
         Message("the lengths apply to every folder; a clip takes the longest that fits, as in diffusion-pipe"),
@@ -371,12 +378,12 @@ def _set_buckets(draft: Draft, has_folders: bool) -> None:
     """Set dataset.buckets and dataset.max_aspect."""
     buckets = draft.get("data.enable_ar_bucket")
     if has_folders:
-        draft.mapped("data.enable_ar_bucket", {"dataset.buckets": bool(buckets)})
-    widest = [number(draft.given[key]) for key in ("data.max_ar",) if draft.has(key)]
-    widest += [1 / max(0.01, number(draft.given[key])) for key in ("data.min_ar",) if draft.has(key)]
+        draft.report_mapped("data.enable_ar_bucket", {"dataset.buckets": bool(buckets)})
+    widest = [read_number(draft.given[key]) for key in ("data.max_ar",) if draft.has(key)]
+    widest += [1 / max(0.01, read_number(draft.given[key])) for key in ("data.min_ar",) if draft.has(key)]
     keys = ["data.min_ar", "data.max_ar", "data.num_ar_buckets"]
     if widest and buckets:
-        draft.differs(
+        draft.report_different(
             keys,
             {"dataset.max_aspect": common_values.clamp("dataset.max_aspect", max(widest))},
             Message(
@@ -384,33 +391,33 @@ def _set_buckets(draft: Draft, has_folders: bool) -> None:
                 "sets no number of aspect ratios"
             ),
         )
-    draft.none(keys, Message("this setting has no effect without aspect ratio buckets"), off=True)
+    draft.report_unmatched(keys, Message("this setting has no effect without aspect ratio buckets"), off=True)
 
 
 def _set_captions(draft: Draft) -> None:
     """Set the shuffling of tags, and what to do with images that have no caption."""
-    number_of = draft.get("data.cache_shuffle_num", whole) or 0
+    number_of = draft.get("data.cache_shuffle_num", read_whole) or 0
     shuffle = ["data.shuffle_tags", "data.cache_shuffle_num"]
-    if number_of or common_values.on(draft.get("data.shuffle_tags")):
+    if number_of or common_values.is_on(draft.get("data.shuffle_tags")):
         settings: dict[str, Any] = {"dataset.shuffle_tags": True, "dataset.keep_tokens": 0}
         settings["dataset.caption_variants"] = common_values.clamp("dataset.caption_variants", number_of)
-        draft.mapped(shuffle, settings)
+        draft.report_mapped(shuffle, settings)
         separator = str(draft.get("data.cache_shuffle_delimiter") or ", ").strip() or " "
-        draft.mapped("data.cache_shuffle_delimiter", {"dataset.tag_separator": separator})
-    draft.none([*shuffle, "data.cache_shuffle_delimiter"], remarks.OFF, off=True)
+        draft.report_mapped("data.cache_shuffle_delimiter", {"dataset.tag_separator": separator})
+    draft.report_unmatched([*shuffle, "data.cache_shuffle_delimiter"], remarks.OFF, off=True)
     if draft.has("data.skip_empty_caption"):
-        if flag(draft.given["data.skip_empty_caption"]):
-            draft.mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
+        if read_flag(draft.given["data.skip_empty_caption"]):
+            draft.report_mapped("data.skip_empty_caption", {"dataset.missing_caption": "skip"})
         else:
             note = Message(
                 "an empty caption is an error in this trainer; dataset.missing_caption = 'skip' leaves such "
                 "images out, and 'trigger' captions them with the trigger word"
             )
-            draft.none("data.skip_empty_caption", note)
+            draft.report_unmatched("data.skip_empty_caption", note)
 
 
 def _set_length_and_rate(draft: Draft) -> None:
-    batch, notes = _batch(draft)
+    batch, notes = _read_batch(draft)
     keys = ["micro_batch_size_per_gpu", "image_micro_batch_size_per_gpu"]
     notes.append(
         Message(
@@ -418,23 +425,25 @@ def _set_length_and_rate(draft: Draft) -> None:
             "used"
         )
     )
-    draft.differs(keys, {"train.batch_size": batch}, remarks.join(notes))
-    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = _steps_per_epoch(draft, batch * accumulate)
+    draft.report_different(keys, {"train.batch_size": batch}, remarks.join(notes))
+    accumulate = read_positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = _count_steps_per_epoch(draft, batch * accumulate)
     if draft.has("max_steps"):
-        draft.mapped("max_steps", {"train.steps": draft.get("max_steps", whole)})
-        draft.none("epochs", remarks.COUNTS(key="max_steps"), off=True)
+        draft.report_mapped("max_steps", {"train.steps": draft.get("max_steps", read_whole)})
+        draft.report_unmatched("epochs", remarks.COUNTS(key="max_steps"), off=True)
     elif draft.has("epochs"):
-        dataset_settings.set_steps_from_epochs(draft, "epochs", draft.get("epochs", positive), per_epoch, 1)
+        dataset_settings.set_steps_from_epochs(draft, "epochs", draft.get("epochs", read_positive), per_epoch, 1)
     rate = "model.unet_lr" if draft.has("model.unet_lr") else "optimizer.lr"
-    optimizer_settings.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, number))
+    optimizer_settings.set_optimizer(draft, "optimizer.type", [rate], draft.get(rate, read_number))
     if draft.has("pseudo_huber_c"):
-        ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", number)}
-        draft.differs("pseudo_huber_c", ours, remarks.TWICE)
+        ours = {"objective.loss": "pseudo_smooth_l1", "objective.huber_delta": draft.get("pseudo_huber_c", read_number)}
+        draft.report_different("pseudo_huber_c", ours, remarks.TWICE)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
-    general = draft.get("optimizer.lr", number) if draft.family == "sdxl" else 0  # it trains text encoders of SDXL only
-    own = {key: number(draft.given[key]) if draft.has(key) else general for key in keys}
+    general = (
+        draft.get("optimizer.lr", read_number) if draft.family == "sdxl" else 0
+    )  # it trains text encoders of SDXL only
+    own = {key: read_number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = (
         Message("diffusion-pipe trains SDXL's text encoders too, unless their learning rates are 0")
@@ -443,15 +452,15 @@ def _set_length_and_rate(draft: Draft) -> None:
     )
     left_out = [name for name in ("CLIP-L", "CLIP-G") if name not in rates]
     optimizer_settings.set_text_encoders(draft, keys, keys, rates, why, left_out)
-    draft.none(["optimizer.lr", "model.unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate), off=True)
-    betas = draft.get("optimizer.betas", pair)
+    draft.report_unmatched(["optimizer.lr", "model.unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate), off=True)
+    betas = draft.get("optimizer.betas", read_pair)
     if betas:
-        draft.mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
+        draft.report_mapped("optimizer.betas", {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]})
     if draft.has("model.type"):
         optimizer_settings.set_schedule(
             draft,
             optimizer_settings.ScheduleKeys("lr_scheduler", warmup="warmup_steps"),
-            warmup=draft.get("warmup_steps", number),
+            warmup=draft.get("warmup_steps", read_number),
             constant_warms_up=True,
         )
     dataset_settings.set_every(
@@ -463,21 +472,21 @@ def _set_length_and_rate(draft: Draft) -> None:
     )
 
 
-def _steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
+def _count_steps_per_epoch(draft: Draft, samples_per_step: int) -> int | None:
     """Return the steps per epoch.
 
     diffusion-pipe takes each image at each resolution, as our folders do, and drops partial steps.
     """
-    count = dataset_settings.samples(draft)
+    count = dataset_settings.count_samples(draft)
     return max(1, count // samples_per_step) if count else None
 
 
-def _batch(draft: Draft) -> tuple[int, list[str]]:
+def _read_batch(draft: Draft) -> tuple[int, list[str]]:
     """Return the batch size of the largest resolution, and remarks about others."""
     value = draft.get("image_micro_batch_size_per_gpu") or draft.get("micro_batch_size_per_gpu") or 1
     if not isinstance(value, list):
-        return positive(value), []
-    return positive(max(pair(size) for size in value)[1]), [
+        return read_positive(value), []
+    return read_positive(max(read_pair(size) for size in value)[1]), [
         Message("this trainer has one batch size; that of the largest resolution was written")
     ]
 
@@ -485,18 +494,18 @@ def _batch(draft: Draft) -> tuple[int, list[str]]:
 def _set_timesteps(draft: Draft) -> None:
     keys = ["model.timestep_sample_method", "model.shift", "model.flux_shift", "model.lumina_shift"]
     method = draft.get("model.timestep_sample_method") or "logit_normal"
-    if any(common_values.on(draft.get(key)) for key in keys[2:]):
+    if any(common_values.is_on(draft.get(key)) for key in keys[2:]):
         shift: float | str = "auto"
     else:
-        shift = draft.get("model.shift", number) or 1.0
-    shape = objective_settings.logit_normal(std=draft.get("model.sigmoid_scale", number))
+        shift = draft.get("model.shift", read_number) or 1.0
+    shape = objective_settings.make_logit_normal(std=draft.get("model.sigmoid_scale", read_number))
     if method == "uniform":
         shape = {"objective.timesteps": "uniform"}
     elif "objective.logit_std" in shape:
         keys.append("model.sigmoid_scale")
     if draft.has("model.type"):
         objective_settings.set_timesteps(draft, keys, shape, shift)
-    draft.none([*keys, "model.sigmoid_scale"], remarks.OFF, off=True)
+    draft.report_unmatched([*keys, "model.sigmoid_scale"], remarks.OFF, off=True)
 
 
 def recognise(source: Source) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from ..config.validation import model_at
+from ..config.validation import find_model
 from ..errors import Joined, Message, UserError
 from ..settings import Job
 from . import remarks
-from .readers import HIDDEN, NOTHING, SECRET_KEY, Unfit, hide, is_off, same
+from .readers import HIDDEN, NOTHING, SECRET_KEY, Unfit, hide, is_off, keep_value
 from .rules import JOINT, Rule
 from .source_files import Source, read_source
 
@@ -47,7 +47,7 @@ class Tool:
     prefix: str = ""
     loose: bool = False
 
-    def rule(self, key: str) -> Rule | None:
+    def find_rule(self, key: str) -> Rule | None:
         """Return the rule of a key; None if the table does not know the key."""
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", key)
         if pattern in self.rules:
@@ -165,7 +165,7 @@ class Draft:
             if key in self.given:  # a section of kohya's files overrides the one before
                 overridden, equal = self.labels[key], self.given[key] == value
                 note = Message("{key} sets it again and takes precedence", key=label)
-                self.lists["none"].append(_entry(overridden, self.given[key], note=note, off=equal))
+                self.lists["none"].append(_make_entry(overridden, self.given[key], note=note, off=equal))
             self.given[key], self.labels[key] = value, label
 
     # -------------------------------------------------------------------------------------------------------- reading
@@ -174,7 +174,7 @@ class Draft:
         """Return True if the file sets this key to a value."""
         return self.given.get(key) not in NOTHING
 
-    def get(self, key: str, read: Callable[[Any], Any] = same) -> Any:
+    def get(self, key: str, read: Callable[[Any], Any] = keep_value) -> Any:
         """Return the key's value, or else the tool's default, or None. The key still has to be reported."""
         value = self.given[key] if self.has(key) else self.defaults.get(key)
         try:
@@ -194,7 +194,7 @@ class Draft:
         keys = [f"{table}{name}" for table in tables]
         return keys, [self.get(key) for key in keys]
 
-    def keys(self, pattern: str) -> list[str]:
+    def find_keys(self, pattern: str) -> list[str]:
         """Return the file's keys that match a pattern with `*` for positions in lists."""
         regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         return [key for key in self.given if regex.match(key)]
@@ -247,44 +247,46 @@ class Draft:
         """Set one of our settings to the tool's default unless the file sets it; `key` is the tool's name for it."""
         self.assumed[setting] = (value, key, note)
 
-    def need(self, setting: str, what: str) -> None:
+    def add_todo(self, setting: str, what: str) -> None:
         """Add a TODO for one of our settings, to the file and to the report."""
         self.comments.setdefault(setting, []).append(Message("TODO: {line}", line=what))
         self.todo.append(Message("{key}: {line}", key=setting, line=what))
 
-    def mapped(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = "") -> None:
+    def report_mapped(
+        self, keys: str | Iterable[str], settings: Mapping[str, Any] | None = None, note: str = ""
+    ) -> None:
         """Report that these keys have the same meaning in our settings."""
-        self._account("mapped", keys, settings or {}, note)
+        self._report_keys("mapped", keys, settings or {}, note)
 
-    def differs(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None, note: str) -> None:
+    def report_different(self, keys: str | Iterable[str], settings: Mapping[str, Any] | None, note: str) -> None:
         """Report that the counterpart of these keys differs in meaning."""
-        self._account("differs", keys, settings or {}, note)
+        self._report_keys("differs", keys, settings or {}, note)
 
-    def none(self, keys: str | Iterable[str], note: str, off: bool = False) -> None:
+    def report_unmatched(self, keys: str | Iterable[str], note: str, off: bool = False) -> None:
         """Report that these keys have no counterpart; with `off`, as they are set, they need none."""
-        self._account("none", keys, {}, note, off)
+        self._report_keys("none", keys, {}, note, off)
 
-    def none_of(self, key: str, parts: Iterable[str], note: str) -> None:
+    def report_unmatched_parts(self, key: str, parts: Iterable[str], note: str) -> None:
         """Report that these parts of a key's value have no counterpart, where settings were made from other parts."""
-        self.lists["none"].append(_entry(self.labels[key], list(parts), note=note))
+        self.lists["none"].append(_make_entry(self.labels[key], list(parts), note=note))
 
     def wait(self, keys: str | Iterable[str]) -> None:
         """Report that these keys depend on the architecture, which is unknown; `finish` adds a TODO that names them."""
         before = len(self.lists["none"])
-        self._account("none", keys, {}, remarks.NEEDS_FAMILY)
+        self._report_keys("none", keys, {}, remarks.NEEDS_FAMILY)
         added = self.lists["none"][before:]
         self.waiting += [f"{entry.key} = {entry.value}" for entry in added if not entry.off]
 
-    def _account(
+    def _report_keys(
         self, kind: str, keys: str | Iterable[str], settings: Mapping[str, Any], note: str, off: bool = False
     ) -> None:
         keys = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
         here = [key for key in keys if key in self.given and key not in self.done]
         real = [key for key in here if self.has(key)]
-        written = Joined(", ", [_assigned(name, value) for name, value in settings.items()])
+        written = Joined(", ", [_format_assignment(name, value) for name, value in settings.items()])
         self._report_empty(here)
         for key in real:
-            self.lists[kind].append(_entry(self.labels[key], self.given[key], written, note, off))
+            self.lists[kind].append(_make_entry(self.labels[key], self.given[key], written, note, off))
         origin: str = ", ".join(self.labels[key] for key in real)
         assumed = [key for key in keys if key not in real and key not in self.done and key in self.defaults]
         if settings and assumed and not real:
@@ -298,7 +300,7 @@ class Draft:
     def _report_empty(self, keys: Iterable[str]) -> None:
         for key in keys:
             if not self.has(key):
-                self.lists["none"].append(_entry(self.labels[key], self.given[key], note=remarks.EMPTY, off=True))
+                self.lists["none"].append(_make_entry(self.labels[key], self.given[key], note=remarks.EMPTY, off=True))
 
     def report_default(self, key: str, value: Any, written: str, note: str = "") -> None:
         """Report a default of the tool that was written because the file does not set it.
@@ -309,7 +311,7 @@ class Draft:
             written: our settings with their values.
             note: a remark.
         """
-        self.lists["defaults"].append(_entry(key, value, written, note))
+        self.lists["defaults"].append(_make_entry(key, value, written, note))
 
     # ------------------------------------------------------------------------------------------------------ the end
 
@@ -321,7 +323,7 @@ class Draft:
         self._set_defaults()
         if not self.folders:
             self.folders = [Folder("TODO")]
-            self.need("dataset.folders", Message("the file names no folder of images; add yours"))
+            self.add_todo("dataset.folders", Message("the file names no folder of images; add yours"))
         self._shorten_warmup()
         self._set_missing_caption()
         self._name_waiting()
@@ -331,7 +333,7 @@ class Draft:
             self.tool,
             self.source.path,
             self.why,
-            _nested(self.settings, self.folders),
+            _nest(self.settings, self.folders),
             {key: remarks.join(lines) for key, lines in self.comments.items()},
             self.lists["mapped"],
             self.lists["differs"],
@@ -348,11 +350,11 @@ class Draft:
         for key, value in self.defaults.items():
             rule = self.tool.rules.get(key)
             if key not in self.given and rule is not None and rule.to and rule.to not in self.settings:
-                self._account("mapped", key, {rule.to: rule.read(value)}, rule.note)
+                self._report_keys("mapped", key, {rule.to: rule.read(value)}, rule.note)
         for setting, (value, key, note) in self.assumed.items():
             if setting not in self.settings:
                 # The value is in our units: the tool's own may be a flag, or not exist.
-                self.lists["defaults"].append(Entry(key, "", _assigned(setting, value), note))
+                self.lists["defaults"].append(Entry(key, "", _format_assignment(setting, value), note))
                 self.set(setting, value, Message("not in the file; {line}", line=note))
 
     def _name_waiting(self) -> None:
@@ -362,14 +364,14 @@ class Draft:
                 "{names} depend on the architecture and were not written. Import again with --family NAME",
                 names=", ".join(dict.fromkeys(self.waiting)),
             )
-            self.need("model.family", what)
+            self.add_todo("model.family", what)
 
     def _shorten_warmup(self) -> None:
         """Keep the warm-up shorter than the training, as our settings require."""
         warmup, steps = self.settings.get("schedule.warmup"), self.settings.get("train.steps")
         if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps <= warmup:
             self.settings["schedule.warmup"] = steps - 1
-            self.need(
+            self.add_todo(
                 "schedule.warmup",
                 Message(
                     "the file has {warmup} warm-up steps, but the training has only {steps} steps; choose a "
@@ -390,76 +392,76 @@ class Draft:
                 Message("the trigger of a folder is the caption of images that have none, as in the other trainer"),
             )
         else:
-            self.need(
+            self.add_todo(
                 "dataset.folders",
                 Message("add captions, or a trigger for each folder and dataset.missing_caption = 'trigger'"),
             )
 
     def _apply(self, key: str, value: Any) -> None:
-        rule = self.tool.rule(key)
+        rule = self.tool.find_rule(key)
         if rule is None:
-            self.lists["unknown"].append(_entry(self.labels[key], value))
+            self.lists["unknown"].append(_make_entry(self.labels[key], value))
             self.done.add(key)
             return
         if not self.has(key):
-            self.none(key, remarks.EMPTY, off=True)
+            self.report_unmatched(key, remarks.EMPTY, off=True)
         elif rule is JOINT:
-            self.none(key, Message("this setting has no effect with the other settings of this file"))
+            self.report_unmatched(key, Message("this setting has no effect with the other settings of this file"))
         elif rule.kind in ("none", "idle"):
             off = rule.kind == "idle" or is_off(value) or value in rule.off or str(value) in map(str, rule.off)
-            self.none(key, rule.note, off=off)
+            self.report_unmatched(key, rule.note, off=off)
         elif not rule.to:
             if value is False and False not in rule.off:
-                self.differs(key, {}, Message("this trainer cannot switch it off: {line}", line=rule.note))
+                self.report_different(key, {}, Message("this trainer cannot switch it off: {line}", line=rule.note))
             else:
-                self.mapped(key, {}, rule.note)
+                self.report_mapped(key, {}, rule.note)
         else:
             try:
                 ours = rule.read(value)
             except Unfit as error:
-                self.none(key, Message("{setting} was not written: {line}", setting=rule.to, line=error))
+                self.report_unmatched(key, Message("{setting} was not written: {line}", setting=rule.to, line=error))
                 self.todo.append(Message("{key}: {line}", key=rule.to, line=str(error)))
                 return
-            self._account(rule.kind, key, {rule.to: ours}, rule.note)
+            self._report_keys(rule.kind, key, {rule.to: ours}, rule.note)
 
 
-def _entry(key: str, value: Any, written: str = "", note: str = "", off: bool = False) -> Entry:
+def _make_entry(key: str, value: Any, written: str = "", note: str = "", off: bool = False) -> Entry:
     """Return the entry of a key, without secrets."""
     secret = SECRET_KEY.search(key) and value not in NOTHING
-    printed = HIDDEN if secret else _short(hide(_toml(value)))
+    printed = HIDDEN if secret else _shorten(hide(_format_value(value)))
     return Entry(hide(key), printed, hide(written), hide(note), off)
 
 
-def _assigned(setting: str, value: Any) -> Message:
-    return Message("{key} = {value}", key=setting, value=_short(_toml(value)))
+def _format_assignment(setting: str, value: Any) -> Message:
+    return Message("{key} = {value}", key=setting, value=_shorten(_format_value(value)))
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     if len(text) <= 100:
         return text
     return Message("{text} ... ({count} characters)", text=text[:80], count=len(text))
 
 
-def _toml(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if abs(value) < 1e15 else str(value)
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _tidy(repeats: float) -> float:
+def _round_repeats(repeats: float) -> float:
     """Round to four decimals, or to a whole number if that is the same; at least the setting's minimum."""
     rounded = max(0.01, round(repeats, 4))
     return int(rounded) if float(rounded).is_integer() else rounded
 
 
-def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
+def _nest(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
     """Convert {"adapter.rank": 16} to nested tables in the order of our config, and add the folders."""
     data: dict[str, Any] = {}
     order = list(Job.model_fields)
 
     def place(setting: str) -> tuple[int, int]:
         section, _, name = setting.rpartition(".")
-        model = model_at((section,)) if section else None
+        model = find_model((section,)) if section else None
         fields = list(model.model_fields) if model is not None else [setting]
         return (order.index(section) if section else -1, fields.index(name or setting))
 
@@ -470,7 +472,7 @@ def _nested(settings: dict[str, Any], folders: list[Folder]) -> dict[str, Any]:
     tables["folders"] = [
         {
             "path": folder.path,
-            **({"repeats": _tidy(folder.repeats)} if folder.repeats != 1 else {}),
+            **({"repeats": _round_repeats(folder.repeats)} if folder.repeats != 1 else {}),
             **({"trigger": folder.trigger} if folder.trigger else {}),
             **({"prefix": folder.prefix} if folder.prefix else {}),
             **({"suffix": folder.suffix} if folder.suffix else {}),

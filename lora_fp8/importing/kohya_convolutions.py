@@ -8,8 +8,8 @@ from .. import families
 from ..errors import Message, Template
 from . import adapter_settings
 from .import_draft import Draft
-from .kohya_blocks import BLOCKS, spend
-from .readers import Unfit, is_off, number, whole
+from .kohya_blocks import BLOCKS, pop_arguments
+from .readers import Unfit, is_off, read_number, read_whole
 
 CONVOLUTIONS = ("conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv")
 """Endings of the names of the 3 x 3 convolutions in ResNet blocks and samplers, which have the rank conv_dim."""
@@ -51,23 +51,23 @@ def set_convolutions(draft: Draft, given: dict[str, str], lycoris: bool, paged: 
     if not used:
         draft.assume("adapter.targets", settings["adapter.targets"], "preset", BY_DEFAULT)
         return
-    keys = [key for key in used if key not in given] + spend(given, used)
-    (draft.differs if note else draft.mapped)(keys, settings, note)
+    keys = [key for key in used if key not in given] + pop_arguments(given, used)
+    (draft.report_different if note else draft.report_mapped)(keys, settings, note)
 
 
 def _find_settings(draft: Draft, source: dict[str, Any], lycoris: bool) -> tuple[dict[str, Any], str]:
     """Return our settings, and what differs."""
-    rank, alpha = draft.get("network_dim", whole) or 4, draft.get("network_alpha", number) or 1.0
+    rank, alpha = draft.get("network_dim", read_whole) or 4, draft.get("network_alpha", read_number) or 1.0
     # LyCORIS takes the linear layers' values where these are left out or 0; sd-scripts' conv_alpha is 1 then.
-    conv_rank = whole(source.get("conv_dim") or 0) or rank
-    conv_alpha = number(source.get("conv_alpha") or 0.0) or (alpha if lycoris else 1.0)
+    conv_rank = read_whole(source.get("conv_dim") or 0) or rank
+    conv_alpha = read_number(source.get("conv_alpha") or 0.0) or (alpha if lycoris else 1.0)
     convolutions = CONVOLUTIONS + (LYCORIS_CONVOLUTIONS if lycoris else ())
     others = BESIDE_THEM + (LYCORIS_BESIDE_THEM if lycoris else ())
     targets = [*families.get(draft.family).adapter_targets, *convolutions, *others]
     settings: dict[str, Any] = {"adapter.targets": targets}
     if conv_rank != rank:
         is_lokr = draft.settings.get("adapter.type") == "lokr"
-        own_rank = adapter_settings.lokr_rank(conv_rank, False) if is_lokr else conv_rank
+        own_rank = adapter_settings.choose_lokr_rank(conv_rank, False) if is_lokr else conv_rank
         settings["adapter.ranks"] = dict.fromkeys(convolutions, own_rank)
     ours, theirs = alpha / rank, conv_alpha / conv_rank
     return settings, "" if abs(ours - theirs) < 1e-9 else ONE_SCALE(ours=f"{ours:g}", theirs=f"{theirs:g}")

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import Message
 from . import common_values, preview_settings, remarks
 from .import_draft import Draft
-from .source_files import decoded, read_source
+from .source_files import read_source, read_text_file
 
 PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "scale", "g": "guide"}
 PROMPT_FLAGS |= {"f": "frames", "ci": "controls"}
@@ -22,8 +22,8 @@ def set_previews(draft: Draft) -> None:
     keys = [key for key in ("sample_prompts", *fields) if draft.has(key)]
     pictures: list[dict[str, Any]] = []
     notes: list[str] = []
-    off = draft.has("enable_preview") and not common_values.on(draft.given["enable_preview"])
-    draft.mapped("enable_preview", {}, Message("preview.prompts switches previews on"))
+    off = draft.has("enable_preview") and not common_values.is_on(draft.given["enable_preview"])
+    draft.report_mapped("enable_preview", {}, Message("preview.prompts switches previews on"))
     if draft.has("sample_prompts"):
         pictures, notes = read_prompts(draft, str(draft.given["sample_prompts"]))
     elif draft.has("positive_prompts"):
@@ -31,20 +31,20 @@ def set_previews(draft: Draft) -> None:
         values = {name: draft.get(key) for name, key in zip(names, fields[1:], strict=True)}
         pictures = [{"prompt": draft.given["positive_prompts"], **values}]
     if off:
-        draft.none([*keys, "sample_every_n_steps", "sample_every_n_epochs"], remarks.PREVIEWS_OFF, off=True)
+        draft.report_unmatched([*keys, "sample_every_n_steps", "sample_every_n_epochs"], remarks.PREVIEWS_OFF, off=True)
     elif pictures:
-        notes += [guide(draft, pictures)]
+        notes += [set_guidance(draft, pictures)]
         note = remarks.join(notes)
         own = ("prompts", "negative", "width", "height", "guidance", "seed", "steps")
         by_key = dict(zip(fields, own, strict=True))
         preview_settings.set_previews(draft, {key: by_key.get(key, "") for key in keys}, pictures, note)
-        first = common_values.on(draft.get("sample_at_first"))
-        draft.mapped("sample_at_first", {"preview.at_start": first})
+        first = common_values.is_on(draft.get("sample_at_first"))
+        draft.report_mapped("sample_at_first", {"preview.at_start": first})
         if not draft.has("sample_at_first"):
             draft.set("preview.at_start", False, remarks.TOOLS_DEFAULT(tool=draft.tool.name))
     elif keys:
-        draft.none(keys, Message("the prompt file was not found"))
-    draft.none([*fields, "sample_prompts", "sample_at_first"], remarks.NOT_PROMPTED, off=True)
+        draft.report_unmatched(keys, Message("the prompt file was not found"))
+    draft.report_unmatched([*fields, "sample_prompts", "sample_at_first"], remarks.NOT_PROMPTED, off=True)
     if not pictures or off:
         draft.settings.pop("preview.every", None)
 
@@ -59,8 +59,8 @@ def read_prompts(draft: Draft, given: str) -> tuple[list[dict[str, Any]], list[s
             return [], []
         file = place.name
         if place.suffix.lower() != ".txt":
-            return _prompt_tables(read_source(place).data, file)
-        lines = decoded(place).splitlines()
+            return _read_prompt_tables(read_source(place).data, file)
+        lines = read_text_file(place).splitlines()
     pictures: list[dict[str, Any]] = []
     left: list[str] = []
     for number, line in enumerate(lines, 1):
@@ -109,14 +109,14 @@ def parse_prompt(
     return picture | ({"flags": flags} if flags else {}), left
 
 
-def _prompt_tables(data: Any, file: str) -> tuple[list[dict[str, Any]], list[str]]:
+def _read_prompt_tables(data: Any, file: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Read kohya's prompts from tables: a list of them or of lines, or [prompt] with [[prompt.subset]]."""
     if isinstance(data, dict) and isinstance(data.get("prompt"), dict):
         common = dict(data["prompt"])
         subsets = common.pop("subset", [{}])
-        rows = [{**common, **row} if isinstance(row, dict) else row for row in _rows(subsets)]
+        rows = [{**common, **row} if isinstance(row, dict) else row for row in _as_list(subsets)]
     else:
-        rows = _rows(data)
+        rows = _as_list(data)
     pictures: list[dict[str, Any]] = []
     left: list[str] = []
     notes: list[str] = []
@@ -139,11 +139,11 @@ PROMPT_KEYS = {"negative_prompt": "negative", "sample_steps": "steps", "guidance
 """Keys of kohya's tables of prompts -> our names, where they differ."""
 
 
-def _rows(data: Any) -> list[Any]:
+def _as_list(data: Any) -> list[Any]:
     return data if isinstance(data, list) else [data]
 
 
-def guide(draft: Draft, pictures: list[dict[str, Any]]) -> str:
+def set_guidance(draft: Draft, pictures: list[dict[str, Any]]) -> str:
     """Set each preview's guidance from --l (classifier-free) or --g (embedded), whichever applies; return a remark."""
     embedded = draft.family in ("flux", "flux_kontext", "flux2")
     note = ""

@@ -8,10 +8,10 @@ from typing import Any
 from ..errors import Message
 from . import model_settings, remarks, sd_scripts
 from .import_draft import Draft, Tool
-from .kohya_data import datasets_of
+from .kohya_data import read_datasets
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
 from .rules import JOINT, Rule, idle, none
-from .source_files import Source, flattened, parse_options
+from .source_files import Source, flatten_tables, parse_options
 
 OF_OTHERS = "of another architecture."
 PAGE_RULES: dict[str, Rule] = {
@@ -78,7 +78,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     data = draft.source.data
     chosen = next((kind for kind in ("flux1", "sd3", "sdxl") if data.get(CHECKBOXES[kind])), "")
     rows = []
-    for key, value in flattened(data):
+    for key, value in flatten_tables(data):
         # The page saves the settings of every architecture; those of the others are not read.
         kind = key.partition("_")[0]
         unread = key in PAGE_NAMES and kind in CHECKBOXES and kind != chosen
@@ -88,7 +88,7 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
         options = parse_options(str(extra).replace('"', "").split())  # the page drops the quotation marks too
         rows += [(f"additional_parameters: {name}", name, value) for name, value in options.items()]
     yield from rows
-    yield from datasets_of(draft, rows)
+    yield from read_datasets(draft, rows)
 
 
 def recognise(source: Source) -> str:
@@ -114,7 +114,7 @@ def combine(draft: Draft) -> None:
             ),
         )
     sd_scripts.combine(draft)
-    draft.mapped("additional_parameters", {}, Message("these arguments were read as options of sd-scripts"))
+    draft.report_mapped("additional_parameters", {}, Message("these arguments were read as options of sd-scripts"))
 
 
 TOOL = Tool(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import Message
 from . import common_values, objective_settings, remarks
-from .readers import flag, number, text, whole
+from .readers import read_flag, read_number, read_string, read_whole
 from .rules import JOINT, Rule, idle, immaterial, none, to
 
 NO_CONV = remarks.NO_CONV
@@ -50,18 +50,18 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "network_module": JOINT,
     "network_args": JOINT,
     "lycoris_algo": JOINT,
-    "network_dim": to("adapter.rank", whole),
-    "network_alpha": to("adapter.alpha", number),
-    "network_dropout": to("adapter.dropout", number),
+    "network_dim": to("adapter.rank", read_whole),
+    "network_alpha": to("adapter.alpha", read_number),
+    "network_dropout": to("adapter.dropout", read_number),
     "network_train_unet_only": JOINT,
     "network_train_text_encoder_only": none(remarks.DENOISER),
-    "network_weights": to("adapter.init_from", text, remarks.START),
+    "network_weights": to("adapter.init_from", read_string, remarks.START),
     "dim_from_weights": none(
         Message("set adapter.rank and adapter.alpha to the values of that LoRA file (`lora-fp8 inspect` shows them)")
     ),
     "base_weights": none(remarks.MERGE_BEFOREHAND),
     "base_weights_multiplier": none(remarks.BELONGS_TO(key="base_weights")),
-    "scale_weight_norms": to("adapter.scale_weight_norms", number),
+    "scale_weight_norms": to("adapter.scale_weight_norms", read_number),
     "conv_dim": none(NO_CONV),
     "conv_alpha": none(NO_CONV),
     # Learning rate
@@ -82,7 +82,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "lr_scheduler_args": none(remarks.NO_OTHER_SCHEDULES),
     "lr_scheduler_timescale": none(remarks.BELONGS_TO(key="inverse_sqrt")),
     "lr_decay_steps": JOINT,
-    "max_grad_norm": to("train.max_grad_norm", number),
+    "max_grad_norm": to("train.max_grad_norm", read_number),
     "fused_backward_pass": none(remarks.SUMMED),
     # Length
     "max_train_steps": JOINT,
@@ -91,8 +91,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "train_batch_size": JOINT,
     "batch_size": JOINT,
     "num_processes": JOINT,
-    "gradient_accumulation_steps": to("train.accumulate", whole),
-    "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
+    "gradient_accumulation_steps": to("train.accumulate", read_whole),
+    "gradient_checkpointing": to("memory.gradient_checkpointing", read_flag),
     "initial_epoch": none(remarks.RESUMES),
     "initial_step": none(remarks.RESUMES),
     "skip_until_initial_step": none(remarks.RESUMES),
@@ -173,8 +173,8 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "ip_noise_gamma": JOINT,
     "ip_noise_gamma_random_strength": none(Message("objective.input_noise always has the same strength")),
     "zero_terminal_snr": JOINT,
-    "min_timestep": to("objective.t_min", common_values.thousandths),
-    "max_timestep": to("objective.t_max", common_values.thousandths),
+    "min_timestep": to("objective.t_min", common_values.read_thousandths),
+    "max_timestep": to("objective.t_max", common_values.read_thousandths),
     "min_snr_gamma": JOINT,
     "loss_type": JOINT,
     "huber_schedule": JOINT,
@@ -207,7 +207,7 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "attn_mode": immaterial(remarks.ATTENTION),
     "split_attn": idle(),
     # Saving
-    "output_dir": to("output_dir", text, remarks.RUN_FOLDER),
+    "output_dir": to("output_dir", read_string, remarks.RUN_FOLDER),
     "output_name": JOINT,
     "save_model_as": none(Message("files are always .safetensors"), "safetensors"),
     "save_precision": to("export.dtype", common_values.FILE_DTYPE),
@@ -223,10 +223,10 @@ SD_SCRIPTS_RULES: dict[str, Rule] = {
     "resume": none(remarks.RESUMES),
     "no_metadata": none(Message("metadata is always written")),
     "training_comment": none(remarks.DESCRIPTION),
-    "metadata_title": to("export.title", text),
-    "metadata_author": to("export.author", text),
-    "metadata_description": to("export.description", text),
-    "metadata_license": to("export.license", text),
+    "metadata_title": to("export.title", read_string),
+    "metadata_author": to("export.author", read_string),
+    "metadata_description": to("export.description", read_string),
+    "metadata_license": to("export.license", read_string),
     "metadata_tags": none(Message("this trainer does not write tags into the LoRA file")),
     "metadata_usage_hint": none(remarks.DESCRIPTION),
     "metadata_thumbnail": none(Message("this trainer does not write an image into the LoRA file")),

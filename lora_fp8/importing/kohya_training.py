@@ -20,9 +20,9 @@ from . import (
     remarks,
 )
 from .import_draft import Draft
-from .kohya_data import collect_values, subsets
+from .kohya_data import collect_values, list_subsets
 from .kohya_table import NO_CONV, NO_DROPOUT, NO_LYCORIS, NO_PART, NO_RATIO
-from .readers import Unfit, is_off, listed, number, positive, text, whole
+from .readers import Unfit, is_off, read_list, read_number, read_positive, read_string, read_whole
 
 SCRIPTS = {
     "train_network.py": "sd15",
@@ -68,13 +68,13 @@ TRAIN_TYPES = {
 }
 
 
-def _kind(draft: Draft) -> tuple[str, str, str]:
+def _detect_kind(draft: Draft) -> tuple[str, str, str]:
     """Return the architecture, what shows it, and the key that does, if there is one."""
     if draft.get("model_type") == "chroma":
         return "chroma", "model_type = 'chroma'", "model_type"
     if draft.get("model_train_type"):
-        name = draft.get("model_train_type", text)
-        kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", common_values.plain(name)), "")
+        name = draft.get("model_train_type", read_string)
+        kind = TRAIN_TYPES.get(re.sub("finetune|dreambooth", "lora", common_values.normalize_name(name)), "")
         why = (
             f"model_train_type = {name!r}"
             if kind
@@ -85,9 +85,9 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
     if module in MODULES:
         return MODULES[module], f"network_module = {module!r}", ""
     for key, kind in (("flux1_checkbox", "flux"), ("flux_checkbox", "flux"), ("sd3_checkbox", "sd3"), ("sdxl", "sdxl")):
-        if common_values.on(draft.get(key)):
+        if common_values.is_on(draft.get(key)):
             return kind, remarks.IS_ON(name=key), key
-    v2 = common_values.on(draft.get("v2"))
+    v2 = common_values.is_on(draft.get("v2"))
     script = draft.source.script
     if script in WHOLE_MODEL and not (v2 and WHOLE_MODEL[script] == "sd15"):
         return WHOLE_MODEL[script], script, ""
@@ -107,15 +107,15 @@ def _kind(draft: Draft) -> tuple[str, str, str]:
 
 def set_model(draft: Draft) -> None:
     """Set model.family and model.path."""
-    kind, why, key = _kind(draft)
+    kind, why, key = _detect_kind(draft)
     path = str(draft.get("pretrained_model_name_or_path") or "")
-    kind, why = model_settings.refined(kind, why, [path])
-    named = model_settings.family_of_name(path)
+    kind, why = model_settings.refine_kind(kind, why, [path])
+    named = model_settings.find_family_by_name(path)
     if not kind and named and not draft.family:
         model_settings.set_family(
             draft, (), named, Message("the architecture was read from the name of the base model")
         )
-        draft.need(
+        draft.add_todo(
             "model.family",
             Message(
                 "{family} was read from the name {file}; check it",
@@ -126,7 +126,9 @@ def set_model(draft: Draft) -> None:
     else:
         model_settings.set_family(draft, key or (), kind, why)
     keys = ["model_train_type", "model_type", "flux1_checkbox", "flux_checkbox", "sd3_checkbox", "sdxl", "v2"]
-    draft.none(keys, Message("this setting is for another architecture, or another setting names it"), off=True)
+    draft.report_unmatched(
+        keys, Message("this setting is for another architecture, or another setting names it"), off=True
+    )
     model_settings.set_model_path(draft, "pretrained_model_name_or_path")
     model_settings.set_part_files(draft, PART_FILES)
 
@@ -145,7 +147,7 @@ PART_FILES = {
 """Key -> kind of the part whose file it names; see `model_settings.set_part_files`."""
 
 
-def other_job(script: str) -> str:
+def find_other_job(script: str) -> str:
     """Return what a script trains that is neither a LoRA nor the whole model; "" for any other script."""
     return next((what for part, what in OTHER_JOBS.items() if re.search(part, script)), "")
 
@@ -153,20 +155,20 @@ def other_job(script: str) -> str:
 def set_network(draft: Draft) -> None:
     """Set adapter.type and the settings that depend on it."""
     module = str(draft.get("network_module") or "")
-    given = _network_arguments(draft)
-    page_type = common_values.plain(draft.get("LoRA_type") or "")
+    given = _read_network_arguments(draft)
+    page_type = common_values.normalize_name(draft.get("LoRA_type") or "")
     kind = page_type.removeprefix("kohya").removeprefix("lycoris")
     lycoris = "lycoris" in module or "lycoris" in page_type
-    algorithm = common_values.plain(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
+    algorithm = common_values.normalize_name(draft.get("lycoris_algo") or given.pop("algo", "") or kind)
     algorithm = algorithm if algorithm not in ("", "standard", "flux1", "sd3", "locon", "lora") else "lora"
     other = module.split(".")[-1]
     if not lycoris and other in ("dylora", "oft", "oft_flux"):
         algorithm = other
-    if not lycoris and "lorafa" in (common_values.plain(other), algorithm):
+    if not lycoris and "lorafa" in (common_values.normalize_name(other), algorithm):
         algorithm = "lora"
         draft.set("adapter.freeze_a", True, Message("sd-scripts' lora_fa trains only the second matrix"))
     # kohya_ss's page stores dora_wd for every type of LoRA, and uses it with LyCORIS only.
-    paged = common_values.on(draft.get("dora_wd")) and (lycoris or draft.tool.name != "kohya_ss")
+    paged = common_values.is_on(draft.get("dora_wd")) and (lycoris or draft.tool.name != "kohya_ss")
     decomposed = str(given.get("dora_wd", "")).lower() == "true" or paged
     if algorithm == "lora" or not decomposed:  # in LoKr and LoHa, weight decomposition has no counterpart
         given.pop("dora_wd", None)
@@ -198,15 +200,15 @@ ARGUMENTS = ("network_args", "network_args_custom")
 """Keys that hold the network's arguments: the trainers', and that of lora-scripts' page."""
 
 
-def _network_arguments(draft: Draft, keys: Iterable[str] = ARGUMENTS) -> dict[str, str]:
+def _read_network_arguments(draft: Draft, keys: Iterable[str] = ARGUMENTS) -> dict[str, str]:
     """Return the network's arguments in these keys by name."""
-    arguments = [argument for key in keys for argument in draft.get(key, _words) or []]
+    arguments = [argument for key in keys for argument in draft.get(key, _split_words) or []]
     return dict(str(argument).partition("=")[::2] for argument in arguments)
 
 
-def _words(value: Any) -> list[Any]:
+def _split_words(value: Any) -> list[Any]:
     """Return a list, or the words of a line."""
-    return value.split() if isinstance(value, str) else listed(value)
+    return value.split() if isinstance(value, str) else read_list(value)
 
 
 BY_FAMILY = {"block_dims", "block_alphas", *kohya_convolutions.KEYS, *kohya_blocks.RATES, *kohya_blocks.CHOICES}
@@ -216,19 +218,19 @@ BY_FAMILY = {"block_dims", "block_alphas", *kohya_convolutions.KEYS, *kohya_bloc
 def _report_arguments(draft: Draft, left: dict[str, str]) -> None:
     """Report the network's arguments; `left` are those that no setting was made from."""
     for key in ARGUMENTS:
-        own = [name for name in _network_arguments(draft, [key]) if name in left]
+        own = [name for name in _read_network_arguments(draft, [key]) if name in left]
         parts = [f"{name}={left[name]}" for name in own]
-        reasons = remarks.join([_no_argument(name) for name in own])
+        reasons = remarks.join([_explain_argument(name) for name in own])
         waits = not draft.family and any(name in BY_FAMILY for name in own)
         if own and key in draft.done:  # settings were made from its other arguments
-            draft.none_of(key, parts, remarks.NEEDS_FAMILY if waits else reasons)
+            draft.report_unmatched_parts(key, parts, remarks.NEEDS_FAMILY if waits else reasons)
             draft.waiting += parts if waits else []
         elif waits:
             draft.wait(key)
         elif own:
-            draft.none(key, Message("{key}: {line}", key=", ".join(parts), line=reasons))
+            draft.report_unmatched(key, Message("{key}: {line}", key=", ".join(parts), line=reasons))
         else:
-            draft.mapped(key, {}, Message("[adapter] says the same as these arguments"))
+            draft.report_mapped(key, {}, Message("[adapter] says the same as these arguments"))
 
 
 PAGE_KEYS: tuple[str, ...]
@@ -244,16 +246,16 @@ def _report_page_keys(draft: Draft, plain: bool) -> None:
     for key in PAGE_KEYS:
         used = draft.has(key) and not is_off(draft.given[key])
         if key.startswith("loraplus"):
-            draft.none(key, NO_RATIO, off=not used)
+            draft.report_unmatched(key, NO_RATIO, off=not used)
         elif key in ("conv_dim", "conv_alpha"):
             # The page stores them for every type of LoRA; only LoCon and LyCORIS use them.
             page = plain and draft.tool.name != "sd-scripts"
-            draft.none(key, remarks.OF_ANOTHER_KIND if page else NO_CONV, off=page or not used)
+            draft.report_unmatched(key, remarks.OF_ANOTHER_KIND if page else NO_CONV, off=page or not used)
         else:
-            draft.none(key, remarks.OF_ANOTHER_KIND if plain else NO_LYCORIS, off=plain or not used)
+            draft.report_unmatched(key, remarks.OF_ANOTHER_KIND if plain else NO_LYCORIS, off=plain or not used)
 
 
-def _no_argument(name: str) -> str:
+def _explain_argument(name: str) -> str:
     """Return why an argument of the network has no counterpart."""
     if name.startswith("conv"):
         return NO_CONV
@@ -268,39 +270,41 @@ def _set_lokr(draft: Draft, given: dict[str, str]) -> None:
     """Set what belongs to LoKr alone, and remove it from the network's arguments."""
     keys = [key for key in ("lokr_factor", "factor") if draft.has(key)]
     factor = given.pop("factor", None) or (draft.get(keys[0]) if keys else -1)
-    draft.mapped(keys, {"adapter.factor": adapter_settings.lokr_factor(factor)}, remarks.MINUS_ONE)
-    both = given.pop("decompose_both", "").lower() == "true" or common_values.on(draft.get("decompose_both"))
-    draft.mapped("decompose_both", {"adapter.decompose_both": both})
-    full = given.pop("full_matrix", "").lower() == "true" or common_values.on(draft.get("full_matrix"))
-    rank = draft.get("network_dim", whole)
+    draft.report_mapped(keys, {"adapter.factor": adapter_settings.read_lokr_factor(factor)}, remarks.MINUS_ONE)
+    both = given.pop("decompose_both", "").lower() == "true" or common_values.is_on(draft.get("decompose_both"))
+    draft.report_mapped("decompose_both", {"adapter.decompose_both": both})
+    full = given.pop("full_matrix", "").lower() == "true" or common_values.is_on(draft.get("full_matrix"))
+    rank = draft.get("network_dim", read_whole)
     if full or (rank or 0) > adapter_settings.WHOLE_RANK:
-        settings = {"adapter.rank": adapter_settings.lokr_rank(rank or 1, full)}
-        draft.mapped(["network_dim", "full_matrix"], settings, remarks.WHOLE_MATRICES)
+        settings = {"adapter.rank": adapter_settings.choose_lokr_rank(rank or 1, full)}
+        draft.report_mapped(["network_dim", "full_matrix"], settings, remarks.WHOLE_MATRICES)
 
 
 def _set_oft(draft: Draft) -> None:
     """Set the block size of OFT, which LyCORIS calls its rank; its alpha has no effect in LyCORIS either."""
-    draft.mapped("network_dim", {"adapter.block_size": max(draft.get("network_dim", whole) or 4, 2)})
-    draft.none("network_alpha", Message("OFT has no alpha"), off=True)
+    draft.report_mapped("network_dim", {"adapter.block_size": max(draft.get("network_dim", read_whole) or 4, 2)})
+    draft.report_unmatched("network_alpha", Message("OFT has no alpha"), off=True)
 
 
 def _set_dropout(draft: Draft, given: dict[str, str], kind: str, lycoris: bool) -> None:
     """Set dropout of ranks and modules from the network's arguments or the page's keys, and remove the arguments."""
     for name in ("rank_dropout", "module_dropout"):
         try:
-            share = number(given[name] or 0.0) if name in given else draft.get(name, number) or 0.0
+            share = read_number(given[name] or 0.0) if name in given else draft.get(name, read_number) or 0.0
         except Unfit:
             continue  # `_report_arguments` reports it
         given.pop(name, None)
         if share and name == "rank_dropout" and lycoris and kind in ("lora", "dora"):
-            draft.differs(name, {f"adapter.{name}": share}, ROWS_THERE)
+            draft.report_different(name, {f"adapter.{name}": share}, ROWS_THERE)
             draft.comments.setdefault(f"adapter.{name}", []).append(ROWS_THERE)
         elif share:
-            draft.mapped(name, {f"adapter.{name}": share})
-        draft.none(name, remarks.OFF, off=True)
-    scaled = given.pop("rank_dropout_scale", "").lower() == "true" or common_values.on(draft.get("rank_dropout_scale"))
+            draft.report_mapped(name, {f"adapter.{name}": share})
+        draft.report_unmatched(name, remarks.OFF, off=True)
+    scaled = given.pop("rank_dropout_scale", "").lower() == "true" or common_values.is_on(
+        draft.get("rank_dropout_scale")
+    )
     if scaled and kind in ("lokr", "loha") and "adapter.rank_dropout" in draft.settings:
-        draft.mapped("rank_dropout_scale", {"adapter.rank_dropout_scale": True})
+        draft.report_mapped("rank_dropout_scale", {"adapter.rank_dropout_scale": True})
 
 
 ROWS_THERE = Message(
@@ -318,10 +322,10 @@ def set_precision(draft: Draft) -> None:
                 "computes in bf16 (model.dtype)"
             )
         )
-    scaled = common_values.on(draft.get("fp8_scaled"))
-    cast = [key for key in ("fp8_base", "fp8_base_unet") if common_values.on(draft.get(key))]
+    scaled = common_values.is_on(draft.get("fp8_scaled"))
+    cast = [key for key in ("fp8_base", "fp8_base_unet") if common_values.is_on(draft.get(key))]
     if scaled:
-        draft.mapped(
+        draft.report_mapped(
             ["fp8_scaled", *cast],
             {"quantize.storage": "fp8", "quantize.scale": "1x64"},
             Message(
@@ -331,7 +335,7 @@ def set_precision(draft: Draft) -> None:
             ),
         )
     elif cast:
-        draft.differs(
+        draft.report_different(
             cast,
             {"quantize.storage": "fp8"},
             remarks.CAST_WITHOUT_SCALE(tool="kohya"),
@@ -341,14 +345,14 @@ def set_precision(draft: Draft) -> None:
         draft.comments["quantize.storage"] = [
             Message("the other trainer does not quantize the base model either; 'fp8' would halve its memory")
         ]
-    draft.none(["fp8_base", "fp8_base_unet", "fp8_scaled"], remarks.OFF, off=True)
+    draft.report_unmatched(["fp8_base", "fp8_base_unet", "fp8_scaled"], remarks.OFF, off=True)
 
 
 def set_length_and_rate(draft: Draft) -> None:
     """Set steps, batch size, learning rate, schedule and how often files are saved."""
     batch, processes = _set_batch(draft)
-    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
+    accumulate = read_positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = dataset_settings.count_steps_per_epoch(draft, batch, accumulate, processes)
     _set_steps(draft, per_epoch, batch)
     _set_optimizer(draft)
     _set_schedule(draft)
@@ -361,65 +365,65 @@ def set_length_and_rate(draft: Draft) -> None:
 
 def _set_batch(draft: Draft) -> tuple[int, int]:
     """Set train.batch_size; return the largest batch size of the folders, and the number of processes."""
-    keys, inner = collect_values(draft, "batch_size", subsets(draft))
+    keys, inner = collect_values(draft, "batch_size", list_subsets(draft))
     outer = draft.get("train_batch_size")
     if all(inner):
-        draft.none("train_batch_size", Message("the dataset's batch_size takes precedence"), off=True)
+        draft.report_unmatched("train_batch_size", Message("the dataset's batch_size takes precedence"), off=True)
     keys += ["train_batch_size", "num_processes"]
-    sizes = {positive(value or outer or 1) for value in inner}
-    batch, processes = max(sizes), positive(draft.get("num_processes") or 1)
+    sizes = {read_positive(value or outer or 1) for value in inner}
+    batch, processes = max(sizes), read_positive(draft.get("num_processes") or 1)
     note = remarks.BATCH_OF_ALL(batch=batch, processes=processes) if processes > 1 else ""
     if len(sizes) > 1:
         note = Message("this trainer has one batch size; the largest of {sizes} was written", sizes=sorted(sizes))
-    (draft.differs if note else draft.mapped)(keys, {"train.batch_size": batch * processes}, note)
+    (draft.report_different if note else draft.report_mapped)(keys, {"train.batch_size": batch * processes}, note)
     return batch, processes
 
 
 def _set_steps(draft: Draft, per_epoch: int | None, batch: int) -> None:
     """Set train.steps from epochs or steps; kohya's page has a key of its own for epochs, `epoch`."""
-    epochs, steps = whole(draft.get("max_train_epochs") or 0), whole(draft.get("max_train_steps") or 0)
+    epochs, steps = read_whole(draft.get("max_train_epochs") or 0), read_whole(draft.get("max_train_steps") or 0)
     page_epochs = draft.get("epoch")
     if epochs <= 0 and not draft.has("max_train_steps") and page_epochs:
-        dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
+        dataset_settings.set_steps_from_epochs(draft, "epoch", read_whole(page_epochs), per_epoch, batch)
     elif epochs > 0:
         dataset_settings.set_steps_from_epochs(draft, "max_train_epochs", epochs, per_epoch, batch)
-        draft.none("max_train_steps", remarks.COUNTS(key="max_train_epochs"), off=True)
+        draft.report_unmatched("max_train_steps", remarks.COUNTS(key="max_train_epochs"), off=True)
     elif steps > 0:
-        draft.mapped("max_train_steps", {"train.steps": steps})
+        draft.report_mapped("max_train_steps", {"train.steps": steps})
     elif page_epochs:
-        dataset_settings.set_steps_from_epochs(draft, "epoch", whole(page_epochs), per_epoch, batch)
-    draft.none(["epoch", "max_train_epochs", "max_train_steps"], remarks.OTHER_KEY, off=True)
+        dataset_settings.set_steps_from_epochs(draft, "epoch", read_whole(page_epochs), per_epoch, batch)
+    draft.report_unmatched(["epoch", "max_train_epochs", "max_train_steps"], remarks.OTHER_KEY, off=True)
 
 
 def _set_optimizer(draft: Draft) -> None:
     """Set the optimizer with its arguments, its learning rate, and the text encoders."""
-    rate_key = "unet_lr" if draft.has("unet_lr") and number(draft.given["unet_lr"]) > 0 else "learning_rate"
-    rate = draft.get(rate_key, number)
+    rate_key = "unet_lr" if draft.has("unet_lr") and read_number(draft.given["unet_lr"]) > 0 else "learning_rate"
+    rate = draft.get(rate_key, read_number)
     name_key = "optimizer_type"
     if not draft.has("optimizer_type"):
         for key, name in (("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")):
-            if common_values.on(draft.get(key)):
+            if common_values.is_on(draft.get(key)):
                 draft.given[key], name_key = name, key
     optimizer_settings.set_optimizer(draft, name_key, [rate_key], rate)
-    draft.none(["use_8bit_adam", "use_lion_optimizer"], remarks.OFF, off=True)
+    draft.report_unmatched(["use_8bit_adam", "use_lion_optimizer"], remarks.OFF, off=True)
     if draft.tool.name != "musubi-tuner":
         _set_text_encoders(draft)
-    draft.none(["learning_rate", "unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate_key), off=True)
+    draft.report_unmatched(["learning_rate", "unet_lr"], remarks.RATE_OF_DENOISER(rate_key=rate_key), off=True)
     for key in ("optimizer_args", "optimizer_args_custom"):
         if draft.has(key):
             optimizer_settings.set_optimizer_arguments(draft, key, draft.given[key])
-        draft.none(key, remarks.EMPTY, off=True)
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
 
 
 def _set_schedule(draft: Draft) -> None:
     """Set the schedule, with a warm-up in steps or, on kohya's page, in percent."""
-    warmup_key, warmup, note = "lr_warmup_steps", draft.get("lr_warmup_steps", number), ""
+    warmup_key, warmup, note = "lr_warmup_steps", draft.get("lr_warmup_steps", read_number), ""
     if not warmup and draft.has("lr_warmup"):
-        warmup_key, percent = "lr_warmup", number(draft.given["lr_warmup"])
+        warmup_key, percent = "lr_warmup", read_number(draft.given["lr_warmup"])
         warmup, note = percent / 100, Message("this is {percent} % of all steps", percent=f"{percent:g}")
     for key in ("lr_warmup_steps", "lr_warmup"):
         if key != warmup_key:
-            draft.none(key, remarks.COUNTS(key=warmup_key), off=True)
+            draft.report_unmatched(key, remarks.COUNTS(key=warmup_key), off=True)
     cycles = "lr_restart_cycles" if draft.has("lr_restart_cycles") else "lr_scheduler_num_cycles"
     optimizer_settings.set_schedule(
         draft,
@@ -433,17 +437,21 @@ def _set_schedule(draft: Draft) -> None:
         ),
         warmup=warmup,
         warmup_note=note,
-        floor=draft.get("lr_scheduler_min_lr_ratio", number),
+        floor=draft.get("lr_scheduler_min_lr_ratio", read_number),
     )
-    draft.none(["lr_scheduler_num_cycles", "lr_restart_cycles"], remarks.OTHER_KEY, off=True)
+    draft.report_unmatched(["lr_scheduler_num_cycles", "lr_restart_cycles"], remarks.OTHER_KEY, off=True)
 
 
 def _set_text_encoders(draft: Draft) -> None:
     """Set the text encoders: kohya trains the CLIPs, at learning_rate, unless the file says otherwise."""
     keys = ["network_train_unet_only"]
-    off = any(common_values.on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
-    given = [number(rate) for rate in listed(draft.given["text_encoder_lr"])] if draft.has("text_encoder_lr") else []
-    general = draft.get("learning_rate", number)
+    off = any(common_values.is_on(draft.get(key)) for key in ("network_train_unet_only", "cache_text_encoder_outputs"))
+    given = (
+        [read_number(rate) for rate in read_list(draft.given["text_encoder_lr"])]
+        if draft.has("text_encoder_lr")
+        else []
+    )
+    general = draft.get("learning_rate", read_number)
     names = {"sdxl": ("CLIP-L", "CLIP-G"), "sd3": ("CLIP-L", "CLIP-G")}.get(draft.family, ("CLIP",))
     by_encoder = given or ([general] if general else [])
     rates = {name: by_encoder[min(i, len(by_encoder) - 1)] for i, name in enumerate(names) if by_encoder}
@@ -455,21 +463,21 @@ def _set_text_encoders(draft: Draft) -> None:
     optimizer_settings.set_text_encoders(draft, keys, ["text_encoder_lr"], rates, why, left_out)
     if draft.settings.get("adapter.text_encoder"):
         cached = ["cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk"]
-        draft.mapped(cached, {}, Message("neither trainer caches captions while text encoders are trained"))
+        draft.report_mapped(cached, {}, Message("neither trainer caches captions while text encoders are trained"))
 
 
 def set_noise(draft: Draft) -> None:
     """Set timesteps, their weights, and the guidance during training."""
     objective_settings.set_min_snr(draft, "min_snr_gamma")
     objective_settings.set_prediction(
-        draft, "v_parameterization", "v" if common_values.on(draft.get("v_parameterization")) else ""
+        draft, "v_parameterization", "v" if common_values.is_on(draft.get("v_parameterization")) else ""
     )
     _set_offset(draft)
     _set_more_noise(draft)
     if not draft.family:
         draft.wait(FLOW_KEYS)
     elif model_settings.predicts_noise(draft.family):
-        draft.none(FLOW_KEYS, Message("models that predict noise do not use this setting"), off=True)
+        draft.report_unmatched(FLOW_KEYS, Message("models that predict noise do not use this setting"), off=True)
     else:
         _set_timesteps(draft)
         _set_flow_objective(draft)
@@ -487,7 +495,7 @@ def _set_timesteps(draft: Draft) -> None:
     method = str(draft.get("timestep_sampling") or "sigma")
     scheme = str(draft.get("weighting_scheme") or "uniform")
     shift_key = "training_shift" if draft.family in ("sd3", "sd35") else "discrete_flow_shift"
-    shift = draft.get(shift_key, number) or 1.0
+    shift = draft.get(shift_key, read_number) or 1.0
     keys = ["timestep_sampling"]
     notes: list[str] = []
     shape: str | dict[str, Any] = "uniform"
@@ -497,25 +505,25 @@ def _set_timesteps(draft: Draft) -> None:
     elif method == "uniform":
         shift = 1.0
     else:
-        shape = objective_settings.logit_normal(std=draft.get("sigmoid_scale", number))
+        shape = objective_settings.make_logit_normal(std=draft.get("sigmoid_scale", read_number))
         keys += ["sigmoid_scale"] if "objective.logit_std" in shape else []
         if method == "shift":
             keys.append(shift_key)
         else:
             shift = 1.0 if method == "sigmoid" else "auto"
-            notes += _remarks_on_method(draft, method)
+            notes += _explain_method(draft, method)
     objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
-    draft.none(TIMESTEP_KEYS, remarks.UNUSED_WITH(key="timestep_sampling", value=method), off=True)
+    draft.report_unmatched(TIMESTEP_KEYS, remarks.UNUSED_WITH(key="timestep_sampling", value=method), off=True)
 
 
 def _read_scheme(draft: Draft, scheme: str, keys: list[str], notes: list[str]) -> str | dict[str, Any]:
     """Return our settings for a weighting_scheme; its keys and remarks are added to `keys` and `notes`."""
     if scheme == "logit_normal":
-        mean, std = draft.get("logit_mean", number), draft.get("logit_std", number)
+        mean, std = draft.get("logit_mean", read_number), draft.get("logit_std", read_number)
         keys += ["logit_mean", "logit_std"]
-        return objective_settings.logit_normal(mean, std)
+        return objective_settings.make_logit_normal(mean, std)
     if scheme == "mode":
-        scale = draft.get("mode_scale", number)
+        scale = draft.get("mode_scale", read_number)
         keys.append("mode_scale")
         return {"objective.timesteps": "mode"} | ({} if scale is None else {"objective.mode_scale": scale})
     if scheme in ("sigma_sqrt", "cosmap"):  # weights of the loss in sd-scripts, with uniform timesteps
@@ -523,13 +531,13 @@ def _read_scheme(draft: Draft, scheme: str, keys: list[str], notes: list[str]) -
     return "uniform"
 
 
-def _remarks_on_method(draft: Draft, method: str) -> list[str]:
+def _explain_method(draft: Draft, method: str) -> list[str]:
     """Return the remarks on a timestep distribution that changes with the image, or that ours lacks."""
     if method in ("flux_shift", "sigmoid"):
         return []
     if method.endswith("_shift"):
         return [Message("{keys}: this trainer uses the shift of the model's own scheduler", keys=method)]
-    draft.need("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(method)))
+    draft.add_todo("objective.timesteps", remarks.CHOOSE_ANOTHER(name=repr(method)))
     return [remarks.LOGIT_NORMAL(method=method)]
 
 
@@ -537,9 +545,9 @@ def _set_flow_objective(draft: Draft) -> None:
     """Report what the model is trained to predict, and set the guidance during training."""
     prediction = draft.get("model_prediction_type")
     if prediction == "raw":
-        draft.mapped("model_prediction_type", {}, Message("both trainers train the model's velocity unchanged"))
+        draft.report_mapped("model_prediction_type", {}, Message("both trainers train the model's velocity unchanged"))
     elif draft.has("model_prediction_type"):
-        draft.none(
+        draft.report_unmatched(
             "model_prediction_type",
             Message("this trainer trains the model's velocity unchanged, which the other trainer calls raw"),
         )
@@ -552,36 +560,36 @@ def _set_flow_objective(draft: Draft) -> None:
             )
         )
     if draft.get("guidance_scale") is not None:
-        draft.mapped("guidance_scale", {"objective.guidance": number(draft.get("guidance_scale"))})
-    draft.none("guidance_scale", remarks.EMPTY, off=True)
+        draft.report_mapped("guidance_scale", {"objective.guidance": read_number(draft.get("guidance_scale"))})
+    draft.report_unmatched("guidance_scale", remarks.EMPTY, off=True)
 
 
 def _set_more_noise(draft: Draft) -> None:
     """Set pyramid noise, input noise, zero-terminal SNR and the debiased weight."""
     pyramid = ["multires_noise_iterations", "multires_noise_discount"]
-    levels, discount = draft.get(pyramid[0], whole), draft.get(pyramid[1], number)
+    levels, discount = draft.get(pyramid[0], read_whole), draft.get(pyramid[1], read_number)
     shape = {"objective.pyramid_noise": common_values.clamp("objective.pyramid_noise", levels)} if levels else {}
     shape |= {"objective.pyramid_discount": discount} if levels and discount is not None else {}
-    if common_values.plain(draft.get("noise_offset_type") or "") == "original":
-        draft.none(pyramid, remarks.UNUSED_WITH(key="noise_offset_type", value="Original"), off=True)
+    if common_values.normalize_name(draft.get("noise_offset_type") or "") == "original":
+        draft.report_unmatched(pyramid, remarks.UNUSED_WITH(key="noise_offset_type", value="Original"), off=True)
     else:
         objective_settings.set_of_diffusion(draft, pyramid, shape)
-    gamma = draft.get("ip_noise_gamma", number)
+    gamma = draft.get("ip_noise_gamma", read_number)
     objective_settings.set_of_diffusion(draft, "ip_noise_gamma", {"objective.input_noise": gamma} if gamma else {})
-    zero = common_values.on(draft.get("zero_terminal_snr"))
+    zero = common_values.is_on(draft.get("zero_terminal_snr"))
     ours = {"objective.zero_terminal_snr": True} if zero else {}
     objective_settings.set_of_diffusion(draft, "zero_terminal_snr", ours)
-    chosen = common_values.on(draft.get("debiased_estimation_loss"))
+    chosen = common_values.is_on(draft.get("debiased_estimation_loss"))
     objective_settings.set_debiased(draft, "debiased_estimation_loss", chosen)
 
 
 def _set_offset(draft: Draft) -> None:
     """Set the noise offset, unless the page selects multires noise instead."""
-    chosen = common_values.plain(draft.get("noise_offset_type") or "")
+    chosen = common_values.normalize_name(draft.get("noise_offset_type") or "")
     if chosen and chosen != "original":
         keys = ["noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"]
         note = remarks.UNUSED_WITH(key="noise_offset_type", value=draft.get("noise_offset_type"))
-        draft.none(keys, note, off=True)
+        draft.report_unmatched(keys, note, off=True)
     else:
         objective_settings.set_noise_offset(draft, "noise_offset", heeded=False)
 
@@ -589,12 +597,12 @@ def _set_offset(draft: Draft) -> None:
 def set_compile(draft: Draft) -> None:
     """Set memory.compile from torch_compile or from accelerate's backend."""
     backend = draft.get("dynamo_backend")
-    compiled = common_values.on(draft.get("torch_compile"))
+    compiled = common_values.is_on(draft.get("torch_compile"))
     named = draft.has("dynamo_backend") and str(backend).lower() not in ("no", "none")
     if compiled or (named and draft.tool.name == "kohya_ss"):
-        draft.differs(
+        draft.report_different(
             ["torch_compile", "dynamo_backend"],
             {"memory.compile": "blocks"},
             remarks.COMPILED,
         )
-    draft.none(["torch_compile", "dynamo_backend"], remarks.OFF, off=True)
+    draft.report_unmatched(["torch_compile", "dynamo_backend"], remarks.OFF, off=True)

@@ -12,10 +12,10 @@ from .. import config
 from ..errors import Message
 from . import common_values, model_settings, optimizer_settings, remarks, sd_scripts
 from .import_draft import Draft, Tool
-from .kohya_data import sections
+from .kohya_data import flatten_sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
 from .rules import JOINT, Rule, idle, none
-from .source_files import Source, table_in
+from .source_files import Source, get_table
 
 LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "metadata.**": idle(Message("this describes the preset")),
@@ -50,17 +50,17 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield a preset's [metadata] and [data], or the settings at the top level; then those in ui_custom_params."""
     data = draft.source.data
-    for key, value in table_in(data, "metadata").items():
+    for key, value in get_table(data, "metadata").items():
         yield f"metadata.{key}", "model_train_type" if key == "train_type" else f"metadata.{key}", value
-    yield from sections({name: value for name, value in data.items() if name != "metadata"})
-    custom = (table_in(data, "data") or data).get("ui_custom_params")
+    yield from flatten_sections({name: value for name, value in data.items() if name != "metadata"})
+    custom = (get_table(data, "data") or data).get("ui_custom_params")
     if custom:
         try:
             parsed = config.read_toml(str(custom))
         except ValueError:
             draft.notes.append(Message("ui_custom_params is not TOML and was not read"))
         else:
-            yield from ((f"ui_custom_params: {label}", key, value) for label, key, value in sections(parsed))
+            yield from ((f"ui_custom_params: {label}", key, value) for label, key, value in flatten_sections(parsed))
 
 
 def recognise(source: Source) -> str:
@@ -70,7 +70,7 @@ def recognise(source: Source) -> str:
         return ""
     if isinstance(data.get("data"), dict) and isinstance(data.get("metadata"), dict):
         return Message("a preset with [metadata] and [data]")
-    return "model_train_type" if "model_train_type" in {key for _, key, _ in sections(data)} else ""
+    return "model_train_type" if "model_train_type" in {key for _, key, _ in flatten_sections(data)} else ""
 
 
 def combine(draft: Draft) -> None:
@@ -81,12 +81,12 @@ def combine(draft: Draft) -> None:
         draft.defaults |= {"timestep_sampling": "sigmoid", "discrete_flow_shift": 1.0, "guidance_scale": 1.0}
         draft.defaults |= {"max_bucket_reso": 2048, "fp8_base": True, "save_precision": "bf16"}
         draft.defaults |= {"gradient_checkpointing": True, "model_prediction_type": "raw"}
-    kind = common_values.plain(draft.get("model_train_type"))
+    kind = common_values.normalize_name(draft.get("model_train_type"))
     if kind.endswith(("finetune", "dreambooth")):
         model_settings.set_whole_model(draft, remarks.TRAINS_ALL(name=draft.get("model_train_type")))
     sd_scripts.combine(draft)
     optimizer_settings.set_prodigy(draft, {"d_coef": "prodigy_d_coef", "d0": "prodigy_d0"})
-    draft.mapped("ui_custom_params", {}, Message("these lines were read as settings"))
+    draft.report_mapped("ui_custom_params", {}, Message("these lines were read as settings"))
 
 
 TOOL = Tool(

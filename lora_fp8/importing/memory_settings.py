@@ -11,7 +11,7 @@ from ..errors import Message
 from ..settings import Quantize
 from . import common_values, remarks
 from .import_draft import Draft
-from .readers import whole
+from .readers import read_whole
 
 BLOCKS = {"hidream": (16, 32), "lumina2": (26, 0)}
 """Numbers of double-stream and single-stream blocks, for families that do not state those of the released model."""
@@ -27,12 +27,12 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
         note: the difference in meaning.
     """
     if share <= 0:
-        draft.none(keys, remarks.OFF, off=True)
+        draft.report_unmatched(keys, remarks.OFF, off=True)
         return
     share = common_values.clamp("memory.offload", round(share, 2))
     storage = draft.settings.get("quantize.storage", Quantize.model_fields["storage"].default)
     if storage in ("bf16", "none"):
-        draft.none(
+        draft.report_unmatched(
             keys, Message("memory.offload needs a quantized base model; quantize.storage = 'fp8' halves its size")
         )
         what = Message(
@@ -40,27 +40,29 @@ def set_offload(draft: Draft, keys: str | Sequence[str], share: float, note: str
             "quantize.storage = 'fp8' and memory.offload = {share}",
             share=f"{share:g}",
         )
-        draft.need("memory.offload", what)
+        draft.add_todo("memory.offload", what)
         return
-    draft.differs(keys, {"memory.offload": share}, note)
+    draft.report_different(keys, {"memory.offload": share}, note)
 
 
 def set_swap(draft: Draft, key: str) -> None:
     """Set memory.offload from a number of blocks; kohya swaps two single-stream blocks per double-stream block."""
-    number_of = draft.get(key, whole) or 0
+    number_of = draft.get(key, read_whole) or 0
     if number_of > 0 and not draft.family:
         draft.wait(key)
         return
     stated: Mapping[str, Any] = {}
-    if draft.family in families.available():
+    if draft.family in families.list_families():
         stated = families.get(draft.family).reference_config
     double = stated.get("num_layers", stated.get("n_layers", 0))
     double, single = BLOCKS.get(draft.family, (double, stated.get("num_single_layers", 0)))
     if draft.family == "wan" and re.search(r"1[._]3b", str(draft.settings.get("model.path")).lower()):
         double = 30
     if number_of > 0 and not double:
-        draft.none(key, Message("the number of blocks of this architecture is unknown, but memory.offload is a share"))
-        draft.need(
+        draft.report_unmatched(
+            key, Message("the number of blocks of this architecture is unknown, but memory.offload is a share")
+        )
+        draft.add_todo(
             "memory.offload",
             Message(
                 "the other trainer offloads {number} blocks to RAM; choose a share of the weights", number=number_of

@@ -13,9 +13,9 @@ from ..families import _components
 from ..families.sources import WEIGHT_ENDINGS
 from ..settings import Adapter
 from . import common_values, remarks
-from .common_values import plain
+from .common_values import normalize_name
 from .import_draft import Draft
-from .readers import text, whole
+from .readers import read_string, read_whole
 
 FAMILY_NAMES = {
     "sd15": ("sd15",),
@@ -67,13 +67,13 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
 
     A family that the user gave (`Draft.family`) takes precedence.
     """
-    available = families.available()
+    available = families.list_families()
     if draft.family:
         given = draft.family
         draft.set("model.family", given, "--family")
-        draft.mapped(keys, {}, Message("--family sets the architecture"))
+        draft.report_mapped(keys, {}, Message("--family sets the architecture"))
         if given not in available:
-            draft.need(
+            draft.add_todo(
                 "model.family",
                 Message(
                     "this version does not support the architecture {family}. Possible values: {names}",
@@ -84,16 +84,20 @@ def set_family(draft: Draft, keys: str | Iterable[str], kind: str, why: str) -> 
         return
     if not kind:
         draft.set("model.family", "TODO")
-        draft.need("model.family", Message("{line}. Possible values: {names}", line=why, names=", ".join(available)))
+        draft.add_todo(
+            "model.family", Message("{line}. Possible values: {names}", line=why, names=", ".join(available))
+        )
         return
-    spelled = {plain(name): name for name in available}
-    name = next((spelled[plain(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if plain(n) in spelled), "")
+    spelled = {normalize_name(name): name for name in available}
+    name = next(
+        (spelled[normalize_name(n)] for n in (*FAMILY_NAMES.get(kind, ()), kind) if normalize_name(n) in spelled), ""
+    )
     draft.family = name or kind
-    draft.mapped(keys, {"model.family": draft.family}, why)
+    draft.report_mapped(keys, {"model.family": draft.family}, why)
     draft.comments["model.family"] = [why]
     if not name:
         what = UNLIKE.get(kind, kind)
-        draft.need(
+        draft.add_todo(
             "model.family",
             Message(
                 "this version does not support {kind}. Possible values: {names}", kind=what, names=", ".join(available)
@@ -109,12 +113,12 @@ def set_whole_model(draft: Draft, why: str = "", keys: str | Iterable[str] = ())
         why: what shows it, and that a LoRA is written; "" if `keys` show it.
         keys: the tool's keys that say so.
     """
-    draft.none(keys, Message("this trainer trains only LoRAs; a LoRA was written"))
+    draft.report_unmatched(keys, Message("this trainer trains only LoRAs; a LoRA was written"))
     if why:
         draft.notes.append(why)
     if not draft.has("network_dim"):
         draft.settings.setdefault("adapter.rank", Adapter().rank)
-    draft.need("adapter.rank", Message("the other trainer trains the whole model; choose the rank of the LoRA"))
+    draft.add_todo("adapter.rank", Message("the other trainer trains the whole model; choose the rank of the LoRA"))
 
 
 def refuse(draft: Draft, what: str) -> NoReturn:
@@ -133,7 +137,7 @@ def refuse(draft: Draft, what: str) -> NoReturn:
     )
 
 
-def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -> tuple[str, str]:
+def refine_kind(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -> tuple[str, str]:
     """Tell apart the variants of an architecture that other tools give one name.
 
     Args:
@@ -147,7 +151,7 @@ def refined(kind: str, why: str, paths: Iterable[Any], controls: bool = False) -
     """
     by_name = Template("{line}, and the name of {file}")
     for path in map(str, filter(None, paths)):
-        named = family_of_name(path)
+        named = find_family_by_name(path)
         if named in RELATIVES.get(kind, ()):
             return named, by_name(line=why, file=PureWindowsPath(path).name)
         if kind in CLIPS_FROM_PICTURES and re.search(r"i2v|image[-_. ]?to[-_. ]?video", path.lower()):
@@ -170,7 +174,7 @@ CLIPS_FROM_PICTURES = ("wan", "hunyuan_video")
 """Architectures with an image-to-video variant."""
 
 
-def family_of_name(path: str) -> str:
+def find_family_by_name(path: str) -> str:
     """Return the architecture that a well-known hub id or file name stands for; "" for any other."""
     name = PureWindowsPath(path).name.lower()
     for pattern, kind in (
@@ -197,18 +201,18 @@ def family_of_name(path: str) -> str:
 
 def set_model_path(draft: Draft, key: str, note: str = "") -> None:
     """Set model.path as given, and add a TODO if it is of a format that is not opened."""
-    path = draft.get(key, text)
+    path = draft.get(key, read_string)
     if not path:
         draft.set("model.path", "TODO")
-        draft.need(
+        draft.add_todo(
             "model.path",
             Message("the file names no base model. Give a Hugging Face id, a diffusers folder or a .safetensors file"),
         )
         return
-    draft.mapped(key, {"model.path": path}, note)
+    draft.report_mapped(key, {"model.path": path}, note)
     suffix = PureWindowsPath(path).suffix.lower()
     if suffix in (".ckpt", ".pt", ".pth", ".bin", ".gguf"):
-        draft.need(
+        draft.add_todo(
             "model.path",
             Message(
                 "this trainer does not open {suffix} files; give the model as a .safetensors file or a folder",
@@ -232,11 +236,13 @@ PART_KINDS = {
 
 def find_part(family: str, kind: str) -> str:
     """Return the name in `model.files` of a family's part of this kind; "" if it has none, or "any" is ambiguous."""
-    if family not in families.available():
+    if family not in families.list_families():
         return ""
     cls = families.get(family)
     parts = [
-        part for part in _components.weighed(cls) if re.search(PART_KINDS[kind], _components.part_class(cls, part))
+        part
+        for part in _components.list_weight_parts(cls)
+        if re.search(PART_KINDS[kind], _components.get_part_class(cls, part))
     ]
     if not parts or (kind == "any" and len(parts) > 1):
         return ""
@@ -251,9 +257,9 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
         kinds: key -> kind of the part, in `PART_KINDS`; several kinds, separated by "|", are tried in order.
     """
     for key, kind in kinds.items():
-        path = draft.get(key, text)
+        path = draft.get(key, read_string)
         if not path:
-            draft.none(key, remarks.EMPTY, off=True)
+            draft.report_unmatched(key, remarks.EMPTY, off=True)
             continue
         if not draft.family:
             draft.wait(key)
@@ -261,69 +267,71 @@ def set_part_files(draft: Draft, kinds: Mapping[str, str]) -> None:
         part = next(filter(None, (find_part(draft.family, name) for name in kind.split("|"))), "")
         suffix = PureWindowsPath(path).suffix.lower()
         if not part:
-            draft.none(key, Message("this model has no component of this kind"))
+            draft.report_unmatched(key, Message("this model has no component of this kind"))
         elif suffix not in WEIGHT_ENDINGS:
-            draft.none(key, remarks.ONLY_SAFETENSORS)
-            draft.need(
+            draft.report_unmatched(key, remarks.ONLY_SAFETENSORS)
+            draft.add_todo(
                 "model.files",
                 Message("{part}: give {file} as a .safetensors file", part=part, file=repr(PureWindowsPath(path).name)),
             )
         else:
             files = draft.settings.get("model.files") or {}
-            draft.mapped(key, {"model.files": {**files, part: path}})
+            draft.report_mapped(key, {"model.files": {**files, part: path}})
 
 
 def set_dtype(draft: Draft, key: str) -> None:
     """Set model.dtype from the mixed precision."""
     value = draft.get(key)
-    kind = plain(value)
+    kind = normalize_name(value)
     if value is None:
-        draft.none(key, remarks.EMPTY, off=True)
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
     elif kind in ("no", "none", "fp32", "float32", "tf32", "tfloat32"):
-        draft.mapped(key, {"model.dtype": "fp32"})
+        draft.report_mapped(key, {"model.dtype": "fp32"})
     elif kind in ("bf16", "bfloat16", "fp8"):
-        draft.mapped(key, {"model.dtype": "bf16"})
+        draft.report_mapped(key, {"model.dtype": "bf16"})
     elif kind in ("fp16", "float16"):
-        draft.differs(
+        draft.report_different(
             key,
             {"model.dtype": "bf16"},
             Message("this trainer does not use float16; bf16 was written, which needs no loss scaling"),
         )
     else:
-        draft.none(key, Message("{value} is not a known dtype", value=repr(value)))
+        draft.report_unmatched(key, Message("{value} is not a known dtype", value=repr(value)))
 
 
 def set_caption_tokens(draft: Draft) -> None:
     """Set model.caption_tokens from kohya's max_token_length."""
     key = "max_token_length"
     if draft.get(key) is None:
-        draft.none(key, remarks.EMPTY, off=True)
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
     elif not draft.family:
         draft.wait(key)
     elif not _has_trait(draft, "long_captions"):
-        draft.none(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
+        draft.report_unmatched(key, remarks.PROMPT_LENGTH, off=str(draft.get(key)) == "75")
     else:
         # sd-scripts cuts as many whole chunks as fit; lora-scripts' page writes 255.
-        given = draft.get(key, whole)
+        given = draft.get(key, read_whole)
         tokens = 75 * min(max(given // 75, 1), 3)
         if 75 <= given < 300:
-            draft.mapped(key, {"model.caption_tokens": tokens}, "" if given == tokens else WHOLE_CHUNKS)
+            draft.report_mapped(key, {"model.caption_tokens": tokens}, "" if given == tokens else WHOLE_CHUNKS)
         else:
-            draft.differs(key, {"model.caption_tokens": tokens}, Message("this trainer accepts 75, 150 or 225"))
+            draft.report_different(
+                key, {"model.caption_tokens": tokens}, Message("this trainer accepts 75, 150 or 225")
+            )
 
 
 def set_prompt_weights(draft: Draft) -> None:
     """Set model.prompt_weights from kohya's weighted_captions."""
     key = "weighted_captions"
-    if not draft.family and common_values.on(draft.get(key)):
+    if not draft.family and common_values.is_on(draft.get(key)):
         draft.wait(key)
-    elif draft.has(key) and common_values.on(draft.given[key]) and _has_trait(draft, "long_captions"):
-        draft.mapped(key, {"model.prompt_weights": True}, PREVIEWS_WEIGHTED)
+    elif draft.has(key) and common_values.is_on(draft.given[key]) and _has_trait(draft, "long_captions"):
+        draft.report_mapped(key, {"model.prompt_weights": True}, PREVIEWS_WEIGHTED)
     else:
-        draft.none(
+        draft.report_unmatched(
             key,
             Message("brackets in captions are read as text with this model"),
-            off=not common_values.on(draft.get(key)),
+            off=not common_values.is_on(draft.get(key)),
         )
 
 
@@ -336,18 +344,20 @@ def set_clip_skip(draft: Draft, key: str, from_zero: bool = False) -> None:
         from_zero: the tool counts the layers that are left out.
     """
     if draft.get(key) is None:
-        draft.none(key, remarks.EMPTY, off=True)
+        draft.report_unmatched(key, remarks.EMPTY, off=True)
     elif not draft.family:
         draft.wait(key)
     elif not _has_trait(draft, "clip_skip"):
         usual = str(draft.get(key)) == ("0" if from_zero else "1")
         # sd-scripts ignores clip_skip for SDXL; OneTrainer counts from the layer that SDXL uses.
         ignored = draft.family == "sdxl" and not from_zero
-        draft.none(key, ALWAYS_PENULTIMATE if draft.family == "sdxl" else remarks.CLIP_SKIP, off=usual or ignored)
-    elif 1 <= (skip := draft.get(key, whole) + from_zero) <= 12:
-        draft.mapped(key, {"model.clip_skip": skip}, LAYERS_LEFT_OUT if from_zero else "")
+        draft.report_unmatched(
+            key, ALWAYS_PENULTIMATE if draft.family == "sdxl" else remarks.CLIP_SKIP, off=usual or ignored
+        )
+    elif 1 <= (skip := draft.get(key, read_whole) + from_zero) <= 12:
+        draft.report_mapped(key, {"model.clip_skip": skip}, LAYERS_LEFT_OUT if from_zero else "")
     else:
-        draft.none(key, Message("CLIP has no such layer; its last layer is used"))
+        draft.report_unmatched(key, Message("CLIP has no such layer; its last layer is used"))
 
 
 WHOLE_CHUNKS = Message("this is the number of tokens in whole chunks of 75, as in sd-scripts")
@@ -357,7 +367,7 @@ ALWAYS_PENULTIMATE = Message("SDXL always uses the second-last layer of its text
 
 
 def _has_trait(draft: Draft, trait: str) -> bool:
-    return draft.family in families.available() and bool(families.traits(draft.family)[trait])
+    return draft.family in families.list_families() and bool(families.get_traits(draft.family)[trait])
 
 
 STORAGES = {
@@ -382,13 +392,13 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
         tool: the tool's name, for the remark.
         scaled: the tool's FP8 has a scale; some tools cast the weights without one.
     """
-    kind = next((kind for kind, words in STORAGES.items() if plain(word) in words), "")
+    kind = next((kind for kind, words in STORAGES.items() if normalize_name(word) in words), "")
     if kind == "own":
         plain_storage = "bf16" if draft.settings.get("model.dtype", "bf16") == "bf16" else "none"
         note = Message("the base model is not quantized; quantize.storage = 'fp8' would halve its memory")
-        draft.mapped(keys, {"quantize.storage": plain_storage}, note)
+        draft.report_mapped(keys, {"quantize.storage": plain_storage}, note)
     elif kind == "fp8":
-        draft.differs(
+        draft.report_different(
             keys,
             {"quantize.storage": "fp8"},
             Message(
@@ -400,7 +410,7 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
             else remarks.CAST_WITHOUT_SCALE(tool=tool),
         )
     elif kind == "fp8 matmul":
-        draft.differs(
+        draft.report_different(
             keys,
             {"quantize.storage": "fp8", "quantize.compute": "fp8"},
             Message(
@@ -409,15 +419,15 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
             ),
         )
     elif kind == "int8":
-        draft.differs(
+        draft.report_different(
             keys,
             {"quantize.storage": "int8"},
             Message("in this trainer 128 weights share a scale; {tool} has one scale per row or tensor", tool=tool),
         )
     elif kind == "nf4":
-        draft.mapped(keys, {"quantize.storage": "nf4"})
+        draft.report_mapped(keys, {"quantize.storage": "nf4"})
     elif kind == "fewer":
-        draft.differs(
+        draft.report_different(
             keys,
             {"quantize.storage": "nf4"},
             Message(
@@ -426,19 +436,19 @@ def set_storage(draft: Draft, keys: Sequence[str], word: Any, tool: str, *, scal
             ),
         )
     else:
-        draft.none(
+        draft.report_unmatched(
             keys,
             Message("this trainer has no storage {word}; quantize.storage = 'fp8' was written", word=repr(word)),
         )
         draft.set("quantize.storage", "fp8")
-        draft.need("quantize.storage", remarks.CHOOSE_ANOTHER(name=repr(word)))
+        draft.add_todo("quantize.storage", remarks.CHOOSE_ANOTHER(name=repr(word)))
 
 
-def trains_text(family: str) -> bool:
+def can_train_text(family: str) -> bool:
     """Return True if text encoders of this family can be trained."""
-    return family in families.available() and bool(families.get(family).trained_text)
+    return family in families.list_families() and bool(families.get(family).trained_text)
 
 
 def predicts_noise(family: str) -> bool:
     """Return True for a family that predicts noise or v: it has min-SNR weighting, but no timestep shift."""
-    return family in families.available() and families.get(family).objective == "Diffusion"
+    return family in families.list_families() and families.get(family).objective == "Diffusion"

@@ -22,9 +22,9 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import flag, listed, positive, text, whole
+from .readers import read_flag, read_list, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, idle, immaterial, near, none
-from .source_files import Source, flattened, read_source
+from .source_files import Source, flatten_tables, read_source
 
 NO_VIDEO = remarks.NO_FIRST_FRAME
 FRAMES_OF_PARTS = Message(
@@ -67,8 +67,8 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "gradient_checkpointing_cpu_offload": none(remarks.RECOMPUTED),
     "img_in_txt_in_offloading": none(remarks.NO_SWAP),
     "num_timestep_buckets": none(remarks.EACH_TIMESTEP),
-    "min_timestep": near("objective.t_min", common_values.thousandths, SQUEEZED),
-    "max_timestep": near("objective.t_max", common_values.thousandths, SQUEEZED),
+    "min_timestep": near("objective.t_min", common_values.read_thousandths, SQUEEZED),
+    "max_timestep": near("objective.t_max", common_values.read_thousandths, SQUEEZED),
     "preserve_distribution_shape": immaterial(
         Message("objective.t_min and objective.t_max cut off the distribution, as this setting does")
     ),
@@ -153,9 +153,9 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(source.data, dict):
         raise UserError(remarks.NO_TABLE(path=source.path))
     if "datasets" in source.data:
-        yield from kohya_data.dataset(source.data)
+        yield from kohya_data.flatten_dataset(source.data)
         return
-    rows = list(kohya_data.sections(source.data))
+    rows = list(kohya_data.flatten_sections(source.data))
     yield from rows
     for _, key, value in rows:
         if key == "dataset_config" and value:
@@ -163,13 +163,13 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
             if file is None or not file.is_file():
                 draft.refer(key, str(value))
                 continue
-            yield from kohya_data.dataset(read_source(file).data, PureWindowsPath(str(value)).name)
+            yield from kohya_data.flatten_dataset(read_source(file).data, PureWindowsPath(str(value)).name)
 
 
 def combine(draft: Draft) -> None:
     """Convert all settings of a job."""
-    if kohya_data.only_pictures(draft):
-        kohya_data.set_only_pictures(draft, tables(draft))
+    if kohya_data.has_only_images(draft):
+        kohya_data.set_only_pictures(draft, list_tables(draft))
         _set_folders(draft)
         _set_pictures(draft)
         return
@@ -184,14 +184,14 @@ def combine(draft: Draft) -> None:
     kohya_previews.set_previews(draft)
     common_values.set_seed(draft, "seed")
     common_values.set_name(draft, "output_name")
-    compiled = common_values.on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in (
+    compiled = common_values.is_on(draft.get("compile")) or str(draft.get("dynamo_backend") or "no").lower() not in (
         "no",
         "none",
     )
     keys = ["compile", "dynamo_backend", "torch_compile"]
     if compiled:
-        draft.differs(keys, {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none(keys, remarks.OFF, off=True)
+        draft.report_different(keys, {"memory.compile": "blocks"}, remarks.COMPILED)
+    draft.report_unmatched(keys, remarks.OFF, off=True)
     memory_settings.set_swap(draft, "blocks_to_swap")
 
 
@@ -206,19 +206,19 @@ def _set_model(draft: Draft) -> None:
     kind, why = SCRIPTS.get(name, name), script
     if not kind and module in MODULES:
         kind, why = MODULES[module], f"network_module = {module!r}"
-    kind, why = model_settings.refined(*_variant(draft, kind, why), [draft.get("dit")])
+    kind, why = model_settings.refine_kind(*_find_variant(draft, kind, why), [draft.get("dit")])
     keys = ["task", "model_version", "edit", "edit_plus"]
     model_settings.set_family(draft, keys, kind, why if kind else remarks.BY_SCRIPT(tool=draft.tool.name))
-    draft.none(keys, Message("model.family names the architecture"), off=True)
+    draft.report_unmatched(keys, Message("model.family names the architecture"), off=True)
     model_settings.set_model_path(draft, "dit", Message("this is the denoiser's own file"))
     kinds = {"vae": "vae", "t5": "t5", "text_encoder": "any|llm", "text_encoder1": "t5|llm", "text_encoder2": "clip"}
     model_settings.set_part_files(draft, kinds)
-    draft.none(("clip", "image_encoder"), NO_VIDEO)
+    draft.report_unmatched(("clip", "image_encoder"), NO_VIDEO)
 
 
-def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
+def _find_variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
     """Return the variant of an architecture that the version, the task or a switch selects, and what shows it."""
-    version = common_values.plain(draft.get("model_version") or "")
+    version = common_values.normalize_name(draft.get("model_version") or "")
     if kind == "flux2" and "klein" in version:
         kind, why = "flux2_klein", f"model_version = {draft.get('model_version')!r}"
     if kind == "qwen_image" and "edit" in version:
@@ -227,36 +227,36 @@ def _variant(draft: Draft, kind: str, why: str) -> tuple[str, str]:
     if kind in model_settings.CLIPS_FROM_PICTURES and "i2v" in (task := str(draft.get("task") or "")).lower():
         kind, why = f"{kind}_i2v", f"task = {task!r}"
     for key, edited in (("edit", "qwen_image_edit"), ("edit_plus", "qwen_image_edit_plus")):
-        if kind == "qwen_image" and common_values.on(draft.get(key)):
+        if kind == "qwen_image" and common_values.is_on(draft.get(key)):
             kind, why = edited, remarks.IS_ON(name=key)
     return kind, why
 
 
-def tables(draft: Draft) -> list[str]:
+def list_tables(draft: Draft) -> list[str]:
     """Return the prefixes of the datasets' keys: datasets.0."""
     prefixes = {m[0] for key in draft.given if (m := re.match(r"datasets\.\d+\.", key))}
     return sorted(prefixes, key=lambda key: int(key.split(".")[1]))
 
 
 def _set_folders(draft: Draft) -> None:
-    for table in tables(draft):
+    for table in list_tables(draft):
         kind = "image_directory" if draft.has(f"{table}image_directory") else "video_directory"
-        path = draft.get(f"{table}{kind}", text)
+        path = draft.get(f"{table}{kind}", read_string)
         if not path:
             continue
-        repeats = positive(kohya_data.effective(draft, table, "num_repeats") or 1)
-        folder = dataset_settings.look_into(draft, Folder(path, repeats), deep=False)
-        draft.mapped(f"{table}{kind}", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
-        draft.mapped(
+        repeats = read_positive(kohya_data.read_effective(draft, table, "num_repeats") or 1)
+        folder = dataset_settings.count_images(draft, Folder(path, repeats), deep=False)
+        draft.report_mapped(f"{table}{kind}", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.path"))
+        draft.report_mapped(
             f"{table}num_repeats", {}, remarks.SETS(setting=f"dataset.folders.{len(draft.folders)}.repeats = {repeats}")
         )
         dataset_settings.set_control(
             draft, f"{table}control_directory", folder, f"dataset.folders.{len(draft.folders)}"
         )
         draft.folders.append(folder)
-    draft.mapped(kohya_data.everywhere(draft, "num_repeats"), {}, remarks.IN_EACH_FOLDER)
-    draft.mapped("dataset_config", {}, remarks.READ_TOO if tables(draft) else remarks.FILE_NOT_FOUND)
-    if draft.has("dataset_config") and not tables(draft):
+    draft.report_mapped(kohya_data.find_all_keys(draft, "num_repeats"), {}, remarks.IN_EACH_FOLDER)
+    draft.report_mapped("dataset_config", {}, remarks.READ_TOO if list_tables(draft) else remarks.FILE_NOT_FOUND)
+    if draft.has("dataset_config") and not list_tables(draft):
         kohya_data.set_absent_dataset(draft)
 
 
@@ -281,13 +281,13 @@ def _set_aspect(draft: Draft) -> None:
 
 
 def _set_pictures(draft: Draft) -> None:
-    places = tables(draft)
+    places = list_tables(draft)
     named = [place for place in places if draft.has(f"{place}image_directory") or draft.has(f"{place}video_directory")]
     keys, values = kohya_data.collect_values(draft, "resolution", named)
     if any(values):
         dataset_settings.set_resolutions(draft, keys, values)
     switches, chosen = kohya_data.collect_values(draft, "enable_bucket", places)
-    dataset_settings.share(draft, switches, chosen, "dataset.buckets", flag)
+    dataset_settings.set_shared(draft, switches, chosen, "dataset.buckets", read_flag)
     kohya_data.set_upscale(draft, places, SMALL_ONES)
     _set_aspect(draft)
     lengths, given = kohya_data.collect_values(draft, "target_frames", places)
@@ -296,7 +296,7 @@ def _set_pictures(draft: Draft) -> None:
     dataset_settings.set_clips(
         draft,
         lengths,
-        [whole(length) for value in given if value for length in listed(value)],
+        [read_whole(length) for value in given if value for length in read_list(value)],
         parts,
         {"head": "head", "chunk": "chunks"}.get(named_ways.pop()) if len(named_ways) == 1 else None,
         Message(
@@ -304,11 +304,11 @@ def _set_pictures(draft: Draft) -> None:
             "takes the longest that fits"
         ),
     )
-    keys = kohya_data.everywhere(draft, "caption_extension")
+    keys = kohya_data.find_all_keys(draft, "caption_extension")
     if keys and all(str(draft.given[key]).lstrip(".").lower() in ("txt", "caption", "") for key in keys):
-        draft.mapped(keys, {}, remarks.CAPTIONS_READ)
+        draft.report_mapped(keys, {}, remarks.CAPTIONS_READ)
     elif keys:
-        draft.none(keys, remarks.RENAME_CAPTIONS)
+        draft.report_unmatched(keys, remarks.RENAME_CAPTIONS)
         draft.todo.append(remarks.CAPTION_SUFFIX(suffix=draft.given[keys[0]]))
 
 
@@ -320,13 +320,13 @@ def recognise(source: Source) -> str:
     if source.kind == "command":
         return Message("the script {script} with --dit", script=source.script) if "dit" in data else ""
     if isinstance(data.get("datasets"), list):
-        inner = {key.rsplit(".", 1)[-1] for key, _ in flattened(data)}
+        inner = {key.rsplit(".", 1)[-1] for key, _ in flatten_tables(data)}
         marks = inner & {"image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file"}
         return remarks.TABLE_WITH(table="[[datasets]]", key=sorted(marks)[0]) if marks else ""
-    keys = {key for _, key, _ in kohya_data.sections(data)}
+    keys = {key for _, key, _ in kohya_data.flatten_sections(data)}
     if "dit" in keys:
         return "dit"
-    module = sd_scripts.module_name(data)
+    module = sd_scripts.find_module_name(data)
     if "pretrained_model_name_or_path" in keys or "model_train_type" in keys or "data" in data:
         return ""
     if module in MODULES and module not in kohya_training.MODULES:

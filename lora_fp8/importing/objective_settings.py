@@ -7,10 +7,10 @@ from typing import Any
 
 from ..errors import Message
 from . import remarks
-from .common_values import plain
+from .common_values import normalize_name
 from .import_draft import Draft
 from .model_settings import predicts_noise
-from .readers import number
+from .readers import read_number
 
 NO_NOISE = Message("this trainer uses plain Gaussian noise")
 
@@ -20,37 +20,37 @@ ONE_LOSS = Message("objective.loss offers mse, huber, smooth_l1, pseudo_huber an
 
 def set_huber(draft: Draft) -> None:
     """Set objective.loss and its delta from loss_type and huber_c, as kohya's scripts and SimpleTuner define them."""
-    kind = plain(draft.get("loss_type") or "l2")
+    kind = normalize_name(draft.get("loss_type") or "l2")
     more = ["huber_c", "huber_scale", "huber_schedule"]
     flow = bool(draft.family) and not predicts_noise(draft.family)
     if kind in ("huber", "smoothl1") and flow and draft.tool.name == "simpletuner":
-        draft.none(
+        draft.report_unmatched(
             ["loss_type", *more],
             Message("SimpleTuner trains flow-matching models with the squared error, whatever loss_type is"),
         )
     elif kind in ("huber", "smoothl1"):
         schedule = str(draft.get("huber_schedule") or "snr")
-        delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", number)
-        scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", number)
+        delta = 0.1 if draft.get("huber_c") is None else draft.get("huber_c", read_number)
+        scale = 1.0 if draft.get("huber_scale") is None else draft.get("huber_scale", read_number)
         ours: dict[str, Any] = {"objective.loss": "pseudo_huber" if kind == "huber" else "pseudo_smooth_l1"}
         if schedule == "constant":
-            draft.mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
+            draft.report_mapped(["loss_type", *more], ours | {"objective.huber_delta": delta * scale})
         elif schedule == "exponential":
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
-            draft.mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
+            draft.report_mapped(["loss_type", *more], ours | ({"objective.huber_scale": scale} if scale != 1 else {}))
         elif schedule == "snr" and not flow:
-            draft.none("huber_scale", remarks.UNUSED_BESIDE(key="huber_schedule = snr"), off=True)
+            draft.report_unmatched("huber_scale", remarks.UNUSED_BESIDE(key="huber_schedule = snr"), off=True)
             ours |= {"objective.huber_delta": delta, "objective.huber_schedule": schedule}
-            draft.mapped(["loss_type", *more], ours)
+            draft.report_mapped(["loss_type", *more], ours)
         else:
             note = Message(
                 "huber_schedule = {schedule} does not apply to flow-matching models in either trainer; constant "
                 "was written",
                 schedule=schedule,
             )
-            draft.differs(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, note)
-    draft.none("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
-    draft.none(more, Message("this setting is used only by the Huber loss"), off=True)
+            draft.report_different(["loss_type", *more], ours | {"objective.huber_delta": delta * scale}, note)
+    draft.report_unmatched("loss_type", ONE_LOSS, off=kind in ("l2", "mse"))
+    draft.report_unmatched(more, Message("this setting is used only by the Huber loss"), off=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -77,15 +77,15 @@ def set_timesteps(
     """
     if predicts_noise(draft.family):
         note = Message("{family} draws timesteps uniformly and does not use this setting", family=draft.family)
-        draft.none(keys, note, off=True)
+        draft.report_unmatched(keys, note, off=True)
         return
-    account = draft.mapped if exact else draft.differs
+    account = draft.report_mapped if exact else draft.report_different
     shift = "scheduler" if shift == "auto" else shift  # the sampler's; our "auto" may differ
     ours = {"objective.timesteps": shape} if isinstance(shape, str) else shape
     account(keys, ours | {"objective.shift": shift}, note)
 
 
-def logit_normal(mean: float | None = None, std: float | None = None) -> dict[str, Any]:
+def make_logit_normal(mean: float | None = None, std: float | None = None) -> dict[str, Any]:
     """Return the settings of a logit-normal density; None and the usual values are left out."""
     ours: dict[str, Any] = {"objective.timesteps": "logit_normal"}
     ours |= {"objective.logit_mean": mean} if mean else {}
@@ -105,19 +105,19 @@ def set_of_diffusion(
         exact: the meaning is the same in both tools.
     """
     if not ours:
-        draft.none(keys, remarks.OFF, off=True)
+        draft.report_unmatched(keys, remarks.OFF, off=True)
     elif draft.family and not predicts_noise(draft.family):
         note = Message(
             "flow-matching models such as {family} do not use this setting in either trainer", family=draft.family
         )
-        draft.none(keys, note, off=True)
+        draft.report_unmatched(keys, note, off=True)
     else:
-        (draft.mapped if exact else draft.differs)(keys, ours, note)
+        (draft.report_mapped if exact else draft.report_different)(keys, ours, note)
 
 
 def set_min_snr(draft: Draft, key: str, weight: float | None = None) -> None:
     """Set objective.min_snr_gamma, for families that have it."""
-    gamma = draft.get(key, number) if weight is None else weight
+    gamma = draft.get(key, read_number) if weight is None else weight
     set_of_diffusion(draft, key, {"objective.min_snr_gamma": float(gamma)} if gamma else {})
 
 
@@ -151,8 +151,8 @@ def set_noise_offset(draft: Draft, key: str, heeded: bool = True) -> None:
         key: the tool's key.
         heeded: the other tool shifts the noise of flow-matching models too.
     """
-    offset = draft.get(key, number)
+    offset = draft.get(key, read_number)
     if offset and heeded and draft.family and not predicts_noise(draft.family):
-        draft.none(key, NO_NOISE)
+        draft.report_unmatched(key, NO_NOISE)
     else:
         set_of_diffusion(draft, key, {"objective.noise_offset": float(offset)} if offset else {})

@@ -28,9 +28,9 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import flag, number, positive, text, whole
+from .readers import read_flag, read_number, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, idle, immaterial, none, to
-from .source_files import Source, flattened
+from .source_files import Source, flatten_tables
 
 NO_PART = remarks.TARGETS
 NO_EMBEDDING = remarks.NO_EMBEDDINGS
@@ -97,7 +97,7 @@ RULES: dict[str, Rule] = {
     "concept_file_name": JOINT,
     "circular_mask_generation": none(remarks.NO_MASK),
     "random_rotate_and_crop": none(remarks.CENTER_CROP),
-    "aspect_ratio_bucketing": to("dataset.buckets", flag),
+    "aspect_ratio_bucketing": to("dataset.buckets", read_flag),
     "latent_caching": immaterial(remarks.ALWAYS_CACHED),
     "image_caching": immaterial(remarks.ALWAYS_CACHED),
     "text_caching": immaterial(remarks.ALWAYS_CACHED),
@@ -116,8 +116,8 @@ RULES: dict[str, Rule] = {
     "learning_rate_scaler": JOINT,
     "epochs": JOINT,
     "batch_size": JOINT,
-    "gradient_accumulation_steps": to("train.accumulate", whole),
-    "clip_grad_norm": to("train.max_grad_norm", number),
+    "gradient_accumulation_steps": to("train.accumulate", read_whole),
+    "clip_grad_norm": to("train.max_grad_norm", read_number),
     **dict.fromkeys(("ema", "ema_decay", "ema_update_step_interval"), JOINT),
     "non_ema_sampling": none(Message("previews use the EMA weights, as the LoRA files do")),
     **dict.fromkeys(
@@ -141,7 +141,7 @@ RULES: dict[str, Rule] = {
     "loss_weight_strength": JOINT,
     "min_snr_gamma": JOINT,
     "loss_scaler": none(Message("this trainer does not scale the loss by the batch size"), "NONE"),
-    "dropout_probability": to("adapter.dropout", number),
+    "dropout_probability": to("adapter.dropout", read_number),
     "layer_filter": JOINT,
     "layer_filter_preset": JOINT,
     "layer_filter_regex": JOINT,
@@ -231,9 +231,9 @@ RULES: dict[str, Rule] = {
     "additional_embeddings": none(NO_EMBEDDING),
     "additional_embeddings.**": none(NO_EMBEDDING),
     "peft_type": JOINT,
-    "lora_model_name": to("adapter.init_from", text, remarks.START),
-    "lora_rank": to("adapter.rank", whole),
-    "lora_alpha": to("adapter.alpha", number),
+    "lora_model_name": to("adapter.init_from", read_string, remarks.START),
+    "lora_rank": to("adapter.rank", read_whole),
+    "lora_alpha": to("adapter.alpha", read_number),
     "lora_decompose": JOINT,
     "lora_decompose_norm_epsilon": idle(remarks.BELONGS_TO(key="lora_decompose")),
     "lora_decompose_output_axis": idle(remarks.BELONGS_TO(key="lora_decompose")),
@@ -256,18 +256,18 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("lokr_dora_on_output", "lokr_vec_trick"), idle(NO_LOKR)),
     "optimizer": JOINT,
     "optimizer.optimizer": JOINT,
-    "optimizer.weight_decay": to("optimizer.weight_decay", number),
-    "optimizer.beta1": to("optimizer.beta1", number),
-    "optimizer.beta2": to("optimizer.beta2", number),
-    "optimizer.eps": to("optimizer.eps", number),
+    "optimizer.weight_decay": to("optimizer.weight_decay", read_number),
+    "optimizer.beta1": to("optimizer.beta1", read_number),
+    "optimizer.beta2": to("optimizer.beta2", read_number),
+    "optimizer.eps": to("optimizer.eps", read_number),
     **dict.fromkeys((f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY), JOINT),
     "optimizer.stochastic_rounding": idle(remarks.ROUNDING),
     "optimizer.fused_back_pass": none(remarks.SUMMED),
     "optimizer.**": none(remarks.NOT_AN_ARGUMENT),
     "optimizer_defaults.**": idle(remarks.OTHER_OPTIMIZERS),
     "optimizer_defaults": idle(remarks.OTHER_OPTIMIZERS),
-    "optimizer_weight_decay": to("optimizer.weight_decay", number),
-    "weight_decay": to("optimizer.weight_decay", number),
+    "optimizer_weight_decay": to("optimizer.weight_decay", read_number),
+    "weight_decay": to("optimizer.weight_decay", read_number),
     "sample_definition_file_name": JOINT,
     "samples": JOINT,
     "samples.*.prompt": JOINT,
@@ -388,14 +388,14 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
                 path=draft.source.path,
             )
         )
-    yield from ((key, key, value) for key, value in flattened(data))
+    yield from ((key, key, value) for key, value in flatten_tables(data))
     for name, prefix in (("concept_file_name", "concepts"), ("sample_definition_file_name", "samples")):
         path = data.get(name)
         if path and not data.get(prefix):
             inner = draft.refer(name, str(path))
             if isinstance(inner, list):
                 file = re.split(r"[/\\]", str(path))[-1]
-                yield from ((f"{file}: {key}", f"{prefix}.{key}", value) for key, value in flattened(inner))
+                yield from ((f"{file}: {key}", f"{prefix}.{key}", value) for key, value in flatten_tables(inner))
 
 
 def combine(draft: Draft) -> None:
@@ -403,16 +403,18 @@ def combine(draft: Draft) -> None:
     kind = str(draft.get("model_type") or "")
     paths = [draft.get("base_model_name"), *(draft.get(f"{part}.model_name") for part in PARTS)]
     model_settings.set_family(
-        draft, "model_type", *model_settings.refined(MODELS.get(kind, kind.lower()), f"model_type = {kind!r}", paths)
+        draft,
+        "model_type",
+        *model_settings.refine_kind(MODELS.get(kind, kind.lower()), f"model_type = {kind!r}", paths),
     )
     method = str(draft.get("training_method") or "LORA")
     if method == "LORA":
-        draft.mapped("training_method", {}, remarks.A_LORA)
+        draft.report_mapped("training_method", {}, remarks.A_LORA)
     elif method in OTHER_METHODS:
         model_settings.refuse(draft, OTHER_METHODS[method])
     else:
         model_settings.set_whole_model(draft, "", "training_method")
-    part = _part(draft)
+    part = _find_denoiser_part(draft)
     _set_path(draft, part)
     model_settings.set_clip_skip(draft, "text_encoder_layer_skip", from_zero=True)
     model_settings.set_dtype(draft, "train_dtype")
@@ -427,16 +429,16 @@ def combine(draft: Draft) -> None:
     optimizer_settings.set_ema(draft, "ema", "ema_decay", chosen=chosen, usual=0.999, interval_key=interval)
     _set_memory(draft, part)
     _set_previews(draft, per_epoch)
-    if draft.get("aspect_ratio_bucketing") is None or common_values.on(draft.get("aspect_ratio_bucketing")):
+    if draft.get("aspect_ratio_bucketing") is None or common_values.is_on(draft.get("aspect_ratio_bucketing")):
         draft.assume("dataset.max_aspect", WIDEST, "aspect_ratio_bucketing", remarks.WIDEST_BUCKET)
-    destination = draft.get("output_model_destination", text)
+    destination = draft.get("output_model_destination", read_string)
     if destination:
         common_values.set_name(
-            draft, "output_model_destination", common_values.stem(destination), Message("this is the file's name")
+            draft, "output_model_destination", common_values.get_stem(destination), Message("this is the file's name")
         )
 
 
-def _part(draft: Draft) -> str:
+def _find_denoiser_part(draft: Draft) -> str:
     """Return the name of the denoiser among the model's parts: unet, transformer, or (in older files) prior."""
     if model_settings.predicts_noise(draft.family):
         return "unet"
@@ -446,23 +448,25 @@ def _part(draft: Draft) -> str:
 def _set_path(draft: Draft, part: str) -> None:
     single = f"{part}.model_name"
     if draft.has(single):
-        folder = draft.get("base_model_name", text)
-        draft.mapped("base_model_name", {"model.components": folder}, Message("the denoiser has a file of its own"))
+        folder = draft.get("base_model_name", read_string)
+        draft.report_mapped(
+            "base_model_name", {"model.components": folder}, Message("the denoiser has a file of its own")
+        )
         model_settings.set_model_path(draft, single)
     else:
         model_settings.set_model_path(draft, "base_model_name")
     _set_part_files(draft)
     for other in PARTS:
-        draft.none(f"{other}.model_name", remarks.ANOTHER_PART, off=True)
+        draft.report_unmatched(f"{other}.model_name", remarks.ANOTHER_PART, off=True)
 
 
 def _set_part_files(draft: Draft) -> None:
     """Set model.files from the parts' own files; OneTrainer names text encoders as diffusers does."""
-    files = {part: path for part in ("vae", *TEXT_PARTS) if (path := draft.get(f"{part}.model_name", text))}
+    files = {part: path for part in ("vae", *TEXT_PARTS) if (path := draft.get(f"{part}.model_name", read_string))}
     single = {part: path for part, path in files.items() if path.lower().endswith(WEIGHT_ENDINGS)}
-    draft.mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
+    draft.report_mapped([f"{part}.model_name" for part in single], {"model.files": single} if single else {})
     others = [f"{part}.model_name" for part in files if part not in single]
-    draft.none(others, remarks.ONLY_SAFETENSORS)
+    draft.report_unmatched(others, remarks.ONLY_SAFETENSORS)
 
 
 def _set_storage(draft: Draft, part: str) -> None:
@@ -471,118 +475,122 @@ def _set_storage(draft: Draft, part: str) -> None:
     if used:
         model_settings.set_storage(draft, [used], draft.given[used], "OneTrainer")
     rest = [*keys, *(f"{other}.weight_dtype" for other in PARTS), "unet_weight_dtype", "prior_weight_dtype"]
-    draft.none(rest, remarks.COUNTS(key=used or part), off=True)
+    draft.report_unmatched(rest, remarks.COUNTS(key=used or part), off=True)
 
 
 def _set_lokr(draft: Draft, kind: str) -> None:
     keys = ("lokr_dim", "lokr_decompose_both", "lokr_decompose_factor", "lokr_full_matrix")
     more = ("lokr_use_tucker", "lokr_weight_decompose")
     if kind != "lokr":
-        draft.none([*keys, *more], NO_LOKR, off=True)
+        draft.report_unmatched([*keys, *more], NO_LOKR, off=True)
         return
     rank, both, factor, full = (draft.get(key) for key in keys)
     if factor is not None:
-        draft.mapped(
+        draft.report_mapped(
             "lokr_decompose_factor",
-            {"adapter.factor": adapter_settings.lokr_factor(factor)},
+            {"adapter.factor": adapter_settings.read_lokr_factor(factor)},
             remarks.MINUS_ONE,
         )
-    draft.mapped("lokr_decompose_both", {"adapter.decompose_both": common_values.on(both)})
-    if rank is not None or common_values.on(full):
-        settings = {"adapter.rank": adapter_settings.lokr_rank(common_values.said_number("lokr_dim", rank or 1), full)}
-        draft.mapped(["lokr_dim", "lokr_full_matrix"], settings)
-        draft.none("lora_rank", remarks.COUNTS(key="lokr_dim"), off=True)
-    draft.none("lokr_full_matrix", remarks.OFF, off=True)
+    draft.report_mapped("lokr_decompose_both", {"adapter.decompose_both": common_values.is_on(both)})
+    if rank is not None or common_values.is_on(full):
+        settings = {
+            "adapter.rank": adapter_settings.choose_lokr_rank(common_values.parse_whole("lokr_dim", rank or 1), full)
+        }
+        draft.report_mapped(["lokr_dim", "lokr_full_matrix"], settings)
+        draft.report_unmatched("lora_rank", remarks.COUNTS(key="lokr_dim"), off=True)
+    draft.report_unmatched("lokr_full_matrix", remarks.OFF, off=True)
     for key in more:
-        draft.none(
-            key, Message("LoKr does not have this setting in this trainer"), off=not common_values.on(draft.get(key))
+        draft.report_unmatched(
+            key, Message("LoKr does not have this setting in this trainer"), off=not common_values.is_on(draft.get(key))
         )
 
 
 def _set_adapter(draft: Draft) -> None:
-    kind = common_values.plain(draft.get("peft_type") or "lora")
-    kind = "dora" if kind == "lora" and common_values.on(draft.get("lora_decompose")) else kind
-    keys = ["peft_type", "lora_decompose"] if common_values.on(draft.get("lora_decompose")) else ["peft_type"]
+    kind = common_values.normalize_name(draft.get("peft_type") or "lora")
+    kind = "dora" if kind == "lora" and common_values.is_on(draft.get("lora_decompose")) else kind
+    keys = ["peft_type", "lora_decompose"] if common_values.is_on(draft.get("lora_decompose")) else ["peft_type"]
     adapter_settings.set_type(draft, keys, kind)
-    draft.none("lora_decompose", remarks.OFF, off=True)
+    draft.report_unmatched("lora_decompose", remarks.OFF, off=True)
     _set_lokr(draft, kind)
     for part in PARTS:
-        if draft.has(f"{part}.train") and flag(draft.given[f"{part}.train"]):
-            draft.mapped(f"{part}.train", {}, remarks.DENOISER)
-        draft.none(f"{part}.train", remarks.DENOISER)
+        if draft.has(f"{part}.train") and read_flag(draft.given[f"{part}.train"]):
+            draft.report_mapped(f"{part}.train", {}, remarks.DENOISER)
+        draft.report_unmatched(f"{part}.train", remarks.DENOISER)
     dtype = draft.get("lora_weight_dtype")
     if dtype:
         ours = common_values.FILE_DTYPE(dtype)
-        draft.mapped("lora_weight_dtype", {"adapter.dtype": "fp32" if ours == "fp32" else "bf16"})
+        draft.report_mapped("lora_weight_dtype", {"adapter.dtype": "fp32" if ours == "fp32" else "bf16"})
     filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
-    names = draft.get("layer_filter", text)
-    if names and not common_values.on(draft.get("layer_filter_regex")):
-        rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", whole) or Adapter().rank
+    names = draft.get("layer_filter", read_string)
+    if names and not common_values.is_on(draft.get("layer_filter_regex")):
+        rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", read_whole) or Adapter().rank
         adapter_settings.set_filter(
             draft, filters, [name.strip() for name in names.split(",") if name.strip()], [], rank
         )
-    draft.none(filters, NO_PART, off=not names)
+    draft.report_unmatched(filters, NO_PART, off=not names)
 
 
 def _set_masks(draft: Draft) -> None:
     keys = ["unmasked_weight", "normalize_masked_area_loss", "masked_prior_preservation_weight"]
-    if common_values.on(draft.get("masked_training")):
-        draft.mapped("masked_training", {}, Message("each folder has mask = '*-masklabel'"))
-        weight = draft.get("unmasked_weight", number)
+    if common_values.is_on(draft.get("masked_training")):
+        draft.report_mapped("masked_training", {}, Message("each folder has mask = '*-masklabel'"))
+        weight = draft.get("unmasked_weight", read_number)
         note = Message(
             "this trainer reads grey as a share of the way from this weight to 1; OneTrainer raises darker grey to "
             "this weight"
         )
-        draft.differs("unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note)
-        if common_values.on(draft.get("normalize_masked_area_loss")):
-            draft.mapped("normalize_masked_area_loss", {"objective.normalize_mask": True})
-        if prior := draft.get("masked_prior_preservation_weight", number):
-            draft.mapped("masked_prior_preservation_weight", {"objective.prior_outside_masks": float(prior)})
-        draft.none(keys[1:], remarks.OFF, off=True)
-    draft.none(["masked_training", *keys[:2]], remarks.OFF, off=True)
-    if not common_values.on(draft.get("masked_training")):
-        draft.none(keys[2:], remarks.BELONGS_TO(key="masked_training"), off=True)
+        draft.report_different(
+            "unmasked_weight", {"objective.unmasked_weight": 0.1 if weight is None else weight}, note
+        )
+        if common_values.is_on(draft.get("normalize_masked_area_loss")):
+            draft.report_mapped("normalize_masked_area_loss", {"objective.normalize_mask": True})
+        if prior := draft.get("masked_prior_preservation_weight", read_number):
+            draft.report_mapped("masked_prior_preservation_weight", {"objective.prior_outside_masks": float(prior)})
+        draft.report_unmatched(keys[1:], remarks.OFF, off=True)
+    draft.report_unmatched(["masked_training", *keys[:2]], remarks.OFF, off=True)
+    if not common_values.is_on(draft.get("masked_training")):
+        draft.report_unmatched(keys[2:], remarks.BELONGS_TO(key="masked_training"), off=True)
 
 
 def _set_folders(draft: Draft) -> None:
     tables = sorted({m[0] for key in draft.given if (m := re.match(r"concepts\.\d+\.", key))})
     kept: list[str] = []
     for table in tables:
-        if reason := _reason_to_leave_out(draft, table):
+        if reason := _explain_left_out(draft, table):
             own = [key for key in draft.given if key.startswith(table)]
-            draft.none(own, reason, off=reason == CONCEPT_OFF)
+            draft.report_unmatched(own, reason, off=reason == CONCEPT_OFF)
         else:
             kept.append(table)
             _add_folder(draft, table)
-    draft.mapped(["concept_file_name"], {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
+    draft.report_mapped(["concept_file_name"], {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     _set_masks(draft)
-    draft.none("concepts", remarks.EMPTY, off=True)
+    draft.report_unmatched("concepts", remarks.EMPTY, off=True)
     if not kept and draft.has("concept_file_name"):
         draft.folders = [Folder("TODO")]
-        draft.need("dataset.folders", remarks.FOLDERS_OF(file=draft.get("concept_file_name")))
+        draft.add_todo("dataset.folders", remarks.FOLDERS_OF(file=draft.get("concept_file_name")))
     if kept:
         _set_flip_and_tags(draft, kept)
         _set_variants(draft, kept)
-    dropped = draft.get("text_encoder.dropout_probability", number)
+    dropped = draft.get("text_encoder.dropout_probability", read_number)
     if dropped:
-        draft.mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
-    draft.none("text_encoder.dropout_probability", remarks.OFF, off=True)
+        draft.report_mapped("text_encoder.dropout_probability", {"dataset.caption_dropout": dropped})
+    draft.report_unmatched("text_encoder.dropout_probability", remarks.OFF, off=True)
     _set_resolutions(draft, kept)
     _set_frames(draft)
     switches = [f"{table}image.enable_resolution_override" for table in kept]
-    draft.none(
+    draft.report_unmatched(
         [*switches, *(f"{table}image.resolution_override" for table in kept)],
         remarks.COUNTS(key="resolution"),
         off=True,
     )
 
 
-def _reason_to_leave_out(draft: Draft, table: str) -> str:
+def _explain_left_out(draft: Draft, table: str) -> str:
     """Return why a concept is no folder of images to train on; "" if it is one."""
     kind = str(draft.get(f"{table}type") or "STANDARD")
-    validation = common_values.on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
-    disabled = draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"])
-    path = draft.get(f"{table}path", text)
+    validation = common_values.is_on(draft.get(f"{table}validation_concept")) or kind == "VALIDATION"
+    disabled = draft.has(f"{table}enabled") and not read_flag(draft.given[f"{table}enabled"])
+    path = draft.get(f"{table}path", read_string)
     if disabled:
         return CONCEPT_OFF
     if validation:
@@ -594,13 +602,15 @@ def _add_folder(draft: Draft, table: str) -> None:
     """Add a concept's folder to the draft, and report the concept's own keys."""
     at = f"dataset.folders.{len(draft.folders)}"
     counted = f"{table}balancing" if draft.has(f"{table}balancing") else f"{table}repeats"
-    repeats = draft.get(counted, number) or 1.0
+    repeats = draft.get(counted, read_number) or 1.0
     by_samples = draft.get(f"{table}balancing_strategy") == "SAMPLES"
-    deep = common_values.on(draft.get(f"{table}include_subdirectories"))
-    masked = common_values.on(draft.get("masked_training"))
-    folder = Folder(draft.get(f"{table}path", text), 1 if by_samples else repeats, mask="*-masklabel" if masked else "")
-    dataset_settings.look_into(draft, folder, deep=deep)
-    draft.mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
+    deep = common_values.is_on(draft.get(f"{table}include_subdirectories"))
+    masked = common_values.is_on(draft.get("masked_training"))
+    folder = Folder(
+        draft.get(f"{table}path", read_string), 1 if by_samples else repeats, mask="*-masklabel" if masked else ""
+    )
+    dataset_settings.count_images(draft, folder, deep=deep)
+    draft.report_mapped(f"{table}path", {}, remarks.SETS(setting=f"{at}.path"))
     if by_samples and folder.images:
         folder.repeats = repeats / folder.images
         note = Message(
@@ -610,27 +620,27 @@ def _add_folder(draft: Draft, table: str) -> None:
             samples=f"{repeats:g}",
             images=folder.images,
         )
-        draft.mapped([counted, f"{table}balancing_strategy"], {}, note)
+        draft.report_mapped([counted, f"{table}balancing_strategy"], {}, note)
     elif by_samples:
         note = Message(
             "the folder was not found; set {at}.repeats to {samples} samples per epoch divided by the number of images",
             at=at,
             samples=f"{repeats:g}",
         )
-        draft.none(counted, note)
+        draft.report_unmatched(counted, note)
     else:
-        draft.mapped(counted, {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
-    draft.none(f"{table}balancing_strategy", remarks.BELONGS_TO(key="balancing"), off=not by_samples)
+        draft.report_mapped(counted, {}, remarks.SETS(setting=f"{at}.repeats = {repeats:g}"))
+    draft.report_unmatched(f"{table}balancing_strategy", remarks.BELONGS_TO(key="balancing"), off=not by_samples)
     if deep:
-        draft.mapped(f"{table}include_subdirectories", {}, SUBFOLDERS)
+        draft.report_mapped(f"{table}include_subdirectories", {}, SUBFOLDERS)
     elif draft.has(f"{table}include_subdirectories"):
-        draft.differs(f"{table}include_subdirectories", {}, SUBFOLDERS)
+        draft.report_different(f"{table}include_subdirectories", {}, SUBFOLDERS)
     _report_caption_source(draft, table, at)
     if draft.get(f"{table}type") == "PRIOR_PREDICTION":
         folder.regularization = True
-        draft.mapped(f"{table}type", {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
+        draft.report_mapped(f"{table}type", {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
     for name in ("type", "enabled"):
-        draft.mapped(f"{table}{name}", {}, Message("this trainer uses this concept"))
+        draft.report_mapped(f"{table}{name}", {}, Message("this trainer uses this concept"))
     dataset_settings.weigh(draft, f"{table}loss_weight", folder, at)
     draft.folders.append(folder)
 
@@ -641,11 +651,11 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
     if source == "sample":
         note = Message("captions are files beside the images; of several lines, one is drawn each time")
         if draft.has(f"{table}text.prompt_source"):
-            draft.mapped(f"{table}text.prompt_source", {"dataset.caption_lines": "one"}, note)
+            draft.report_mapped(f"{table}text.prompt_source", {"dataset.caption_lines": "one"}, note)
         else:
             draft.assume("dataset.caption_lines", "one", "text.prompt_source", note)
     else:
-        draft.none(f"{table}text.prompt_source", remarks.CAPTION_FILES)
+        draft.report_unmatched(f"{table}text.prompt_source", remarks.CAPTION_FILES)
         draft.todo.append(
             Message(
                 "{key}: OneTrainer takes captions from {source}; write them as .txt files beside the images",
@@ -658,42 +668,48 @@ def _report_caption_source(draft: Draft, table: str, at: str) -> None:
 def _set_flip_and_tags(draft: Draft, tables: list[str]) -> None:
     """Set dataset.flip and the shuffling and dropout of tags, with one value for all concepts."""
     keys, values = draft.collect("image.enable_random_flip", tables)
-    dataset_settings.share(draft, keys, [True if value is None else value for value in values], "dataset.flip", flag)
-    dataset_settings.share(draft, *draft.collect("text.enable_tag_shuffling", tables), "dataset.shuffle_tags", flag)
+    dataset_settings.set_shared(
+        draft, keys, [True if value is None else value for value in values], "dataset.flip", read_flag
+    )
+    dataset_settings.set_shared(
+        draft, *draft.collect("text.enable_tag_shuffling", tables), "dataset.shuffle_tags", read_flag
+    )
     _set_tag_dropout(draft, tables)
     tags = draft.settings.get("dataset.shuffle_tags") or draft.settings.get("dataset.tag_dropout")
     for name, setting, read in (
-        ("text.keep_tags_count", "dataset.keep_tokens", whole),
+        ("text.keep_tags_count", "dataset.keep_tokens", read_whole),
         ("text.tag_delimiter", "dataset.tag_separator", lambda value: str(value).strip() or " "),
-        ("text.text_variations", "dataset.caption_variants", whole),
-        ("text_variations", "dataset.caption_variants", whole),
+        ("text.text_variations", "dataset.caption_variants", read_whole),
+        ("text_variations", "dataset.caption_variants", read_whole),
     ):
         keys, values = draft.collect(name, tables)
         if tags:
-            dataset_settings.share(draft, keys, values, setting, read)
-        draft.none(keys, Message("this setting has no effect without tag shuffling"), off=True)
+            dataset_settings.set_shared(draft, keys, values, setting, read)
+        draft.report_unmatched(keys, Message("this setting has no effect without tag shuffling"), off=True)
 
 
 def _set_variants(draft: Draft, tables: list[str]) -> None:
     """Set the variants of images, if OneTrainer caches several versions of each."""
     keys, counts = draft.collect("image_variations", tables)
-    if max([whole(count) for count in counts if count not in (None, "")], default=1) > 1:
+    if max([read_whole(count) for count in counts if count not in (None, "")], default=1) > 1:
         is_used = [_set_random_crop(draft, tables), _set_rotation(draft, tables), _set_color_jitter(draft, tables)]
         if any(is_used):
-            dataset_settings.share(draft, keys, counts, "dataset.image_variants", lambda count: min(64, whole(count)))
+            dataset_settings.set_shared(
+                draft, keys, counts, "dataset.image_variants", lambda count: min(64, read_whole(count))
+            )
     for name in (*SWITCHES, *LIMITS):
         for key, value in zip(*draft.collect(f"image.{name}", tables), strict=True):
-            is_on = name in SWITCHES and (value is None or flag(value))
-            draft.none(key, remarks.ONE_VERSION if is_on else remarks.OFF, off=not is_on)
-    draft.none(keys, remarks.OFF, off=True)
+            is_on = name in SWITCHES and (value is None or read_flag(value))
+            draft.report_unmatched(key, remarks.ONE_VERSION if is_on else remarks.OFF, off=not is_on)
+    draft.report_unmatched(keys, remarks.OFF, off=True)
 
 
 def _set_random_crop(draft: Draft, tables: list[str]) -> bool:
     """Set dataset.random_crop, which OneTrainer has on by default. Return True if a concept uses it."""
     keys, values = draft.collect("image.enable_crop_jitter", tables)
     switches = [True if value is None else value for value in values]
-    dataset_settings.share(draft, keys, switches, "dataset.random_crop", flag)
-    return any(map(flag, switches))
+    dataset_settings.set_shared(draft, keys, switches, "dataset.random_crop", read_flag)
+    return any(map(read_flag, switches))
 
 
 def _set_rotation(draft: Draft, tables: list[str]) -> bool:
@@ -702,7 +718,7 @@ def _set_rotation(draft: Draft, tables: list[str]) -> bool:
     if not any(angles):
         return False
     keys = [f"{table}image.{name}" for table in tables for name in ROTATION]
-    dataset_settings.share(draft, keys, angles, "dataset.rotate", lambda angle: min(angle, 45.0))
+    dataset_settings.set_shared(draft, keys, angles, "dataset.rotate", lambda angle: min(angle, 45.0))
     return True
 
 
@@ -715,21 +731,23 @@ def _set_color_jitter(draft: Draft, tables: list[str]) -> bool:
         return False
     keys = [f"{table}image.{name}" for table in tables for name in (*COLOUR_SWITCHES, *COLOUR_LIMITS)]
     note = Message("this trainer has one strength for brightness, contrast and saturation")
-    dataset_settings.share(draft, keys, strengths, "dataset.color_jitter", lambda strength: min(strength, 0.9), note)
+    dataset_settings.set_shared(
+        draft, keys, strengths, "dataset.color_jitter", lambda strength: min(strength, 0.9), note
+    )
     return True
 
 
 def _read_limit(draft: Draft, table: str, what: str, unit: str) -> float:
     """Return the limit of a change that a concept has switched on; 0 if it has not."""
-    if not flag(draft.get(f"{table}enable_random_{what}") or False):
+    if not read_flag(draft.get(f"{table}enable_random_{what}") or False):
         return 0.0
-    return number(draft.get(f"{table}random_{what}_max_{unit}") or 0.0)
+    return read_number(draft.get(f"{table}random_{what}_max_{unit}") or 0.0)
 
 
 def _set_frames(draft: Draft) -> None:
     """Set dataset.frames, if the architecture is trained on clips."""
-    lengths = [whole(part) for part in str(draft.get("frames") or "").split(",") if part.strip()]
-    if draft.family in families.available() and any(families.get(draft.family).clips):
+    lengths = [read_whole(part) for part in str(draft.get("frames") or "").split(",") if part.strip()]
+    if draft.family in families.list_families() and any(families.get(draft.family).clips):
         dataset_settings.set_clips(
             draft,
             ["frames"],
@@ -738,14 +756,14 @@ def _set_frames(draft: Draft) -> None:
             "head",
             Message("the lengths apply to every folder; this trainer takes the head of a clip (dataset.clip)"),
         )
-    draft.none("frames", NO_VIDEO, off=True)  # the page writes it for every model
+    draft.report_unmatched("frames", NO_VIDEO, off=True)  # the page writes it for every model
 
 
 def _set_resolutions(draft: Draft, tables: list[str]) -> None:
     """Set each concept's own resolution, and the general one for the others; of several in one text, the largest."""
     general, own = "resolution", {}
     for table in tables:
-        if common_values.on(draft.get(f"{table}image.enable_resolution_override")):
+        if common_values.is_on(draft.get(f"{table}image.enable_resolution_override")):
             own[table] = f"{table}image.resolution_override"
     sizes = {key: re.split(r"\s*,\s*", str(draft.get(key) or "").strip()) for key in [general, *own.values()]}
     if several := [size for key in sizes for size in sizes[key] if len(sizes[key]) > 1 and size]:
@@ -767,13 +785,15 @@ def _set_text_encoders(draft: Draft, scale: float) -> None:
         switches = [key for key in (f"{part}.train", f"train_{part}") if key in draft.given]
         own = [key for key in (f"{part}.learning_rate", f"{part}_learning_rate") if key in draft.given]
         if part not in TEXT_PARTS[:clips]:
-            on = any(common_values.on(draft.given[key]) for key in switches)
-            draft.none([*switches, *own], Message("this trainer does not train T5 or language models"), off=not on)
+            on = any(common_values.is_on(draft.given[key]) for key in switches)
+            draft.report_unmatched(
+                [*switches, *own], Message("this trainer does not train T5 or language models"), off=not on
+            )
             continue
         keys, rate_keys = [*keys, *switches], [*rate_keys, *own]
         used = next((key for key in own if draft.has(key)), "learning_rate")
-        rate = draft.get(used, number)
-        trained = all(common_values.on(draft.given[key]) for key in switches) if switches else trained
+        rate = draft.get(used, read_number)
+        trained = all(common_values.is_on(draft.given[key]) for key in switches) if switches else trained
         if rate and trained:
             rates[part] = rate * scale
         else:
@@ -788,13 +808,13 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
     """Add a TODO if OneTrainer stops training a text encoder before the end (after 30 epochs by default)."""
     keys = [f"{part}.stop_training_after", f"{part}.stop_training_after_unit", f"train_{part}_epochs"]
     own = keys[0] if draft.has(keys[0]) else keys[2]
-    count = draft.get(own, number) if draft.has(own) else 30
+    count = draft.get(own, read_number) if draft.has(own) else 30
     unit = str(draft.get(keys[1]) or "EPOCH")
-    end = {"EPOCH": draft.get("epochs", number), "STEP": draft.settings.get("train.steps")}.get(unit)
+    end = {"EPOCH": draft.get("epochs", read_number), "STEP": draft.settings.get("train.steps")}.get(unit)
     if unit == "NEVER" or isinstance(end, int | float) and count >= end:
-        draft.none(keys, Message("both trainers train text encoders until the end"), off=True)
+        draft.report_unmatched(keys, Message("both trainers train text encoders until the end"), off=True)
         return
-    draft.differs(keys, {}, remarks.TEXT_TO_THE_END)
+    draft.report_different(keys, {}, remarks.TEXT_TO_THE_END)
     what = Message(
         "OneTrainer stops training {part} after {count} {unit}s, but this trainer trains it until the end; "
         "choose a lower learning rate",
@@ -802,39 +822,41 @@ def _set_end_of_text_encoder(draft: Draft, part: str) -> None:
         count=f"{count:g}",
         unit=unit.lower(),
     )
-    draft.need("optimizer.text_encoder_lr", what)
+    draft.add_todo("optimizer.text_encoder_lr", what)
 
 
 def _set_length_and_rate(draft: Draft, part: str) -> int | None:
     """Set steps, batch size, learning rate and schedule; return the steps per epoch if they are known."""
-    batch = positive(draft.get("batch_size") or 1)
+    batch = read_positive(draft.get("batch_size") or 1)
     devices = [device for device in str(draft.get("device_indexes") or "").split(",") if device.strip()]
-    processes = len(devices) if common_values.on(draft.get("multi_gpu")) and devices else 1
+    processes = len(devices) if common_values.is_on(draft.get("multi_gpu")) and devices else 1
     if processes > 1:
         note = remarks.BATCH_OF_ALL(batch=batch, processes=processes)
-        draft.differs(["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note)
+        draft.report_different(
+            ["batch_size", "multi_gpu", "device_indexes"], {"train.batch_size": batch * processes}, note
+        )
     else:
-        draft.mapped("batch_size", {"train.batch_size": batch})
-    draft.none(["multi_gpu", "device_indexes"], Message("the training has one process"), off=True)
-    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
-    dataset_settings.set_steps_from_epochs(draft, "epochs", positive(draft.get("epochs")), per_epoch, batch)
+        draft.report_mapped("batch_size", {"train.batch_size": batch})
+    draft.report_unmatched(["multi_gpu", "device_indexes"], Message("the training has one process"), off=True)
+    accumulate = read_positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = dataset_settings.count_steps_per_epoch(draft, batch, accumulate, processes)
+    dataset_settings.set_steps_from_epochs(draft, "epochs", read_positive(draft.get("epochs")), per_epoch, batch)
     scaler = str(draft.get("learning_rate_scaler") or "NONE")
     factors = {"BATCH": batch, "GRADIENT_ACCUMULATION": accumulate, "BOTH": batch * accumulate}
     scale = math.sqrt(factors.get(scaler, 1))
     rates = [f"{part}.learning_rate", f"{part}_learning_rate", "learning_rate"]
     used = next((key for key in rates if draft.has(key)), "learning_rate")
     name = "optimizer.optimizer" if draft.has("optimizer.optimizer") else "optimizer"
-    optimizer_settings.set_optimizer(draft, name, [used], draft.get(used, number), scale)
+    optimizer_settings.set_optimizer(draft, name, [used], draft.get(used, read_number), scale)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     if scale != 1:
         note = remarks.TIMES_ROOT(number=factors[scaler])
-        draft.mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, note)
-    draft.mapped("learning_rate_scaler", {}, Message("the learning rate is not scaled"))
+        draft.report_mapped("learning_rate_scaler", {"optimizer.lr_scale": scale}, note)
+    draft.report_mapped("learning_rate_scaler", {}, Message("the learning rate is not scaled"))
     _set_text_encoders(draft, scale)
     others = [f"{other}.learning_rate" for other in PARTS] + ["unet_learning_rate", "prior_learning_rate"]
-    draft.none([*rates, *others], remarks.RATE_OF_DENOISER(rate_key=used), off=True)
-    warmup = draft.get("learning_rate_warmup_steps", number)
+    draft.report_unmatched([*rates, *others], remarks.RATE_OF_DENOISER(rate_key=used), off=True)
+    warmup = draft.get("learning_rate_warmup_steps", read_number)
     optimizer_settings.set_schedule(
         draft,
         optimizer_settings.ScheduleKeys(
@@ -844,7 +866,7 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
             floor="learning_rate_min_factor",
         ),
         warmup=warmup,
-        floor=draft.get("learning_rate_min_factor", number),
+        floor=draft.get("learning_rate_min_factor", read_number),
         constant_warms_up=True,
     )
     backup = Message("this trainer saves a checkpoint to resume from, without the base model")
@@ -855,13 +877,13 @@ def _set_length_and_rate(draft: Draft, part: str) -> int | None:
             _set_every(draft, "export.every", key, per_epoch, Message("this trainer saves the LoRA files"), done)
             or done
         )
-    keep = draft.get("rolling_backup_count", whole)
-    if common_values.on(draft.get("rolling_backup")) and keep:
-        draft.mapped(
+    keep = draft.get("rolling_backup_count", read_whole)
+    if common_values.is_on(draft.get("rolling_backup")) and keep:
+        draft.report_mapped(
             ["rolling_backup_count", "rolling_backup"],
             {"checkpoint.keep": common_values.clamp("checkpoint.keep", keep)},
         )
-    draft.none(
+    draft.report_unmatched(
         ["rolling_backup_count", "rolling_backup"],
         Message("this trainer always keeps the newest checkpoints (checkpoint.keep)"),
         off=True,
@@ -881,21 +903,23 @@ def _set_every(draft: Draft, setting: str, key: str, per_epoch: int | None, note
         done: another key has set it already.
     """
     unit_key = f"{key}_unit"
-    count, unit = draft.get(key, number), str(draft.get(unit_key) or "NEVER")
+    count, unit = draft.get(key, read_number), str(draft.get(unit_key) or "NEVER")
     if not draft.has(key) and not draft.has(unit_key):
         return False
     if done or not count or unit in ("NEVER", "ALWAYS"):
         note = Message("another setting became {setting}", setting=setting) if done else remarks.OFF
-        draft.none([key, unit_key], note, off=True)
+        draft.report_unmatched([key, unit_key], note, off=True)
         return False
     if unit == "STEP":
-        draft.differs([key, unit_key], {setting: max(1, round(count))}, note)
+        draft.report_different([key, unit_key], {setting: max(1, round(count))}, note)
         return True
     if unit == "EPOCH" and per_epoch:
         counted = remarks.EVERY_EPOCHS(epochs=f"{count:g}", steps=per_epoch)
-        draft.differs([key, unit_key], {setting: max(1, round(count * per_epoch))}, remarks.join([counted, note]))
+        draft.report_different(
+            [key, unit_key], {setting: max(1, round(count * per_epoch))}, remarks.join([counted, note])
+        )
         return True
-    draft.none(
+    draft.report_unmatched(
         [key, unit_key],
         Message("{setting} counts steps, not {unit}s; its default is used", setting=setting, unit=unit.lower()),
     )
@@ -908,20 +932,22 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
     special = [f"{t}text.tag_dropout_special_tags_mode" for t in tables]
     chances = []
     for t in tables:
-        on = common_values.on(draft.get(f"{t}text.tag_dropout_enable"))
-        chances.append(draft.get(f"{t}text.tag_dropout_probability", number) if on else 0.0)
+        on = common_values.is_on(draft.get(f"{t}text.tag_dropout_enable"))
+        chances.append(draft.get(f"{t}text.tag_dropout_probability", read_number) if on else 0.0)
     modes = {
         str(draft.get(f"{t}text.tag_dropout_mode") or "FULL")
         for t, chance in zip(tables, chances, strict=True)
         if chance
     }
     if modes - {"RANDOM"}:
-        draft.none(keys, Message("this trainer drops each tag independently, as OneTrainer does with RANDOM"))
+        draft.report_unmatched(
+            keys, Message("this trainer drops each tag independently, as OneTrainer does with RANDOM")
+        )
     elif modes:
-        dataset_settings.share(draft, keys, chances, "dataset.tag_dropout", number)
-    draft.none(keys, remarks.OFF, off=True)
+        dataset_settings.set_shared(draft, keys, chances, "dataset.tag_dropout", read_number)
+    draft.report_unmatched(keys, remarks.OFF, off=True)
     chosen = any(str(draft.get(key) or "NONE") != "NONE" for key in special)
-    draft.none(
+    draft.report_unmatched(
         special,
         Message("this trainer always keeps the first keep_tokens tags and the trigger word"),
         off=not (modes and chosen),
@@ -930,39 +956,39 @@ def _set_tag_dropout(draft: Draft, tables: list[str]) -> None:
 
 def _set_loss_and_timesteps(draft: Draft, part: str) -> None:
     for key, predicts in (("force_v_prediction", "v"), ("force_epsilon_prediction", "epsilon")):
-        objective_settings.set_prediction(draft, key, predicts if common_values.on(draft.get(key)) else "")
+        objective_settings.set_prediction(draft, key, predicts if common_values.is_on(draft.get(key)) else "")
     _set_loss(draft)
     objective_settings.set_noise_offset(draft, "offset_noise_weight")
     zero = "rescale_noise_scheduler_to_zero_terminal_snr"
-    ours = {"objective.zero_terminal_snr": True} if common_values.on(draft.get(zero)) else {}
+    ours = {"objective.zero_terminal_snr": True} if common_values.is_on(draft.get(zero)) else {}
     objective_settings.set_of_diffusion(draft, zero, ours)
     _set_timesteps(draft)
     guidance = f"{part}.guidance_scale"
     if draft.has(guidance):
-        draft.mapped(guidance, {"objective.guidance": number(draft.given[guidance])})
-    draft.none([f"{other}.guidance_scale" for other in PARTS], remarks.ANOTHER_PART, off=True)
+        draft.report_mapped(guidance, {"objective.guidance": read_number(draft.given[guidance])})
+    draft.report_unmatched([f"{other}.guidance_scale" for other in PARTS], remarks.ANOTHER_PART, off=True)
 
 
 def _set_loss(draft: Draft) -> None:
     """Set objective.loss, and the weight of the loss by noise level."""
-    parts = {name: draft.get(f"{name}_strength", number) for name in ("mse", "mae", "log_cosh", "huber")}
+    parts = {name: draft.get(f"{name}_strength", read_number) for name in ("mse", "mae", "log_cosh", "huber")}
     if parts["huber"] and parts["mse"] == 0 and not parts["mae"] and not parts["log_cosh"]:
-        delta = draft.get("huber_delta", number)
+        delta = draft.get("huber_delta", read_number)
         ours = {"objective.loss": "huber", "objective.huber_delta": 1.0 if delta is None else delta}
         keys = ["huber_strength", "huber_delta", "mse_strength"]
-        draft.differs(keys, ours, remarks.TWICE)
-    draft.none("huber_delta", remarks.BELONGS_TO(key="huber_strength"), off=True)
-    weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", number)
+        draft.report_different(keys, ours, remarks.TWICE)
+    draft.report_unmatched("huber_delta", remarks.BELONGS_TO(key="huber_strength"), off=True)
+    weight, strength = str(draft.get("loss_weight_fn") or "CONSTANT"), draft.get("loss_weight_strength", read_number)
     if weight == "MIN_SNR_GAMMA":
         objective_settings.set_min_snr(draft, "loss_weight_strength", strength or 5.0)
-        draft.mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma sets this weighting"))
+        draft.report_mapped("loss_weight_fn", {}, Message("objective.min_snr_gamma sets this weighting"))
     elif weight == "DEBIASED_ESTIMATION":
         objective_settings.set_debiased(draft, "loss_weight_fn", True)
-        draft.none("loss_weight_strength", remarks.BELONGS_TO(key="MIN_SNR_GAMMA"), off=True)
+        draft.report_unmatched("loss_weight_strength", remarks.BELONGS_TO(key="MIN_SNR_GAMMA"), off=True)
     else:
         off = weight in ("CONSTANT", "NONE")
-        draft.none("loss_weight_fn", remarks.ONLY_MIN_SNR, off=off)
-        draft.none("loss_weight_strength", remarks.BELONGS_TO(key=weight), off=True)
+        draft.report_unmatched("loss_weight_fn", remarks.ONLY_MIN_SNR, off=off)
+        draft.report_unmatched("loss_weight_strength", remarks.BELONGS_TO(key=weight), off=True)
     objective_settings.set_min_snr(draft, "min_snr_gamma")
 
 
@@ -971,27 +997,27 @@ def _set_timesteps(draft: Draft) -> None:
     keys = ["timestep_distribution", "timestep_shift", "dynamic_timestep_shifting", "noising_weight", "noising_bias"]
     kind = str(draft.get("timestep_distribution") or "UNIFORM")
     notes: list[str] = []
-    dynamic = common_values.on(draft.get("dynamic_timestep_shifting"))
-    shift: float | str = "auto" if dynamic else draft.get("timestep_shift", number) or 1.0
-    weight, bias = draft.get("noising_weight", number) or 0.0, draft.get("noising_bias", number) or 0.0
+    dynamic = common_values.is_on(draft.get("dynamic_timestep_shifting"))
+    shift: float | str = "auto" if dynamic else draft.get("timestep_shift", read_number) or 1.0
+    weight, bias = draft.get("noising_weight", read_number) or 0.0, draft.get("noising_bias", read_number) or 0.0
     shapes: dict[str, dict[str, Any]] = {
         "UNIFORM": {"objective.timesteps": "uniform"},
-        "LOGIT_NORMAL": objective_settings.logit_normal(bias, weight + 1),
+        "LOGIT_NORMAL": objective_settings.make_logit_normal(bias, weight + 1),
         "HEAVY_TAIL": {"objective.timesteps": "mode", "objective.mode_scale": weight},
         "COS_MAP": {"objective.timesteps": "cosmap"},
     }
     shape = shapes.get(kind)
     if shape is None:
         notes.append(remarks.LOGIT_NORMAL(method=kind))
-        shape = objective_settings.logit_normal()
+        shape = objective_settings.make_logit_normal()
     _set_range(draft, kind, shift)
     if not model_settings.predicts_noise(draft.family):
         objective_settings.set_timesteps(draft, keys, shape, shift, remarks.join(notes), exact=not notes)
     elif kind != "UNIFORM" or shift != 1:
         if shift != 1:
             notes.append(Message("models that predict noise have no shift in this trainer"))
-        (draft.differs if notes else draft.mapped)(keys, shape, remarks.join(notes))
-    draft.none(keys, remarks.OFF, off=True)
+        (draft.report_different if notes else draft.report_mapped)(keys, shape, remarks.join(notes))
+    draft.report_unmatched(keys, remarks.OFF, off=True)
 
 
 def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
@@ -1000,17 +1026,17 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
         ("min_noising_strength", "objective.t_min", 0),
         ("max_noising_strength", "objective.t_max", 1),
     ):
-        level = draft.get(key, number)
+        level = draft.get(key, read_number)
         if level is None or level == end:
-            draft.none(key, Message("this is the whole range"), off=True)
+            draft.report_unmatched(key, Message("this is the whole range"), off=True)
         elif kind != "UNIFORM":
-            draft.differs(
+            draft.report_different(
                 key,
                 {setting: level},
                 Message("OneTrainer squeezes the distribution into the range; this trainer cuts it off"),
             )
         elif isinstance(shift, str):  # "auto"
-            draft.differs(
+            draft.report_different(
                 key,
                 {setting: level},
                 Message(
@@ -1020,7 +1046,7 @@ def _set_range(draft: Draft, kind: str, shift: float | str) -> None:
             )
         else:
             moved = shift * level / (1 + (shift - 1) * level)
-            draft.mapped(
+            draft.report_mapped(
                 key, {setting: round(moved, 6)}, "" if shift == 1 else Message("this is the value after the shift")
             )
 
@@ -1032,28 +1058,28 @@ def _set_memory(draft: Draft, part: str) -> None:
         word = str(value).upper()
         if word == "CPU_OFFLOADED":
             note = remarks.RECOMPUTED
-            draft.differs(used, {"memory.gradient_checkpointing": True}, note)
+            draft.report_different(used, {"memory.gradient_checkpointing": True}, note)
         else:
-            draft.mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
+            draft.report_mapped(used, {"memory.gradient_checkpointing": word in ("ON", "TRUE")})
     keys = ["gradient_checkpointing", *(f"{other}.gradient_checkpointing" for other in PARTS)]
-    draft.none(keys, remarks.ANOTHER_PART, off=True)
-    if common_values.on(draft.get("compile")):
-        draft.differs("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("compile", remarks.OFF, off=True)
+    draft.report_unmatched(keys, remarks.ANOTHER_PART, off=True)
+    if common_values.is_on(draft.get("compile")):
+        draft.report_different("compile", {"memory.compile": "blocks"}, remarks.COMPILED)
+    draft.report_unmatched("compile", remarks.OFF, off=True)
     shares = ["layer_offload_fraction", *(f"{other}.offload_fraction" for other in PARTS)]
     own = f"{part}.offload_fraction" if draft.has(f"{part}.offload_fraction") else "layer_offload_fraction"
     if own == "layer_offload_fraction" and str(value).upper() != "CPU_OFFLOADED":
-        draft.none(own, remarks.BELONGS_TO(key="gradient_checkpointing = CPU_OFFLOADED"), off=True)
+        draft.report_unmatched(own, remarks.BELONGS_TO(key="gradient_checkpointing = CPU_OFFLOADED"), off=True)
     elif draft.has(own):
         memory_settings.set_offload(
             draft,
             own,
-            draft.get(own, number),
+            draft.get(own, read_number),
             Message(
                 "OneTrainer offloads a share of the layers; this trainer offloads that share of the frozen weights"
             ),
         )
-    draft.none(shares, remarks.ANOTHER_PART, off=True)
+    draft.report_unmatched(shares, remarks.ANOTHER_PART, off=True)
 
 
 def _set_previews(draft: Draft, per_epoch: int | None) -> None:
@@ -1061,21 +1087,25 @@ def _set_previews(draft: Draft, per_epoch: int | None) -> None:
     pictures: list[dict[str, Any]] = []
     keys: dict[str, str] = {}
     for table in tables:
-        if draft.has(f"{table}enabled") and not flag(draft.given[f"{table}enabled"]):
-            draft.none([key for key in draft.given if key.startswith(table)], Message("this sample is off"), off=True)
+        if draft.has(f"{table}enabled") and not read_flag(draft.given[f"{table}enabled"]):
+            draft.report_unmatched(
+                [key for key in draft.given if key.startswith(table)], Message("this sample is off"), off=True
+            )
             continue
         names = {"prompt": "prompt", "negative_prompt": "negative", "width": "width", "height": "height"}
         names |= {"seed": "seed", "diffusion_steps": "steps", "cfg_scale": "guidance", "frames": "frames"}
         pictures.append({ours: draft.get(f"{table}{name}") for name, ours in names.items()})
         keys |= {f"{table}{name}": ours.replace("prompt", "prompts") for name, ours in names.items()}
-        draft.mapped(f"{table}enabled", {}, Message("this sample is on"))
+        draft.report_mapped(f"{table}enabled", {}, Message("this sample is on"))
     if pictures:
         preview_settings.set_previews(draft, keys, pictures)
         _set_every(draft, "preview.every", "sample_after", per_epoch, "", False)
         draft.set("preview.at_start", False, Message("OneTrainer draws the first preview after training has begun"))
-    draft.mapped("sample_definition_file_name", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
+    draft.report_mapped("sample_definition_file_name", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     rest = ["sample_after", "sample_after_unit", "sample_skip_first", "samples"]
-    draft.none([*rest, *(key for key in draft.given if key.startswith("samples."))], remarks.NOT_PREVIEWED, off=True)
+    draft.report_unmatched(
+        [*rest, *(key for key in draft.given if key.startswith("samples."))], remarks.NOT_PREVIEWED, off=True
+    )
 
 
 def recognise(source: Source) -> str:

@@ -12,10 +12,10 @@ from ..config.relations import LEAST_FACTOR
 from ..errors import Message
 from ..settings import FALLING, MOST_LR, is_class
 from . import remarks
-from .common_values import accepted, clamp, plain
+from .common_values import clamp, list_accepted, normalize_name
 from .import_draft import Draft
-from .model_settings import trains_text
-from .readers import Unfit, flag, listed, number, text, whole
+from .model_settings import can_train_text
+from .readers import Unfit, read_flag, read_list, read_number, read_string, read_whole
 
 NO_TEXT_ENCODER = Message("this trainer does not train text encoders of this architecture, only the denoiser")
 
@@ -118,8 +118,8 @@ def set_text_encoders(
         left_out: names of CLIPs that the tool does not train.
     """
     if not rates:
-        draft.mapped(keys, {}, remarks.TEXT_NOT_TRAINED)
-        draft.none(rate_keys, remarks.TEXT_NOT_TRAINED, off=True)
+        draft.report_mapped(keys, {}, remarks.TEXT_NOT_TRAINED)
+        draft.report_unmatched(rate_keys, remarks.TEXT_NOT_TRAINED, off=True)
         return
     if not draft.family:
         draft.wait([*keys, *rate_keys])
@@ -127,33 +127,33 @@ def set_text_encoders(
         if why and not any(draft.has(key) for key in keys):
             draft.notes.append(why)
         return
-    if not trains_text(draft.family):
-        draft.none([*keys, *rate_keys], NO_TEXT_ENCODER)
+    if not can_train_text(draft.family):
+        draft.report_unmatched([*keys, *rate_keys], NO_TEXT_ENCODER)
         return
     if left_out:
         why = Message(
             "the other trainer does not train {names}; this trainer trains all CLIP text encoders or none",
             names=" and ".join(left_out),
         )
-        draft.differs(keys, {"adapter.text_encoder": True}, why)
+        draft.report_different(keys, {"adapter.text_encoder": True}, why)
     else:
-        draft.mapped(keys, {"adapter.text_encoder": True}, why)
+        draft.report_mapped(keys, {"adapter.text_encoder": True}, why)
     if why and not any(draft.has(key) for key in keys):
         draft.notes.append(why)
     rate = next(iter(rates.values()))
     if draft.settings.get("optimizer.name") == "prodigy":
         if set(rates.values()) == {draft.settings["optimizer.lr"]}:
-            draft.mapped(rate_keys, {}, remarks.ONE_RATE)
+            draft.report_mapped(rate_keys, {}, remarks.ONE_RATE)
         else:
-            draft.none(rate_keys, remarks.ONE_RATE)
+            draft.report_unmatched(rate_keys, remarks.ONE_RATE)
     elif not 0 < rate < 1:  # learning rates for optimizers that find their own
-        draft.none(
+        draft.report_unmatched(
             rate_keys,
             Message("AdamW cannot use {rate} as a learning rate; half of optimizer.lr is used", rate=f"{rate:g}"),
         )
     elif len(set(rates.values())) > 1:
         listed_rates = ", ".join(f"{name} {value:g}" for name, value in rates.items())
-        draft.differs(
+        draft.report_different(
             rate_keys,
             {"optimizer.text_encoder_lr": rate},
             Message(
@@ -162,7 +162,7 @@ def set_text_encoders(
             ),
         )
     else:
-        draft.mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
+        draft.report_mapped(rate_keys, {"optimizer.text_encoder_lr": rate})
 
 
 def set_optimizer(
@@ -179,19 +179,21 @@ def set_optimizer(
         least: with Prodigy, the tool itself takes 1 for learning rates below this.
     """
     unlike = _set_optimizer_name(draft, name_key)
-    finds_rate = any(word in plain(unlike) for word in FINDS_ITS_RATE)
+    finds_rate = any(word in normalize_name(unlike) for word in FINDS_ITS_RATE)
     if unlike and (finds_rate or rate is None or not 0 < rate < 1):
-        draft.none(rate_keys, Message("{name} finds its learning rate by itself, but AdamW8bit needs one", name=unlike))
+        draft.report_unmatched(
+            rate_keys, Message("{name} finds its learning rate by itself, but AdamW8bit needs one", name=unlike)
+        )
         draft.set("optimizer.lr", 1e-4)
         what = Message("the file has no learning rate for AdamW8bit; choose one")
         if rate is not None:
             what = Message("choose a learning rate for AdamW8bit; {rate} is for {name}", rate=rate, name=unlike)
-        draft.need("optimizer.lr", what)
+        draft.add_todo("optimizer.lr", what)
     elif draft.settings.get("optimizer.name") == "prodigy":
         _set_factor(draft, rate_keys, rate, least)
     elif rate is None:
         draft.set("optimizer.lr", 1e-4)
-        draft.need("optimizer.lr", Message("the file has no learning rate; choose one"))
+        draft.add_todo("optimizer.lr", Message("the file has no learning rate; choose one"))
     else:
         note = (
             ""
@@ -203,9 +205,9 @@ def set_optimizer(
                 result=f"{rate * scale:g}",
             )
         )
-        draft.mapped(rate_keys, {"optimizer.lr": rate}, note)
+        draft.report_mapped(rate_keys, {"optimizer.lr": rate}, note)
         if unlike:
-            draft.need(
+            draft.add_todo(
                 "optimizer.lr", Message("this learning rate is for {name}; AdamW8bit may need another", name=unlike)
             )
     # By default, lr_scale would multiply the learning rate on an FP8 base by 1.4; no other tool does.
@@ -224,11 +226,11 @@ def set_optimizer(
 
 def _set_optimizer_name(draft: Draft, key: str) -> str:
     """Set optimizer.name from the tool's key; return the tool's name of an optimizer without a counterpart, else ""."""
-    name = draft.get(key, text) or ""
-    kind = plain(name)
-    own = {plain(word): word for word in accepted("optimizer.name")}
+    name = draft.get(key, read_string) or ""
+    kind = normalize_name(name)
+    own = {normalize_name(word): word for word in list_accepted("optimizer.name")}
     if kind == "prodigy" and draft.tool.name == "simpletuner":
-        draft.differs(
+        draft.report_different(
             key,
             {"optimizer.name": kind},
             Message("this trainer uses the package of Prodigy's authors instead of SimpleTuner's own build"),
@@ -238,19 +240,19 @@ def _set_optimizer_name(draft: Draft, key: str) -> str:
             "the other trainer sets the learning rate by itself (relative_step, scale_parameter); this trainer "
             "uses optimizer.lr"
         )
-        draft.differs(key, {"optimizer.name": "adafactor"}, why)
-        draft.need("optimizer.lr", Message("check the learning rate, which the other trainer sets by itself"))
+        draft.report_different(key, {"optimizer.name": "adafactor"}, why)
+        draft.add_todo("optimizer.lr", Message("check the learning rate, which the other trainer sets by itself"))
     elif kind in own and kind not in ALIKE:
-        draft.mapped(key, {"optimizer.name": own[kind]})
+        draft.report_mapped(key, {"optimizer.name": own[kind]})
     elif kind in ALIKE:
         ours, note = ALIKE[kind]
-        (draft.differs if note else draft.mapped)(key, {"optimizer.name": ours}, note)
+        (draft.report_different if note else draft.report_mapped)(key, {"optimizer.name": ours}, note)
     elif draft.tool.name in OF_KOHYA and CLASS_PATH.fullmatch(name):
-        draft.mapped(
+        draft.report_mapped(
             key, {"optimizer.name": name}, Message("this trainer uses the class itself; its package must be installed")
         )
     elif kind:
-        draft.none(key, Message("this trainer has no {name}; AdamW8bit was written", name=name))
+        draft.report_unmatched(key, Message("this trainer has no {name}; AdamW8bit was written", name=name))
         draft.set("optimizer.name", "adamw8bit", Message("AdamW8bit replaces {name}", name=name))
         return name
     return ""
@@ -267,7 +269,7 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
     if rate is None:
         draft.set("optimizer.lr", 1.0, Message("this is Prodigy's default factor"))
     elif rate < least:
-        draft.mapped(
+        draft.report_mapped(
             rate_keys,
             {"optimizer.lr": 1.0},
             Message("with Prodigy, the other trainer uses 1 for learning rates below {least}", least=f"{least:g}"),
@@ -278,38 +280,38 @@ def _set_factor(draft: Draft, rate_keys: Sequence[str], rate: Any, least: float)
             "was written",
             rate=f"{rate:g}",
         )
-        draft.differs(rate_keys, {"optimizer.lr": 1.0}, note)
+        draft.report_different(rate_keys, {"optimizer.lr": 1.0}, note)
     else:
-        draft.mapped(rate_keys, {"optimizer.lr": rate})
+        draft.report_mapped(rate_keys, {"optimizer.lr": rate})
 
 
-def growth_rate(value: Any) -> float | str:
+def read_growth_rate(value: Any) -> float | str:
     """Read Prodigy's growth_rate; our word for infinity is "unlimited"."""
-    return "unlimited" if str(value).strip().lower() in ("inf", "infinity", "float('inf')") else number(value)
+    return "unlimited" if str(value).strip().lower() in ("inf", "infinity", "float('inf')") else read_number(value)
 
 
 def set_prodigy(draft: Draft, keys: Mapping[str, str]) -> None:
     """Set Prodigy's own settings; `keys` maps our names to the tool's keys."""
     for name, key in keys.items():
         if draft.settings.get("optimizer.name") != "prodigy":
-            draft.none(key, remarks.BELONGS_TO(key="Prodigy"), off=True)
+            draft.report_unmatched(key, remarks.BELONGS_TO(key="Prodigy"), off=True)
         elif draft.has(key):
-            draft.mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
+            draft.report_mapped(key, {f"optimizer.{name}": draft.get(key, OF_PRODIGY[name])})
 
 
 OF_PRODIGY: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("d0", "d_coef"), number),
-    **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), flag),
-    "growth_rate": growth_rate,
+    **dict.fromkeys(("d0", "d_coef"), read_number),
+    **dict.fromkeys(("safeguard_warmup", "use_bias_correction", "decouple"), read_flag),
+    "growth_rate": read_growth_rate,
 }
 """Prodigy's own settings, which have the same names in ours."""
 FIXED_RATE = ("relative_step", "scale_parameter", "warmup_init")
 """Arguments of Adafactor that are always off in ours."""
 OPTIMIZER_ARGUMENTS = {
-    "weight_decay": ("optimizer.weight_decay", number),
-    "eps": ("optimizer.eps", number),
-    "beta1": ("optimizer.beta1", number),
-    "beta2": ("optimizer.beta2", number),
+    "weight_decay": ("optimizer.weight_decay", read_number),
+    "eps": ("optimizer.eps", read_number),
+    "beta1": ("optimizer.beta1", read_number),
+    "beta2": ("optimizer.beta2", read_number),
 }
 
 
@@ -318,20 +320,20 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
     if isinstance(arguments, str):
         arguments = re.split(r"[ ;]+|,(?=\s*[A-Za-z_])", arguments.strip())
     if is_class(draft.settings.get("optimizer.name", "")):
-        _set_class_arguments(draft, key, listed(arguments))
+        _set_class_arguments(draft, key, read_list(arguments))
         return
     prodigy = draft.settings.get("optimizer.name") == "prodigy"
     of_prodigy = {name: (f"optimizer.{name}", read) for name, read in OF_PRODIGY.items()}
     known = OPTIMIZER_ARGUMENTS | (of_prodigy if prodigy else {})
     settings: dict[str, Any] = {}
     left: list[str] = []
-    for argument in listed(arguments):
+    for argument in read_list(arguments):
         name, _, value = (part.strip().strip("\"'") for part in str(argument).partition("="))
         try:
             if name == "betas":
-                first, second = (number(part) for part in value.strip("()[] ").split(","))
+                first, second = (read_number(part) for part in value.strip("()[] ").split(","))
                 settings |= {"optimizer.beta1": first, "optimizer.beta2": second}
-            elif name in FIXED_RATE and not flag(value):
+            elif name in FIXED_RATE and not read_flag(value):
                 continue  # always off in ours
             elif name in known:
                 setting, read = known[name]
@@ -341,13 +343,13 @@ def set_optimizer_arguments(draft: Draft, key: str, arguments: Any) -> None:
         except (Unfit, ValueError):
             left.append(str(argument))
     if left and settings:
-        draft.differs(
+        draft.report_different(
             key, settings, Message("this trainer does not have these arguments: {names}", names=", ".join(left))
         )
     elif left:
-        draft.none(key, remarks.NOT_AN_ARGUMENT)
+        draft.report_unmatched(key, remarks.NOT_AN_ARGUMENT)
     else:
-        draft.mapped(key, settings)
+        draft.report_mapped(key, settings)
 
 
 def _set_class_arguments(draft: Draft, key: str, arguments: Sequence[Any]) -> None:
@@ -368,13 +370,13 @@ def _set_class_arguments(draft: Draft, key: str, arguments: Sequence[Any]) -> No
         else:
             left.append(str(argument))
     if left:
-        draft.differs(
+        draft.report_different(
             key,
             {"optimizer.arguments": values},
             Message("these arguments could not be read: {names}", names=", ".join(left)),
         )
     else:
-        draft.mapped(key, {"optimizer.arguments": values})
+        draft.report_mapped(key, {"optimizer.arguments": values})
 
 
 @dataclass(frozen=True)
@@ -410,77 +412,81 @@ def set_schedule(
     """
     if draft.settings.get("optimizer.name") == "adamw_schedulefree" and draft.tool.name in OF_KOHYA:
         named = [keys.name, keys.warmup, keys.cycles, keys.power, keys.decay, keys.floor]
-        draft.none(named, Message("the other trainer uses no schedule with schedule-free optimizers"), off=True)
+        draft.report_unmatched(
+            named, Message("the other trainer uses no schedule with schedule-free optimizers"), off=True
+        )
         draft.set("schedule.name", "constant")
         return
-    name = draft.get(keys.name, text) or "constant"
+    name = draft.get(keys.name, read_string) or "constant"
     spent = _set_curve(draft, keys, name)
     for key in (keys.cycles, keys.power, keys.decay):
         if key and key not in spent:
-            draft.none(key, remarks.UNUSED_BY(name=name), off=True)
+            draft.report_unmatched(key, remarks.UNUSED_BY(name=name), off=True)
     if keys.warmup:
-        ignored = plain(name) == "constant" and not constant_warms_up
+        ignored = normalize_name(name) == "constant" and not constant_warms_up
         if warmup and ignored:
-            draft.none(
+            draft.report_unmatched(
                 keys.warmup,
                 Message("the other trainer does not warm up with 'constant', so no warm-up was written"),
                 off=True,
             )
         elif warmup:
             steps = float(warmup) if warmup < 1 else round(warmup)
-            draft.mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
+            draft.report_mapped(keys.warmup, {"schedule.warmup": steps}, warmup_note)
         else:
-            draft.mapped(keys.warmup, {"schedule.warmup": 0})
+            draft.report_mapped(keys.warmup, {"schedule.warmup": 0})
     if keys.floor:
         if floor and draft.settings.get("schedule.name") in FALLING:
-            draft.mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
+            draft.report_mapped(keys.floor, {"schedule.min_lr": float(f"{floor:.12g}")})
         else:
-            draft.none(keys.floor, remarks.UNUSED_BY(name=name), off=True)
+            draft.report_unmatched(keys.floor, remarks.UNUSED_BY(name=name), off=True)
 
 
 def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
     """Set schedule.name, and what belongs to that schedule; return the other keys that were used."""
-    kind = plain(name)
-    cycles = draft.get(keys.cycles, number) if keys.cycles else None
-    power = draft.get(keys.power, number) if keys.power else None
-    own = {plain(word): word for word in accepted("schedule.name")}
+    kind = normalize_name(name)
+    cycles = draft.get(keys.cycles, read_number) if keys.cycles else None
+    power = draft.get(keys.power, read_number) if keys.power else None
+    own = {normalize_name(word): word for word in list_accepted("schedule.name")}
     if kind in ("cosinewithrestarts", "cosinewithhardrestarts"):
         if cycles is None or cycles == 1:
-            draft.mapped(
+            draft.report_mapped(
                 [keys.name, keys.cycles],
                 {"schedule.name": "cosine"},
                 Message("one cycle of cosine_with_restarts equals cosine"),
             )
         else:
-            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": whole(cycles)}
-            draft.mapped([keys.name, keys.cycles], settings)
+            settings = {"schedule.name": "cosine_with_restarts", "schedule.cycles": read_whole(cycles)}
+            draft.report_mapped([keys.name, keys.cycles], settings)
         return (keys.cycles,)
     if kind == "polynomial" and (power is None or power == 1):
-        draft.mapped(
+        draft.report_mapped(
             [keys.name, keys.power], {"schedule.name": "linear"}, Message("polynomial with power 1 equals linear")
         )
         return (keys.power,)
     if kind == "polynomial":
-        draft.mapped([keys.name, keys.power], {"schedule.name": "polynomial", "schedule.power": power})
+        draft.report_mapped([keys.name, keys.power], {"schedule.name": "polynomial", "schedule.power": power})
         return (keys.power,)
     if kind in ("warmupstabledecay", "wsd"):
         return _set_stable(draft, keys, cycles)
     if kind == "rex":  # of OneTrainer and musubi-tuner; the paper has 0.5
-        draft.mapped(keys.name, {"schedule.name": "rex", "schedule.rex_d": 0.9})
+        draft.report_mapped(keys.name, {"schedule.name": "rex", "schedule.rex_d": 0.9})
         return ()
     ours = {"constantwithwarmup": "constant", "cosinewithminlr": "cosine"}.get(kind, kind)
     if kind == "sine":
-        draft.differs(
+        draft.report_different(
             keys.name,
             {"schedule.name": "cosine"},
             Message("SimpleTuner's sine rises again; a falling cosine was written"),
         )
     elif ours in own:
-        draft.mapped(keys.name, {"schedule.name": own[ours]})
+        draft.report_mapped(keys.name, {"schedule.name": own[ours]})
     else:
-        draft.none(keys.name, Message("this trainer has no schedule {name}; constant was written", name=repr(name)))
+        draft.report_unmatched(
+            keys.name, Message("this trainer has no schedule {name}; constant was written", name=repr(name))
+        )
         draft.set("schedule.name", "constant")
-        draft.need(
+        draft.add_todo(
             "schedule.name",
             Message(
                 "this trainer has no schedule {name}; choose one of {names}",
@@ -493,9 +499,9 @@ def _set_curve(draft: Draft, keys: ScheduleKeys, name: str) -> tuple[str, ...]:
 
 def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple[str, ...]:
     """Set schedule.name = "wsd" and its decay, which has transformers' default shape; return the used keys."""
-    decay = draft.get(keys.decay, number) if keys.decay else None
+    decay = draft.get(keys.decay, read_number) if keys.decay else None
     if not decay:
-        draft.mapped(
+        draft.report_mapped(
             [keys.name, keys.decay],
             {"schedule.name": "constant"},
             Message("the schedule is constant, because it has no decay"),
@@ -503,10 +509,10 @@ def _set_stable(draft: Draft, keys: ScheduleKeys, cycles: float | None) -> tuple
         return (keys.decay,)
     settings = {"schedule.name": "wsd", "schedule.decay": float(decay) if decay < 1 else round(decay)}
     if cycles in (None, 1):
-        draft.mapped([keys.name, keys.decay, keys.cycles], settings)
+        draft.report_mapped([keys.name, keys.decay, keys.cycles], settings)
     else:
         note = Message("the decay falls once instead of in {count} cosine cycles", count=f"{cycles:g}")
-        draft.differs([keys.name, keys.decay, keys.cycles], settings, note)
+        draft.report_different([keys.name, keys.decay, keys.cycles], settings, note)
     return (keys.decay, keys.cycles)
 
 
@@ -523,13 +529,13 @@ def set_ema(draft: Draft, switch: str, decay_key: str, *, chosen: bool, usual: f
     """
     keys = [switch, decay_key, *filter(None, [interval_key])]
     if not chosen:
-        draft.none(keys, remarks.OFF, off=True)
+        draft.report_unmatched(keys, remarks.OFF, off=True)
         return
-    decay = draft.get(decay_key, number)
-    interval = draft.get(interval_key, whole) or 1 if interval_key else 1
+    decay = draft.get(decay_key, read_number)
+    interval = draft.get(interval_key, read_whole) or 1 if interval_key else 1
     ours = clamp("optimizer.ema_decay", usual if decay is None else decay)
     # The same memory in steps: one update by decay each `interval` steps.
     ours = round(ours ** (1 / interval), 6)
-    (draft.differs if interval > 1 else draft.mapped)(
+    (draft.report_different if interval > 1 else draft.report_mapped)(
         keys, {"optimizer.ema_decay": ours}, remarks.EMA_EACH_STEP if interval > 1 else ""
     )

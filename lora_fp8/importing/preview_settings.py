@@ -13,15 +13,15 @@ from ..errors import Message
 from ..settings.preview_prompts import OPTIONS, has_options, neutralize_options
 from . import common_values, remarks
 from .import_draft import Draft
-from .readers import Unfit, number, text, whole
+from .readers import Unfit, read_number, read_string, read_whole
 
 VALUES: dict[str, Callable[[Any], Any]] = {
-    "negative": text,
-    "width": whole,
-    "height": whole,
-    "seed": whole,
-    "steps": whole,
-    "guidance": number,
+    "negative": read_string,
+    "width": read_whole,
+    "height": read_whole,
+    "seed": read_whole,
+    "steps": read_whole,
+    "guidance": read_number,
 }
 """Options of a single prompt -> how each is read."""
 
@@ -42,7 +42,7 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
     options: list[dict[str, Any]] = [{} for _ in pictures]
     notes = [note] if note else []
     settings: dict[str, Any] = {"preview.prompts": []}
-    settings |= _preview_controls(draft, pictures, notes) | _preview_frames(draft, pictures, notes)
+    settings |= _make_preview_controls(draft, pictures, notes) | _make_preview_frames(draft, pictures, notes)
     for name, read in VALUES.items():
         settings |= _share_values(name, _read_values(name, read, pictures, notes), options, notes)
     prompts = [str(picture["prompt"]) for picture in pictures]
@@ -58,7 +58,7 @@ def set_previews(draft: Draft, keys: Mapping[str, str], pictures: Sequence[Mappi
             )
         )
     in_prompts = {name for own in options for name in own}
-    account = draft.differs if notes else draft.mapped
+    account = draft.report_different if notes else draft.report_mapped
     for key, names in keys.items():
         held = set(names.split()) | ({"prompts"} if in_prompts.intersection(names.split()) else set())
         own = {name: value for name, value in settings.items() if name.removeprefix("preview.") in held}
@@ -82,7 +82,7 @@ def _read_values(
     for place, picture in enumerate(pictures, 1):
         value = picture.get(name)
         try:
-            values.append(None if value in (None, "") else _within_bounds(name, read(value)))
+            values.append(None if value in (None, "") else _require_bounds(name, read(value)))
         except Unfit as error:
             values.append(None)
             notes.append(
@@ -96,11 +96,11 @@ def _read_values(
     return values
 
 
-def _within_bounds(name: str, value: Any) -> Any:
+def _require_bounds(name: str, value: Any) -> Any:
     """Return a value that our setting accepts; a negative seed, which means a random one, is left to the caller."""
     if isinstance(value, str):
         return value
-    least, most = common_values.bounds(f"preview.{name}")
+    least, most = common_values.find_bounds(f"preview.{name}")
     if most is not None and value > most:
         raise Unfit(remarks.AT_MOST(most=most))
     if least is not None and value < least and name != "seed":
@@ -145,12 +145,12 @@ def _write_options(prompt: str, values: Mapping[str, Any]) -> str:
     return " ".join([neutralize_options(prompt), *own])
 
 
-def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
+def _make_preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.controls, one image per prompt, if the family takes control images."""
     given = [picture.get("controls") or [] for picture in pictures]
     if not any(given):
         return {}
-    known = draft.family in families.available()
+    known = draft.family in families.list_families()
     if draft.family and not (known and any(families.get(draft.family).controls)):
         notes.append(Message("this trainer draws previews of this model without control images"))
         return {}
@@ -158,13 +158,15 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
         notes.append(
             Message("this trainer needs a control image for each prompt, and some prompts of the file have none")
         )
-        draft.need("preview.controls", Message("give every prompt a control image, or remove all control images"))
+        draft.add_todo("preview.controls", Message("give every prompt a control image, or remove all control images"))
         return {}
-    written = [_one_control(draft, [text(image) for image in images]) for images in given]
-    if several := [" + ".join(map(text, images)) for images, path in zip(given, written, strict=True) if not path]:
+    written = [_find_one_control(draft, [read_string(image) for image in images]) for images in given]
+    if several := [
+        " + ".join(map(read_string, images)) for images, path in zip(given, written, strict=True) if not path
+    ]:
         notes.append(Message("several control images of one prompt must be in a folder, so none was written"))
         images = ", ".join(several[:3]) + (" ..." if len(several) > 3 else "")
-        draft.need(
+        draft.add_todo(
             "preview.controls",
             Message(
                 "some prompts have several control images ({images}). Put those of each prompt into a folder of "
@@ -176,7 +178,7 @@ def _preview_controls(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes
     return {"preview.controls": written}
 
 
-def _one_control(draft: Draft, images: list[str]) -> str:
+def _find_one_control(draft: Draft, images: list[str]) -> str:
     """Return the only image, or the folder that contains exactly these images in order of their names, or ""."""
     if len(images) == 1:
         return images[0]
@@ -190,11 +192,11 @@ def _one_control(draft: Draft, images: list[str]) -> str:
     return os.path.dirname(images[0]) if held == [os.path.basename(image) for image in images] else ""
 
 
-def _preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
+def _make_preview_frames(draft: Draft, pictures: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[str, Any]:
     """Return preview.frames, rounded down to a length that the model draws."""
-    step, _ = families.get(draft.family).clips if draft.family in families.available() else (0, 0)
+    step, _ = families.get(draft.family).clips if draft.family in families.list_families() else (0, 0)
     step = step if draft.family else 1  # of an unknown family, the length is kept as it is
-    lengths = [length for length in _read_values("frames", whole, pictures, notes) if length is not None]
+    lengths = [length for length in _read_values("frames", read_whole, pictures, notes) if length is not None]
     if not step or max(lengths, default=1) <= 1:
         return {}
     if len(set(lengths)) > 1:

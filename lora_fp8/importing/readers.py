@@ -42,19 +42,19 @@ def hide(text: str) -> str:
     return SECRET_ASSIGNMENT.sub(lambda m: (m[1] or m[2]) + HIDDEN, SECRET_VALUE.sub(HIDDEN, text))
 
 
-def same(value: Any) -> Any:
+def keep_value(value: Any) -> Any:
     """Return the value unchanged."""
     return value
 
 
-def text(value: Any) -> str:
+def read_string(value: Any) -> str:
     """Return the value as text."""
     if isinstance(value, dict | list):
         raise Unfit(Message("the value is not text"))
     return str(value)
 
 
-def number(value: Any) -> float:
+def read_number(value: Any) -> float:
     """Read a number, which settings pages and YAML (1e-4 without a point) may store as text."""
     if isinstance(value, bool):
         raise Unfit(remarks.NO_NUMBER(value=value))
@@ -71,23 +71,23 @@ def number(value: Any) -> float:
     return parsed
 
 
-def whole(value: Any) -> int:
+def read_whole(value: Any) -> int:
     """Read a whole number, which may be stored as text or with a decimal point."""
-    parsed = number(value)
+    parsed = read_number(value)
     if parsed != int(parsed):
         raise Unfit(Message("{value} is not a whole number", value=quote(value)))
     return int(parsed)
 
 
-def positive(value: Any) -> int:
+def read_positive(value: Any) -> int:
     """Read a whole number of at least 1."""
-    parsed = whole(value)
+    parsed = read_whole(value)
     if parsed < 1:
         raise Unfit(Message("{value} is less than 1", value=quote(value)))
     return parsed
 
 
-def flag(value: Any) -> bool:
+def read_flag(value: Any) -> bool:
     """Read true or false, which may be stored as text or as 0 and 1."""
     words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     parsed = words.get(str(value).strip().lower())
@@ -96,19 +96,19 @@ def flag(value: Any) -> bool:
     return parsed
 
 
-def listed(value: Any) -> list[Any]:
+def read_list(value: Any) -> list[Any]:
     """Return a list; a single value becomes a list of one."""
     if isinstance(value, bool | dict):
         raise Unfit(Message("{value} is not a list", value=quote(value)))
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def pair(value: Any) -> tuple[float, float]:
+def read_pair(value: Any) -> tuple[float, float]:
     """Read a list of two numbers."""
-    sides = listed(value)
+    sides = read_list(value)
     if len(sides) != 2:
         raise Unfit(Message("{value} are not two numbers", value=quote(value)))
-    return number(sides[0]), number(sides[1])
+    return read_number(sides[0]), read_number(sides[1])
 
 
 def is_off(value: Any) -> bool:

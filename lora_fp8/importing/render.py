@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import config
 from ..errors import Joined, Message, Plural, UserError, first_few
-from ..settings import WRITTEN, path_places
+from ..settings import WRITTEN, find_path_places
 from . import remarks
 from .import_draft import Entry, Import
 
@@ -32,17 +32,17 @@ def to_toml(made: Import, say: Callable[[str], str] = str) -> str:
     ]
     if made.todo:
         heads.append(Message("Complete or check the lines marked TODO."))
-    heads += [Message("TODO: {line}", line=text) for text in _unplaced(made)]
-    lines = [f"# {_on_a_line(say(head))}" for head in heads]
+    heads += [Message("TODO: {line}", line=text) for text in _find_unplaced_todos(made)]
+    lines = [f"# {_join_lines(say(head))}" for head in heads]
 
-    def line(name: str, value: Any, setting: str) -> None:
-        comment = _on_a_line(say(made.comments.get(setting, "")))
-        lines.append(f"{name} = {config.toml_value(value)}" + (f"  # {comment}" if comment else ""))
+    def add_line(name: str, value: Any, setting: str) -> None:
+        comment = _join_lines(say(made.comments.get(setting, "")))
+        lines.append(f"{name} = {config.format_toml_value(value)}" + (f"  # {comment}" if comment else ""))
 
     lines.append("")
     for name, value in made.settings.items():
         if not isinstance(value, dict):
-            line(name, value, name)
+            add_line(name, value, name)
     for section, values in made.settings.items():
         if not isinstance(values, dict):
             continue
@@ -50,20 +50,20 @@ def to_toml(made: Import, say: Callable[[str], str] = str) -> str:
         if plain:
             lines += ["", f"[{section}]"]
             for name, value in plain.items():
-                line(name, value, f"{section}.{name}")
+                add_line(name, value, f"{section}.{name}")
         for folder in values.get("folders", []):
-            todo = _on_a_line(say(made.comments.get("dataset.folders", "")))
+            todo = _join_lines(say(made.comments.get("dataset.folders", "")))
             lines += ["", f"[[{section}.folders]]" + (f"  # {todo}" if todo else "")]
             for name, value in folder.items():
-                line(name, value, "")
+                add_line(name, value, "")
     return "\n".join(lines).strip() + "\n"
 
 
-def _on_a_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     return " ".join(text.split())
 
 
-def _unplaced(made: Import) -> list[str]:
+def _find_unplaced_todos(made: Import) -> list[str]:
     """Return the TODOs that no line of the file shows."""
     lines = {
         f"{section}.{name}" for section, table in made.settings.items() if isinstance(table, dict) for name in table
@@ -73,7 +73,7 @@ def _unplaced(made: Import) -> list[str]:
     return [text for text in made.todo if text.partition(": ")[2] not in comments]
 
 
-def problems(made: Import) -> list[str]:
+def find_problems(made: Import) -> list[str]:
     """Return why our file would not load; [] if it would."""
     try:
         config.loads(to_toml(made), where=made.source.name)
@@ -82,10 +82,10 @@ def problems(made: Import) -> list[str]:
     return []
 
 
-def _untold(made: Import) -> list[str]:
+def _find_unmentioned_problems(made: Import) -> list[str]:
     """Return the problems of our file that no TODO mentions."""
     mentioned = {text.partition(": ")[0] for text in made.todo}
-    return [line for line in problems(made) if line.partition(": ")[0] not in mentioned]
+    return [line for line in find_problems(made) if line.partition(": ")[0] not in mentioned]
 
 
 ALIKE = (
@@ -115,21 +115,21 @@ ALIKE_NOTES = (
 """Prefixes of settings and of reasons that affect how a training runs and what it saves, but not what it learns."""
 
 
-def _alike(entry: Entry) -> bool:
+def _is_immaterial(entry: Entry) -> bool:
     """Return True if an entry changes only settings that do not affect what is learned."""
     settings = re.findall(r"(?:^|, )([a-z_]+(?:\.[a-z_]+)?) = ", entry.to)
     return bool(settings) and all(name.startswith(ALIKE) for name in settings)
 
 
-def differences(made: Import) -> dict[str, list[str]]:
+def list_differences(made: Import) -> dict[str, list[str]]:
     """Return why the training differs from the other tool's, as {kind: names}; {} if it learns the same.
 
     Kinds: "todo", "differs", "none" (no counterpart) and "unknown".
     """
-    differs = [entry for entry in made.differs if not _alike(entry)]
+    differs = [entry for entry in made.differs if not _is_immaterial(entry)]
     lost = [e for e in made.no_counterpart if not e.off and not e.note.startswith(ALIKE_NOTES)]
     reasons = {
-        "todo": [text.partition(": ")[0] for text in [*made.todo, *_untold(made)]],
+        "todo": [text.partition(": ")[0] for text in [*made.todo, *_find_unmentioned_problems(made)]],
         "differs": [entry.key for entry in differs],
         "none": [entry.key for entry in lost],
         "unknown": [entry.key for entry in made.unknown],
@@ -137,9 +137,9 @@ def differences(made: Import) -> dict[str, list[str]]:
     return {kind: names for kind, names in reasons.items() if names}
 
 
-def verdict(made: Import) -> Message:
+def describe_verdict(made: Import) -> Message:
     """Return one line that says whether the training is the same as the other tool's, and why not."""
-    names_by_kind = differences(made)
+    names_by_kind = list_differences(made)
     if not names_by_kind:
         return Message("same training: yes")
     labels = {
@@ -154,16 +154,16 @@ def verdict(made: Import) -> Message:
         ),
         "unknown": Plural("{count} setting is unknown ({names})", "{count} settings are unknown ({names})"),
     }
-    reasons = [labels[kind](count=len(names), names=few(names)) for kind, names in names_by_kind.items()]
+    reasons = [labels[kind](count=len(names), names=format_few(names)) for kind, names in names_by_kind.items()]
     return Message("same training: no, because {lines}", lines=Joined(", ", reasons))
 
 
-def few(names: list[str]) -> Message:
+def format_few(names: list[str]) -> Message:
     """Return the first few names, each once, and the number of the others."""
     return first_few(list(dict.fromkeys(names)))
 
 
-def grouped(entries: Sequence[Entry]) -> list[list[Entry]]:
+def group_by_note(entries: Sequence[Entry]) -> list[list[Entry]]:
     """Group entries that have the same note, in the order of each group's first entry."""
     groups: dict[str, list[Entry]] = {}
     for i, entry in enumerate(entries):
@@ -180,7 +180,7 @@ def report(made: Import, verbose: bool = False) -> list[str]:
     """
     lines: list[str] = [
         Message("{path}: {tool} ({why})", path=made.source, tool=made.tool.title, why=made.why),
-        *_list_texts(Message("to do"), [*made.todo, *_untold(made)]),
+        *_list_texts(Message("to do"), [*made.todo, *_find_unmentioned_problems(made)]),
         *_list_texts(Message("notes"), made.notes),
         *_list_entries(Message("different meaning"), made.differs),
         *_list_entries(Message("no counterpart"), [entry for entry in made.no_counterpart if not entry.off]),
@@ -192,7 +192,7 @@ def report(made: Import, verbose: bool = False) -> list[str]:
         needless = Message("no counterpart needed: off, empty or without effect")
         lines += _list_entries(Message("converted"), made.mapped)
         lines += [*_list_entries(defaults, made.defaults), *_list_entries(needless, off)]
-        return [*lines, verdict(made)]
+        return [*lines, describe_verdict(made)]
     if made.mapped:
         lines.append(Message("converted ({count}); --verbose lists them", count=len(made.mapped)))
     lines += _list_texts(defaults, [entry.to or entry.key for entry in made.defaults])
@@ -203,7 +203,7 @@ def report(made: Import, verbose: bool = False) -> list[str]:
                 count=len(off),
             )
         )
-    return [*lines, verdict(made)]
+    return [*lines, describe_verdict(made)]
 
 
 def _list_texts(title: Message, texts: Sequence[str]) -> list[Message]:
@@ -219,7 +219,7 @@ def _list_texts(title: Message, texts: Sequence[str]) -> list[Message]:
 def _list_entries(title: Message, entries: Sequence[Entry]) -> list[Message]:
     """Return a title with the number of entries, and below it each key, and each note once."""
     lines = [Message("{title} ({count})", title=title, count=len(entries))] if entries else []
-    for group in grouped(entries):
+    for group in group_by_note(entries):
         for entry in group:
             given = Message("{key} = {value}", key=entry.key, value=entry.value) if entry.value else entry.key
             line = Message("{line} -> {ours}", line=given, ours=entry.to) if entry.to else given
@@ -231,28 +231,28 @@ def _list_entries(title: Message, entries: Sequence[Entry]) -> list[Message]:
 def to_json(made: Import) -> dict[str, Any]:
     """Return the report for programs."""
 
-    def rows(entries: list[Entry]) -> list[dict[str, Any]]:
+    def make_rows(entries: list[Entry]) -> list[dict[str, Any]]:
         return [
             {"key": e.key, "value": e.value, "to": e.to, "note": e.note} | ({"off": True} if e.off else {})
             for e in entries
         ]
 
-    remaining = problems(made)
+    remaining = find_problems(made)
     return {
         "file": str(made.source),
         "tool": made.tool.name,
         "recognised_by": made.why,
-        "mapped": rows(made.mapped),
-        "differs": rows(made.differs),
-        "no_counterpart": rows(made.no_counterpart),
-        "unknown": rows(made.unknown),
-        "defaults": rows(made.defaults),
+        "mapped": make_rows(made.mapped),
+        "differs": make_rows(made.differs),
+        "no_counterpart": make_rows(made.no_counterpart),
+        "unknown": make_rows(made.unknown),
+        "defaults": make_rows(made.defaults),
         "notes": made.notes,
         "todo": made.todo,
         "loads": not remaining,
         "problems": remaining,
-        "same_training": not differences(made),
-        "verdict": verdict(made),
+        "same_training": not list_differences(made),
+        "verdict": describe_verdict(made),
         "settings": made.settings,
     }
 
@@ -268,7 +268,7 @@ def relocate(made: Import, start: Path) -> None:
     start = start.resolve()
     moved: list[str] = []
 
-    def seen(path: Any) -> Any:
+    def rewrite_path(path: Any) -> Any:
         if not isinstance(path, str) or not path or os.path.isabs(os.path.expanduser(path)):
             return path
         if (start / path).exists() or not (beside / path).exists():
@@ -277,16 +277,16 @@ def relocate(made: Import, start: Path) -> None:
         place = Path(os.path.normpath(beside / path))
         return (place.relative_to(start) if place.is_relative_to(start) else place).as_posix()
 
-    for named in path_places(made.settings):
+    for named in find_path_places(made.settings):
         if named.setting not in WRITTEN:
-            named.table[named.name] = seen(named.path)
+            named.table[named.name] = rewrite_path(named.path)
     if moved:
         made.notes.append(
             Message(
                 "relative paths start at {folder} in this trainer, so paths to files beside {file} were changed: "
                 "{names}",
                 folder=start,
-                names=few(moved),
+                names=format_few(moved),
                 file=made.source.name,
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Message
-from .readers import same
+from .readers import keep_value
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Rule:
 
     kind: str
     to: str = ""
-    read: Callable[[Any], Any] = same
+    read: Callable[[Any], Any] = keep_value
     note: str = ""
     off: tuple[Any, ...] = ()
 
@@ -34,7 +34,7 @@ JOINT = Rule("joint")
 OF_MACHINE = Message("this setting affects how the machine is used, not what is learned")
 
 
-def to(setting: str, read: Callable[[Any], Any] = same, note: str = "") -> Rule:
+def to(setting: str, read: Callable[[Any], Any] = keep_value, note: str = "") -> Rule:
     """Return the rule of a key that means the same in our settings."""
     return Rule("mapped", setting, read, note)
 
@@ -46,19 +46,19 @@ def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
 
 def always(note: str) -> Rule:
     """Return the rule of a feature that is always on in ours; switching it off changes what is learned."""
-    return Rule("mapped", "", same, note)
+    return Rule("mapped", "", keep_value, note)
 
 
 def immaterial(note: str) -> Rule:
     """Return the rule of a feature that is always on in ours; switching it off does not change what is learned."""
-    return Rule("mapped", "", same, note, (False,))
+    return Rule("mapped", "", keep_value, note, (False,))
 
 
 def none(note: str, *off: Any) -> Rule:
     """Return the rule of a key that has no counterpart."""
-    return Rule("none", "", same, note, off)
+    return Rule("none", "", keep_value, note, off)
 
 
 def idle(note: str = OF_MACHINE) -> Rule:
     """Return the rule of a key that has no counterpart and needs none."""
-    return Rule("idle", "", same, note)
+    return Rule("idle", "", keep_value, note)

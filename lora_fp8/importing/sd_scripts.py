@@ -9,14 +9,14 @@ from ..errors import Message, UserError
 from . import common_values, memory_settings, model_settings, objective_settings, remarks, tracker_settings
 from .import_draft import Draft, Tool
 from .kohya_data import (
-    dataset,
-    datasets_of,
-    only_pictures,
-    sections,
+    flatten_dataset,
+    flatten_sections,
+    has_only_images,
+    list_subsets,
+    read_datasets,
     set_folders,
     set_only_pictures,
     set_pictures,
-    subsets,
 )
 from .kohya_previews import set_previews
 from .kohya_table import NO_MODULE, SD_SCRIPTS_RULES
@@ -24,7 +24,7 @@ from .kohya_training import (
     MODULES,
     SCRIPTS,
     WHOLE_MODEL,
-    other_job,
+    find_other_job,
     set_compile,
     set_length_and_rate,
     set_model,
@@ -32,7 +32,7 @@ from .kohya_training import (
     set_noise,
     set_precision,
 )
-from .source_files import Source, flattened, read_source
+from .source_files import Source, flatten_tables, read_source
 
 
 def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
@@ -41,9 +41,9 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     if not isinstance(source.data, dict):
         raise UserError(remarks.NO_TABLE(path=source.path))
     if "datasets" in source.data:
-        yield from dataset(source.data)
+        yield from flatten_dataset(source.data)
         return
-    rows = list(sections(source.data))
+    rows = list(flatten_sections(source.data))
     inner = source.data.get("config_file")
     if source.kind == "command" and isinstance(inner, str):
         # The command's options override those of the file that it names.
@@ -57,19 +57,19 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
                 )
             )
         else:
-            rows = [(f"{named.name}: {s}", k, v) for s, k, v in sections(read_source(named).data)] + rows
+            rows = [(f"{named.name}: {s}", k, v) for s, k, v in flatten_sections(read_source(named).data)] + rows
     yield from rows
-    yield from datasets_of(draft, rows)
+    yield from read_datasets(draft, rows)
 
 
 def combine(draft: Draft) -> None:
     """Convert all settings of a job; the settings pages use this function too."""
-    if only_pictures(draft):
-        set_only_pictures(draft, subsets(draft))
+    if has_only_images(draft):
+        set_only_pictures(draft, list_subsets(draft))
         set_folders(draft)
         set_pictures(draft)
         return
-    if what := other_job(draft.source.script):
+    if what := find_other_job(draft.source.script):
         model_settings.refuse(draft, what)
     set_model(draft)
     set_network(draft)
@@ -102,16 +102,16 @@ def recognise(source: Source) -> str:
     if source.kind == "command":
         return _recognise_command(source.script, data)
     if isinstance(data.get("datasets"), list):
-        inner = [key for key, _ in flattened(data) if key.endswith((".image_dir", ".metadata_file"))]
+        inner = [key for key, _ in flatten_tables(data) if key.endswith((".image_dir", ".metadata_file"))]
         mark = remarks.TABLE_WITH(table="[[datasets.subsets]]", key="image_dir")
         return mark if any(".subsets." in key for key in inner) else ""
-    keys = {key for _, key, _ in sections(data)}
-    if "model_train_type" in keys or {"metadata", "data"} <= data.keys() or not _no_musubi(keys):
+    keys = {key for _, key, _ in flatten_sections(data)}
+    if "model_train_type" in keys or {"metadata", "data"} <= data.keys() or not _is_not_musubi(keys):
         return ""
     if "pretrained_model_name_or_path" in keys:
         return Message("{key} at the top or in a section", key="pretrained_model_name_or_path")
-    if module_name(data) in MODULES:
-        return f"network_module = {module_name(data)}"
+    if find_module_name(data) in MODULES:
+        return f"network_module = {find_module_name(data)}"
     if {"network_dim", "network_module"} & keys:
         return remarks.BOTH(first="network_dim", second="learning_rate")
     return ""
@@ -119,18 +119,18 @@ def recognise(source: Source) -> str:
 
 def _recognise_command(script: str, options: Mapping[str, Any]) -> str:
     """Recognise a command by the script that it runs."""
-    known = script in SCRIPTS or script in WHOLE_MODEL or other_job(script)
-    runs = known or "train_network" in script and _no_musubi(options)
+    known = script in SCRIPTS or script in WHOLE_MODEL or find_other_job(script)
+    runs = known or "train_network" in script and _is_not_musubi(options)
     return Message("the script {script}", script=script) if runs else ""
 
 
-def module_name(data: Mapping[str, Any]) -> str:
+def find_module_name(data: Mapping[str, Any]) -> str:
     """Return the last part of network_module, in whatever section it is; "" if there is none."""
-    modules = [str(value) for _, key, value in sections(data) if key == "network_module"]
+    modules = [str(value) for _, key, value in flatten_sections(data) if key == "network_module"]
     return modules[-1].split(".")[-1] if modules else ""
 
 
-def _no_musubi(keys: Any) -> bool:
+def _is_not_musubi(keys: Any) -> bool:
     return "dit" not in keys and "dit_high_noise" not in keys
 
 

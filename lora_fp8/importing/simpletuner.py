@@ -24,9 +24,9 @@ from . import (
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
-from .readers import Unfit, flag, listed, number, positive, text, whole
+from .readers import Unfit, read_flag, read_list, read_number, read_positive, read_string, read_whole
 from .rules import JOINT, Rule, always, idle, immaterial, none, to
-from .source_files import Source, flattened
+from .source_files import Source, flatten_tables
 
 NO_VALIDATION = remarks.VALIDATION
 STARTS = ("default", "gaussian", "pissa", "olora")
@@ -44,7 +44,7 @@ RULES: dict[str, Rule] = {
     "pretrained_unet_model_name_or_path": JOINT,
     "pretrained_vae_model_name_or_path": JOINT,
     "pretrained_t5_model_name_or_path": none(remarks.OWN_ENCODERS),
-    "revision": to("model.revision", text),
+    "revision": to("model.revision", read_string),
     "variant": idle(Message("this trainer prefers the files in full precision")),
     "prediction_type": JOINT,
     "base_model_precision": JOINT,
@@ -55,13 +55,15 @@ RULES: dict[str, Rule] = {
     "lora_type": JOINT,
     "lora_rank": JOINT,
     "lora_alpha": JOINT,
-    "lora_dropout": to("adapter.dropout", number),
+    "lora_dropout": to("adapter.dropout", read_number),
     "lora_init_type": to(
         "adapter.init",
-        common_values.choice({name: name for name in STARTS}, Message("default, gaussian, pissa and olora")),
+        common_values.make_choice_reader(
+            {name: name for name in STARTS}, Message("default, gaussian, pissa and olora")
+        ),
     ),
     "lora_format": none(Message("export.formats sets the layout of the LoRA file"), "diffusers"),
-    "init_lora": to("adapter.init_from", text, remarks.START),
+    "init_lora": to("adapter.init_from", read_string, remarks.START),
     "use_dora": JOINT,
     "lycoris_config": JOINT,
     "init_lokr_norm": none(remarks.BELONGS_TO(key="LoKr")),
@@ -74,12 +76,12 @@ RULES: dict[str, Rule] = {
     "text_encoder_lr": JOINT,
     "optimizer": JOINT,
     "optimizer_config": JOINT,
-    "optimizer_beta1": to("optimizer.beta1", number),
-    "optimizer_beta2": to("optimizer.beta2", number),
-    "adam_beta1": to("optimizer.beta1", number),
-    "adam_beta2": to("optimizer.beta2", number),
-    "adam_weight_decay": to("optimizer.weight_decay", number),
-    "adam_epsilon": to("optimizer.eps", number),
+    "optimizer_beta1": to("optimizer.beta1", read_number),
+    "optimizer_beta2": to("optimizer.beta2", read_number),
+    "adam_beta1": to("optimizer.beta1", read_number),
+    "adam_beta2": to("optimizer.beta2", read_number),
+    "adam_weight_decay": to("optimizer.weight_decay", read_number),
+    "adam_epsilon": to("optimizer.eps", read_number),
     "adam_bfloat16": idle(remarks.ROUNDING),
     "optimizer_release_gradients": none(remarks.SUMMED),
     "optimizer_cpu_offload_method": none(Message("the optimizer state stays on the device of the LoRA"), "none"),
@@ -100,8 +102,8 @@ RULES: dict[str, Rule] = {
     "ignore_final_epochs": idle(remarks.END),
     "train_batch_size": JOINT,
     "num_processes": JOINT,
-    "gradient_accumulation_steps": to("train.accumulate", whole),
-    "gradient_checkpointing": to("memory.gradient_checkpointing", flag),
+    "gradient_accumulation_steps": to("train.accumulate", read_whole),
+    "gradient_checkpointing": to("memory.gradient_checkpointing", read_flag),
     "gradient_checkpointing_interval": none(Message("this trainer recomputes every block"), 1),
     "seed": JOINT,
     "seed_for_each_device": idle(Message("the noise depends on the sample, not on the process")),
@@ -132,17 +134,17 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("flow_use_beta_schedule", "flow_beta_schedule_alpha", "flow_beta_schedule_beta"), JOINT),
     "flux_fast_schedule": none(remarks.TIMESTEPS),
     "flux_guidance_mode": none(Message("this trainer trains with one guidance value: objective.guidance"), "constant"),
-    "flux_guidance_value": to("objective.guidance", number),
+    "flux_guidance_value": to("objective.guidance", read_number),
     "flux_guidance_min": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
     "flux_guidance_max": idle(remarks.BELONGS_TO(key="flux_guidance_mode")),
     "flux_attention_masked_training": none(remarks.OWN_ATTENTION),
     "t5_padding": none(remarks.PADDING),
     "tokenizer_max_length": none(remarks.PROMPT_LENGTH),
-    "caption_dropout_probability": to("dataset.caption_dropout", number),
+    "caption_dropout_probability": to("dataset.caption_dropout", read_number),
     "resolution": JOINT,
     "resolution_type": JOINT,
     "aspect_bucket_rounding": idle(remarks.BUCKET_STEP),
-    "aspect_bucket_alignment": to("dataset.bucket_step", whole),
+    "aspect_bucket_alignment": to("dataset.bucket_step", read_whole),
     "minimum_image_size": none(remarks.UPSCALE),
     "maximum_image_size": none(remarks.SCALED),
     "target_downsample_size": none(remarks.SCALED),
@@ -331,15 +333,15 @@ def flatten(draft: Draft) -> Iterable[tuple[str, str, Any]]:
     """Yield the settings, and those of the data backends with the prefix `data.`."""
     data = draft.source.data
     if isinstance(data, list):
-        yield from ((key, f"data.{key}", value) for key, value in flattened(data))
+        yield from ((key, f"data.{key}", value) for key, value in flatten_tables(data))
         return
-    yield from ((key, key, value) for key, value in flattened(data))
+    yield from ((key, key, value) for key, value in flatten_tables(data))
     plain = {str(key).removeprefix("--"): value for key, value in data.items()}
     path = plain.get("data_backend_config")
     inner = draft.refer("data_backend_config", str(path)) if path else None
     if isinstance(inner, list):
         name = re.split(r"[/\\]", str(path))[-1]
-        yield from ((f"{name}: {key}", f"data.{key}", value) for key, value in flattened(inner))
+        yield from ((f"{name}: {key}", f"data.{key}", value) for key, value in flatten_tables(inner))
 
 
 def combine(draft: Draft) -> None:
@@ -368,26 +370,26 @@ def combine(draft: Draft) -> None:
 
 
 def _set_model(draft: Draft) -> None:
-    if common_values.on(draft.get("controlnet")):
+    if common_values.is_on(draft.get("controlnet")):
         model_settings.refuse(draft, remarks.CONTROLNET)
     kind = str(draft.get("model_family") or "")
     flavour = str(draft.get("model_flavour") or "")
-    known = _variant(FAMILIES.get(kind, kind), flavour)
+    known = _find_variant(FAMILIES.get(kind, kind), flavour)
     why = f"model_family = {kind!r}" if kind else Message("the file has no model_family")
     model_settings.set_family(
-        draft, "model_family", *model_settings.refined(known, why, [draft.get("pretrained_model_name_or_path")])
+        draft, "model_family", *model_settings.refine_kind(known, why, [draft.get("pretrained_model_name_or_path")])
     )
     if draft.get("model_type") in (None, "lora"):
-        draft.mapped("model_type", {}, remarks.A_LORA)
+        draft.report_mapped("model_type", {}, remarks.A_LORA)
     else:
         model_settings.set_whole_model(draft, "", "model_type")
     _set_path(draft, kind, flavour)
-    draft.mapped("model_flavour", {}, Message("model.path names the model"))
-    draft.none("controlnet", remarks.OFF, off=True)
-    draft.none(DENOISERS, remarks.ANOTHER_PART, off=True)
+    draft.report_mapped("model_flavour", {}, Message("model.path names the model"))
+    draft.report_unmatched("controlnet", remarks.OFF, off=True)
+    draft.report_unmatched(DENOISERS, remarks.ANOTHER_PART, off=True)
 
 
-def _variant(kind: str, flavour: str) -> str:
+def _find_variant(kind: str, flavour: str) -> str:
     """Return the variant of an architecture that a flavour selects, or the architecture itself."""
     if kind == "flux" and "kontext" in flavour:
         return "flux_kontext"
@@ -405,7 +407,7 @@ def _set_path(draft: Draft, kind: str, flavour: str) -> None:
     denoiser = next((key for key in DENOISERS if draft.has(key)), "")
     whole_model = "pretrained_model_name_or_path"
     if denoiser:
-        draft.mapped(whole_model, {"model.components": draft.get(whole_model, text) or ""})
+        draft.report_mapped(whole_model, {"model.components": draft.get(whole_model, read_string) or ""})
         model_settings.set_model_path(draft, denoiser)
     elif draft.has(whole_model):
         model_settings.set_model_path(draft, whole_model)
@@ -422,56 +424,56 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     made: dict[str, Any] = {"adapter.type": kind}
     if kind == "lokr":
         made |= {
-            "adapter.factor": adapter_settings.lokr_factor(inner.get("factor", -1)),
-            "adapter.decompose_both": common_values.on(inner.get("decompose_both")),
+            "adapter.factor": adapter_settings.read_lokr_factor(inner.get("factor", -1)),
+            "adapter.decompose_both": common_values.is_on(inner.get("decompose_both")),
         }
-    rank = common_values.said_number("linear_dim", inner.get("linear_dim", 4))
+    rank = common_values.parse_whole("linear_dim", inner.get("linear_dim", 4))
     if kind == "oft":
         made["adapter.block_size"] = max(rank, 2)
     else:
-        made["adapter.rank"] = adapter_settings.lokr_rank(rank, full) if kind == "lokr" else rank
-        made["adapter.alpha"] = float(common_values.said_number("linear_alpha", inner.get("linear_alpha", 1)))
-    if common_values.on(inner.get("rs_lora")):
+        made["adapter.rank"] = adapter_settings.choose_lokr_rank(rank, full) if kind == "lokr" else rank
+        made["adapter.alpha"] = float(common_values.parse_whole("linear_alpha", inner.get("linear_alpha", 1)))
+    if common_values.is_on(inner.get("rs_lora")):
         made["adapter.rank_stabilized"] = True
     for name in ("rank_dropout", "module_dropout"):
-        if share := common_values.said_decimal(name, inner.get(name) or 0.0):
+        if share := common_values.parse_decimal(name, inner.get(name) or 0.0):
             made[f"adapter.{name}"] = share
     if (
         kind in ("lokr", "loha")
         and "adapter.rank_dropout" in made
-        and common_values.on(inner.get("rank_dropout_scale"))
+        and common_values.is_on(inner.get("rank_dropout_scale"))
     ):
         made["adapter.rank_dropout_scale"] = True
-    draft.mapped(keys, made)
+    draft.report_mapped(keys, made)
     known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
     known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
     if rest := sorted(inner.keys() - known):
         note = Message("adapter.targets lists the target modules, which share one factor and one rank")
         draft.notes.append(Message("lycoris_config: {names} was not read; {line}", names=", ".join(rest), line=note))
-    draft.none(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
+    draft.report_unmatched(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
 
 
 def _set_adapter(draft: Draft) -> None:
     kind, lycoris = "lora", None
     if draft.get("lora_type") == "lycoris":
-        inner = draft.get("lycoris_config", text)
+        inner = draft.get("lycoris_config", read_string)
         lycoris = draft.refer("lycoris_config", inner) if inner else None
-        kind = common_values.plain(lycoris.get("algo")) if isinstance(lycoris, dict) else "lycoris"
+        kind = common_values.normalize_name(lycoris.get("algo")) if isinstance(lycoris, dict) else "lycoris"
         kind = {"locon": "lora"}.get(kind, kind)
-        if kind == "lora" and isinstance(lycoris, dict) and common_values.on(lycoris.pop("dora_wd", None)):
+        if kind == "lora" and isinstance(lycoris, dict) and common_values.is_on(lycoris.pop("dora_wd", None)):
             kind = "dora"
-    elif common_values.on(draft.get("use_dora")):
+    elif common_values.is_on(draft.get("use_dora")):
         kind = "dora"
     keys = ["lora_type", "lycoris_config"] + (["use_dora"] if kind == "dora" else [])
     if isinstance(lycoris, dict) and (own := adapter_settings.find_type(kind)):
         _set_lycoris(draft, keys, lycoris, own)
         return
     adapter_settings.set_type(draft, keys, kind)
-    draft.none("use_dora", remarks.OFF, off=True)
-    rank = draft.get("lora_rank", whole)
-    draft.mapped("lora_rank", {"adapter.rank": rank})
+    draft.report_unmatched("use_dora", remarks.OFF, off=True)
+    rank = draft.get("lora_rank", read_whole)
+    draft.report_mapped("lora_rank", {"adapter.rank": rank})
     if draft.has("lora_alpha"):
-        draft.mapped("lora_alpha", {"adapter.alpha": draft.get("lora_alpha", number)})
+        draft.report_mapped("lora_alpha", {"adapter.alpha": draft.get("lora_alpha", read_number)})
     else:
         draft.set("adapter.alpha", float(rank), Message("not in the file; alpha equals the rank, as in SimpleTuner"))
 
@@ -481,21 +483,21 @@ def _set_precision(draft: Draft) -> None:
     model_settings.set_storage(draft, ["base_model_precision"], draft.get("base_model_precision"), "SimpleTuner")
     backend = str(draft.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "none"):
-        draft.differs("dynamo_backend", {"memory.compile": "blocks"}, remarks.COMPILED)
-    draft.none("dynamo_backend", remarks.OFF, off=True)
+        draft.report_different("dynamo_backend", {"memory.compile": "blocks"}, remarks.COMPILED)
+    draft.report_unmatched("dynamo_backend", remarks.OFF, off=True)
     _set_offload(draft)
 
 
 def _set_offload(draft: Draft) -> None:
     """Set memory.offload from RamTorch, group offloading or swapped blocks, whichever is used."""
-    if common_values.on(draft.get("ramtorch")):
-        percent = draft.get("ramtorch_transformer_percent", number)
+    if common_values.is_on(draft.get("ramtorch")):
+        percent = draft.get("ramtorch_transformer_percent", read_number)
         share = 1.0 if not draft.has("ramtorch_transformer_percent") else percent / 100
         note = Message(
             "SimpleTuner offloads a share of the linear layers; this trainer offloads that share of the frozen weights"
         )
         memory_settings.set_offload(draft, ["ramtorch", "ramtorch_transformer_percent"], share, note)
-    elif common_values.on(draft.get("enable_group_offload")):
+    elif common_values.is_on(draft.get("enable_group_offload")):
         memory_settings.set_offload(
             draft,
             "enable_group_offload",
@@ -505,30 +507,30 @@ def _set_offload(draft: Draft) -> None:
     else:
         memory_settings.set_swap(draft, "musubi_blocks_to_swap")
     rest = ["ramtorch", "ramtorch_transformer_percent", "enable_group_offload", "musubi_blocks_to_swap"]
-    draft.none(rest, Message("this setting is off, or another way of offloading is on"), off=True)
+    draft.report_unmatched(rest, Message("this setting is off, or another way of offloading is on"), off=True)
 
 
 def _set_folders(draft: Draft) -> None:
     tables = sorted(
         {m[0] for key in draft.given if (m := re.match(r"data\.\d+\.", key))}, key=lambda key: int(key.split(".")[1])
     )
-    conditioning = _conditioning(draft, tables)
+    conditioning = _find_conditioning(draft, tables)
     kept: list[str] = []
     for table in tables:
-        if not _account_for_other(draft, table, conditioning):
+        if not _report_other(draft, table, conditioning):
             kept.append(table)
             _add_folder(draft, table, conditioning)
     dataset_settings.set_unmasked(draft)
-    draft.mapped("data_backend_config", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
+    draft.report_mapped("data_backend_config", {}, remarks.READ_TOO if tables else remarks.FILE_NOT_FOUND)
     if draft.has("data_backend_config") and not tables:
         draft.folders = [Folder("TODO")]
-        draft.need(
+        draft.add_todo(
             "dataset.folders",
             remarks.FOLDERS_OF(file=draft.get("data_backend_config")),
         )
     _set_sizes(draft, kept)
     _set_shuffling(draft, kept)
-    draft.none(["caption_strategy", "instance_prompt"], BY_BACKENDS, off=True)
+    draft.report_unmatched(["caption_strategy", "instance_prompt"], BY_BACKENDS, off=True)
 
 
 @dataclass(frozen=True)
@@ -544,14 +546,14 @@ class _Conditioning:
     settings: dict[str, str]
 
 
-def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
+def _find_conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
     """Find the backends with masks, and those with control images if the family takes any."""
     by_type = {
         str(draft.get(f"{table}id")): table
         for table in tables
         if draft.get(f"{table}dataset_type") == "conditioning" and draft.get(f"{table}type") in (None, "local")
     }
-    edits = not draft.family or draft.family in families.available() and any(families.get(draft.family).controls)
+    edits = not draft.family or draft.family in families.list_families() and any(families.get(draft.family).controls)
     settings: dict[str, str] = {}
     for table in by_type.values():
         kind = str(draft.get(f"{table}conditioning_type"))
@@ -562,21 +564,21 @@ def _conditioning(draft: Draft, tables: list[str]) -> _Conditioning:
     return _Conditioning(by_type, settings)
 
 
-def _account_for_other(draft: Draft, table: str, conditioning: _Conditioning) -> bool:
+def _report_other(draft: Draft, table: str, conditioning: _Conditioning) -> bool:
     """Report a backend that is no folder of images to train on; return False if it is one."""
     own = [key for key in draft.given if key.startswith(table)]
     kind = str(draft.get(f"{table}dataset_type") or "image")
-    disabled = common_values.on(draft.get(f"{table}disabled")) or common_values.on(draft.get(f"{table}disable"))
-    path = draft.get(f"{table}instance_data_dir", text)
+    disabled = common_values.is_on(draft.get(f"{table}disabled")) or common_values.is_on(draft.get(f"{table}disable"))
+    path = draft.get(f"{table}instance_data_dir", read_string)
     used_for = conditioning.settings.get(table)
     if kind in ("text_embeds", "image_embeds") or disabled:
-        draft.none(own, Message("this backend is off") if disabled else remarks.OTHER_CACHE, off=True)
+        draft.report_unmatched(own, Message("this backend is off") if disabled else remarks.OTHER_CACHE, off=True)
     elif used_for == "mask":
-        draft.mapped(own, {}, Message("these are the masks of the backends that name this one"))
+        draft.report_mapped(own, {}, Message("these are the masks of the backends that name this one"))
     elif used_for == "control":
-        draft.mapped(own, {}, Message("these are the control images of the backends that name this one"))
+        draft.report_mapped(own, {}, Message("these are the control images of the backends that name this one"))
     elif kind != "image" or draft.get(f"{table}type") not in (None, "local") or not path:
-        draft.none(own, NO_CLOUD if kind == "image" else Message("only backends of images are converted"))
+        draft.report_unmatched(own, NO_CLOUD if kind == "image" else Message("only backends of images are converted"))
         draft.todo.append(
             Message("dataset.folders: the backend {name} was not converted", name=repr(draft.get(f"{table}id")))
         )
@@ -589,9 +591,11 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
     """Add a backend's folder to the draft, with its masks or control images, and report the backend's own keys."""
     at = f"dataset.folders.{len(draft.folders)}"
     # SimpleTuner counts repetitions after the first use: with 0, each image is used once.
-    repeats = max(0, whole(draft.get(f"{table}repeats") or 0)) + 1
-    folder = dataset_settings.look_into(draft, Folder(draft.get(f"{table}instance_data_dir", text), repeats), deep=True)
-    draft.mapped(
+    repeats = max(0, read_whole(draft.get(f"{table}repeats") or 0)) + 1
+    folder = dataset_settings.count_images(
+        draft, Folder(draft.get(f"{table}instance_data_dir", read_string), repeats), deep=True
+    )
+    draft.report_mapped(
         [f"{table}instance_data_dir", f"{table}type", f"{table}dataset_type"], {}, remarks.SETS(setting=f"{at}.path")
     )
     if draft.has(f"{table}repeats"):
@@ -601,20 +605,20 @@ def _add_folder(draft: Draft, table: str, conditioning: _Conditioning) -> None:
             at=at,
             repeats=repeats,
         )
-        draft.mapped(f"{table}repeats", {}, note)
-    names = draft.get(f"{table}conditioning_data", listed) or []
+        draft.report_mapped(f"{table}repeats", {}, note)
+    names = draft.get(f"{table}conditioning_data", read_list) or []
     named = conditioning.tables.get(str(names[0])) if len(names) == 1 else None
     setting = conditioning.settings.get(named) if named else None
-    if setting and (path := draft.get(f"{named}instance_data_dir", text)):
+    if setting and (path := draft.get(f"{named}instance_data_dir", read_string)):
         setattr(folder, setting, dataset_settings.as_mask_folder(path) if setting == "mask" else path)
-        draft.mapped(f"{table}conditioning_data", {}, remarks.SETS(setting=f"{at}.{setting}"))
+        draft.report_mapped(f"{table}conditioning_data", {}, remarks.SETS(setting=f"{at}.{setting}"))
     reg = [f"{table}is_regularisation_data", f"{table}is_regularization_data"]
-    if any(common_values.on(draft.get(key)) for key in reg):
+    if any(common_values.is_on(draft.get(key)) for key in reg):
         folder.regularization = True
-        draft.mapped(reg, {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
-    draft.none(reg, remarks.OFF, off=True)
+        draft.report_mapped(reg, {"objective.prior_for_regularization": True}, remarks.BASE_AS_TARGET)
+    draft.report_unmatched(reg, remarks.OFF, off=True)
     _set_captions(draft, table, folder, at)
-    draft.none([f"{table}disabled", f"{table}disable"], remarks.OFF, off=True)
+    draft.report_unmatched([f"{table}disabled", f"{table}disable"], remarks.OFF, off=True)
     draft.folders.append(folder)
 
 
@@ -626,24 +630,26 @@ def _set_shuffling(draft: Draft, tables: list[str]) -> None:
     keys, values = draft.collect("disable_multiline_split", tables)
     if any(value is not None for value in values):
         values = [False if value is None else value for value in values]
-        dataset_settings.share(
-            draft, keys, values, "dataset.caption_lines", lambda value: "join" if flag(value) else "one"
+        dataset_settings.set_shared(
+            draft, keys, values, "dataset.caption_lines", lambda value: "join" if read_flag(value) else "one"
         )
     elif tables:
         draft.assume("dataset.caption_lines", "one", "disable_multiline_split", LINES)
-    dataset_settings.share(draft, *draft.collect("caption_shuffle.enable", tables), "dataset.shuffle_tags", flag)
+    dataset_settings.set_shared(
+        draft, *draft.collect("caption_shuffle.enable", tables), "dataset.shuffle_tags", read_flag
+    )
     for name, setting, read in (
-        ("caption_shuffle.count", "dataset.caption_variants", whole),
-        ("caption_shuffle.position_start", "dataset.keep_tokens", whole),
-        ("caption_shuffle.split_on", "dataset.tag_separator", _separator),
+        ("caption_shuffle.count", "dataset.caption_variants", read_whole),
+        ("caption_shuffle.position_start", "dataset.keep_tokens", read_whole),
+        ("caption_shuffle.split_on", "dataset.tag_separator", _read_separator),
     ):
         keys, values = draft.collect(name, tables)
         if draft.settings.get("dataset.shuffle_tags"):
-            dataset_settings.share(draft, keys, values, setting, read)
-        draft.none(keys, remarks.UNUSED_WITHOUT(key="caption_shuffle"), off=True)
+            dataset_settings.set_shared(draft, keys, values, setting, read)
+        draft.report_unmatched(keys, remarks.UNUSED_WITHOUT(key="caption_shuffle"), off=True)
 
 
-def _separator(value: Any) -> str:
+def _read_separator(value: Any) -> str:
     separator = {"comma": ",", "space": " ", "period": "."}.get(str(value))
     if separator is None:
         raise Unfit(Message("{value} is not one of comma, space and period", value=quote(value)))
@@ -654,7 +660,7 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
     strategy = str(draft.get(f"{table}caption_strategy") or draft.get("caption_strategy") or "filename")
     prompt = str(draft.get(f"{table}instance_prompt") or draft.get("instance_prompt") or "")
     key = f"{table}caption_strategy"
-    alone = strategy in ("instanceprompt", "instance_prompt") or common_values.on(
+    alone = strategy in ("instanceprompt", "instance_prompt") or common_values.is_on(
         draft.get(f"{table}only_instance_prompt")
     )
     if alone:
@@ -664,11 +670,11 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
             "still read",
             at=at,
         )
-        draft.differs([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, note)
+        draft.report_different([key, f"{table}instance_prompt", f"{table}only_instance_prompt"], {}, note)
     elif strategy == "textfile":
-        draft.mapped(key, {}, Message("captions are .txt files beside the images"))
+        draft.report_mapped(key, {}, Message("captions are .txt files beside the images"))
     else:
-        draft.none(
+        draft.report_unmatched(
             key,
             Message(
                 "SimpleTuner takes captions from {strategy}; this trainer reads .txt files beside the images",
@@ -682,12 +688,12 @@ def _set_captions(draft: Draft, table: str, folder: Folder, at: str) -> None:
                 strategy=strategy,
             )
         )
-    if common_values.on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
+    if common_values.is_on(draft.get(f"{table}prepend_instance_prompt")) and prompt:
         folder.trigger = prompt
         note = Message("{key}: this trainer adds it only to captions that lack it", key=f"{at}.trigger")
-        draft.differs([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, note)
+        draft.report_different([f"{table}prepend_instance_prompt", f"{table}instance_prompt"], {}, note)
     rest = [f"{table}{name}" for name in ("instance_prompt", "prepend_instance_prompt", "only_instance_prompt")]
-    draft.none(rest, Message("this setting is not used"), off=True)
+    draft.report_unmatched(rest, Message("this setting is not used"), off=True)
 
 
 def _set_sizes(draft: Draft, tables: list[str]) -> None:
@@ -695,23 +701,23 @@ def _set_sizes(draft: Draft, tables: list[str]) -> None:
     notes: list[str] = []
     for table in tables or [""]:
         key = f"{table}resolution" if draft.has(f"{table}resolution") else "resolution"
-        value = draft.get(key, number)
+        value = draft.get(key, read_number)
         kind = draft.get(f"{table}resolution_type") or draft.get("resolution_type") or "pixel_area"
         if not value:
             continue
-        side, note = _square_side(value, kind)
+        side, note = _compute_square_side(value, kind)
         keys.append(key)
         sides.append(side)
         notes += [note] if note else []
     if sides:
         dataset_settings.set_resolutions(draft, list(dict.fromkeys(keys)), sides, remarks.join(notes))
     kinds = ["resolution_type", *(f"{table}resolution_type" for table in tables)]
-    draft.mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
-    draft.none("resolution", BY_BACKENDS, off=True)
+    draft.report_mapped(kinds, {}, Message("dataset.resolution is the side of the square with the training area"))
+    draft.report_unmatched("resolution", BY_BACKENDS, off=True)
     _set_buckets(draft, tables)
 
 
-def _square_side(value: float, kind: Any) -> tuple[int, str]:
+def _compute_square_side(value: float, kind: Any) -> tuple[int, str]:
     """Return the side of the square with the area of a resolution, and a remark if the two are not the same number.
 
     Args:
@@ -736,37 +742,37 @@ def _set_buckets(draft: Draft, tables: list[str]) -> None:
     """Set dataset.buckets, which is off if every backend crops its images to squares."""
     keys = [f"{table}crop" for table in tables] + [f"{table}crop_aspect" for table in tables]
     square = [
-        common_values.on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
+        common_values.is_on(draft.get(f"{table}crop")) and (draft.get(f"{table}crop_aspect") or "square") == "square"
         for table in tables
     ]
     if all(square) and square:
-        draft.mapped(keys, {"dataset.buckets": False})
+        draft.report_mapped(keys, {"dataset.buckets": False})
     elif any(square):
-        draft.differs(keys, {"dataset.buckets": True}, remarks.FOR_ALL_FOLDERS)
+        draft.report_different(keys, {"dataset.buckets": True}, remarks.FOR_ALL_FOLDERS)
     elif tables:
         note = Message(
             "this trainer crops images to their bucket, by less than one dataset.bucket_step where the bucket fits"
         )
-        draft.differs(keys, {"dataset.buckets": True}, note)
+        draft.report_different(keys, {"dataset.buckets": True}, note)
     if not all(square):
         dataset_settings.keep_aspects(draft, "crop")
 
 
 def _set_length_and_rate(draft: Draft) -> None:
-    batch, processes = positive(draft.get("train_batch_size") or 1), positive(draft.get("num_processes") or 1)
+    batch, processes = read_positive(draft.get("train_batch_size") or 1), read_positive(draft.get("num_processes") or 1)
     note = remarks.BATCH_OF_ALL(batch=batch, processes=processes) if processes > 1 else ""
-    (draft.differs if note else draft.mapped)(
+    (draft.report_different if note else draft.report_mapped)(
         ["train_batch_size", "num_processes"], {"train.batch_size": batch * processes}, note
     )
-    accumulate = positive(draft.get("gradient_accumulation_steps") or 1)
-    per_epoch = dataset_settings.steps_per_epoch(draft, batch, accumulate, processes)
-    steps, epochs = whole(draft.get("max_train_steps") or 0), whole(draft.get("num_train_epochs") or 0)
+    accumulate = read_positive(draft.get("gradient_accumulation_steps") or 1)
+    per_epoch = dataset_settings.count_steps_per_epoch(draft, batch, accumulate, processes)
+    steps, epochs = read_whole(draft.get("max_train_steps") or 0), read_whole(draft.get("num_train_epochs") or 0)
     if steps > 0:
-        draft.mapped("max_train_steps", {"train.steps": steps})
-        draft.none("num_train_epochs", remarks.COUNTS(key="max_train_steps"), off=True)
+        draft.report_mapped("max_train_steps", {"train.steps": steps})
+        draft.report_unmatched("num_train_epochs", remarks.COUNTS(key="max_train_steps"), off=True)
     elif epochs > 0:
         dataset_settings.set_steps_from_epochs(draft, "num_train_epochs", epochs, per_epoch, batch)
-    draft.none(["max_train_steps", "num_train_epochs"], remarks.OTHER_KEY, off=True)
+    draft.report_unmatched(["max_train_steps", "num_train_epochs"], remarks.OTHER_KEY, off=True)
     _set_rate(draft, batch, accumulate, processes)
     _set_clipping(draft)
     _set_intervals(draft, per_epoch)
@@ -775,34 +781,34 @@ def _set_length_and_rate(draft: Draft) -> None:
 def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None:
     """Set the optimizer, its learning rates with their scale, and the schedule."""
     scale, note = 1.0, ""
-    if common_values.on(draft.get("lr_scale")):
+    if common_values.is_on(draft.get("lr_scale")):
         factor = processes * accumulate * batch
-        root = common_values.on(draft.get("lr_scale_sqrt"))
+        root = common_values.is_on(draft.get("lr_scale_sqrt"))
         scale = math.sqrt(factor) if root else float(factor)
         values = {"processes": processes, "accumulate": accumulate, "batch": batch}
         counts = Message("{processes} processes x {accumulate} accumulation steps x batch size {batch}", **values)
         note = Message("the learning rate is multiplied by {number}", number=counts)
         if root:
             note = remarks.TIMES_ROOT(number=counts)
-    rate = draft.get("learning_rate", number)
+    rate = draft.get("learning_rate", read_number)
     optimizer_settings.set_optimizer(draft, "optimizer", ["learning_rate"], rate, scale)
-    own = draft.get("text_encoder_lr", number) or rate
-    rates = {"CLIP": own * scale} if common_values.on(draft.get("train_text_encoder")) and own else {}
+    own = draft.get("text_encoder_lr", read_number) or rate
+    rates = {"CLIP": own * scale} if common_values.is_on(draft.get("train_text_encoder")) and own else {}
     optimizer_settings.set_text_encoders(draft, ["train_text_encoder"], ["text_encoder_lr"], rates)
     if scale != 1:
-        draft.mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, note)
-    draft.none(["lr_scale", "lr_scale_sqrt"], remarks.OFF, off=True)
+        draft.report_mapped(["lr_scale", "lr_scale_sqrt"], {"optimizer.lr_scale": scale}, note)
+    draft.report_unmatched(["lr_scale", "lr_scale_sqrt"], remarks.OFF, off=True)
     if draft.has("optimizer_config"):
         optimizer_settings.set_optimizer_arguments(
             draft, "optimizer_config", str(draft.given["optimizer_config"]).split(",")
         )
-    end = draft.get("lr_end", number)
+    end = draft.get("lr_end", read_number)
     optimizer_settings.set_schedule(
         draft,
         optimizer_settings.ScheduleKeys(
             "lr_scheduler", warmup="lr_warmup_steps", cycles="lr_num_cycles", power="lr_power", floor="lr_end"
         ),
-        warmup=draft.get("lr_warmup_steps", number),
+        warmup=draft.get("lr_warmup_steps", read_number),
         floor=min(1.0, end / rate) if end and rate and draft.has("lr_end") else None,
     )
 
@@ -810,54 +816,56 @@ def _set_rate(draft: Draft, batch: int, accumulate: int, processes: int) -> None
 def _set_clipping(draft: Draft) -> None:
     """Set train.max_grad_norm; SimpleTuner clips each gradient by its value unless the file says otherwise."""
     if draft.get("grad_clip_method") == "norm":
-        draft.mapped("grad_clip_method", {}, Message("gradients are clipped by their norm"))
-        draft.mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", number)})
+        draft.report_mapped("grad_clip_method", {}, Message("gradients are clipped by their norm"))
+        draft.report_mapped("max_grad_norm", {"train.max_grad_norm": draft.get("max_grad_norm", read_number)})
         return
     note = Message(
         "SimpleTuner clips each gradient at this value; this trainer clips the norm of all gradients together, "
         "so its default is used"
     )
-    draft.none(["grad_clip_method", "max_grad_norm"], note)
+    draft.report_unmatched(["grad_clip_method", "max_grad_norm"], note)
 
 
 def _set_intervals(draft: Draft, per_epoch: int | None) -> None:
     """Set how often checkpoints are saved and previews are drawn, and how many checkpoints are kept."""
     key = "checkpoint_step_interval" if draft.has("checkpoint_step_interval") else "checkpointing_steps"
     dataset_settings.set_every(draft, "checkpoint.every", (key, "checkpoint_epoch_interval"), per_epoch, remarks.SAVED)
-    draft.none(["checkpoint_step_interval", "checkpointing_steps"], remarks.OTHER_KEY, off=True)
-    keep = draft.get("checkpoints_total_limit", whole)
+    draft.report_unmatched(["checkpoint_step_interval", "checkpointing_steps"], remarks.OTHER_KEY, off=True)
+    keep = draft.get("checkpoints_total_limit", read_whole)
     if keep:
         ours = common_values.clamp("checkpoint.keep", keep)
         note = remarks.AT_LEAST(least=ours) if ours > keep else ""
-        (draft.differs if note else draft.mapped)("checkpoints_total_limit", {"checkpoint.keep": ours}, note)
+        (draft.report_different if note else draft.report_mapped)(
+            "checkpoints_total_limit", {"checkpoint.keep": ours}, note
+        )
     key = "validation_step_interval" if draft.has("validation_step_interval") else "validation_steps"
     dataset_settings.set_every(draft, "preview.every", (key, "validation_epoch_interval"), per_epoch)
-    draft.none(["validation_step_interval", "validation_steps"], remarks.OTHER_KEY, off=True)
+    draft.report_unmatched(["validation_step_interval", "validation_steps"], remarks.OTHER_KEY, off=True)
 
 
 def _set_timesteps(draft: Draft) -> None:
     objective_settings.set_min_snr(draft, "snr_gamma")
     predicts = {"vprediction": "v", "epsilon": "epsilon"}.get(
-        common_values.plain(draft.get("prediction_type") or ""), ""
+        common_values.normalize_name(draft.get("prediction_type") or ""), ""
     )
     objective_settings.set_prediction(draft, "prediction_type", predicts)
     objective_settings.set_huber(draft)
     _set_noise(draft)
-    chosen = common_values.on(draft.get("use_ema"))
+    chosen = common_values.is_on(draft.get("use_ema"))
     optimizer_settings.set_ema(
         draft, "use_ema", "ema_decay", chosen=chosen, usual=0.995, interval_key="ema_update_interval"
     )
     keys = ["flow_schedule_shift", "flow_schedule_auto_shift"]
-    shift: float | str = draft.get("flow_schedule_shift", number) or 1.0
-    if common_values.on(draft.get("flow_schedule_auto_shift")):
+    shift: float | str = draft.get("flow_schedule_shift", read_number) or 1.0
+    if common_values.is_on(draft.get("flow_schedule_auto_shift")):
         shift = "auto"
     of_beta = ["flow_use_beta_schedule", "flow_beta_schedule_alpha", "flow_beta_schedule_beta"]
-    shape: dict[str, Any] = objective_settings.logit_normal(std=draft.get("flow_sigmoid_scale", number))
+    shape: dict[str, Any] = objective_settings.make_logit_normal(std=draft.get("flow_sigmoid_scale", read_number))
     used = ["flow_sigmoid_scale"]
-    if common_values.on(draft.get("flow_use_uniform_schedule")):
+    if common_values.is_on(draft.get("flow_use_uniform_schedule")):
         shape, used = {"objective.timesteps": "uniform"}, ["flow_use_uniform_schedule"]
-    elif common_values.on(draft.get(of_beta[0])):
-        alpha, beta = (draft.get(key, number) for key in of_beta[1:])
+    elif common_values.is_on(draft.get(of_beta[0])):
+        alpha, beta = (draft.get(key, read_number) for key in of_beta[1:])
         shape = {
             "objective.timesteps": "beta",
             "objective.beta_alpha": alpha or 2.0,
@@ -865,17 +873,17 @@ def _set_timesteps(draft: Draft) -> None:
         }
         used = of_beta
     objective_settings.set_timesteps(draft, [*keys, *used], shape, shift)
-    draft.none(["flow_sigmoid_scale", "flow_use_uniform_schedule", *of_beta], remarks.OFF, off=True)
+    draft.report_unmatched(["flow_sigmoid_scale", "flow_use_uniform_schedule", *of_beta], remarks.OFF, off=True)
 
 
 def _set_noise(draft: Draft) -> None:
     """Set input noise and zero-terminal SNR."""
-    share, last = draft.get("input_perturbation", number), draft.get("input_perturbation_steps", number)
+    share, last = draft.get("input_perturbation", read_number), draft.get("input_perturbation_steps", read_number)
     note = Message("SimpleTuner lowers it to 0 within input_perturbation_steps; this trainer keeps it")
     ours = {"objective.input_noise": share} if share else {}
     keys = ["input_perturbation", "input_perturbation_steps"]
     objective_settings.set_of_diffusion(draft, keys, ours, note if last else "", exact=not last)
-    zero = common_values.on(draft.get("rescale_betas_zero_snr"))
+    zero = common_values.is_on(draft.get("rescale_betas_zero_snr"))
     objective_settings.set_of_diffusion(
         draft, "rescale_betas_zero_snr", {"objective.zero_terminal_snr": True} if zero else {}
     )
@@ -885,10 +893,10 @@ def _set_previews(draft: Draft) -> None:
     fields = {"validation_negative_prompt": "negative", "validation_guidance": "guidance", "validation_seed": "seed"}
     fields |= {"validation_num_inference_steps": "steps", "validation_num_video_frames": "frames"}
     keys = ["validation_prompt", *fields, "validation_resolution"]
-    prompt = draft.get("validation_prompt", text)
-    if common_values.on(draft.get("validation_disable")) or not prompt:
-        draft.mapped("validation_disable", {}, remarks.NO_PROMPTS)
-        draft.none([*keys, "validation_on_startup"], remarks.NOT_PREVIEWED, off=True)
+    prompt = draft.get("validation_prompt", read_string)
+    if common_values.is_on(draft.get("validation_disable")) or not prompt:
+        draft.report_mapped("validation_disable", {}, remarks.NO_PROMPTS)
+        draft.report_unmatched([*keys, "validation_on_startup"], remarks.NOT_PREVIEWED, off=True)
         return
     picture = {"prompt": prompt} | {ours: draft.get(key) for key, ours in fields.items()}
     size = re.match(r"(\d+)x(\d+)$|(\d+)(?:\.0)?$", str(draft.get("validation_resolution") or ""))
@@ -899,9 +907,9 @@ def _set_previews(draft: Draft) -> None:
         note = Message("validation_resolution has several sizes; previews use the training resolution")
     own = fields | {"validation_prompt": "prompts", "validation_resolution": "width height"}
     preview_settings.set_previews(draft, {key: own[key] for key in keys}, [picture], note)
-    first = common_values.on(draft.get("validation_on_startup"))
-    draft.mapped("validation_on_startup", {"preview.at_start": first})
-    draft.none("validation_disable", remarks.OFF, off=True)
+    first = common_values.is_on(draft.get("validation_on_startup"))
+    draft.report_mapped("validation_on_startup", {"preview.at_start": first})
+    draft.report_unmatched("validation_disable", remarks.OFF, off=True)
 
 
 def _set_names(draft: Draft) -> None:
@@ -909,7 +917,7 @@ def _set_names(draft: Draft) -> None:
     parent, _, last = path.rstrip("/\\").replace("\\", "/").rpartition("/")
     if draft.has("tracker_run_name"):
         common_values.set_name(draft, "tracker_run_name")
-        draft.mapped("output_dir", {"output_dir": path or "runs"}, remarks.RUN_FOLDER)
+        draft.report_mapped("output_dir", {"output_dir": path or "runs"}, remarks.RUN_FOLDER)
     elif last:
         common_values.set_name(draft, "output_dir", last, Message("this is the last part of output_dir"))
         draft.set("output_dir", parent or ".", "output_dir")

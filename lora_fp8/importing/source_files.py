@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from .. import config
-from ..common.parsing import describe_parser_error, find_message, place
+from ..common.parsing import add_place, describe_parser_error, find_message
 from ..common.reading import MOST_TEXT, read_bytes
 from ..errors import Message, UserError, cannot_read, missing_file, not_utf8
 from .readers import hide
@@ -46,7 +46,7 @@ class Source:
     reach: Callable[[Path], bool] = lambda path: True
 
 
-def decoded(path: Path) -> str:
+def read_text_file(path: Path) -> str:
     """Read a text file in UTF-8, or in UTF-16 with a byte-order mark. Raises UserError."""
     try:
         raw = read_bytes(path, MOST_TEXT)
@@ -68,12 +68,12 @@ class UnreadableSettings(UserError):
 
 def read_source(path: Path) -> Source:
     """Read TOML, JSON, YAML or the command in a script. Raises UserError, whose messages quote nothing of the file."""
-    content = decoded(path)
+    content = read_text_file(path)
     suffix = path.suffix.lower()
-    # This pattern and that of `_joined` do not retry a long run from each of its characters, which takes quadratic
+    # This pattern and that of `_join_lines` do not retry a long run from each of its characters, which takes quadratic
     # time.
     named = suffix in (".toml", ".json", ".yaml", ".yml")
-    if suffix in SCRIPTS or not named and re.search(r"\S\.py\b[\"']?\s+.*--\w", _joined(content)):
+    if suffix in SCRIPTS or not named and re.search(r"\S\.py\b[\"']?\s+.*--\w", _join_lines(content)):
         return _read_command(path, content)
     try:
         if suffix == ".json":
@@ -88,7 +88,7 @@ def read_source(path: Path) -> Source:
                     )
                 )
             data = yaml.safe_load(content)
-            if not _countable([data], MOST_VALUES):
+            if not _is_countable([data], MOST_VALUES):
                 raise UserError(
                     Message(
                         "{path}: the file has more than {most} values, too many for a settings file",
@@ -111,7 +111,7 @@ def read_source(path: Path) -> Source:
         mark = getattr(error, "problem_mark", None)
         why = find_message(getattr(error, "problem", "") or "") or Message("cannot be read")
         if mark:
-            why = place(mark.line + 1, mark.column + 1, why)
+            why = add_place(mark.line + 1, mark.column + 1, why)
         raise UnreadableSettings(Message("{where}: not valid YAML: {why}", where=path, why=why)) from None
     except RecursionError:
         raise UserError(Message("{path}: nested too deeply", path=path)) from None
@@ -128,7 +128,7 @@ def read_source(path: Path) -> Source:
     )
 
 
-def _countable(values: Iterable[Any], most: int) -> bool:
+def _is_countable(values: Iterable[Any], most: int) -> bool:
     """Return True if nested data holds at most `most` values; a YAML alias counts each time that it is used."""
     waiting = list(values)
     for _ in range(most):
@@ -141,7 +141,7 @@ def _countable(values: Iterable[Any], most: int) -> bool:
     return not waiting
 
 
-def _joined(content: str) -> str:
+def _join_lines(content: str) -> str:
     """Join the continued lines of a script: \\ in sh, ^ in cmd, ` in PowerShell."""
     return re.sub(r"(?:(?<![ \t])[ \t]+)?[\\^`][ \t]*\r?\n[ \t]*", " ", content)
 
@@ -166,7 +166,7 @@ def _read_command(path: Path, content: str) -> Source:
     commands: list[list[str]] = []
     variables: dict[str, str] = {}
     other, continues = 0, False
-    for line in _joined(content).splitlines():
+    for line in _join_lines(content).splitlines():
         line = line.strip()
         if not line or line.startswith(("#", "::", "REM ", "rem ", "@echo", "echo ")):
             continue
@@ -204,7 +204,7 @@ def _read_command(path: Path, content: str) -> Source:
                 "{path}: the file has {count} training commands; give a file with one", path=path, count=len(commands)
             )
         )
-    script, options, unknown = _command_options(commands[0], variables)
+    script, options, unknown = _read_command_options(commands[0], variables)
     notes: list[str] = (
         [Message("{file} also has other commands ({count}), which were not read", file=path.name, count=other)]
         if other
@@ -217,7 +217,7 @@ def _read_command(path: Path, content: str) -> Source:
     return Source(path, "command", options, script, notes)
 
 
-def _command_options(words: list[str], variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str]]:
+def _read_command_options(words: list[str], variables: Mapping[str, str]) -> tuple[str, dict[str, Any], list[str]]:
     """Return the script that a command runs, its options with variables substituted, and variables without a value."""
     at = max(i for i, word in enumerate(words) if TRAINING_SCRIPT.search(word))
     script = PureWindowsPath(words[at]).name
@@ -283,12 +283,12 @@ def split_commands(line: str, suffix: str) -> list[list[str]] | None:
             skip = False
         elif piece["word"]:
             if not skip:
-                commands[-1].append(_unquoted(piece["word"], windows))
+                commands[-1].append(_unquote(piece["word"], windows))
             skip = False
     return [command for command in commands if command]
 
 
-def _unquoted(word: str, windows: bool) -> str:
+def _unquote(word: str, windows: bool) -> str:
     """Remove the quotation marks of a word; a backslash is an escape in sh, and part of a path in Windows."""
     if windows:
         return re.sub("[\"']", "", word)
@@ -310,19 +310,19 @@ def parse_options(words: list[str]) -> dict[str, Any]:
     return options
 
 
-def table_in(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+def get_table(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the table of this name; {} if there is none or it is not a table."""
     table = data.get(name)
     return table if isinstance(table, dict) else {}
 
 
-def flattened(data: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten_tables(data: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yield (dotted key, value) for nested tables and lists of tables; a list of plain values is one value."""
     if isinstance(data, dict) and data:
         for key, value in data.items():
-            yield from flattened(value, f"{prefix}{str(key).removeprefix('--')}.")
+            yield from flatten_tables(value, f"{prefix}{str(key).removeprefix('--')}.")
     elif isinstance(data, list) and data and all(isinstance(item, dict) for item in data):
         for i, item in enumerate(data):
-            yield from flattened(item, f"{prefix}{i}.")
+            yield from flatten_tables(item, f"{prefix}{i}.")
     else:
         yield prefix.removesuffix("."), data

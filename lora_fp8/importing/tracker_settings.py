@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import Message
 from . import common_values, remarks
 from .import_draft import Draft
-from .readers import flag, text
+from .readers import read_flag, read_string
 
 NONE = ("none", "false", "no", "off")
 ALL = ["tensorboard", "wandb"]
@@ -26,29 +26,31 @@ def set_trackers(draft: Draft, key: str, project: str = "", run_name: str = "") 
     value = draft.get(key)
     given = value if isinstance(value, list) else str(value or "").replace(",", " ").split()
     names = [name for name in (str(name).strip().lower() for name in given) if name not in NONE]
-    known = common_values.accepted("tracking.to")
+    known = common_values.list_accepted("tracking.to")
     taken = ALL if names == ["all"] else [name for name in names if name in known]
     _set(draft, key, taken, names, {project: "tracking.project", run_name: "tracking.run_name"})
 
 
 def set_tracker(draft: Draft, key: str, name: str, project: str = "", run_name: str = "") -> None:
     """Set [tracking] from a key that switches one tracker on; the other arguments are those of `set_trackers`."""
-    names = [name] if draft.has(key) and draft.get(key, flag) else []
+    names = [name] if draft.has(key) and draft.get(key, read_flag) else []
     _set(draft, key, names, names, {project: "tracking.project", run_name: "tracking.run_name"})
 
 
 def _set(draft: Draft, key: str, taken: list[str], names: list[str], texts: dict[str, str]) -> None:
-    note = Message("this trainer can log to {names}", names=", ".join(common_values.accepted("tracking.to")))
+    note = Message("this trainer can log to {names}", names=", ".join(common_values.list_accepted("tracking.to")))
     if taken:
         is_whole = set(names) in ({"all"}, set(taken))
-        (draft.mapped if is_whole else draft.differs)(key, {"tracking.to": taken}, "" if is_whole else note)
+        (draft.report_mapped if is_whole else draft.report_different)(
+            key, {"tracking.to": taken}, "" if is_whole else note
+        )
     elif draft.has(key):
-        draft.none(key, note if names else remarks.OFF, off=not names)
+        draft.report_unmatched(key, note if names else remarks.OFF, off=not names)
     for other, setting in texts.items():
         if not other or not draft.has(other):
             continue
-        value: Any = draft.get(other, text).strip()[:120]
+        value: Any = draft.get(other, read_string).strip()[:120]
         if taken and value:
-            draft.mapped(other, {setting: value})
+            draft.report_mapped(other, {setting: value})
         else:
-            draft.none(other, Message("no tracker is on"), off=True)
+            draft.report_unmatched(other, Message("no tracker is on"), off=True)

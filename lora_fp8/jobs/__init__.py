@@ -129,7 +129,7 @@ class Queue:
         Args:
             shell: include runs that were started without the queue.
         """
-        rows, worker = self.store.rows(), find_worker(self.home)
+        rows, worker = self.store.read_rows(), find_worker(self.home)
         unfinished = [row for row in rows if row.phase != "ended"]
         groups = defaultdict(lambda: 2, {"launched": 0, "queued": 1})
         with self._follow:
@@ -155,14 +155,14 @@ class Queue:
                 if row is None:
                     return job_state.view_shell_run(Path(os.path.abspath(folder)), self._follower)
             else:
-                row = self.store.row(id)
-            unfinished = self.store.rows("phase <> 'ended'")
-            taken = bool(self.store.rows("phase = 'launched' AND folder = ?", row.folder))
+                row = self.store.read_row(id)
+            unfinished = self.store.read_rows("phase <> 'ended'")
+            taken = bool(self.store.read_rows("phase = 'launched' AND folder = ?", row.folder))
             return self._view(row, unfinished, find_worker(self.home), taken)
 
     def config(self, id: int) -> str:
         """Return the TOML text that a job was submitted with, with absolute paths; "" for commands."""
-        return self.store.row(id).text
+        return self.store.read_row(id).text
 
     def events(self, id: int | str, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return a run's events after this byte of its log, and the byte to continue from; [] if there is no log yet.
@@ -260,7 +260,7 @@ class Queue:
             UserError: there is no run, or it is training.
         """
         run = Run.open(Path(os.path.abspath(folder)))
-        if run.alive():
+        if run.is_locked():
             raise UserError(Message("{path}: a training is running in this folder", path=run.path))
         ownership.require_ours(run.path)
         # The folder may have been moved or renamed since, so its current place counts.
@@ -307,7 +307,7 @@ class Queue:
 
     def clone(self, id: int, overrides: Sequence[str] = ()) -> int:
         """Queue a job's config as a new job, in a new folder unless `overrides` name one. Return its id."""
-        row = self.store.row(id)
+        row = self.store.read_row(id)
         scheduling = Scheduling(row.priority, row.gpus, row.max_attempts)
         if row.kind == "command":
             if overrides:
@@ -360,7 +360,7 @@ class Queue:
                     id=row.id,
                 )
             )
-        if not run.alive():
+        if not run.is_locked():
             raise UserError(NOT_TRAINING(folder=run.path))
         pid = procs.find_holder(run.lock_file)
         if pid is None:
@@ -398,7 +398,7 @@ class Queue:
             raise UserError(
                 Message("job {id} is done; to train it again in another folder, run `lora-fp8 jobs rerun {id}`", id=id)
             )
-        for other in self.store.rows("phase <> 'ended' AND folder = ?", row.folder) if row.folder else []:
+        for other in self.store.read_rows("phase <> 'ended' AND folder = ?", row.folder) if row.folder else []:
             raise UserError(IN_USE(folder=row.folder, id=other.id))
         values: dict[str, Any] = {"phase": "queued", "wanted": "run", "crashes": 0, "state": "", "sentence": ""}
         values |= {"ended": 0, "asked": 0, "termed": 0, "killed": 0, "exit_code": None}
@@ -412,7 +412,7 @@ class Queue:
         Raises:
             UserError: the job is not waiting.
         """
-        self.store.row(id)
+        self.store.read_row(id)
         self.store.move(id, place)
 
     def set_priority(self, id: int, priority: int) -> None:
@@ -421,7 +421,7 @@ class Queue:
         Raises:
             UserError: the job is not waiting.
         """
-        self.store.row(id)
+        self.store.read_row(id)
         if not self.store.update(id, "phase = 'queued'", priority=priority):
             raise UserError(Message("job {id} is not waiting in the queue, so its priority has no effect", id=id))
         self.store.write_record(id)
@@ -441,16 +441,16 @@ class Queue:
         """
         if isinstance(id, str):
             run = Run.open(Path(id))
-            for other in self.store.rows("phase <> 'ended' AND folder = ?", str(run.path)):
+            for other in self.store.read_rows("phase <> 'ended' AND folder = ?", str(run.path)):
                 raise UserError(IN_USE(folder=run.path, id=other.id))
             return ownership.remove(run.path)
-        row = self.store.row(id)
+        row = self.store.read_row(id)
         if row.phase == "launched":
             row = self._require_ended(id)
         left = ownership.remove(Path(row.folder)) if with_run and row.folder and os.path.lexists(row.folder) else []
         if not self.store.delete(id):
             raise UserError(Message("job {id} has just been started; stop it first", id=id))
-        shutil.rmtree(self.store.folder(id), ignore_errors=True)
+        shutil.rmtree(self.store.get_folder(id), ignore_errors=True)
         return left
 
     # -- internals
@@ -463,7 +463,7 @@ class Queue:
     def _view(self, row: Row, unfinished: list[Row], worker: Info | None, taken: bool = False) -> JobView:
         before = job_state.list_before(row, unfinished)
         try:
-            return job_state.view(row, self.store.folder(row.id), self._follower, before, worker, taken)
+            return job_state.view_job(row, self.store.get_folder(row.id), self._follower, before, worker, taken)
         except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # the other jobs are still shown
             return job_state.view_damaged(row, error)
 
@@ -486,13 +486,13 @@ class Queue:
         """Return the newest job that writes into this folder."""
         if not is_utf8(os.path.abspath(folder)):  # `submit` refuses such names
             return None
-        rows = self.store.rows("folder = ?", os.path.abspath(folder))
+        rows = self.store.read_rows("folder = ?", os.path.abspath(folder))
         return max(rows, key=lambda row: row.id, default=None)
 
     def _find_folder(self, id: int | str) -> Path | None:
         if isinstance(id, str):
             return Run.open(Path(id)).path
-        row = self.store.row(id)
+        row = self.store.read_row(id)
         return Path(row.folder) if row.folder else None
 
     def _end(self, id: int | str, wanted: str) -> None:
@@ -500,12 +500,12 @@ class Queue:
             run = Run.open(Path(id))
             row = self._find_row(run.path)
             if row is None or row.phase == "ended":
-                if not run.alive():
+                if not run.is_locked():
                     raise UserError(NOT_TRAINING(folder=run.path))
                 run.request("stop")
                 return
         else:
-            row = self.store.row(id)
+            row = self.store.read_row(id)
         sentence = json.dumps(Sentence("cancelled").to_json())
         ended = {"phase": "ended", "state": "cancelled", "sentence": sentence, "ended": now()}
         if self.store.update(row.id, "phase = 'queued'", wanted=wanted, **ended):
@@ -513,11 +513,11 @@ class Queue:
             return
         of_row = Run(Path(row.folder)) if row.folder else None
         if not self.store.update(row.id, "phase = 'launched'", wanted=wanted):
-            if of_row is None or not of_row.alive():
+            if of_row is None or not of_row.is_locked():
                 raise UserError(Message("job {id} is neither running nor queued", id=row.id))
             of_row.request("stop")  # somebody in a shell continues it
             return
-        if of_row and of_row.alive():  # ask at once; the worker does the rest
+        if of_row and of_row.is_locked():  # ask at once; the worker does the rest
             of_row.request("stop")
             self.store.update(row.id, "asked = 0", asked=now())
 
@@ -527,7 +527,7 @@ class Queue:
         Raises:
             UserError: the job is running, or waits.
         """
-        row = self.store.row(id)
+        row = self.store.read_row(id)
         if row.phase == "queued":
             raise UserError(Message("job {id} is waiting in the queue", id=id))
         if row.phase == "launched":
@@ -539,7 +539,7 @@ class Queue:
             self.store.update(
                 id, "phase = 'launched' AND attempts = ?", row.attempts, ended=now(), exit_code=job.exit_code, **values
             )
-            row = self.store.row(id)
+            row = self.store.read_row(id)
         return row
 
     def require_new(self, folder: Path) -> None:
@@ -552,7 +552,7 @@ class Queue:
         ownership.require_new(folder)
 
     def _require_no_writer(self, folder: Path) -> None:
-        for row in self.store.rows("phase <> 'ended' AND folder = ?", str(folder)):
+        for row in self.store.read_rows("phase <> 'ended' AND folder = ?", str(folder)):
             raise UserError(
                 Message(
                     "{path}: job {id} already uses this folder; choose another name (--set name=...)",
@@ -563,7 +563,7 @@ class Queue:
 
     def find_free_name(self, folder: Path) -> str:
         """Return a new name for a run folder: "zibo" -> "zibo-2", or the next number that no folder and no job has."""
-        stem, taken = re.sub(r"-\d{1,4}$", "", folder.name), {row.folder for row in self.store.rows()}
+        stem, taken = re.sub(r"-\d{1,4}$", "", folder.name), {row.folder for row in self.store.read_rows()}
         number = 2
         while (path := folder.with_name(f"{stem}-{number}")).exists() or str(path) in taken:
             number += 1
@@ -581,7 +581,7 @@ def _make_resume_arguments(text: str, overrides: Sequence[str]) -> list[str]:
         for part in key.split("."):
             value = value[int(part) if isinstance(value, list) else part]
         if key not in ("name", "output_dir"):
-            arguments += ["--set", config.toml_line(key, value)]
+            arguments += ["--set", config.format_toml_line(key, value)]
     return arguments
 
 
@@ -595,13 +595,13 @@ def make_paths_absolute(job: settings.Job, folder: Path) -> settings.Job:
         return os.path.abspath(os.path.join(folder, os.path.expanduser(path))) if path else path
 
     data = job.model_dump()
-    for named in settings.path_places(data):
+    for named in settings.find_path_places(data):
         path = make_absolute(named.path)
         if named.setting in settings.WORDS and (
             named.path == settings.WORDS[named.setting] or not os.path.exists(path)
         ):
             continue
-        if named.setting == "dataset.folders.mask" and not settings.names_a_folder_of_masks(named.path):
+        if named.setting == "dataset.folders.mask" and not settings.is_mask_folder(named.path):
             continue
         named.table[named.name] = path
     return settings.Job(**data)

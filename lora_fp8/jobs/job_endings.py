@@ -33,7 +33,7 @@ def _is_exiting(row: Row) -> bool:
         return False
     run = Run(Path(row.folder))
     with contextlib.suppress(OSError, ValueError, Unreadable):
-        if not run.alive():
+        if not run.is_locked():
             return False
         return procs.is_exiting(read_holder(run.lock_file))
     return False

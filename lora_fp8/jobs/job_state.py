@@ -37,7 +37,7 @@ def list_before(row: Row, unfinished: list[Row]) -> list[Row]:
     return [other for other in unfinished if other.phase == "launched" or other.id in ahead]
 
 
-def view(
+def view_job(
     row: Row,
     records_folder: Path,
     follower: Follower,
@@ -163,7 +163,7 @@ def _read_command(row: Row) -> tuple[str, ...]:
 def _is_continued_elsewhere(folder: Path) -> bool:
     """Return True if somebody in a shell continues a job that has ended; False if the folder may not be read."""
     with contextlib.suppress(Unreadable):
-        return Run(folder).alive()
+        return Run(folder).is_locked()
     return False
 
 
@@ -201,7 +201,7 @@ def _view_shell_run(folder: Path, follower: Follower) -> JobView:
         resumable=step is not None,
         saved_step=step,
     )
-    if run.alive():
+    if run.is_locked():
         progress = follower.read_progress(folder, 0)
         run_view = replace(
             run_view,

@@ -42,7 +42,7 @@ class Rescued:
     guessed: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return sentences for people."""
         number = len(self.waiting) + len(self.ended)
         lines: list[str] = [

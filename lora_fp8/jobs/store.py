@@ -167,26 +167,26 @@ class Store:
             (home / "jobs").mkdir(exist_ok=True, mode=0o700)
             if not self.file.exists():
                 # SQLite gives its other files the same permissions.
-                os.close(os.open(self.file, system.flags("O_CREAT", "O_RDWR"), 0o600))
+                os.close(os.open(self.file, system.combine_flags("O_CREAT", "O_RDWR"), 0o600))
         self._migrate()
 
-    def folder(self, id: int) -> Path:
+    def get_folder(self, id: int) -> Path:
         """Return the folder of a job's config and records."""
         return self.home / "jobs" / str(id)
 
-    def rows(self, where: str = "1", *values: Any) -> list[Row]:
+    def read_rows(self, where: str = "1", *values: Any) -> list[Row]:
         """Return jobs in the order in which the queue starts them."""
         with self._translate_errors():
             rows = self._connect().execute(f"SELECT {', '.join(COLUMNS)} FROM jobs WHERE {where} {ORDER}", values)
             return [Row(*row) for row in rows]
 
-    def row(self, id: int) -> Row:
+    def read_row(self, id: int) -> Row:
         """Return one job.
 
         Raises:
             UserError: there is no job with this number.
         """
-        if rows := self.rows("id = ?", id):
+        if rows := self.read_rows("id = ?", id):
             return rows[0]
         raise UserError(Message("{id}: there is no such job; `lora-fp8 jobs` lists all jobs", id=id))
 
@@ -218,7 +218,7 @@ class Store:
         """Return what SQLite finds wrong with the file; "" for nothing."""
         with self._translate_errors():
             lines = [str(line) for (line,) in self._connect().execute("PRAGMA integrity_check(3)")]
-            self.rows()
+            self.read_rows()
             return "" if lines == ["ok"] else "; ".join(lines)
 
     def write_record(self, id: int) -> None:
@@ -227,13 +227,13 @@ class Store:
         Raises:
             StoreError: the folder cannot be written.
         """
-        row = self.row(id)
+        row = self.read_row(id)
         with self._translate_errors():
-            self.folder(id).mkdir(parents=True, exist_ok=True)
+            self.get_folder(id).mkdir(parents=True, exist_ok=True)
             if row.kind == "train":
-                atomic_write(self.folder(id) / CONFIG, row.text.encode())
+                atomic_write(self.get_folder(id) / CONFIG, row.text.encode())
             columns = {name: getattr(row, name) for name in RECORD_COLUMNS}
-            write_json(self.folder(id) / RECORD, columns)
+            write_json(self.get_folder(id) / RECORD, columns)
 
     def update(self, id: int, where: str = "1", *conditions: Any, **values: Any) -> bool:
         """Change a job if it (still) meets `where`. Return True if it was changed."""
@@ -330,9 +330,9 @@ class Store:
                         error=error,
                     )
                 ) from error
-            raise _unusable(self.file, error) from error
+            raise _make_unusable_error(self.file, error) from error
         except OSError as error:
-            raise _unusable(error.filename or self.home, reason(error)) from error
+            raise _make_unusable_error(error.filename or self.home, reason(error)) from error
 
     def _migrate(self) -> None:
         with self._translate_errors():
@@ -365,7 +365,7 @@ class Damaged(StoreError):
     """The file is not a valid database any more, or lacks a table or column of the queue."""
 
 
-def _unusable(file: Path | str, why: object) -> StoreError:
+def _make_unusable_error(file: Path | str, why: object) -> StoreError:
     return StoreError(Message("{file}: the queue cannot be used ({error})", file=file, error=why))
 
 

@@ -197,7 +197,7 @@ def ensure_worker(home: Path, idle_s: float = 600) -> Info:
                 stdout=file,
                 stderr=file,
                 env=environment,
-                **system.detached(),
+                **system.make_detach_options(),
             )
         deadline = time.monotonic() + 5
         while worker := find_worker(home):  # ours, or one that another process started first
@@ -222,7 +222,7 @@ def start_worker(home: Path, gpus: Sequence[str] = (), idle_s: float | None = No
     """
     command = [sys.executable, *PROGRAM, "worker", *(part for gpu in gpus for part in ("--gpus", gpu))]
     command += [] if idle_s is None else ["--idle", str(idle_s)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **system.detached())
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, **system.make_detach_options())
     while process.poll() is None:
         worker = find_worker(home)
         if worker is not None and worker.pid:
@@ -312,7 +312,7 @@ class Worker:
             if idle_s is not None and time.monotonic() - busy_at > idle_s:
                 self._release_lock()
                 # Checked after the lock is released: a process that submits now finds no worker and starts one.
-                if not self.store.rows("phase <> 'ended'"):
+                if not self.store.read_rows("phase <> 'ended'"):
                     break
                 self.take_lock()
             time.sleep(TICK_SECONDS)
@@ -322,17 +322,17 @@ class Worker:
 
     def tick(self) -> bool:
         """Check each job once and act. Return True if any is queued or running."""
-        self._heartbeat(os.getpid())
+        self._write_heartbeat(os.getpid())
         for pid, child in list(self._children.items()):
             if child.poll() is not None:
                 del self._children[pid]
-        rows = self.store.rows("phase <> 'ended'")
+        rows = self.store.read_rows("phase <> 'ended'")
         taken = set()
         for row in rows:
             if row.phase == "launched" and not self._try(row, partial(self._check_ended, row), if_damaged=True):
                 taken.add(row.assigned)
         # Jobs that ended just now may be in the queue again.
-        for row in self.store.rows("phase = 'queued'"):
+        for row in self.store.read_rows("phase = 'queued'"):
             wanted = (BESIDE,) if row.gpus == BESIDE else self.groups
             free = [group for group in wanted if group not in taken and row.gpus in ("", group)]
             if free and self._try(row, partial(self._launch, row, free[0]), if_damaged=False):
@@ -351,13 +351,13 @@ class Worker:
 
     def _launch(self, row: Row, group: str) -> bool:
         """Start an attempt. Return True if the group is now busy."""
-        attempt = self.store.folder(row.id) / f"attempt-{row.attempts + 1}"
+        attempt = self.store.get_folder(row.id) / f"attempt-{row.attempts + 1}"
         attempt.mkdir(parents=True, exist_ok=True)
         folder = Path(row.folder) if row.folder else None
         try:
             if folder:
                 ownership.claim(folder, resume=bool(row.again or row.attempts))
-            log = self._open_log(folder / "log.txt" if folder else self.store.folder(row.id) / "log.txt")
+            log = self._open_log(folder / "log.txt" if folder else self.store.get_folder(row.id) / "log.txt")
             mark = (folder / "events.jsonl").stat().st_size if folder and (folder / "events.jsonl").exists() else 0
         except OSError as error:
             line = Message("{path}: {why}", path=error.filename or folder, why=reason(error))
@@ -392,7 +392,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.make_environment(token, group, attempt),
-                **system.detached(),
+                **system.make_detach_options(),
             )
         self._children[child.pid] = child
         if process := procs.identify(child.pid):  # else it has exited already
@@ -435,7 +435,7 @@ class Worker:
 
     def write_config(self, row: Row) -> str:
         """Write the job's config as submitted, and return the path of the file."""
-        path = self.store.folder(row.id) / CONFIG
+        path = self.store.get_folder(row.id) / CONFIG
         atomic_write(path, row.text.encode())
         return str(path)
 
@@ -477,7 +477,7 @@ class Worker:
         if not job_endings.is_alive(row):
             if not row.pid and time.time() - row.launched < 2 and row.boot == procs.read_boot_id():
                 return False  # the worker was killed around the start, and the processes may only just be appearing
-            end = job_endings.find_ending(row, self.store.folder(row.id) / f"attempt-{row.attempts}", self.follower)
+            end = job_endings.find_ending(row, self.store.get_folder(row.id) / f"attempt-{row.attempts}", self.follower)
             self._end(row, end)
             return True
         if not row.pid:
@@ -520,7 +520,7 @@ class Worker:
         stage = self.follower.read_progress(run.path, row.mark).stage
         # A starting trainer deletes requests to earlier ones, so the request is repeated until it stays.
         with contextlib.suppress(UserError):  # if the folder cannot be read or written, the signal follows
-            if run.alive() and not (run.control / "stop").exists():
+            if run.is_locked() and not (run.control / "stop").exists():
                 run.request("stop")
         return stage
 
@@ -538,7 +538,7 @@ class Worker:
 
     def _end(self, row: Row, end: job_view.Ending) -> None:
         """Record how an attempt ended; after a crash, queue the job again."""
-        folder = Path(row.folder) if row.folder else self.store.folder(row.id)
+        folder = Path(row.folder) if row.folder else self.store.get_folder(row.id)
         with contextlib.suppress(OSError):  # there is no log, or no space for another
             _hide_home(folder / "log.txt")
         values: dict[str, Any] = {"exit_code": end.exit_code, "crashes": row.crashes + end.crash}
@@ -590,7 +590,7 @@ class Worker:
         for _ in range(20):  # a call to `find_worker` holds a shared lock for an instant
             if try_lock(self._lock):
                 self._last_beat = -1.0
-                self._heartbeat(0)  # its id follows when it hears signals, and may be another after a fork
+                self._write_heartbeat(0)  # its id follows when it hears signals, and may be another after a fork
                 self._last_beat = -1.0
                 return
             time.sleep(0.02)
@@ -611,7 +611,7 @@ class Worker:
                 (self.home / "worker.json").unlink()
             self._lock.close()
 
-    def _heartbeat(self, pid: int) -> None:
+    def _write_heartbeat(self, pid: int) -> None:
         if time.monotonic() - self._last_beat < 1:
             return
         self._last_beat = time.monotonic()

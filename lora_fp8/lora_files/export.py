@@ -21,9 +21,9 @@ from ..common.writing import make_folder
 from ..errors import Message, RunFailure, Template, UserError, first_few
 from ..precision.dtypes import DTYPES
 from . import header as adapter_header
-from .export_metadata import ExportFacts, metadata
+from .export_metadata import ExportFacts, build_metadata
 from .layouts import (
-    in_our_words,
+    rename_kohya_halves,
     to_layout,
 )
 from .safetensors_file import read, write_file
@@ -84,7 +84,7 @@ def write(
     paths = []
     for layout, tensors in contents.items():
         path = folder / f"{facts.output_name}_{layout}.safetensors"
-        write_file(path, tensors, metadata(family, section, facts, layout), hashes=True)
+        write_file(path, tensors, build_metadata(family, section, facts, layout), hashes=True)
         paths.append(path)
     return paths
 
@@ -109,13 +109,13 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
             layers.
     """
     tensors, metadata = read(path)
-    words = {in_our_words(name): tensor for name, tensor in tensors.items()}
+    words = {rename_kohya_halves(name): tensor for name, tensor in tensors.items()}
     try:
-        tensors |= adapter_header.alphas_of(words, metadata, kinds.ALL_PARTS)
+        tensors |= adapter_header.read_alphas(words, metadata, kinds.ALL_PARTS)
     except UserError as error:
         raise UserError(Message("{key}: {line}", key=path, line=error)) from None
     metadata.pop(adapter_header.KEY, None)
-    for what, wrong in _unusable(tensors).items():
+    for what, wrong in _find_unusable(tensors).items():
         if wrong:
             raise UserError(
                 Message(
@@ -130,7 +130,7 @@ def read_adapter(path: Path, *, sound: bool = True) -> tuple[dict[str, Tensor], 
     return tensors, metadata
 
 
-def _unusable(tensors: Mapping[str, Tensor]) -> dict[Message, list[str]]:
+def _find_unusable(tensors: Mapping[str, Tensor]) -> dict[Message, list[str]]:
     """Return the names of the tensors that cannot belong to an adapter, by what is wrong with them."""
     alphas = {name: tensor for name, tensor in tensors.items() if name.endswith(".alpha")}
     weights = {name: tensor for name, tensor in tensors.items() if name not in alphas}
@@ -153,7 +153,7 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         UserError: it holds NaN or infinity, or alpha is 0 in all layers.
     """
-    if wrong := not_finite(tensors):
+    if wrong := find_nonfinite(tensors):
         raise UserError(
             Message(
                 "{path}: the file cannot be used as a LoRA, because it has NaN or infinity: {names}",
@@ -166,7 +166,7 @@ def _check_sound(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise UserError(Message("{path}: alpha is 0 in all layers, so the file has no effect", path=path))
 
 
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+def find_nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the sorted names of the tensors that hold NaN or infinity."""
     # torch.isfinite does not support every float8 dtype.
     wide = ((name, tensor.float() if tensor.dtype.itemsize == 1 else tensor) for name, tensor in tensors.items())
@@ -175,7 +175,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def _refuse_broken(tensors: Mapping[str, Tensor], what: Message, dtype: str) -> None:
     """Raise RunFailure for NaN, infinity or B of zero; `what` names the adapter or the file."""
-    if wrong := not_finite(tensors):
+    if wrong := find_nonfinite(tensors):
         template = Template("{name} has NaN or infinity in {names}")
         if dtype == "fp16":
             template = Template("{name} has NaN or infinity in {names}; write it in bf16 or fp32 (export.dtype)")

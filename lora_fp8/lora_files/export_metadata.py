@@ -140,10 +140,10 @@ class ExportFacts:
     @property
     def output_name(self) -> str:
         """The file name without layout and extension."""
-        return slug(self.name) + self.suffix
+        return make_slug(self.name) + self.suffix
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return a file name that every shell, host and prompt syntax accepts: letters, digits, `.`, `_`, `-`.
 
     Letters of every script are kept, but for accents of Latin letters. It has at most 160 bytes.
@@ -169,7 +169,7 @@ IMPLEMENTATIONS = {  # kohya naming -> ModelSpec's identifier for the source of 
 }
 
 
-def implementation(family: Any, layout: str) -> str:
+def find_implementation(family: Any, layout: str) -> str:
     """Return ModelSpec's identifier for the source of the module names in a file of this layout."""
     return {"diffusers": "diffusers", "comfy": COMFYUI}.get(layout) or IMPLEMENTATIONS[family.kohya_naming]
 
@@ -178,14 +178,14 @@ LYCORIS = {"lokr": "lokr", "loha": "loha", "oft": "diag-oft"}
 """Kinds of adapter of LyCORIS -> its name of the algorithm."""
 
 
-def network_module(family: Any, kind: str) -> str:
+def choose_network_module(family: Any, kind: str) -> str:
     """Return kohya's name of the module that trains this kind of adapter."""
     if kind in LYCORIS:
         return "lycoris.kohya"
     return family.kohya_module
 
 
-def baked(layout: str, kind: str) -> bool:
+def is_alpha_baked(layout: str, kind: str) -> bool:
     """Return True if alpha / rank is multiplied into the weights of such a file, which then has no alpha."""
     return layout == "diffusers" or (layout == "comfy" and kind not in LYCORIS)
 
@@ -204,7 +204,7 @@ OWN_WORDS = (  # what authors write about the LoRA, and the base; nothing about 
 LEVELS = {"none": LOADING, "private": (*LOADING, *OWN_WORDS)}
 
 
-def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: str) -> dict[str, str]:
+def build_metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: str) -> dict[str, str]:
     """Return a file's metadata: ModelSpec, the `ss_*` keys of kohya that clients read, and the config.
 
     There is no date, path or user name in it. `section.metadata` decides how much is written; `write_file` adds the
@@ -214,12 +214,12 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
     tags = [*facts.tags, *(tag for tag in dict.fromkeys(("lora", facts.kind)) if tag not in facts.tags)]
     epoch_size = round(sum(folder.num_images * folder.repeats for folder in facts.folders))
     epochs = math.ceil(facts.steps * facts.batch_size / epoch_size) if epoch_size else 0
-    folders = _folder_names(facts.folders)
+    folders = _name_folders(facts.folders)
     written: dict[str, Any] = {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{facts.architecture or family.modelspec_architecture}/lora",
-        "modelspec.implementation": implementation(family, layout),
+        "modelspec.implementation": find_implementation(family, layout),
         "modelspec.implementation_version": f"lora_fp8/{__version__}",
         "modelspec.title": section.title or facts.name,
         "modelspec.resolution": f"{width}x{height}",
@@ -229,12 +229,12 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "modelspec.trigger_phrase": facts.trigger,
         "modelspec.tags": ", ".join(tags),
         "modelspec.prediction_type": (facts.prediction_type or "").replace("v_prediction", "v"),
-        "ss_network_module": network_module(family, facts.kind),
+        "ss_network_module": choose_network_module(family, facts.kind),
         "ss_network_dim": facts.rank_in_file,
         # If the scaling is multiplied into the weights, the file behaves as with alpha = rank: a program that reads
         # alpha here must not scale a second time.
-        "ss_network_alpha": float(facts.rank_in_file) if baked(layout, facts.kind) else facts.alpha_in_file,
-        "ss_network_args": _json(facts.kind_settings),
+        "ss_network_alpha": float(facts.rank_in_file) if is_alpha_baked(layout, facts.kind) else facts.alpha_in_file,
+        "ss_network_args": _to_json(facts.kind_settings),
         "ss_network_dropout": facts.dropout,
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),  # A1111 sorts by it
@@ -264,11 +264,11 @@ def metadata(family: Any, section: settings.Export, facts: ExportFacts, layout: 
         "ss_clip_skip": facts.clip_skip or "",
         "ss_max_token_length": facts.caption_tokens or "",
         "ss_training_comment": section.description,
-        "ss_dataset_dirs": _json(
+        "ss_dataset_dirs": _to_json(
             {name: {"n_repeats": f.repeats, "img_count": f.num_images} for name, f in folders.items()}
         ),
-        "ss_tag_frequency": _tag_frequency(folders),
-        "ss_bucket_info": _bucket_info(facts.buckets),
+        "ss_tag_frequency": _format_tag_frequency(folders),
+        "ss_bucket_info": _format_bucket_info(facts.buckets),
         "ss_enable_bucket": str(bool(facts.buckets)),
         "lora_fp8_version": __version__,
         "lora_fp8_layout": layout,
@@ -297,7 +297,7 @@ def _describe_noise(section: settings.Objective) -> dict[str, Any]:
     }
 
 
-def config_of(path: Path) -> str:
+def read_config(path: Path) -> str:
     """Return the config that a LoRA file was trained with, as TOML; of paths only the last part is left.
 
     Raises:
@@ -314,13 +314,13 @@ def config_of(path: Path) -> str:
     return config
 
 
-def _bucket_info(buckets: Mapping[tuple[int, int], int]) -> str:
+def _format_bucket_info(buckets: Mapping[tuple[int, int], int]) -> str:
     """Return buckets with the number of their images, as JSON."""
     rows = [{"resolution": list(size), "count": count} for size, count in sorted(buckets.items())]
-    return _json({"buckets": {str(i): row for i, row in enumerate(rows)}})
+    return _to_json({"buckets": {str(i): row for i, row in enumerate(rows)}})
 
 
-def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:
+def _name_folders(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:
     """Return the folders by the last part of their path; a second folder of the same name gets a number."""
     named: dict[str, FolderFacts] = {}
     for folder in folders:
@@ -331,22 +331,22 @@ def _folder_names(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:
     return named
 
 
-def _tag_frequency(folders: Mapping[str, FolderFacts]) -> str:
+def _format_tag_frequency(folders: Mapping[str, FolderFacts]) -> str:
     """Return as many of each folder's most frequent tags as fit, as JSON; "" if not even one each fits."""
     most = MAX_TAGS
     while most:
-        text = _json({name: _frequent(folder.tags, most) for name, folder in folders.items()})
+        text = _to_json({name: _select_frequent(folder.tags, most) for name, folder in folders.items()})
         if len(text.encode()) <= MAX_TAG_BYTES:
             return text
         most //= 2
     return ""
 
 
-def _frequent(tags: Mapping[str, int], most: int) -> dict[str, int]:
+def _select_frequent(tags: Mapping[str, int], most: int) -> dict[str, int]:
     return dict(sorted(tags.items(), key=lambda item: (-item[1], item[0]))[:most])
 
 
-def _json(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=False)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adapters.kinds import rank_of
+from ..adapters.kinds import read_rank
 from ..common.text import quote
 from ..errors import Message, UserError
 
@@ -33,7 +33,9 @@ PATTERN = re.compile(r"\^?(?:[\w.]|\\[.\-d]\+?|\.[*+]|-){1,300}\$?", re.ASCII)
 MOST_REPEATS = 3  # limit on `.*` and the like in one pattern, for the same reason
 
 
-def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts: tuple[str, ...]) -> dict[str, Tensor]:
+def read_alphas(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts: tuple[str, ...]
+) -> dict[str, Tensor]:
     """Return `<layer>.alpha` for each layer that takes its scale from the header.
 
     A layer with its own alpha tensor keeps it: every program but diffusers reads that, and diffusers refuses such a
@@ -49,7 +51,7 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
     """
     if not metadata.get(KEY):
         return {}
-    components = _components(metadata[KEY])
+    components = _read_components(metadata[KEY])
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         part = next((part for part in parts if name.endswith(f".{part}")), None)
@@ -62,10 +64,12 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
         prefix = next(
             (component for component in components if layer.startswith(f"{component}.") or not component), None
         )
-        rank = rank_of(held)
+        rank = read_rank(held)
         if prefix is None or f"{layer}.alpha" in tensors:
             continue
-        told_rank, alpha = patterns[prefix].of(layer.removeprefix(f"{prefix}."), any("lora_" in part for part in held))
+        told_rank, alpha = patterns[prefix].find_rank_and_alpha(
+            layer.removeprefix(f"{prefix}."), any("lora_" in part for part in held)
+        )
         if not rank and alpha == told_rank:  # LoKr with two whole matrices
             continue
         if told_rank != rank:
@@ -87,7 +91,7 @@ def alphas_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], parts:
     return alphas
 
 
-def published(text: str) -> str:
+def remove_private_values(text: str) -> str:
     """Return the header's entry without values that reveal folders; the strengths stay."""
     held = _read(text)
     return json.dumps({key: None if key.rpartition(".")[2] in PRIVATE else value for key, value in held.items()})
@@ -107,7 +111,7 @@ def _read(text: str) -> dict[str, Any]:
     return held
 
 
-def _components(text: str) -> dict[str, dict[str, Any]]:
+def _read_components(text: str) -> dict[str, dict[str, Any]]:
     """Return each component's config by its prefix, the longest first; "" for a file of a single model."""
     configs: dict[str, dict[str, Any]] = {}
     for name, value in _read(text).items():
@@ -137,10 +141,10 @@ class _Patterns:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = {**DEFAULTS, **config}
-        self.ranks = list(_compiled(self.config["rank_pattern"], "rank_pattern"))
-        self.alphas = list(_compiled(self.config["alpha_pattern"], "alpha_pattern"))
+        self.ranks = list(_compile_patterns(self.config["rank_pattern"], "rank_pattern"))
+        self.alphas = list(_compile_patterns(self.config["alpha_pattern"], "alpha_pattern"))
 
-    def of(self, layer: str, is_lora: bool) -> tuple[float, float]:
+    def find_rank_and_alpha(self, layer: str, is_lora: bool) -> tuple[float, float]:
         # Whether a text encoder's path has `text_model` in it depends on the transformers version that wrote it.
         paths = (layer, layer.removeprefix("text_model."))
         whole = self.config["lora_alpha" if is_lora else "alpha"]
@@ -148,7 +152,7 @@ class _Patterns:
         return rank, next((value for pattern, value in self.alphas if any(map(pattern.match, paths))), whole)
 
 
-def _compiled(patterns: Any, what: str) -> Iterator[tuple[re.Pattern[str], float]]:
+def _compile_patterns(patterns: Any, what: str) -> Iterator[tuple[re.Pattern[str], float]]:
     if not isinstance(patterns or {}, dict) or len(patterns or {}) > MOST_PATTERNS:
         raise UserError(Message("{key} in the header: {what} is not a readable list of layers", key=KEY, what=what))
     for pattern, value in (patterns or {}).items():

@@ -36,15 +36,15 @@ def get_prefix(family: Any, layout: str) -> str:
 
 def get_prefixes(family: Any, layout: str) -> tuple[str, ...]:
     """Return the prefixes of a layout's names: of the denoiser's layers, and of the text encoders'."""
-    return get_prefix(family, layout), *(text_prefix(family, layout, name) for name in family.trained_text)
+    return get_prefix(family, layout), *(get_text_prefix(family, layout, name) for name in family.trained_text)
 
 
-def text_layer(encoder: str, path: str) -> str:
+def make_text_layer_name(encoder: str, path: str) -> str:
     """Return an adapter's module path for the text encoder's own `path` of a layer."""
     return f"{encoder}.text_model.{path.removeprefix('text_model.')}"
 
 
-def text_encoder_of(module: str, family: Any) -> str:
+def find_text_encoder(module: str, family: Any) -> str:
     """Return the text encoder that a module path belongs to; "" for a layer of the denoiser."""
     return next((name for name in family.trained_text if module.startswith(f"{name}.")), "")
 
@@ -52,7 +52,7 @@ def text_encoder_of(module: str, family: Any) -> str:
 def has_text(names: Iterable[str], family: Any) -> bool:
     """Return True if a file with these names holds LoRAs of the family's text encoders."""
     prefixes = tuple(
-        text_prefix(family, layout, name)
+        get_text_prefix(family, layout, name)
         for layout in LAYOUTS
         if has_layout(family, layout)
         for name in family.trained_text
@@ -60,7 +60,7 @@ def has_text(names: Iterable[str], family: Any) -> bool:
     return any(name.startswith(prefixes) for name in names)
 
 
-def text_prefix(family: Any, layout: str, encoder: str) -> str:
+def get_text_prefix(family: Any, layout: str, encoder: str) -> str:
     """Return the prefix of a text encoder's layers in a layout."""
     about = family.trained_text[encoder]
     comfy = f"text_encoders.{about.comfy}.transformer."
@@ -68,9 +68,9 @@ def text_prefix(family: Any, layout: str, encoder: str) -> str:
 
 
 def _text_to_name(module: str, family: Any, layout: str) -> str:
-    encoder = text_encoder_of(module, family)
+    encoder = find_text_encoder(module, family)
     path = module.removeprefix(f"{encoder}.")
-    return text_prefix(family, layout, encoder) + (path.replace(".", "_") if layout == "kohya" else path)
+    return get_text_prefix(family, layout, encoder) + (path.replace(".", "_") if layout == "kohya" else path)
 
 
 def find_text_module(name: str, family: Any, layout: str) -> str:
@@ -80,12 +80,12 @@ def find_text_module(name: str, family: Any, layout: str) -> str:
         UserError: the name belongs to another part of the text encoder.
     """
     for encoder in family.trained_text:
-        prefix = text_prefix(family, layout, encoder)
+        prefix = get_text_prefix(family, layout, encoder)
         if name.startswith(prefix):
             path = name.removeprefix(prefix)
             if layout == "kohya":  # underscores before these words are part of a name, all others were dots
                 path = re.sub(r"_(?!proj|attn|model)", ".", path)
-            module = text_layer(encoder, path)
+            module = make_text_layer_name(encoder, path)
             if not re.fullmatch(r"[^.]+\.text_model\.encoder\.layers\.\d+\.(self_attn|mlp)\.\w+", module):
                 raise UserError(
                     Message(
@@ -106,7 +106,7 @@ COMPOUNDS = (
 )
 
 
-def _dotted(kohya: str) -> str:
+def _convert_to_dotted(kohya: str) -> str:
     parts = re.split(f"({'|'.join(COMPOUNDS)})", kohya)
     return "".join(part if part in COMPOUNDS else part.replace("_", ".") for part in parts)
 
@@ -118,8 +118,8 @@ def _underscored_to_kohya(module: str, family: Any, denoiser_config: Mapping[str
     return module.replace(".", "_"), (module,)
 
 
-def _underscored_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
-    return (_dotted(kohya),)
+def _find_underscored_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+    return (_convert_to_dotted(kohya),)
 
 
 # Layers inside a ResNet block, and layers outside all blocks, that have other names in the original UNet.
@@ -192,7 +192,7 @@ def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
     )
 
 
-def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     resnet = {name.replace(".", "_"): path for path, name in SGM_RESNET.items()}
     for path, name in sgm_blocks(denoiser_config).items():
         name = name.replace(".", "_")
@@ -203,11 +203,11 @@ def _sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) ->
         if inner != kohya and path not in SGM_OUTSIDE and (("resnets" in path) == (inner in resnet)):
             if "attentions" in path and inner == "conv":
                 continue
-            return (f"{path}.{resnet.get(inner) or _dotted(inner)}",)
-    raise _unknown(kohya)
+            return (f"{path}.{resnet.get(inner) or _convert_to_dotted(inner)}",)
+    raise _make_unknown_error(kohya)
 
 
-def _unknown(kohya: str) -> UserError:
+def _make_unknown_error(kohya: str) -> UserError:
     return UserError(Message("{name}: this base model has no layer of this name", name=f"lora_unet_{kohya}"))
 
 
@@ -225,7 +225,7 @@ def _to_native(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> 
     return named
 
 
-def _native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_native_members(native: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     members = naming.from_native(family.native_layers, native)
     if members is None:
         raise UserError(
@@ -239,16 +239,16 @@ def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any
     return native.replace(".", "_"), members
 
 
-def _native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
+def _find_native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     # Only the base's own layers tell which of the underscores were dots.
-    known = _underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
+    known = _map_underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
     if kohya not in known:
-        raise _unknown(kohya)
+        raise _make_unknown_error(kohya)
     return known[kohya]
 
 
 @cache
-def _underscored(rows: tuple[naming.Row, ...], layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _map_underscored(rows: tuple[naming.Row, ...], layers: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     translated = (naming.to_native(rows, layer) for layer in layers)
     return {named[0].replace(".", "_"): named[1] for named in translated if named}
 
@@ -269,10 +269,10 @@ def _bfl_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
 
 LEAVE_OUT = Message("remove it from adapter.targets, or the layout from export.formats")
 NAMINGS = {
-    "diffusers_underscored": (_underscored_to_kohya, _underscored_members),
-    "sgm_unet": (_sgm_to_kohya, _sgm_members),
-    "native": (_native_to_kohya, _native_kohya_members),
-    "bfl_flux": (_bfl_to_kohya, _native_kohya_members),
+    "diffusers_underscored": (_underscored_to_kohya, _find_underscored_members),
+    "sgm_unet": (_sgm_to_kohya, _find_sgm_members),
+    "native": (_native_to_kohya, _find_native_kohya_members),
+    "bfl_flux": (_bfl_to_kohya, _find_native_kohya_members),
 }
 
 
@@ -295,21 +295,21 @@ def get_rule(
     to_name, members = get_denoiser_rule(family, layout)
     prefix = get_prefix(family, layout)
 
-    def name_of(module: str) -> Named:
-        if text_encoder_of(module, family):
+    def find_name(module: str) -> Named:
+        if find_text_encoder(module, family):
             return _text_to_name(module, family, layout), (module,)
         name, modules_ = to_name(module, family, denoiser_config)
         return prefix + name, modules_
 
-    def members_of(name: str) -> tuple[str, ...]:
+    def find_members(name: str) -> tuple[str, ...]:
         text = find_text_module(name, family, layout)
         return (text,) if text else members(name.removeprefix(prefix), family, denoiser_config)
 
-    return name_of, members_of
+    return find_name, find_members
 
 
 def get_denoiser_rule(family: Any, layout: str) -> tuple[Callable[..., Named], Callable[..., tuple[str, ...]]]:
     """Return the two functions of the rule for the denoiser's layers, without prefixes."""
     if layout == "diffusers":
         return lambda module, *_: (module, (module,)), lambda name, *_: (name,)
-    return NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _native_members)
+    return NAMINGS[family.kohya_naming] if layout == "kohya" else (_to_native, _find_native_members)

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from ..adapters import kinds
-from ..common.numbers import sides
+from ..common.numbers import format_shape
 from ..errors import Joined, Message, UserError, first_few
-from .layer_names import LAYOUTS, get_prefix, get_prefixes, get_rule, has_layout, text_encoder_of
+from .layer_names import LAYOUTS, find_text_encoder, get_prefix, get_prefixes, get_rule, has_layout
 
 HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
 """kohya's names of the two matrices -> the names in the other layouts."""
@@ -48,7 +48,7 @@ HALVES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"
 PAIR = tuple(f".{name}" for name in HALVES.values())
 
 
-def kinds_in(state: Mapping[str, Tensor]) -> set[str]:
+def find_kinds(state: Mapping[str, Tensor]) -> set[str]:
     """Return the kinds of adapter in internal naming. Unknown tensors count as LoRA, whose reader refuses them by name.
 
     Raises:
@@ -56,13 +56,13 @@ def kinds_in(state: Mapping[str, Tensor]) -> set[str]:
     """
     if not any(name.endswith(OTHER_PARTS) for name in state):
         return {"lora"}
-    return {kinds.kind_of(parts, layer) for layer, parts in kinds.grouped(state).items()}
+    return {kinds.detect_kind(parts, layer) for layer, parts in kinds.group_by_layer(state).items()}
 
 
 OTHER_PARTS = tuple(f".{part}" for part in kinds.ALL_PARTS if part not in kinds.PARTS["lora"])
 
 
-def uncarried(
+def explain_unsupported(
     kind: str, modules: Iterable[str], family: Any, denoiser_config: Mapping[str, Any], layout: str
 ) -> str | None:
     """Return why a layout does not support a kind of adapter on these layers, or None if it does."""
@@ -84,7 +84,7 @@ def uncarried(
             else Message("no program reads {kind} of {title} under these names", kind=title, title=family.title)
         )
     name_of, _ = get_rule(family, denoiser_config, layout)
-    swapped = _swapped(family, denoiser_config, layout)
+    swapped = _find_swapped(family, denoiser_config, layout)
     for module in modules:
         name, members = name_of(module)
         if len(members) > 1:
@@ -101,7 +101,7 @@ def uncarried(
     return None
 
 
-def in_our_words(name: str) -> str:
+def rename_kohya_halves(name: str) -> str:
     """Return a tensor's name with kohya's names of the two matrices replaced by ours."""
     for theirs, ours in HALVES.items():
         if name.endswith(f".{theirs}"):
@@ -109,17 +109,17 @@ def in_our_words(name: str) -> str:
     return name
 
 
-def modules(state: Mapping[str, Tensor]) -> list[str]:
+def list_modules(state: Mapping[str, Tensor]) -> list[str]:
     """Return the sorted module paths of an adapter in internal naming.
 
     Raises:
         UserError: an A without its B or the reverse, a pair of different ranks, an unknown name, or an incomplete layer
             of another kind.
     """
-    if any(not name.endswith(PAIR) for name in state) and kinds_in(state) - {"lora"}:
-        layers = kinds.grouped(state)
+    if any(not name.endswith(PAIR) for name in state) and find_kinds(state) - {"lora"}:
+        layers = kinds.group_by_layer(state)
         for layer, parts in layers.items():
-            kinds.kind_of(parts, layer)
+            kinds.detect_kind(parts, layer)
         return list(layers)
     halves: dict[str, set[str]] = {}
     for name in state:
@@ -146,8 +146,8 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
                 Message(
                     "{name}: lora_A of {a} and lora_B of {b} have different ranks",
                     name=module,
-                    a=sides(a.shape),
-                    b=sides(b.shape),
+                    a=format_shape(a.shape),
+                    b=format_shape(b.shape),
                 )
             )
         if any(side != 1 for side in b.shape[2:]):
@@ -155,7 +155,7 @@ def modules(state: Mapping[str, Tensor]) -> list[str]:
                 Message(
                     "{module}: lora_B is {shape}, but only 1x1 kernels are supported there",
                     module=module,
-                    shape=sides(b.shape),
+                    shape=format_shape(b.shape),
                 )
             )
     return sorted(halves)
@@ -180,14 +180,14 @@ def to_layout(
     Raises:
         UserError: a pair is incomplete, or the layout has no name for a module.
     """
-    if kinds_in(state) != {"lora"}:
-        return _others_to_layout(state, scaling, family, denoiser_config, layout)
+    if find_kinds(state) != {"lora"}:
+        return _convert_others_to_layout(state, scaling, family, denoiser_config, layout)
     name_of, _ = get_rule(family, denoiser_config, layout)
-    swapped = _swapped(family, denoiser_config, layout)
+    swapped = _find_swapped(family, denoiser_config, layout)
     down, up = HALVES if layout == "kohya" else HALVES.values()
     pairs: dict[str, Pair] = {}
-    for module in modules(state):
-        a, b, scale = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], _scale_of(scaling, module)
+    for module in list_modules(state):
+        a, b, scale = state[f"{module}.lora_A.weight"], state[f"{module}.lora_B.weight"], _get_scale(scaling, module)
         baked = layout != "kohya" and scale != 1
         if module in swapped:
             b = torch.cat(b.chunk(2)[::-1])
@@ -197,7 +197,7 @@ def to_layout(
         if len(members) == 1:
             a, b, scale = pairs[members[0]]
         else:
-            a, b, scale = fuse([pairs.get(m) for m in members], _rows(members, pairs, family, denoiser_config))
+            a, b, scale = fuse([pairs.get(m) for m in members], _count_rows(members, pairs, family, denoiser_config))
         out[f"{group}.{down}"] = a
         out[f"{group}.{up}"] = b
         if layout == "kohya":
@@ -246,14 +246,14 @@ def from_layout(
     """
     layout = layout or detect_layout(tensors, family)
     if any(name.endswith(OTHER_PARTS) for name in tensors):
-        return _others_from_layout(tensors, family, denoiser_config, layout)
+        return _convert_others_from_layout(tensors, family, denoiser_config, layout)
     _, members_of = get_rule(family, denoiser_config, layout)
     prefixes = get_prefixes(family, layout)
     renamed: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
     foreign = []
     for name, tensor in tensors.items():
-        group, kind = _parted(name)
+        group, kind = _split_name(name)
         if not group.startswith(prefixes) or not kind:
             foreign.append(name)
         elif kind == "alpha":
@@ -273,8 +273,8 @@ def from_layout(
         )
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
-    swapped = _swapped(family, denoiser_config, layout)
-    groups = modules(renamed)
+    swapped = _find_swapped(family, denoiser_config, layout)
+    groups = list_modules(renamed)
     if stray := sorted(alphas.keys() - set(groups)):
         raise UserError(Message("{names}: there is an alpha without weights", names=first_few(stray)))
     for group in groups:
@@ -282,7 +282,7 @@ def from_layout(
         members = members_of(group)
         if members[0] in swapped:
             b = torch.cat(b.chunk(2)[::-1])
-        rows = [b.shape[0]] if len(members) == 1 else _rows(members, {}, family, denoiser_config)
+        rows = [b.shape[0]] if len(members) == 1 else _count_rows(members, {}, family, denoiser_config)
         if sum(rows) != b.shape[0]:
             raise UserError(
                 Message(
@@ -299,7 +299,7 @@ def from_layout(
     return state, scaling
 
 
-def _others_to_layout(
+def _convert_others_to_layout(
     state: Mapping[str, Tensor],
     scaling: Mapping[str, float] | float,
     family: Any,
@@ -309,8 +309,8 @@ def _others_to_layout(
     """Do what `to_layout` does for DoRA, LoKr, LoHa and OFT, where every layer keeps its own tensors."""
     name_of, _ = get_rule(family, denoiser_config, layout)
     out: dict[str, Tensor] = {}
-    for module, parts in kinds.grouped(state).items():
-        kind, scale = kinds.kind_of(parts, module), _scale_of(scaling, module)
+    for module, parts in kinds.group_by_layer(state).items():
+        kind, scale = kinds.detect_kind(parts, module), _get_scale(scaling, module)
         if kind == "lora":
             raise UserError(
                 Message(
@@ -318,7 +318,7 @@ def _others_to_layout(
                     module=module,
                 )
             )
-        if reason := uncarried(kind, [module], family, denoiser_config, layout):
+        if reason := explain_unsupported(kind, [module], family, denoiser_config, layout):
             raise UserError(
                 Message(
                     "the {layout} layout of {title} does not support {kind}: {why}",
@@ -341,8 +341,10 @@ def _others_to_layout(
         if kind == "oft":
             out[f"{name}.alpha"] = torch.tensor(kinds.LIMIT)
         elif layout != "diffusers":
-            out[f"{name}.alpha"] = torch.tensor(scale * (kinds.rank_of(parts) or 1), dtype=torch.float32)
-    if layout == "kohya" and family.denoiser_name == "unet" and kinds_in(state) == {"dora"}:  # diffusers reads no other
+            out[f"{name}.alpha"] = torch.tensor(scale * (kinds.read_rank(parts) or 1), dtype=torch.float32)
+    if (
+        layout == "kohya" and family.denoiser_name == "unet" and find_kinds(state) == {"dora"}
+    ):  # diffusers reads no other
         _equalize_alphas_(out)
     return out
 
@@ -350,7 +352,7 @@ def _others_to_layout(
 SCALED = ("lora_B.weight", "lokr_w1", "lokr_w1_a", "hada_w1_a")
 
 
-def _others_from_layout(
+def _convert_others_from_layout(
     tensors: Mapping[str, Tensor], family: Any, denoiser_config: Mapping[str, Any], layout: str
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Do what `from_layout` does for DoRA, LoKr, LoHa and OFT.
@@ -361,7 +363,7 @@ def _others_from_layout(
     _, members_of = get_rule(family, denoiser_config, layout)
     prefix = get_prefix(family, layout)
     alphas = {name.removesuffix(".alpha"): float(t) for name, t in tensors.items() if name.endswith(".alpha")}
-    groups = kinds.grouped({name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")})
+    groups = kinds.group_by_layer({name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")})
     if foreign := [group for group in (*groups, *alphas) if not group.startswith(prefix) or group not in groups]:
         raise UserError(
             Message(
@@ -375,7 +377,7 @@ def _others_from_layout(
     state: dict[str, Tensor] = {}
     scaling: dict[str, float] = {}
     for group, parts in groups.items():
-        kind = kinds.kind_of(parts, group)
+        kind = kinds.detect_kind(parts, group)
         module, *others = members_of(group)
         if others:
             raise UserError(
@@ -386,7 +388,11 @@ def _others_from_layout(
                     count=1 + len(others),
                 )
             )
-        if reason := uncarried(kind, [module], family, denoiser_config, layout) if layout != "diffusers" else None:
+        if (
+            reason := explain_unsupported(kind, [module], family, denoiser_config, layout)
+            if layout != "diffusers"
+            else None
+        ):
             raise UserError(
                 Message(
                     "{group}: the {layout} layout has no {kind}: {why}",
@@ -396,15 +402,15 @@ def _others_from_layout(
                     why=reason,
                 )
             )
-        scaling[module] = alphas[group] / kinds.rank_of(parts) if group in alphas and kinds.has_rank(parts) else 1.0
+        scaling[module] = alphas[group] / kinds.read_rank(parts) if group in alphas and kinds.has_rank(parts) else 1.0
         for part, tensor in parts.items():
             state[f"{module}.{part}"] = tensor.flatten() if part == "lora_magnitude_vector" else tensor
         if kind == "oft" and group in alphas:
-            state[f"{module}.oft_blocks"] = kinds.limited(parts["oft_blocks"], alphas[group])
+            state[f"{module}.oft_blocks"] = kinds.limit_norm(parts["oft_blocks"], alphas[group])
     return state, scaling
 
 
-def _parted(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     """Split a tensor's name into its layer and "alpha" or the name of one of the two matrices; "" if it is neither."""
     for kind in (*HALVES, *HALVES.values(), "alpha"):
         if name.endswith(f".{kind}"):
@@ -435,7 +441,7 @@ def detect_layout(tensors: Iterable[str], family: Any) -> str:
     )
 
 
-def _scale_of(scaling: Mapping[str, float] | float, module: str) -> float:
+def _get_scale(scaling: Mapping[str, float] | float, module: str) -> float:
     return float(scaling[module] if isinstance(scaling, Mapping) else scaling)
 
 
@@ -494,7 +500,7 @@ def split(a: Tensor, b: Tensor, rows: list[int]) -> list[tuple[Tensor, Tensor] |
     return out
 
 
-def unread_by_diffusers(
+def explain_unread_by_diffusers(
     family: Any,
     denoiser_config: Mapping[str, Any],
     layout: str,
@@ -559,13 +565,13 @@ FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_laye
 """diffusers' defaults for entries that a config.json leaves out."""
 
 
-def _swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:
+def _find_swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:
     """Return the modules whose B has its halves swapped in this layout."""
     native = layout == "comfy" or (layout == "kohya" and family.kohya_naming == "native")
     return family.halves_swapped(denoiser_config) if native else set()
 
 
-def _rows(
+def _count_rows(
     members: Iterable[str], pairs: Mapping[str, Pair], family: Any, denoiser_config: Mapping[str, Any]
 ) -> list[int]:
     """Return the output features of a fused layer's members; for those without a LoRA, from the denoiser."""
@@ -584,10 +590,10 @@ def find_misfits(state: Mapping[str, Tensor], family: Any) -> list[str]:
     """
     shapes = family.layer_shapes(family.denoiser_config())
     misfits = []
-    for layer, parts in kinds.grouped(state).items():
-        if text_encoder_of(layer, family):
+    for layer, parts in kinds.group_by_layer(state).items():
+        if find_text_encoder(layer, family):
             continue
         shape = shapes.get(layer)
-        if shape is None or not kinds.fits(parts, shape):
+        if shape is None or not kinds.fits_shape(parts, shape):
             misfits.append(layer)
     return misfits

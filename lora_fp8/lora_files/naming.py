@@ -26,7 +26,7 @@ KINDS = ("weight", "bias")
 """The last parts of the names of a fused layer's tensors."""
 
 
-def table(text: str) -> tuple[Row, ...]:
+def parse_table(text: str) -> tuple[Row, ...]:
     """Parse rows from text: each line is "original = diffusers", or one name if both are the same.
 
     Commas separate rows on one line; after a comma, a row may continue on the next line. Indented lines continue the
@@ -49,7 +49,7 @@ def table(text: str) -> tuple[Row, ...]:
     for (depth, entries), (next_depth, _) in zip(lines, [*lines[1:], (0, [])], strict=True):
         while above[-1][0] >= depth:
             above.pop()
-        new_rows = [_row(entry, *before) for entry in entries for before in above[-1][1]]
+        new_rows = [_parse_row(entry, *before) for entry in entries for before in above[-1][1]]
         if next_depth <= depth:
             rows += new_rows
         elif any(" " in ours for _, ours in new_rows):
@@ -59,7 +59,7 @@ def table(text: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _row(entry: str, native_above: str, ours_above: str) -> Row:
+def _parse_row(entry: str, native_above: str, ours_above: str) -> Row:
     native, equals, ours = (part.strip() for part in entry.partition("="))
     names = ours.split() if equals else [native]
     if not names or len(native.split()) != 1 or any(name.count("#") != native.count("#") for name in names):
@@ -68,12 +68,12 @@ def _row(entry: str, native_above: str, ours_above: str) -> Row:
 
 
 @cache
-def _pattern(side: str) -> re.Pattern[str]:
+def _compile_pattern(side: str) -> re.Pattern[str]:
     """Return a pattern for names that are `side` or below it; its groups are the numbers, and the part below."""
     return re.compile(re.escape(side).replace(r"\#", r"(\d+)") + r"((?:\..+)?)")
 
 
-def _filled(side: str, numbers: Sequence[str]) -> str:
+def _fill_numbers(side: str, numbers: Sequence[str]) -> str:
     parts = side.split("#")
     return "".join(part + number for part, number in zip(parts, [*numbers, ""], strict=True))
 
@@ -86,31 +86,33 @@ def to_native(rows: Sequence[Row], name: str) -> tuple[str, tuple[str, ...]] | N
     for native, ours in rows:
         members = ours.split()
         for member in members:
-            match = _pattern(member).fullmatch(name)
+            match = _compile_pattern(member).fullmatch(name)
             if match is None:
                 continue
             *numbers, below = match.groups()
             if len(members) > 1 and below.removeprefix(".") not in ("", *KINDS):
                 continue
-            return _filled(native, numbers) + below, tuple(_filled(pattern, numbers) + below for pattern in members)
+            return _fill_numbers(native, numbers) + below, tuple(
+                _fill_numbers(pattern, numbers) + below for pattern in members
+            )
     return None
 
 
 def from_native(rows: Sequence[Row], name: str) -> tuple[str, ...] | None:
     """Return the diffusers names of an original layer (or tensor), several if it is fused; None if no row matches."""
     for native, ours in rows:
-        match = _pattern(native).fullmatch(name)
+        match = _compile_pattern(native).fullmatch(name)
         if match is None:
             continue
         *numbers, below = match.groups()
         members = ours.split()
         if len(members) > 1 and below.removeprefix(".") not in ("", *KINDS):
             continue
-        return tuple(_filled(pattern, numbers) + below for pattern in members)
+        return tuple(_fill_numbers(pattern, numbers) + below for pattern in members)
     return None
 
 
-def conversion(
+def locate_tensors(
     rows: Sequence[Row], header: Mapping[str, Shape], shapes: Mapping[str, Shape], prefix: str = ""
 ) -> Iterator[tuple[str, str, tuple[int, int] | None]]:
     """Yield where a denoiser's tensors are in a file with original names.

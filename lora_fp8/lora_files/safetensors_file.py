@@ -74,16 +74,16 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
         # kohya's, this is the hash that A1111 computes from the file; a file that ends before the window gets none.
         written["sshs_legacy_hash"] = "0" * 8
         offset, size = LEGACY_WINDOW
-        begin = offset - len(_header(entries, written))
+        begin = offset - len(_make_header(entries, written))
         if 0 <= begin < len(data):
             written["sshs_legacy_hash"] = hashlib.sha256(data[begin : begin + size]).hexdigest()[:8]
         else:
             del written["sshs_legacy_hash"]
-    atomic_write(path, _header(entries, written) + data)
+    atomic_write(path, _make_header(entries, written) + data)
     return sha
 
 
-def _header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+def _make_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     content = {"__metadata__": dict(sorted(metadata.items())), **entries} if metadata else dict(entries)
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -107,7 +107,7 @@ def read_header(path: Path) -> Header:
             tensor; or its names occur twice or are not UTF-8.
     """
 
-    def unique(named: list[tuple[str, Any]]) -> dict[str, Any]:
+    def require_unique(named: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(named)
         if len(entries) < len(named):
             twice = next(name for name, count in Counter(name for name, _ in named).items() if count > 1)
@@ -134,7 +134,7 @@ def read_header(path: Path) -> Header:
                         most=MOST_HEADER,
                     )
                 )
-            content = json.loads(file.read(length), object_pairs_hook=unique)
+            content = json.loads(file.read(length), object_pairs_hook=require_unique)
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, RecursionError):  # JSON and UTF-8 errors, or brackets nested a thousand deep
@@ -142,7 +142,7 @@ def read_header(path: Path) -> Header:
     if not isinstance(content, dict):
         raise UserError(Message("{path}: this is not a safetensors file (its header is not a JSON object)", path=path))
     metadata = _take_metadata(content, path)
-    size_by_header = 8 + length + _data_size(content, path)
+    size_by_header = 8 + length + _compute_data_size(content, path)
     if size_by_header != size:
         problem = Message("the file has bytes that belong to no tensor")
         if size < size_by_header:
@@ -182,7 +182,7 @@ def _take_metadata(content: dict[str, Any], path: Path) -> dict[str, str]:
     return metadata
 
 
-def _data_size(entries: dict[str, Any], path: Path) -> int:
+def _compute_data_size(entries: dict[str, Any], path: Path) -> int:
     """Return the bytes of all tensors by their `data_offsets`.
 
     Raises:
@@ -219,7 +219,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise cannot_read(path, error) from None
 
 
-def payload_hash(path: Path) -> str:
+def hash_payload(path: Path) -> str:
     """Return the sha256 hex of all bytes after the header: the right `sshs_model_hash`, and Civitai's AutoV3."""
     begin = read_header(path).data_begin
     with open(path, "rb") as file:

@@ -130,7 +130,7 @@ class Objective(ABC):
             errors_BCHW = errors_BCHW.square()
         else:
             delta_B = self.delta(t_B).to(errors_BCHW)
-            errors_BCHW = _robust(errors_BCHW, delta_B.view(-1, *[1] * (errors_BCHW.ndim - 1)), kind)
+            errors_BCHW = _compute_robust_loss(errors_BCHW, delta_B.view(-1, *[1] * (errors_BCHW.ndim - 1)), kind)
         if mask_BHW is not None:
             outside = self.section.unmasked_weight if unmasked_weight is None else unmasked_weight
             counts_BHW = 1 - (1 - outside) * (1 - mask_BHW)
@@ -161,7 +161,7 @@ class Objective(ABC):
         """Convert t to a noise level from 0 (clean) to 1 (noise), (B,)."""
 
 
-def _robust(errors: Tensor, delta: Tensor, kind: str) -> Tensor:
+def _compute_robust_loss(errors: Tensor, delta: Tensor, kind: str) -> Tensor:
     """Compute the losses of `Objective.loss` that grow linearly for large errors; `delta` broadcasts."""
     size = errors.abs()
     if kind == "huber":

@@ -18,7 +18,7 @@ from ..errors import Message, Template, UserError
 from ..families import _files
 from ..families.sources import BaseDescription, describe
 from ..run import disk_space, ownership
-from ..settings import Job, Model, path_places
+from ..settings import Job, Model, find_path_places
 from .scan import scan
 
 
@@ -101,7 +101,7 @@ def check_files(job: Job, wrong: Collection[str] = ()) -> list[str]:
 
 def _find_open_places(job: Job) -> list[str]:
     """Return the settings that name a path and are still to be filled in."""
-    return [named.key for named in path_places(job.model_dump()) if named.path == TODO]
+    return [named.key for named in find_path_places(job.model_dump()) if named.path == TODO]
 
 
 def _describe_base(section: Model) -> BaseDescription:
@@ -122,7 +122,7 @@ def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
     try:
         resolved = resolve.resolve_auto(job, families.get(job.model.family))
         if job.dataset.resolution == "auto":
-            images.note_sizes(report, resolved.dataset, resolve.get_resolution(resolved))
+            images.warn_of_sizes(report, resolved.dataset, resolve.get_resolution(resolved))
         placement.split(resolved, report.examples)
     except UserError as error:
         result.problems += error.problems
@@ -134,8 +134,8 @@ def _check_sizes(job: Job, report: ScanReport, result: Check) -> None:
 def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDescription) -> None:
     """Make the job's Plan, then check how the tokenizers cut the captions and whether the disks have room."""
     from ..adapters.targets import choose_layers
-    from ..data.caption_variants import truncation_warnings
-    from ..data.prompts import text_of
+    from ..data.caption_variants import warn_of_truncation
+    from ..data.prompts import get_text
     from . import plan as planning
 
     plan, problems = planning.attempt(job, report, base=base)
@@ -150,11 +150,11 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
         try:
             names = family.adapter_names(family.outline, job.adapter.targets)
             result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
-            result.warnings += disk_space.require(plan.writes())
+            result.warnings += disk_space.require_space(plan.estimate_writes())
         except UserError as error:
             result.problems += error.problems
-        texts = list(dict.fromkeys(map(text_of, plan.texts)))
-        result.warnings += truncation_warnings(family.overlong(texts), len(texts))
+        texts = list(dict.fromkeys(map(get_text, plan.texts)))
+        result.warnings += warn_of_truncation(family.overlong(texts), len(texts))
     template = Template("base: {title}, {path}, predicts {kind}")
     if family.assumes_prediction():
         template = Template("base: {title}, {path}, predicts {kind} (assumed from {place})")
@@ -172,7 +172,7 @@ def _find_refusals(job: Job) -> list[str]:
     from ..training import memory
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = precision.problem(job.quantize, device, 1), memory.problem(job.memory, device)
+    lines = precision.find_problem(job.quantize, device, 1), memory.find_problem(job.memory, device)
     return [Message("this machine cannot train the job: {line}", line=line) for line in lines if line]
 
 
@@ -182,7 +182,7 @@ def _add_buckets(job: Job, report: ScanReport, result: Check) -> None:
     if resolution == "auto" or step == "auto":
         return
     placed = buckets.assign(report.examples, job.dataset, resolution=resolution, step=step)
-    sizes = {buckets.named(bucket): len(members) for bucket, members in buckets.group(placed).items()}
+    sizes = {buckets.format_bucket(bucket): len(members) for bucket, members in buckets.group(placed).items()}
     if sizes:
         counts = ", ".join(f"{size}: {count}" for size, count in sizes.items())
         result.facts.append(Message("buckets {counts}", counts=counts))
@@ -192,7 +192,7 @@ def _check_places(job: Job) -> list[str]:
     """Return the problems of the folders that training writes into: each is writable, and the run's is new."""
     run = job.run_folder
     places = {"output_dir": run, "dataset.cache_dir": Path(os.path.expanduser(job.dataset.cache_dir))}
-    refusals = {f"{key} = {str(place)!r}": disk_space.unwritable(place) for key, place in places.items()}
+    refusals = {f"{key} = {str(place)!r}": disk_space.find_write_obstacle(place) for key, place in places.items()}
     problems: list[str] = [
         Message("{path}: the folder cannot be written ({why}); name another folder", path=where, why=why)
         for where, why in refusals.items()

@@ -40,7 +40,7 @@ def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
 
 
 def list_trainable(job: Job, family: ModelFamily) -> Named:
-    """Return the tensors of the job's adapters, in the order of `adapters.tensors`, on the meta device."""
+    """Return the tensors of the job's adapters, in the order of `adapters.list_tensors`, on the meta device."""
     layer_names = family.adapter_names(family.outline, job.adapter.targets)
     section = job.adapter.model_copy(update={"targets": []})
     encoders = family.empty_trained_text() if section.text_encoder else {}
@@ -60,7 +60,7 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
     if job.adapter.doubles_rank:  # both ranks, and the start
         size *= 3
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    size += optim.state_bytes(trained, job.optimizer)
+    size += optim.estimate_state_bytes(trained, job.optimizer)
     if job.optimizer.name == "adamw_schedulefree" or job.optimizer.ema_decay:
         # The weights in training, beside those to evaluate, unless masters have them.
         without = job.optimizer.rounding != "master" or job.adapter.dtype == "fp32"
@@ -69,7 +69,7 @@ def count_checkpoint_bytes(job: Job, named: Named, world: int = 1) -> int:
         size += 4 * world * sum(parameter.numel() for parameter in trained)
     # Each name is in both files' headers, and in the state with dtype and count: at least three times. The state of
     # some optimizers has a list of their tensors, which is as long as a header, and a table of numbers.
-    names = 3 + optim.count_listed(job.optimizer)
+    names = 3 + optim.count_list_entries(job.optimizer)
     return size + STATE_BYTES + sum(names * (len(name) + HEADER_BYTES) for name, _ in named)
 
 
@@ -89,8 +89,8 @@ def estimate_run(job: Job, named: Named, folder: Path, world: int = 1) -> list[N
     Returns:
         One Need each for checkpoints, LoRA files and previews.
     """
-    newest, present = checkpoint.newest(folder / "checkpoints"), checkpoint.count(folder / "checkpoints")
-    newest_step = checkpoint.step_of(newest) if newest else 0
+    newest, present = checkpoint.find_newest(folder / "checkpoints"), checkpoint.count_bundles(folder / "checkpoints")
+    newest_step = checkpoint.parse_step(newest) if newest else 0
     steps = range(newest_step + 1, job.train.steps + 1)
     saves = sum(step % job.checkpoint.every == 0 or step == job.train.steps for step in steps)
     # A new checkpoint is complete before the oldest one is deleted.

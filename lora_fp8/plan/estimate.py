@@ -10,11 +10,11 @@ its libraries are included there (`PROCESS_BYTES`).
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..common.numbers import digits, format_bytes
-from ..data.buckets import Bucket, named
+from ..common.numbers import format_bytes, format_digits
+from ..data.buckets import Bucket, format_bucket
 from ..data.caption_style import warn_of_sentences
-from ..data.images import captions_of_files
-from ..data.repeats import average, share_out
+from ..data.images import list_file_captions
+from ..data.repeats import average_epochs, share_out
 from ..errors import Joined, Message
 from ..run import disk_space
 from ..settings import Job
@@ -111,7 +111,7 @@ class Estimate:
         totals = {"held_bytes": self.held_bytes, "peaks": self.peaks, "peak_bytes": self.peak_bytes}
         return asdict(self) | totals | {"writes": [need.to_json() for need in self.writes]}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the estimate for the terminal."""
 
         def format_known(num: int | None) -> str:
@@ -124,14 +124,14 @@ class Estimate:
             Message(
                 "steps      {pictures}, {samples} samples = {steps} steps per epoch; {epochs} epochs in total",
                 pictures=pictures,
-                samples=digits(self.samples_per_epoch),
-                steps=digits(self.steps_per_epoch),
-                epochs=digits(self.epochs),
+                samples=format_digits(self.samples_per_epoch),
+                steps=format_digits(self.steps_per_epoch),
+                epochs=format_digits(self.epochs),
             ),
             Message(
                 "training   {size} at {bucket}: base {base}, adapter {adapter}, optimizer {optimizer}, a step {step}",
                 size=format_known(self.peaks["train"]),
-                bucket=named(self.heaviest_bucket),
+                bucket=format_bucket(self.heaviest_bucket),
                 base=format_known(self.base_bytes),
                 adapter=format_known(self.adapter_bytes),
                 optimizer=format_known(self.optimizer_bytes),
@@ -167,7 +167,7 @@ class Estimate:
         lines.append(Message("file       {sizes}; a checkpoint {checkpoint}", sizes=sizes, checkpoint=checkpoint))
         needs = [Message("{what} {size}", what=need.what, size=format_bytes(need.likely)) for need in self.writes]
         lines.append(Message("disk       {lines}", lines=Joined(", ", needs)))
-        problems, warnings = disk_space.shortages(self.writes)
+        problems, warnings = disk_space.find_shortages(self.writes)
         return [*lines, *(Message("note: {line}", line=line) for line in [*self.notes, *warnings, *problems])]
 
 
@@ -188,7 +188,7 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
     buckets = images.buckets
     shares = share_out(images.examples, job.seed)
     groups = [[shares[placed.example.uid] for placed in members] for members in buckets.values()]
-    samples, batches = average(groups, job.train.batch_size)
+    samples, batches = average_epochs(groups, job.train.batch_size)
     steps = batches / job.train.accumulate
     heaviest = training_memory.find_heaviest_bucket(plan)[0]
     notes: list[str] = []
@@ -198,7 +198,7 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
     training = choice.training or training_memory.measure_training(plan, latents, world)
     notes += filter(None, [training.note])
     base, waiting = training.base.count(job.memory.share_in_ram)
-    writes = plan.writes(world)
+    writes = plan.estimate_writes(world)
     estimated = Estimate(
         pictures=len(images.examples),
         held_out=len(images.held_out),
@@ -223,11 +223,11 @@ def estimate(plan: Plan, device: str = "cpu", free: int | None = None, world: in
         process_bytes=PROCESS_BYTES if device == "cpu" else 0,
         notes=[
             *_describe_sharing(job, world),
-            *choice.lines(),
-            *filter(None, [choice.warning()]),
+            *choice.format_lines(),
+            *filter(None, [choice.format_warning()]),
             *notes,
             *plan.warnings,
-            *warn_of_sentences(captions_of_files([*images.examples, *images.held_out]), job.dataset),
+            *warn_of_sentences(list_file_captions([*images.examples, *images.held_out]), job.dataset),
         ],
     )
     if _is_text_largest(estimated, job):

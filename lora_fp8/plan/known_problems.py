@@ -41,7 +41,7 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _torch(machine: Machine) -> tuple[int, ...]:
+def _parse_torch_version(machine: Machine) -> tuple[int, ...]:
     return parse_version(machine.versions.get("torch", ""))
 
 
@@ -81,13 +81,13 @@ KNOWN = (
     # Loading weights could run code or corrupt memory: CVE-2025-32434 (fixed in 2.6), CVE-2026-24747 (fixed in 2.10).
     # pyproject.toml asks for 2.11, which an older environment may not have.
     Known(
-        lambda machine: () < _torch(machine) < (2, 11),
+        lambda machine: () < _parse_torch_version(machine) < (2, 11),
         Message("torch is older than 2.11, the oldest supported version: pip install --upgrade torch"),
         blocks=True,
     ),
     # The most frequent report: pip installs a CPU build on Windows, or an environment was made without CUDA.
     Known(
-        lambda machine: bool(machine.driver and _torch(machine) and not machine.torch_cuda),
+        lambda machine: bool(machine.driver and _parse_torch_version(machine) and not machine.torch_cuda),
         Message(
             "there is an NVIDIA GPU, but this torch is a build without CUDA. Install one with CUDA: "
             "https://pytorch.org/get-started/locally"
@@ -119,7 +119,7 @@ KNOWN = (
     ),
     # Inductor's FP8 stores through a transpose were miscompiled to NaN from 2.14 on: triton issue 11111.
     Known(
-        lambda machine: _torch(machine) >= (2, 14) and bool(machine.gpus),
+        lambda machine: _parse_torch_version(machine) >= (2, 14) and bool(machine.gpus),
         Message("torch 2.14 and newer may compile FP8 incorrectly. Keep memory.compile = 'off', or install torch 2.13"),
     ),
     # With a full card the driver uses RAM, and steps take minutes: musubi-tuner 685, sd-scripts 834 and 1088, kohya_ss

@@ -22,7 +22,7 @@ from .. import __version__, settings
 from ..common import system
 from ..common.numbers import format_bytes
 from ..errors import Joined, Message
-from ..run.disk_space import unwritable
+from ..run.disk_space import find_write_obstacle
 from .known_problems import find_known_problems
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "triton", "torchao", "gradio")
@@ -89,12 +89,12 @@ class Machine:
         """Return everything as plain JSON types."""
         return {"ok": not self.problems, **asdict(self)}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the description for the terminal."""
         lines: list[str] = [Message("Versions")]
         for name, version in self.versions.items():
-            lines.append(_row(name, version or Message("not installed")))
-        lines += [_row("system", self.system), "", Message("GPU")]
+            lines.append(_format_row(name, version or Message("not installed")))
+        lines += [_format_row("system", self.system), "", Message("GPU")]
         lines += [Message("  {line}", line=line) for line in self._describe_gpus()]
         for device, abilities in self.abilities.items():
             lines += ["", Message("What works on {device}", device=device)]
@@ -152,7 +152,7 @@ def examine(folders: dict[str, Path]) -> Machine:
         folders: name -> folder of which the free space is reported, such as the cache. They need not exist.
     """
     machine = Machine(system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}")
-    machine.versions = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    machine.versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}
     _ask_driver(machine)
     _ask_torch(machine)
     if "bitsandbytes" not in machine.broken and machine.versions["bitsandbytes"] and machine.versions["torch"]:
@@ -177,7 +177,7 @@ def describe_environment(device: Any) -> dict[str, Any]:
     """
     names = ("lora-fp8", *PACKAGES, "prodigyopt", "nvidia-ml-py")
     about: dict[str, Any] = {
-        "versions": {"python": platform.python_version()} | {name: v for name in names if (v := _version(name))},
+        "versions": {"python": platform.python_version()} | {name: v for name in names if (v := _find_version(name))},
         "system": f"{platform.system()} {platform.release()}",
         "cpus": system.count_cpus(),
         "ram_bytes": psutil.virtual_memory().total,
@@ -219,7 +219,7 @@ def get_folders(output_dir: str = "runs", cache_dir: str = "cache") -> dict[str,
     return {name: Path(os.path.abspath(os.path.expanduser(place))) for name, place in places.items()}
 
 
-def _version(name: str) -> str:
+def _find_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -292,7 +292,7 @@ def _try_settings(device: Any) -> dict[str, str]:
     for name, sections in TRIALS.items():
         quantize = settings.Quantize.model_validate(sections.get("quantize", {"compute": "upcast"}))
         section = settings.Memory.model_validate(sections.get("memory", {}))
-        refusals[name] = choose.problem(quantize, device) or memory.problem(section, device)
+        refusals[name] = choose.find_problem(quantize, device) or memory.find_problem(section, device)
     return refusals
 
 
@@ -302,7 +302,7 @@ def _examine_disk(name: str, folder: Path) -> dict[str, Any]:
         "what": name,
         "path": str(folder),
         "free_bytes": shutil.disk_usage(there).free,
-        "refusal": unwritable(folder) or "",
+        "refusal": find_write_obstacle(folder) or "",
     }
 
 
@@ -341,7 +341,7 @@ def _find_problems(machine: Machine) -> Iterator[Message]:
 
 
 def _find_warnings(machine: Machine) -> Iterator[Message]:
-    for path, disks in _by_free_space(machine):
+    for path, disks in _group_by_free_space(machine):
         yield Message(
             "{size} are free for {what}, which is too little",
             size=format_bytes(path),
@@ -356,7 +356,7 @@ def _find_warnings(machine: Machine) -> Iterator[Message]:
         yield Message("Triton needs a C compiler, but there is none. Install gcc, or set CC")
 
 
-def _by_free_space(machine: Machine) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def _group_by_free_space(machine: Machine) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     low: dict[int, list[dict[str, Any]]] = {}
     for disk in machine.disks:
         if disk["free_bytes"] < LEAST_FREE:
@@ -364,5 +364,5 @@ def _by_free_space(machine: Machine) -> Iterator[tuple[int, list[dict[str, Any]]
     yield from low.items()
 
 
-def _row(name: str, text: str) -> Message:
+def _format_row(name: str, text: str) -> Message:
     return Message("  {name}  {text}", name=name.ljust(12), text=text)

@@ -44,7 +44,7 @@ class MemoryChoice:
     advice: str = ""
     """what to do if even the most economical settings may not fit, else \"\""""
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return what was chosen, in a line; none where nothing was to be chosen."""
         if self.free is None:
             return []
@@ -65,7 +65,7 @@ class MemoryChoice:
         )
         return [line]
 
-    def warning(self) -> str:
+    def format_warning(self) -> str:
         """Return a sentence if even the most economical settings may not fit, else ""."""
         if not self.advice or self.free is None:
             return ""
@@ -97,14 +97,14 @@ def choose_memory(plan: Plan, free: int | None, world: int = 1) -> MemoryChoice:
     section, tiled = job.memory, job.preview.tiled is True
     if free is None or not is_open(job):
         recomputes = section.recomputes and not excludes_recomputing(job.quantize)
-        return MemoryChoice(_decide(section, recomputes, section.share_in_ram), tiled)
+        return MemoryChoice(_apply_choice(section, recomputes, section.share_in_ram), tiled)
     budget = _find_budget(free)
     recomputes, share, peak, training = _choose_training(plan, budget, world)
     if job.preview.tiled == "auto":
         whole = training_memory.measure_preview(plan, [], tiled=False)
         tiled = whole is not None and training.count_held(share) + plan.family.vae_bytes() + whole > budget
     advice = "" if peak <= budget else _advise(job)
-    return MemoryChoice(_decide(section, recomputes, share), tiled, free, peak, training, advice)
+    return MemoryChoice(_apply_choice(section, recomputes, share), tiled, free, peak, training, advice)
 
 
 def choose_for_drawing(job: Job, family: ModelFamily, bucket: Bucket, free: int | None) -> tuple[float, bool]:
@@ -137,7 +137,7 @@ def _find_budget(free: int) -> int:
     return int(free * (1 - MARGIN)) - WORKSPACE
 
 
-def _decide(section: Memory, recomputes: bool, share: float) -> Memory:
+def _apply_choice(section: Memory, recomputes: bool, share: float) -> Memory:
     return section.model_copy(update={"gradient_checkpointing": recomputes, "offload": share})
 
 
@@ -164,7 +164,7 @@ def _choose_training(plan: Plan, budget: int, world: int) -> tuple[bool, float, 
     candidates = list(_list_candidates(plan.job))
     for recomputes, share in candidates:
         if recomputes not in measured:
-            trial = plan.job.model_copy(update={"memory": _decide(plan.job.memory, recomputes, 0.0)})
+            trial = plan.job.model_copy(update={"memory": _apply_choice(plan.job.memory, recomputes, 0.0)})
             measured[recomputes] = training_memory.measure_training(replace(plan, job=trial), latents, world)
         training = measured[recomputes]
         step = training.step_bytes

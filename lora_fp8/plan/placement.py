@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..data import buckets as bucketing
-from ..data import control_files, mask_files, permutation
+from ..data import control_files, make_permutation, mask_files
 from ..data.cache import Cache
 from ..data.examples import Example, ScanReport
 from ..data.image_variants import list_variants
-from ..data.prompts import Prompt, whole
+from ..data.prompts import Prompt, make_whole_crops
 from ..errors import Message, UserError
 from ..settings import Dataset, Job, Preview, split_preview
 from .resolve import get_resolution
@@ -54,7 +54,7 @@ def place_images(job: Job, report: ScanReport) -> PlacedImages:
     examples, held_out = split(job, report.examples)
     placed_images = PlacedImages(examples, held_out, place(job, examples), place(job, held_out), job.dataset)
     placed_images.warnings.extend(
-        mask_files.outside_masks([image for image in placed_images.placed if not image.usual])
+        mask_files.warn_of_outside_masks([image for image in placed_images.placed if not image.usual])
     )
     return placed_images
 
@@ -92,7 +92,7 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
                 count=len(files),
             )
         )
-    held_out = {files[number] for number in permutation(len(files), "held out", job.seed)[:num_held_out]}
+    held_out = {files[number] for number in make_permutation(len(files), "held out", job.seed)[:num_held_out]}
     trained = [example for example in examples if example.image_sha256 not in held_out]
     measured: dict[tuple[str, tuple[int, ...]], Example] = {}
     for example in examples:
@@ -104,8 +104,8 @@ def split(job: Job, examples: list[Example]) -> tuple[list[Example], list[Exampl
 def make_preview_prompts(preview: Preview, store: Cache) -> tuple[list[str | Prompt], list[str | Prompt]]:
     """Return the prompts of the previews, and the negative prompt of each, with their control images."""
     tables = split_preview(preview)
-    controls = control_files.preview_controls(preview, store.section, store.family.controls)[0]
-    control_sets = [whole(control_set) for control_set in controls] or [()] * len(tables)
+    controls = control_files.find_preview_controls(preview, store.section, store.family.controls)[0]
+    control_sets = [make_whole_crops(control_set) for control_set in controls] or [()] * len(tables)
     paired = list(zip(tables, control_sets, strict=True))
     prompts = [store.prompt(table.prompts[0], control_set) for table, control_set in paired]
     negative_text = store.family.negative_text

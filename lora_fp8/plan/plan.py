@@ -20,7 +20,7 @@ from ..common.text import quote
 from ..config import find_unused_settings
 from ..data import images
 from ..data.cache import Cache
-from ..data.caption_variants import dataset_captions
+from ..data.caption_variants import list_dataset_captions
 from ..data.examples import ScanReport
 from ..data.prompts import Prompt
 from ..errors import Message, UserError, UserErrors, combine
@@ -28,7 +28,7 @@ from ..families._prompt_weights import LARGE_WEIGHT, find_largest_weight, has_we
 from ..families.base import ModelFamily
 from ..families.sources import BaseDescription, describe
 from ..lora_files.export import Adapter
-from ..lora_files.layer_names import text_encoder_of
+from ..lora_files.layer_names import find_text_encoder
 from ..precision.dtypes import DTYPES
 from ..run.disk_space import Need
 from ..settings import Dataset, Job, Preview, split_preview
@@ -91,8 +91,8 @@ class Plan:
     @cached_property
     def adapted_layers(self) -> list[str]:
         """The layers of the denoiser that get an adapter."""
-        layers = kinds.grouped({name: parameter for name, parameter in self.trainable})
-        return [layer for layer in layers if not text_encoder_of(layer, self.family)]
+        layers = kinds.group_by_layer({name: parameter for name, parameter in self.trainable})
+        return [layer for layer in layers if not find_text_encoder(layer, self.family)]
 
     @cached_property
     def start(self) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class Plan:
         with Path(adapter).expanduser().open("rb") as file:
             return f"{identity}+{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
-    def writes(self, world: int = 1) -> list[Need]:
+    def estimate_writes(self, world: int = 1) -> list[Need]:
         """Estimate the bytes that the job will still write: the base model, checkpoints, LoRA files, previews, cache.
 
         Args:
@@ -212,7 +212,7 @@ def attempt(
     problems.extend(base.problems)
     family = None if base.problems else problems.collect(lambda: make_family(job, device or "cpu", base))
     if device is not None:
-        refusals = precision.problem(job.quantize, device, world), memory.problem(job.memory, device)
+        refusals = precision.find_problem(job.quantize, device, world), memory.find_problem(job.memory, device)
         problems.extend(filter(None, refusals))
     problems.extend(find_batch_problems(job.train.batch_size, world))
     resolved = problems.collect(lambda: resolve_auto(job, families.get(job.model.family)))
@@ -229,7 +229,7 @@ def attempt(
     if resolved is None or report.problems:
         return None, problems
     if job.dataset.resolution == "auto":
-        images.note_sizes(report, resolved.dataset, get_resolution(resolved))
+        images.warn_of_sizes(report, resolved.dataset, get_resolution(resolved))
     placed = problems.collect(partial(place_images, resolved, report))
     if placed is None or layers is None:
         if job.adapter.init_from and not resume:
@@ -265,7 +265,7 @@ def _check_plan(plan: Plan, problems: Problems, resume: bool) -> None:
 def _find_caption_warnings(plan: Plan, report: ScanReport) -> list[str]:
     """Find warnings about captions and preview prompts: what the family does not expect, and doubtful weights."""
     job, family = plan.job, plan.family
-    captions = dataset_captions(report.examples, job.dataset, job.seed)
+    captions = list_dataset_captions(report.examples, job.dataset, job.seed)
     texts = dict.fromkeys([*captions, *_list_preview_texts(family, job.preview)])
     return [*family.caption_caveats(captions), *_find_doubtful_weights(family, texts, captions, job.dataset)]
 
@@ -337,6 +337,6 @@ def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:
     return [
         *family.warnings,
         *find_unused_settings(job, {**family.facts_of_base(), **plan.layers.facts, **facts}),
-        *optim.cautions(job.optimizer, job.schedule),
-        *(optim.lr_factors(job.optimizer, plan.adapted_layers)[1] if job.optimizer.lrs else []),
+        *optim.find_cautions(job.optimizer, job.schedule),
+        *(optim.find_lr_factors(job.optimizer, plan.adapted_layers)[1] if job.optimizer.lrs else []),
     ]

@@ -66,7 +66,7 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
         )
     if job.dataset.frames and job.dataset.fps == "auto":
         updates["fps"] = float(Family.clips[1])
-    if problem := text_encoders.problem(job.adapter, Family):
+    if problem := text_encoders.find_problem(job.adapter, Family):
         raise UserError(problem)
     sides = {"dataset.resolution": updates.get("resolution", job.dataset.resolution)}
     sides |= {f"dataset.folders.{i}.resolution": folder.resolution for i, folder in enumerate(job.dataset.folders)}
@@ -121,11 +121,11 @@ def choose_layouts(job: Job, family: ModelFamily) -> Job:
         return job
     title, sizes = kinds.TITLES[kind], family.denoiser_config()
     names = family.adapter_names(family.outline, job.adapter.targets)
-    names = list(adapters.ranks(job.adapter, names)[0])
-    optim.lr_factors(job.optimizer, names)
+    names = list(adapters.assign_ranks(job.adapter, names)[0])
+    optim.find_lr_factors(job.optimizer, names)
     if kind == "lora":
         return job
-    reasons = {layout: layouts.uncarried(kind, names, family, sizes, layout) for layout in family.layouts}
+    reasons = {layout: layouts.explain_unsupported(kind, names, family, sizes, layout) for layout in family.layouts}
     able = [layout for layout, reason in reasons.items() if reason is None]
     refused = (
         family.layouts if formats == ["auto"] and not able else [layout for layout in formats if reasons.get(layout)]

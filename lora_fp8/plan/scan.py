@@ -18,6 +18,6 @@ def scan(job: Job, progress: Callable[[int, int], None] | None = None) -> ScanRe
         progress: called with (files done, files in all) while files are decoded.
     """
     Family = families.get(job.model.family)
-    memory = look_memory.LookMemory(job.dataset, look_memory.default_folder(), progress)
+    memory = look_memory.LookMemory(job.dataset, look_memory.find_default_folder(), progress)
     weight = job.objective.unmasked_weight
     return images.scan(job.dataset, Family.controls, job.preview, Family.clips[1], weight, memory)

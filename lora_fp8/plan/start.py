@@ -36,7 +36,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         return {}
     where = f"adapter.init_from = {section.init_from!r}"
     tensors, scaling, layers = _read(section.init_from, where, family)
-    file_kinds = {kinds.kind_of(parts, layer) for layer, parts in layers.items()}
+    file_kinds = {kinds.detect_kind(parts, layer) for layer, parts in layers.items()}
     if file_kinds != {section.type}:
         kind = " and ".join(sorted(file_kinds))
         raise UserError(
@@ -51,10 +51,10 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
     shapes = {name: parameter.shape for name, parameter in trainable}
     layers = {layer: parts for layer, parts in layers.items() if not _is_unread(layer, parts, shapes, family)}
     names = family.adapter_names(family.outline, section.targets)
-    job_ranks = adapters.ranks(section, names)[0]
+    job_ranks = adapters.assign_ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
     _check_layers(layers, job_ranks, section, family, where)
-    own = kinds.scalings(tensors, section)
+    own = kinds.compute_scalings(tensors, section)
     values = {
         f"{layer}.{part}": tensor.float() * (scaling[layer] / own[layer] if part in kinds.ZERO_AT_START else 1)
         for layer, parts in layers.items()
@@ -85,7 +85,7 @@ def read_training_adapter(job: Job, family: ModelFamily) -> export.Adapter | Non
         return None
     where = f"model.training_adapter = {given!r}"
     tensors, scaling, layers = _read(given, where, family)
-    if text := [layer for layer in layers if layer_names.text_encoder_of(layer, family)]:
+    if text := [layer for layer in layers if layer_names.find_text_encoder(layer, family)]:
         raise UserError(
             Message(
                 "{key}: the file changes text encoders ({names}), but a training adapter can change the denoiser only",
@@ -129,7 +129,7 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
         held, metadata = export.read_adapter(path)
         other = families.read_family_name(metadata)
         tensors, scaling = layouts.from_layout(held, family, family.denoiser_config())
-        return tensors, scaling, kinds.grouped(tensors)
+        return tensors, scaling, kinds.group_by_layer(tensors)
     except UserError as error:
         if other in ("", family.name):
             raise UserError(Message("{key}: {line}", key=where, line=error)) from None
@@ -149,7 +149,7 @@ def _is_unread(layer: str, parts: Mapping[str, Tensor], shapes: Mapping[str, Any
     sd-scripts writes all layers of a text encoder, also those behind the one that is read (SDXL, `model.clip_skip`).
     """
     return (
-        bool(layer_names.text_encoder_of(layer, family))
+        bool(layer_names.find_text_encoder(layer, family))
         and not any(f"{layer}.{part}" in shapes for part in parts)
         and not any(tensor.any() for part, tensor in parts.items() if part in kinds.ZERO_AT_START)
     )
@@ -171,7 +171,7 @@ def _check_ranks(layers: Layers, job_ranks: dict[str, int], section: Adapter, wh
     Raises:
         UserError: a layer has another rank.
     """
-    file_ranks = {layer: kinds.rank_of(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
+    file_ranks = {layer: kinds.read_rank(parts) for layer, parts in layers.items() if kinds.has_rank(parts)}
     wrong = {layer: rank for layer, rank in file_ranks.items() if rank != job_ranks.get(layer, section.rank)}
     if wrong and section.ranks:
         layer, rank = next(iter(wrong.items()))
@@ -206,7 +206,7 @@ def _check_layers(layers: Layers, job_ranks: dict[str, int], section: Adapter, f
     """
     untrained = [layer for layer in layers if layer not in job_ranks]
     if section.text_encoder:  # their layers are checked when the encoders are loaded
-        untrained = [layer for layer in untrained if not layer_names.text_encoder_of(layer, family)]
+        untrained = [layer for layer in untrained if not layer_names.find_text_encoder(layer, family)]
     if untrained:
         raise UserError(
             Message(

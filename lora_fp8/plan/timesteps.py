@@ -58,7 +58,7 @@ class Timesteps:
         """Return the densities as plain JSON types."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return a bar for each band of this job, and the shares of the others beside it."""
         titles = [Message("{number}: {title} ({shape})", number=i, title=row.title, shape=row.shape)
                   for i, row in enumerate(self.rows, 1)]  # fmt: skip
@@ -108,7 +108,7 @@ def describe(job: Job) -> Timesteps:
 
 def _make_row(family: ModelFamily, title: str, section: Section, seq_len: int) -> Row:
     objective = family.make_objective(section)
-    return Row(title, _name(objective, section, seq_len), measure(objective, seq_len))
+    return Row(title, _describe_distribution(objective, section, seq_len), measure(objective, seq_len))
 
 
 def measure(objective: Objective, seq_len: int, bands: int = BANDS) -> tuple[float, ...]:
@@ -119,7 +119,7 @@ def measure(objective: Objective, seq_len: int, bands: int = BANDS) -> tuple[flo
     return tuple((counts / POINTS).tolist())
 
 
-def _name(objective: Objective, section: Section, seq_len: int) -> str:
+def _describe_distribution(objective: Objective, section: Section, seq_len: int) -> str:
     """Return the distribution in words, with the settings of its shape."""
     flow = objective if isinstance(objective, FlowMatching) else None
     kind = section.timesteps if section.timesteps != "auto" else ("logit_normal" if flow else "uniform")

@@ -43,7 +43,9 @@ class BaseMemory:
 
     def count(self, share: float) -> tuple[int, int]:
         """Count the bytes with this share offloaded: on the device, with the buffers for it, and in RAM."""
-        waiting = {name: self.layer_bytes[name] for name in stream.chosen(self.layer_bytes, share, self.blocks)}
+        waiting = {
+            name: self.layer_bytes[name] for name in stream.choose_offloaded(self.layer_bytes, share, self.blocks)
+        }
         groups = stream.split_by_block(waiting, self.blocks)
         rooms = [blocks.count_place([*group.values()]) for name, group in groups.items() if name]
         # Uncompiled code, such as that of previews, fetches the layers of blocks one after the other.
@@ -79,7 +81,7 @@ def measure_base(model: torch.nn.Module, more: int = 0, compiled: Iterable[str] 
         more: bytes that its hooks hold.
         compiled: names of the blocks that are compiled.
     """
-    layers = precision.frozen_layers(model)
+    layers = precision.find_frozen_layers(model)
     sizes = {name: layer.qweight.nbytes for name, layer in layers.items()}
     return BaseMemory(_count_frozen(model) + more, sizes, tuple(compiled))
 
@@ -111,7 +113,7 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, world: int = 1
         attach_beneath_(denoiser, state, plan.training_adapter.scaling, family.dtype)
         beneath = sum(tensor.numel() for tensor in state.values()) * family.dtype.itemsize
     adapted = Adapted(denoiser, encoders)
-    named = adapters.parameters(adapted)
+    named = adapters.list_trained_parameters(adapted)
     step, note = None, ""
     if latents is not None:
         num = -(-count_in_batch(job, plan.images.buckets[find_heaviest_bucket(plan)[0]]) // world)
@@ -133,9 +135,9 @@ def measure_training(plan: Plan, latents: tuple[int, ...] | None, world: int = 1
         base=base,
         adapter_bytes=sum(parameter.nbytes for _, parameter in named),
         optimizer_bytes=4 * sum(parameter.numel() for _, parameter in named)
-        + optim.state_bytes([parameter for _, parameter in named], job.optimizer),
+        + optim.estimate_state_bytes([parameter for _, parameter in named], job.optimizer),
         step_bytes=step,
-        trainable=adapters.tensors(adapted),
+        trainable=adapters.list_tensors(adapted),
         note=note,
     )
 

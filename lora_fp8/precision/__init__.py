@@ -11,17 +11,17 @@ Order of use: build the denoiser on the meta device, `quantize_` it, `fill_` it 
 """
 
 from . import cpu
-from .backends import amax_history
+from .backends import make_amax_history
 from .blocks import BlockStream, find_blocks
-from .choose import OUT_OF_MEMORY, candidates, chosen, fastest, missing_c_compiler, problem
+from .choose import OUT_OF_MEMORY, find_compiler_problem, find_problem, list_candidates, split_mode, time_modes
 from .conv import FrozenConv2d
-from .convert import as_held, decoded_state_dict, decoded_tensors, fill_, quantize_, set_compute_
+from .convert import as_held, dequantize_state_dict, dequantize_tensors, fill_, quantize_, set_compute_
 from .formats import FP8_ROW, Format, decode, encode, round_trip
-from .frozen import FrozenLayer, decoded_compute, frozen_layers, offload_, whole
+from .frozen import FrozenLayer, decoded_compute, find_frozen_layers, gather_whole, offload_
 from .linear import AmaxHistory, FrozenLinear
 from .names import name_matches
 from .plan import LayerPlan, Plan, decide
-from .quantized import Quantized, Weight, parts_in, plain
+from .quantized import Quantized, Weight, make_parts, to_plain
 
 __all__ = [
     "FP8_ROW",
@@ -35,31 +35,31 @@ __all__ = [
     "Plan",
     "Quantized",
     "Weight",
-    "amax_history",
+    "make_amax_history",
     "as_held",
     "OUT_OF_MEMORY",
-    "candidates",
-    "chosen",
+    "list_candidates",
+    "split_mode",
     "decide",
     "decode",
     "decoded_compute",
-    "decoded_state_dict",
-    "decoded_tensors",
+    "dequantize_state_dict",
+    "dequantize_tensors",
     "encode",
-    "fastest",
+    "time_modes",
     "fill_",
     "find_blocks",
-    "frozen_layers",
+    "find_frozen_layers",
     "name_matches",
     "offload_",
-    "parts_in",
-    "plain",
-    "missing_c_compiler",
-    "problem",
+    "make_parts",
+    "to_plain",
+    "find_compiler_problem",
+    "find_problem",
     "quantize_",
     "round_trip",
     "set_compute_",
-    "whole",
+    "gather_whole",
 ]
 
 cpu.install()

@@ -25,16 +25,16 @@ from torch.nn import functional as F
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 from ..errors import Message, UserError
-from .formats import E4M3_MAX, MIN_SCALE, not_finite
-from .frozen import frozen_layers
+from .formats import E4M3_MAX, MIN_SCALE, make_nonfinite_error
+from .frozen import find_frozen_layers
 from .linear import AMAX_HISTORY, AmaxHistory, FrozenLinear
-from .quantized import Weight, plain
+from .quantized import Weight, to_plain
 
 WEIGHT = 1  # index in a layer's forward scales: input, weight, output
 
 
 @functools.cache  # one object per recipe: TransformerEngine checks that a layer's recipe has not changed
-def recipe_of(name: str) -> Any:
+def make_recipe(name: str) -> Any:
     """Return TransformerEngine's recipe for a quantize.recipe."""
     if name == "delayed":
         # Without exchange between processes: it would wait for a process that has no part of a short batch.
@@ -74,13 +74,13 @@ class TeLinear(FrozenLinear):
         Raises:
             ValueError: the weight is not finite; names `name`.
         """
-        weight_NK = plain(weight)
+        weight_NK = to_plain(weight)
         if weight_NK.device.type == "meta":
             return
         if not weight_NK.isfinite().all():
-            raise not_finite(name)
+            raise make_nonfinite_error(name)
         # Gradients are enabled although none is wanted: otherwise the layout that the backward multiplies is left out.
-        with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=recipe_of(self.recipe)):
+        with torch.enable_grad(), te.quantized_model_init(enabled=True, recipe=make_recipe(self.recipe)):
             inner = te.Linear(
                 self.in_features,
                 self.out_features,
@@ -147,7 +147,7 @@ class TeLinear(FrozenLinear):
 
 def autocast(recipe: str) -> AbstractContextManager[None]:
     """Return a context in which every `te.Linear` computes in FP8."""
-    return te.autocast(enabled=True, recipe=recipe_of(recipe))
+    return te.autocast(enabled=True, recipe=make_recipe(recipe))
 
 
 class TeAmaxHistory(AmaxHistory):
@@ -161,7 +161,7 @@ class TeAmaxHistory(AmaxHistory):
     layers: Mapping[str, TeLinear]
 
     def __init__(self, denoiser: nn.Module) -> None:
-        layers = frozen_layers(denoiser).items()
+        layers = find_frozen_layers(denoiser).items()
         self.layers = {
             name: layer for name, layer in layers if isinstance(layer, TeLinear) and layer.recipe == "delayed"
         }

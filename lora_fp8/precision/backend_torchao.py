@@ -23,9 +23,9 @@ from torchao.quantization import (
     quantize_,
 )
 
-from .formats import not_finite
+from .formats import make_nonfinite_error
 from .linear import FrozenLinear
-from .quantized import Quantized, Weight, plain
+from .quantized import Quantized, Weight, to_plain
 
 GRANULARITIES = {"row": PerRow(), "tensor": PerTensor(), "1x64": PerGroup(64), "1x128": PerGroup(128)}
 
@@ -59,9 +59,9 @@ class TorchaoLinear(FrozenLinear):
             held = Float8Tensor(codes_NK, scale, block_size=block, dtype=self.compute_dtype)
             self.qweight = nn.Parameter(held, requires_grad=False)
             return
-        weight_NK = plain(weight)
+        weight_NK = to_plain(weight)
         if weight_NK.device.type != "meta" and not weight_NK.isfinite().all():
-            raise not_finite(name)
+            raise make_nonfinite_error(name)
         self._hold_(weight_NK)
 
     def _hold_(self, weight_NK: Tensor) -> None:

@@ -19,14 +19,14 @@ from torch import nn
 from .. import settings
 from ..errors import Message, Template
 from .formats import Format
-from .frozen import frozen_layers
+from .frozen import find_frozen_layers
 from .linear import AmaxHistory, FrozenLinear
 
 TE_SCALE = {"delayed": "tensor", "current": "tensor", "block": "128x128", "mxfp8": "1x32"}
 """Recipe -> the block that shares a scale in TransformerEngine's weights."""
 
 
-def linear_class(backend: str) -> type[FrozenLinear]:
+def import_linear_class(backend: str) -> type[FrozenLinear]:
     """Return the layer class of a backend, importing its library."""
     if backend == "torchao":
         from .backend_torchao import TorchaoLinear
@@ -39,21 +39,21 @@ def linear_class(backend: str) -> type[FrozenLinear]:
     return FrozenLinear
 
 
-def amax_history(denoiser: nn.Module) -> AmaxHistory:
+def make_amax_history(denoiser: nn.Module) -> AmaxHistory:
     """Return the delayed recipe's history of a filled denoiser, for any backend; to be created once."""
-    if any(layer.backend == "te" for layer in frozen_layers(denoiser).values()):
+    if any(layer.backend == "te" for layer in find_frozen_layers(denoiser).values()):
         from .backend_te import TeAmaxHistory
 
         return TeAmaxHistory(denoiser)
     return AmaxHistory(denoiser)
 
 
-def te_alignment(section: settings.Quantize) -> int:
+def choose_te_alignment(section: settings.Quantize) -> int:
     """Return the number that both sides of a weight must be a multiple of in TransformerEngine's FP8 matmuls."""
     return 32 if section.recipe == "mxfp8" else 16
 
 
-def num_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
+def count_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
     """Return the bytes that a weight of this shape (N, K) takes, with its scales."""
     if backend == "own" or form.storage == "fp8" and backend == "torchao":
         return form.num_bytes(shape)
@@ -65,7 +65,7 @@ def num_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
     return 2 * (shape[0] * shape[1] + scales * (1 if form.scale == "1x32" else 4))
 
 
-def problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
+def find_problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
     """Return why this machine cannot run the section's backend, and what to choose instead; "" if it can.
 
     Args:
@@ -77,7 +77,9 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
         return ""
     if section.backend != "torchao":
         if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-            if line := _te_lacks(section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda):
+            if line := _find_recipe_problem(
+                section.recipe, torch.cuda.get_device_capability(device), torch.version.cuda
+            ):
                 name = torch.cuda.get_device_name(device)
                 return Message(
                     "quantize.recipe = {recipe}: {card} {line}", recipe=repr(section.recipe), card=name, line=line
@@ -120,7 +122,7 @@ def _find_te_problem(section: settings.Quantize, device: torch.device, world: in
     return ""
 
 
-def _te_lacks(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
+def _find_recipe_problem(recipe: str, capability: tuple[int, int], cuda: str | None) -> str:
     """Return what TransformerEngine's (2.20) own check of a recipe would refuse, and what to choose instead."""
     template = Template(
         "has compute capability {has}, but recipe {recipe} needs {needed}; use quantize.recipe = 'current', or "

@@ -1,6 +1,7 @@
 """The blocks that a denoiser repeats, and their offloaded weights, which are fetched a whole block at a time.
 
-Compiled code cannot fetch single weights, as `stream.here` is Python. So all offloaded weights of a compiled block are
+Compiled code cannot fetch single weights, as `stream.fetch_parts` is Python. So all offloaded weights of a compiled
+block are
 copied to the GPU before its code runs: before its forward, and again before its backward, which reads the same places
 and recomputes the block where activations are not kept. While a block computes, the weights of the next one are copied.
 Two places are enough for that, used in turn. A block always has the same one, as its backward refers to it.
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .frozen import FrozenLayer, plain_name
+from .frozen import FrozenLayer, strip_base_layer
 from .stream import ALIGNED, Order
 
 PLACES = 2
@@ -31,7 +32,7 @@ def find_blocks(denoiser: nn.Module) -> dict[str, nn.Module]:
     last = None
     for name, module in denoiser.named_modules():
         if type(module).__name__ in kinds and (last is None or not name.startswith(f"{last}.")):
-            blocks[plain_name(name)], last = module, name
+            blocks[strip_base_layer(name)], last = module, name
     return blocks
 
 
@@ -90,7 +91,7 @@ class BlockStream:
             return place.split(self._layers[number])
         if self._given is not None:
             self._given.used = self._mark(self._given.device)  # all that reads it has been launched
-        self._order.note(number)
+        self._order.record_use(number)
         if place.number == number:
             self.early += 1
         else:
@@ -99,7 +100,7 @@ class BlockStream:
         if place.copied is not None:
             torch.cuda.current_stream(place.device).wait_event(place.copied)
         self._given = place
-        for following in self._order.next(1):
+        for following in self._order.predict_next(1):
             if self._find_place(following) is not place and self._find_place(following).number != following:
                 self._copy(following)
         return place.split(self._layers[number])

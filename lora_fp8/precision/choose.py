@@ -26,7 +26,7 @@ multiplies e4m3fnuz, in which the same byte is another number: half as large, an
 BLOCKS_ON = 9  # major compute capability: torch has its kernel for 1x128 by 128x128 scales on Hopper only
 
 
-def problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
+def find_problem(section: settings.Quantize, device: torch.device, world: int = 1) -> str:
     """Return why this machine cannot compute as the section asks, and what to choose instead; "" if it can.
 
     Args:
@@ -35,18 +35,18 @@ def problem(section: settings.Quantize, device: torch.device, world: int = 1) ->
         world: number of processes that train together.
     """
     if section.backend != "own":
-        return backends.problem(section, device, world)
-    if section.kernels == "triton" and section.compute != "upcast" and (text := _kernels_problem(device)):
+        return backends.find_problem(section, device, world)
+    if section.kernels == "triton" and section.compute != "upcast" and (text := _find_kernels_problem(device)):
         return text
     if section.compute in ("upcast", "auto") or device.type != "cuda":
         return ""
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:
-        return _amd_problem(section, name, torch.cuda.get_device_properties(device).gcnArchName)
-    return _problem(section, name, torch.cuda.get_device_capability(device))
+        return _find_amd_problem(section, name, torch.cuda.get_device_properties(device).gcnArchName)
+    return _find_cuda_problem(section, name, torch.cuda.get_device_capability(device))
 
 
-def _kernels_problem(device: torch.device) -> str:
+def _find_kernels_problem(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return Message("quantize.kernels = 'triton': triton is not installed; run pip install triton, or use 'torch'")
     if os.environ.get("TRITON_INTERPRET") == "1":  # slow, for tests
@@ -56,12 +56,12 @@ def _kernels_problem(device: torch.device) -> str:
             "quantize.kernels = 'triton': these kernels need a CUDA device, not a {device}; use 'torch'",
             device=device.type,
         )
-    if line := missing_c_compiler():
+    if line := find_compiler_problem():
         return Message("quantize.kernels = 'triton': {line}, or use 'torch'", line=line)
     return ""
 
 
-def missing_c_compiler() -> str:
+def find_compiler_problem() -> str:
     """Return a message if there is no C compiler, which Triton needs to build its launchers; "" if there is one.
 
     Searches as Triton does (triton/runtime/build.py): CC, clang, gcc.
@@ -72,7 +72,7 @@ def missing_c_compiler() -> str:
     return Message("Triton also needs a C compiler, but there is none; install gcc, or set CC")
 
 
-def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:
+def _find_amd_problem(section: settings.Quantize, name: str, architecture: str) -> str:
     architecture = architecture.partition(":")[0]  # "gfx90a:sramecc+:xnack-"
     if architecture not in FP8_ON_AMD:
         return Message(
@@ -83,18 +83,18 @@ def _amd_problem(section: settings.Quantize, name: str, architecture: str) -> st
             others=", ".join(FP8_ON_AMD),
         )
     if section.recipe == "block":
-        return _no_blocks(name)
+        return _describe_missing_blocks(name)
     return ""
 
 
-def _no_blocks(name: str) -> str:
+def _describe_missing_blocks(name: str) -> str:
     return Message(
         "quantize.recipe = 'block': {card} has no kernel for it (Hopper, 9.0, has); use quantize.recipe = 'current'",
         card=name,
     )
 
 
-def _problem(section: settings.Quantize, name: str, capability: tuple[int, int]) -> str:
+def _find_cuda_problem(section: settings.Quantize, name: str, capability: tuple[int, int]) -> str:
     what = Message("{name} (compute capability {major}.{minor})", name=name, major=capability[0], minor=capability[1])
     if capability < FP8_SINCE:
         return Message(
@@ -104,19 +104,19 @@ def _problem(section: settings.Quantize, name: str, capability: tuple[int, int])
             card=what,
         )
     if section.recipe == "block" and capability[0] != BLOCKS_ON:
-        return _no_blocks(what)
+        return _describe_missing_blocks(what)
     return ""
 
 
-def candidates(section: settings.Quantize, device: torch.device) -> tuple[str, ...]:
+def list_candidates(section: settings.Quantize, device: torch.device) -> tuple[str, ...]:
     """Return the matmuls that "auto" tries on this device."""
-    able = not problem(section.model_copy(update={"compute": "fp8"}), device)
+    able = not find_problem(section.model_copy(update={"compute": "fp8"}), device)
     if not able:
         return MODES[:1]
     return MODES + WITH_KERNELS if section.kernels == "triton" else MODES
 
 
-def chosen(mode: str, section: settings.Quantize) -> tuple[str, settings.Quantize]:
+def split_mode(mode: str, section: settings.Quantize) -> tuple[str, settings.Quantize]:
     """Split one of `candidates` into a `compute` and the section with its kernels."""
     compute, _, kernels = mode.partition(" with ")
     # A resumed run may have chosen kernels that the job no longer asks for.
@@ -124,7 +124,7 @@ def chosen(mode: str, section: settings.Quantize) -> tuple[str, settings.Quantiz
     return compute, section.model_copy(update={"kernels": kernels})
 
 
-def fastest(
+def time_modes(
     modes: Sequence[str],
     switch: Callable[[str], None],
     step: Callable[[], None],
@@ -161,13 +161,13 @@ def fastest(
         except Stopped:
             raise
         except Exception as error:
-            seconds[mode], failed[mode] = float("inf"), _reason(error)
+            seconds[mode], failed[mode] = float("inf"), _describe_error(error)
         if mode in failed and device.type == "cuda":  # not earlier: the error's traceback held the step's tensors
             torch.cuda.empty_cache()
     return seconds, failed
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return OUT_OF_MEMORY
     if isinstance(error, RunFailure):  # one of our own messages, complete as it is

@@ -17,15 +17,15 @@ from ..errors import Message
 from . import cpu
 from .formats import FP8_ROW, Format, decode
 from .frozen import FrozenLayer
-from .matmul import once_more
-from .stream import here
+from .matmul import hide_from_compiler
+from .stream import fetch_parts
 
 SIZES = (*nn.Conv2d.__constants__, "transposed", "_reversed_padding_repeated_twice")
 """The attributes of a convolution besides its weight and bias."""
 Pair = tuple[int, int]
 
 
-def why_not(conv: nn.Conv2d) -> str:
+def find_conv_problem(conv: nn.Conv2d) -> str:
     """Return why a convolution cannot be a `FrozenConv2d`, or "" if it can."""
     if type(conv) not in (nn.Conv2d, FrozenConv2d):
         return Message("{name} is not a plain nn.Conv2d", name=type(conv).__name__)
@@ -62,7 +62,7 @@ class UpcastConv(torch.autograd.Function):
         ctx.save_for_backward(*parts)  # references to the layer's own tensors: no extra bytes
         ctx.storage, ctx.shape, ctx.places, ctx.input_shape = storage, shape, places, x.shape
         stride, padding, dilation = places
-        return F.conv2d(x, decode(here(parts), storage, x.dtype).view(shape), bias_N, stride, padding, dilation)
+        return F.conv2d(x, decode(fetch_parts(parts), storage, x.dtype).view(shape), bias_N, stride, padding, dilation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -70,8 +70,8 @@ class UpcastConv(torch.autograd.Function):
         parts = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            weight = decode(once_more(here(parts)), ctx.storage, grad.dtype).view(ctx.shape)
-            grad_x = cpu.input_gradient(ctx.input_shape, weight, grad, *ctx.places)
+            weight = decode(hide_from_compiler(fetch_parts(parts)), ctx.storage, grad.dtype).view(ctx.shape)
+            grad_x = cpu.compute_input_gradient(ctx.input_shape, weight, grad, *ctx.places)
         if ctx.needs_input_grad[1]:
             grad_bias_N = grad.sum(dim=(0, 2, 3))
         return grad_x, grad_bias_N, None, None, None, *[None for _ in parts]
@@ -90,7 +90,7 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]  # `weight
         return nn.Conv2d(*args, **kwargs)
 
     def __init__(self, like: nn.Conv2d, dtype: torch.dtype, form: Format = FP8_ROW) -> None:
-        """Create the layer on the meta device, with the sizes of a convolution for which `why_not` finds nothing."""
+        """Create the layer on the meta device, with the sizes of a convolution that `find_conv_problem` accepts."""
         nn.Module.__init__(self)  # nn.Conv2d's own would allocate and initialize a float weight
         for name in SIZES:
             setattr(self, name, getattr(like, name))

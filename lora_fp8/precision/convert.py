@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from .. import settings
 from ..errors import Joined, Message, Template, UserError, first_few
-from .backends import linear_class
+from .backends import import_linear_class
 from .conv import FrozenConv2d
-from .frozen import FrozenLayer, frozen_layers
+from .frozen import FrozenLayer, find_frozen_layers
 from .linear import FrozenLinear
-from .plan import Layer, LayerPlan, Plan, decide, held_dtype, layer_places
+from .plan import Layer, LayerPlan, Plan, choose_held_dtype, decide, find_layer_names
 from .quantized import Quantized, Weight
 
 
@@ -46,7 +46,7 @@ def quantize_(
         raise ValueError("quantize_ before adapters.inject: the adapters' own linear layers would be quantized")
     plan = decide(denoiser, section, keep, dtype, modulation, file_scale)
     planned = {layer.name: layer for layer in plan.layers}
-    places = layer_places(denoiser)
+    places = find_layer_names(denoiser)
     while places:
         plain, several = places.popitem()  # nothing here keeps a layer alive after it is replaced
         layer = planned[several[0]]
@@ -55,7 +55,7 @@ def quantize_(
         if isinstance(plain, FrozenLayer):
             frozen: FrozenLayer = plain
         else:
-            frozen = _empty(layer, section, dtype, plain)
+            frozen = _make_empty(layer, section, dtype, plain)
             frozen.train(plain.training)
             frozen.set_weight_(plain.weight.detach(), several[0])
             if plain.bias is not None:
@@ -66,8 +66,8 @@ def quantize_(
         frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
         frozen.kernels = section.kernels
 
-    for name, module in _modules(denoiser):
-        held = held_dtype(denoiser, name, dtype)
+    for name, module in _list_modules(denoiser):
+        held = choose_held_dtype(denoiser, name, dtype)
         # Tensors of a frozen layer other than its bias stay as they are. A non-persistent buffer keeps the precision
         # in which the constructor computed it.
         fixed = {*module._non_persistent_buffers_set, *(module._buffers if isinstance(module, FrozenLayer) else ())}
@@ -82,7 +82,7 @@ def quantize_(
 
 def set_compute_(denoiser: nn.Module, plan: Plan, section: settings.Quantize) -> None:
     """Make every frozen layer multiply as planned, in place, including layers that adapters wrap."""
-    layers = frozen_layers(denoiser)
+    layers = find_frozen_layers(denoiser)
     for layer in plan.quantized:
         layers[layer.name].set_compute_(layer.compute, section.recipe, section.fast_accum)
         layers[layer.name].kernels = section.kernels
@@ -113,7 +113,7 @@ def fill_(
             (names the layer).
     """
     device = torch.device(device)
-    slots = dict(_slots(denoiser))
+    slots = dict(_list_slots(denoiser))
     waiting = dict.fromkeys(slots)
     unknown: list[str] = []
     twice: list[str] = []
@@ -155,62 +155,62 @@ def fill_(
     _move_computed(denoiser, device)
 
 
-def decoded_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def dequantize_tensors(denoiser: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the base weights as (diffusers name, tensor), one at a time, dequantized to the compute dtype.
 
     The counterpart of `fill_`: names are those of the plain model, whether or not peft has wrapped its layers, and
     adapters are left out.
     """
-    for path, module in _modules(denoiser):
+    for path, module in _list_modules(denoiser):
         parts = path.split(".")
         if any(part.startswith("lora_") for part in parts):
             continue
         prefix = "".join(f"{part}." for part in parts if part and part != "base_layer")
-        for attribute in _names(module):
+        for attribute in _list_names(module):
             tensor = getattr(module, attribute)
             yield prefix + attribute, tensor.detach()
 
 
 def as_held(weight: Weight, layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype) -> Tensor:
     """Return a file's weight as its planned layer computes with it, in `dtype`, on the weight's device."""
-    held = _empty_linear(layer, section, dtype, bias=False)
+    held = _make_empty_linear(layer, section, dtype, bias=False)
     held.set_weight_(weight, layer.name)
     return held.weight.detach().view(weight.shape)
 
 
-def decoded_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return `decoded_tensors` as a dict, to load into a plain diffusers model: all weights in the compute dtype."""
-    return dict(decoded_tensors(denoiser))
+def dequantize_state_dict(denoiser: nn.Module) -> dict[str, Tensor]:
+    """Return `dequantize_tensors` as a dict, to load into a plain diffusers model: all weights in the compute dtype."""
+    return dict(dequantize_tensors(denoiser))
 
 
 # -- filling -----------------------------------------------------------------------------------------------------------
 
 
-def _empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, plain: Layer) -> FrozenLayer:
+def _make_empty(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, plain: Layer) -> FrozenLayer:
     """Return the planned layer on the meta device, with its matmul set but without its weight."""
     if isinstance(plain, nn.Linear):
-        return _empty_linear(layer, section, dtype, plain.bias is not None)
+        return _make_empty_linear(layer, section, dtype, plain.bias is not None)
     if layer.form is None:
         raise ValueError(f"{layer.name}: is not to be quantized")
     return FrozenConv2d(plain, dtype, layer.form)
 
 
-def _empty_linear(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
+def _make_empty_linear(layer: LayerPlan, section: settings.Quantize, dtype: torch.dtype, bias: bool) -> FrozenLinear:
     if layer.form is None:
         raise ValueError(f"{layer.name}: is not to be quantized")
     num_out, num_in = layer.shape
-    frozen = linear_class(layer.backend)(num_in, num_out, bias, "meta", dtype, layer.form)
+    frozen = import_linear_class(layer.backend)(num_in, num_out, bias, "meta", dtype, layer.form)
     frozen.set_compute_(layer.compute, section.recipe, section.fast_accum)
     return frozen
 
 
-def _modules(denoiser: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _list_modules(denoiser: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate as `named_modules`, without the modules inside other libraries' layers."""
-    inside = {part for layer in frozen_layers(denoiser).values() for part in layer.modules() if part is not layer}
+    inside = {part for layer in find_frozen_layers(denoiser).values() for part in layer.modules() if part is not layer}
     return ((name, module) for name, module in denoiser.named_modules() if module not in inside)
 
 
-def _names(module: nn.Module) -> list[str]:
+def _list_names(module: nn.Module) -> list[str]:
     """Return the module's own parameters and persistent buffers, by their names in the plain model."""
     if isinstance(module, FrozenLayer):
         return ["weight"] if module.bias is None else ["weight", "bias"]
@@ -219,9 +219,9 @@ def _names(module: nn.Module) -> list[str]:
     return parameters + [key for key, value in module._buffers.items() if value is not None and key not in skipped]
 
 
-def _slots(denoiser: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, tuple[int, ...]]]]:
-    for path, module in _modules(denoiser):
-        for attribute in _names(module):
+def _list_slots(denoiser: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, tuple[int, ...]]]]:
+    for path, module in _list_modules(denoiser):
+        for attribute in _list_names(module):
             if isinstance(module, FrozenLayer) and attribute == "weight":
                 shape = module.weight_shape
             else:
@@ -241,7 +241,7 @@ def _set(
         module.compute_dtype = dtype
         module.set_weight_(tensor, name.removesuffix(".weight"))
         return
-    held = held_dtype(denoiser, name.rpartition(".")[0], dtype)
+    held = choose_held_dtype(denoiser, name.rpartition(".")[0], dtype)
     if isinstance(tensor, Quantized):
         tensor = tensor.decoded(held)
     elif tensor.is_floating_point():

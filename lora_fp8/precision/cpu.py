@@ -43,7 +43,7 @@ def calculate_in_float32(convolution: Callable[..., Tensor]) -> Callable[..., Te
     return convolve
 
 
-def input_gradient(shape: torch.Size, weight: Tensor, grad: Tensor, *places: tuple[int, int]) -> Tensor:
+def compute_input_gradient(shape: torch.Size, weight: Tensor, grad: Tensor, *places: tuple[int, int]) -> Tensor:
     """Compute the gradient for the input of `F.conv2d`, as autograd does: on such a CPU in float32, rounded once.
 
     Args:

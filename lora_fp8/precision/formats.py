@@ -136,7 +136,7 @@ def decode(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> Tenso
     if on_cpu and not torch.compiler.is_compiling():
         return _decode_in_pieces(qweight_NK, scale, storage, dtype)
     if on_cpu and storage == "fp8":
-        return apply_scale_(_e4m3_on_cpu(qweight_NK), scale * 256.0).to(dtype)
+        return apply_scale_(_decode_e4m3_on_cpu(qweight_NK), scale * 256.0).to(dtype)
     codes_NK = qweight_NK.view(torch.int8 if storage == "int8" else torch.float8_e4m3fn)
     # Every code is exact in bf16 and fp16. The product with a float32 scale is computed in float32 and rounded on the
     # way out, without a float32 copy in memory.
@@ -150,7 +150,7 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
     # Rows that share a scale stay together. In nf4, scales cross row ends, so a piece holds whole nested blocks.
     nested = NF4_BLOCK * NF4_NESTED_BLOCK
     together = nested // math.gcd(nested, num_columns) if storage == "nf4" else num_rows // scale.shape[0]
-    step = max(1, _chunk(qweight) // num_columns)
+    step = max(1, _choose_chunk(qweight) // num_columns)
     if together < num_rows or storage == "nf4":
         step = max(together, step - step % together)
     for start in range(0, num_rows, step):
@@ -164,17 +164,17 @@ def decode_rows(parts: tuple[Tensor, ...], storage: str, dtype: torch.dtype) -> 
         yield rows, decode((qweight[rows], *own), storage, dtype)
 
 
-def _chunk(weight: Tensor) -> int:
+def _choose_chunk(weight: Tensor) -> int:
     """Return the number of elements of a piece of this weight."""
     return CHUNK_ELEMENTS if weight.device.type == "cpu" else GPU_CHUNK_ELEMENTS
 
 
-def scale_to(limit: float, amax: Tensor) -> Tensor:
+def compute_scales(limit: float, amax: Tensor) -> Tensor:
     """Return the float32 scales that map these largest values to `limit`."""
-    return (amax.to(torch.float32) / constant(limit, amax)).clamp_(min=MIN_SCALE)
+    return (amax.to(torch.float32) / make_constant(limit, amax)).clamp_(min=MIN_SCALE)
 
 
-def constant(value: float, like: Tensor) -> Tensor:
+def make_constant(value: float, like: Tensor) -> Tensor:
     """Return a float32 scalar on the device of `like`, the same one at every call.
 
     Dividing a CUDA tensor by a Python number multiplies it by the rounded reciprocal (torch 2.11), which differs from
@@ -214,7 +214,7 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
     rows, columns = form.block(shape)
     limit = _LIMITS[form.storage]
     whole = rows == num_rows and columns == num_columns  # a single scale, known only after all pieces were seen
-    chunk = _chunk(weight_NK)
+    chunk = _choose_chunk(weight_NK)
     step = max(1, chunk // max(1, num_columns)) if whole else max(rows, chunk // num_columns)
     step -= 0 if whole else step % rows
     pieces = [slice(start, start + step) for start in range(0, num_rows, step)]
@@ -222,7 +222,7 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
     if whole:
         amax = torch.stack([weight_NK[piece].abs().amax() for piece in pieces]).amax().to(torch.float32).view(1, 1)
         _check_finite(amax, rows, name)
-        scale = torch.ones_like(amax) if form.scale == "none" else scale_to(limit, amax)
+        scale = torch.ones_like(amax) if form.scale == "none" else compute_scales(limit, amax)
     else:
         scale = weight_NK.new_empty(num_rows // rows, num_columns // columns, dtype=torch.float32)
     qweight_NK = torch.empty(shape, dtype=torch.uint8, device=weight_NK.device)
@@ -230,7 +230,7 @@ def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, 
         blocks = weight_NK[piece].to(torch.float32, copy=True).view(-1, 1 if whole else rows, scale.shape[1], columns)
         own = scale if whole else scale[piece.start // rows : piece.stop // rows]
         if not whole:
-            own.copy_(scale_to(limit, blocks.abs().amax(dim=(1, 3))))
+            own.copy_(compute_scales(limit, blocks.abs().amax(dim=(1, 3))))
         if form.storage == "int8":
             codes = blocks.div_(own[:, None, :, None]).round_().clamp_(-limit, limit).to(torch.int8)
         elif whole:
@@ -256,14 +256,16 @@ def _to_e4m3_best(blocks: Tensor, scale: Tensor) -> Tensor:
     """
     other = scale * 2**0.5
     codes, shifted = _to_e4m3(blocks, scale), _to_e4m3(blocks, other)
-    better = 2 * _squared_error(shifted, other, blocks) < _squared_error(codes, scale, blocks)
+    better = 2 * _compute_squared_error(shifted, other, blocks) < _compute_squared_error(codes, scale, blocks)
     scale.copy_(torch.where(better, other, scale))
     return torch.where(better[:, None, :, None], shifted.view(torch.uint8), codes.view(torch.uint8))
 
 
-def _squared_error(codes: Tensor, scale: Tensor, blocks: Tensor) -> Tensor:
+def _compute_squared_error(codes: Tensor, scale: Tensor, blocks: Tensor) -> Tensor:
     """Return the squared error per block in units of its scale; in the weights' units float32 could overflow."""
-    values = _e4m3_on_cpu(codes.view(torch.uint8)) * 256 if codes.device.type == "cpu" else codes.to(torch.float32)
+    values = (
+        _decode_e4m3_on_cpu(codes.view(torch.uint8)) * 256 if codes.device.type == "cpu" else codes.to(torch.float32)
+    )
     return (values - blocks / scale[:, None, :, None]).square_().sum(dim=(1, 3))
 
 
@@ -304,12 +306,12 @@ def _decode_in_pieces(qweight_NK: Tensor, scale: Tensor, storage: str, dtype: to
         piece = slice(start, start + step)
         own = scale if scale.shape[0] == 1 else scale[start // rows : (start + step) // rows]
         codes = qweight_NK[piece]
-        values = codes.view(torch.int8).to(torch.float32) if storage == "int8" else _e4m3_on_cpu(codes)
+        values = codes.view(torch.int8).to(torch.float32) if storage == "int8" else _decode_e4m3_on_cpu(codes)
         weight_NK[piece] = apply_scale_(values, own)
     return weight_NK
 
 
-def _e4m3_on_cpu(qweight_NK: Tensor) -> Tensor:
+def _decode_e4m3_on_cpu(qweight_NK: Tensor) -> Tensor:
     """Return the e4m3 values times 1/256, in float32.
 
     torch's CPU cast from e4m3 converts one value at a time. e4m3 is fp16 with fewer bits: shifted into fp16's place,
@@ -338,7 +340,7 @@ def load_bitsandbytes() -> None:
         torch.compile = compile_
 
 
-def not_finite(name: str) -> ValueError:
+def make_nonfinite_error(name: str) -> ValueError:
     """Return the error for a weight that cannot be quantized."""
     return ValueError(Message("{name}: the weight has NaN or infinity", name=name))
 
@@ -348,7 +350,7 @@ def _encode_nf4(weight_NK: Tensor, name: str) -> tuple[Tensor, ...]:
     from bitsandbytes import functional
 
     if not weight_NK.abs().amax().isfinite():
-        raise not_finite(name)
+        raise make_nonfinite_error(name)
     quantized, state = functional.quantize_4bit(
         weight_NK.contiguous(), blocksize=NF4_BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -367,7 +369,7 @@ def _decode_nf4(qweight: Tensor, scale: Tensor, nested_scale: Tensor, offset: Te
     from bitsandbytes.functional import create_dynamic_map
 
     operators = torch.ops.bitsandbytes
-    code = _code(create_dynamic_map, scale.device)
+    code = _get_code(create_dynamic_map, scale.device)
     absmax = operators.dequantize_blockwise.default(scale, nested_scale, code, NF4_NESTED_BLOCK, torch.float32) + offset
     # Passed as rows of one block each: with the weight's own shape, bitsandbytes (0.50.2) misplaces the scales on a CPU
     # if a row is no multiple of a block, an error of 25 % instead of 9.
@@ -379,7 +381,7 @@ def _decode_nf4(qweight: Tensor, scale: Tensor, nested_scale: Tensor, offset: Te
 _codes: dict[torch.device, Tensor] = {}
 
 
-def _code(make: Callable[[], Tensor], device: torch.device) -> Tensor:
+def _get_code(make: Callable[[], Tensor], device: torch.device) -> Tensor:
     """Return the 256 values that an NF4 scale can take, before it is multiplied by its nested scale."""
     if device not in _codes:
         _codes[device] = make().to(device)

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from . import stream
 from .formats import Format, decode
-from .quantized import Quantized, Weight, parts_in
-from .stream import here, put_away
+from .quantized import Quantized, Weight, make_parts
+from .stream import copy_to_ram, fetch_parts
 
 
 class FrozenLayer(nn.Module):
     """A layer with a frozen weight stored as `form`.
 
     `weight` is a property that dequantizes at every access, so writing into it changes nothing (to `merge` a LoRA,
-    write into `decoded_state_dict`).
+    write into `dequantize_state_dict`).
 
     Attributes:
         form: storage format of the weight.
@@ -85,7 +85,7 @@ class FrozenLayer(nn.Module):
             ValueError: the weight is not finite; names `name`.
         """
         matrix = weight if isinstance(weight, Quantized) else weight.flatten(1)
-        self.set_parts_(*parts_in(matrix, self.form, name))
+        self.set_parts_(*make_parts(matrix, self.form, name))
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +103,7 @@ class FrozenLayer(nn.Module):
             return
         qweight = self.qweight.detach()
         del self._parameters["qweight"]
-        vars(self)["qweight"] = put_away(qweight)
+        vars(self)["qweight"] = copy_to_ram(qweight)
 
     def set_parts_(self, *parts: Tensor) -> None:
         """Replace the quantized tensors, in the order and shapes of `form.tensors`."""
@@ -116,12 +116,12 @@ class FrozenLayer(nn.Module):
             if name != "qweight":
                 setattr(self, name, tensor)
             elif self.waits:
-                vars(self)[name] = put_away(tensor)
+                vars(self)[name] = copy_to_ram(tensor)
             else:
                 self.qweight = nn.Parameter(tensor, requires_grad=False)
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the quantized tensors; `stream.here` fetches the offloaded ones before `formats.decode`."""
+        """Return the quantized tensors; `stream.fetch_parts` fetches the offloaded ones before `formats.decode`."""
         if self.form.storage == "nf4":
             return self.qweight, self.scale, self.nested_scale, self.offset
         return self.qweight, self.scale
@@ -132,8 +132,8 @@ class FrozenLayer(nn.Module):
 
         Where processes share the base, all of them must ask for it together, except in a pass of the model.
         """
-        parts = tuple(map(whole, self.parts()))
-        return decode(here(parts), self.form.storage, self.compute_dtype).view(self.weight_shape)
+        parts = tuple(map(gather_whole, self.parts()))
+        return decode(fetch_parts(parts), self.form.storage, self.compute_dtype).view(self.weight_shape)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the input and the bias in the dtype to compute in: autocast's, or the layer's own.
@@ -178,7 +178,7 @@ class FrozenLayer(nn.Module):
         return f"{super().extra_repr()}, storage={self.form} by {self.backend}, compute={self.compute} in {dtype}"
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Return a tensor that processes share, gathered from all of them; another one as it is."""
     gather = getattr(tensor, "full_tensor", None)  # of torch's DTensor
     return tensor if gather is None else gather()
@@ -187,13 +187,13 @@ def whole(tensor: Tensor) -> Tensor:
 # -- a whole denoiser --------------------------------------------------------------------------------------------------
 
 
-def frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLayer]:
+def find_frozen_layers(denoiser: nn.Module) -> dict[str, FrozenLayer]:
     """Return the frozen layers by their names in the plain model, whether or not adapters wrap them."""
     layers = ((name, module) for name, module in denoiser.named_modules() if isinstance(module, FrozenLayer))
-    return {plain_name(name): module for name, module in layers}
+    return {strip_base_layer(name): module for name, module in layers}
 
 
-def plain_name(name: str) -> str:
+def strip_base_layer(name: str) -> str:
     """Return the name that a module has in the plain model, whether or not adapters wrap it."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
@@ -206,13 +206,13 @@ def offload_(denoiser: nn.Module, share: float, blocks: Iterable[str] = ()) -> i
     Args:
         denoiser: quantized.
         share: 0 to 1.
-        blocks: names of blocks in which the same layers are offloaded if they are alike, see `stream.chosen`.
+        blocks: names of blocks in which the same layers are offloaded if they are alike, see `stream.choose_offloaded`.
 
     Returns:
         Number of offloaded bytes.
     """
-    layers = frozen_layers(denoiser)
-    names = stream.chosen({name: layer.qweight.nbytes for name, layer in layers.items()}, share, blocks)
+    layers = find_frozen_layers(denoiser)
+    names = stream.choose_offloaded({name: layer.qweight.nbytes for name, layer in layers.items()}, share, blocks)
     for name in names:
         layers[name].wait_()
     return sum(layers[name].qweight.nbytes for name in names)
@@ -221,7 +221,7 @@ def offload_(denoiser: nn.Module, share: float, blocks: Iterable[str] = ()) -> i
 @contextlib.contextmanager
 def decoded_compute(denoiser: nn.Module) -> Iterator[None]:
     """Dequantize before every matmul inside this context: what a program without FP8 matmuls computes."""
-    layers = list(frozen_layers(denoiser).values())
+    layers = list(find_frozen_layers(denoiser).values())
     before = [layer.compute for layer in layers]
     for layer in layers:
         layer.compute = "upcast"

@@ -26,8 +26,8 @@ from torch import Tensor
 from triton import knobs
 
 from .formats import E4M3_MAX, MIN_SCALE, decode
-from .matmul import E4M3, once_more, quantize, unscaled_product
-from .stream import here
+from .matmul import E4M3, hide_from_compiler, multiply_unscaled, quantize
+from .stream import fetch_parts
 
 _INTERPRETED = knobs.runtime.interpret
 _LARGEST = tl.constexpr(E4M3_MAX)
@@ -185,7 +185,7 @@ def _epilogue(
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def epilogue(
+def apply_epilogue(
     sum_MN: Tensor,
     a_scale: Tensor,
     w_scale: Tensor | None,
@@ -324,9 +324,9 @@ class KernelLinear(torch.autograd.Function):
             # another.
             h_MR = (x.reshape(-1, x.shape[-1]).to(a_RK.dtype) @ a_RK.t()).to(a_RK.dtype)
             ctx.save_for_backward(qweight_NK, scale, x, h_MR, a_RK, b_NR)
-        qweight_NK, scale = here((qweight_NK, scale))
-        sum_MN = unscaled_product(values_MK, qweight_NK, x.dtype, fast_accum)
-        y_MN = epilogue(sum_MN, x_scale, scale, bias_N, h_MR, b_NR, scaling, x.dtype)
+        qweight_NK, scale = fetch_parts((qweight_NK, scale))
+        sum_MN = multiply_unscaled(values_MK, qweight_NK, x.dtype, fast_accum)
+        y_MN = apply_epilogue(sum_MN, x_scale, scale, bias_N, h_MR, b_NR, scaling, x.dtype)
         return y_MN.view(*x.shape[:-1], y_MN.shape[-1])
 
     @staticmethod
@@ -345,9 +345,9 @@ class KernelLinear(torch.autograd.Function):
             if ctx.needs_input_grad[7]:
                 grad_b_NR = (own_MN.t() @ h_MR) * ctx.scaling
         if ctx.needs_input_grad[0]:
-            qweight_NK, scale = here((qweight_NK, scale))
+            qweight_NK, scale = fetch_parts((qweight_NK, scale))
             if ctx.precise_backward:
-                grad_MK = grad_MN @ decode(once_more((qweight_NK, scale)), "fp8", grad.dtype)
+                grad_MK = grad_MN @ decode(hide_from_compiler((qweight_NK, scale)), "fp8", grad.dtype)
                 if a_RK is not None:
                     grad_MK = (grad_MK + grad_h_MR @ a_RK).to(grad.dtype)
             else:
@@ -356,9 +356,9 @@ class KernelLinear(torch.autograd.Function):
                 else:
                     values_MN, grad_scale = quantize_rows(grad_MN, scale)
                 # Fast accumulation is for the forward only: it drops small terms, which gradients need.
-                sum_MK = unscaled_product(values_MN, transpose_bytes(qweight_NK), grad.dtype, False)
+                sum_MK = multiply_unscaled(values_MN, transpose_bytes(qweight_NK), grad.dtype, False)
                 a_KR = None if a_RK is None else a_RK.t()
-                grad_MK = epilogue(sum_MK, grad_scale, None, None, grad_h_MR, a_KR, 1.0, grad.dtype)
+                grad_MK = apply_epilogue(sum_MK, grad_scale, None, None, grad_h_MR, a_KR, 1.0, grad.dtype)
             grad_x = grad_MK.view(*grad.shape[:-1], qweight_NK.shape[1])
         if ctx.needs_input_grad[3]:
             grad_bias_N = grad.sum(dim=tuple(range(grad.ndim - 1)))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import Message, UserError
 from .formats import FP8_ROW, Format
-from .frozen import FrozenLayer, frozen_layers
+from .frozen import FrozenLayer, find_frozen_layers
 from .matmul import Fp8Linear, UpcastLinear, quantize, quantize_shared
 
 AMAX_HISTORY = 16
@@ -133,7 +133,7 @@ class AmaxHistory:
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
-        layers = frozen_layers(denoiser)
+        layers = find_frozen_layers(denoiser)
         self.layers: Mapping[str, FrozenLinear]
         self.layers = {
             name: layer

@@ -39,8 +39,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats import E4M3_MAX, apply_scale_, constant, decode, scale_to
-from .stream import here
+from .formats import E4M3_MAX, apply_scale_, compute_scales, decode, make_constant
+from .stream import fetch_parts
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
@@ -71,7 +71,7 @@ class UpcastLinear(torch.autograd.Function):
             parts = (qweight, scale, nested_scale, offset)
         ctx.save_for_backward(*parts)  # references to the layer's own tensors: no extra bytes
         ctx.storage = storage
-        return F.linear(x, decode(here(parts), storage, x.dtype), bias_N)
+        return F.linear(x, decode(fetch_parts(parts), storage, x.dtype), bias_N)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,7 +79,7 @@ class UpcastLinear(torch.autograd.Function):
         parts = ctx.saved_tensors  # read once: non-reentrant checkpointing refuses a second access
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            weight_NK = decode(once_more(here(parts)), ctx.storage, grad.dtype)
+            weight_NK = decode(hide_from_compiler(fetch_parts(parts)), ctx.storage, grad.dtype)
             # Flattened as autograd does for F.linear, so that the result is equal bit for bit.
             grad_x = (grad.reshape(-1, grad.shape[-1]) @ weight_NK).view(*grad.shape[:-1], weight_NK.shape[1])
         if ctx.needs_input_grad[1]:
@@ -87,7 +87,7 @@ class UpcastLinear(torch.autograd.Function):
         return grad_x, grad_bias_N, None, *[None for _ in parts]
 
 
-def once_more(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def hide_from_compiler(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Hide from torch.compile that the backward dequantizes the same parts as the forward.
 
     Otherwise it would keep the dequantized weight of every layer between the two.
@@ -123,7 +123,7 @@ class Fp8Linear(torch.autograd.Function):
         """Compute y (..., N) in FP8; keep references to W's bytes and scale."""
         ctx.save_for_backward(qweight_NK, scale)
         ctx.precise_backward, ctx.recipe, ctx.history, ctx.newest = precise_backward, recipe, history, newest
-        qweight_NK, scale = here((qweight_NK, scale))
+        qweight_NK, scale = fetch_parts((qweight_NK, scale))
         y_MN = _multiply((values_MK, x_scale), qweight_NK, scale, x.dtype, recipe, fast_accum)
         if bias_N is not None:
             y_MN = y_MN + bias_N
@@ -135,10 +135,10 @@ class Fp8Linear(torch.autograd.Function):
         qweight_NK, scale = ctx.saved_tensors
         grad_x = grad_bias_N = None
         if ctx.needs_input_grad[0]:
-            qweight_NK, scale = here((qweight_NK, scale))
+            qweight_NK, scale = fetch_parts((qweight_NK, scale))
             grad_MN = grad.reshape(-1, grad.shape[-1])
             if ctx.precise_backward:
-                grad_MK = grad_MN @ decode(once_more((qweight_NK, scale)), "fp8", grad.dtype)
+                grad_MK = grad_MN @ decode(hide_from_compiler((qweight_NK, scale)), "fp8", grad.dtype)
             else:
                 if ctx.recipe == "block":
                     folded_MN, transposed_scale = grad_MN, scale.t().contiguous()
@@ -172,7 +172,7 @@ def quantize(
     if recipe == "block":
         blocks = x_MK.reshape(x_MK.shape[0], -1, BLOCK)
         amax = torch.linalg.vector_norm(blocks, math.inf, dim=-1)
-        scale = scale_to(E4M3_MAX, amax)
+        scale = compute_scales(E4M3_MAX, amax)
         return _to_e4m3(blocks / scale[:, :, None]).view(x_MK.shape), scale
     if recipe == "delayed":
         if history is None or newest is None:
@@ -181,10 +181,10 @@ def quantize(
         torch.maximum(newest, amax, out=newest)
         known = history.amax().view(1)
         # Before the first step the history is empty, so the tensor's own maximum is used.
-        scale = scale_to(E4M3_MAX, torch.where(known > 0, known, amax)).view(1, 1)
+        scale = compute_scales(E4M3_MAX, torch.where(known > 0, known, amax)).view(1, 1)
         values = (x_MK / scale).clamp_(-E4M3_MAX, E4M3_MAX)
         return _to_e4m3(values), torch.where(amax.isfinite(), scale, float("nan"))
-    scale = scale_to(E4M3_MAX, torch.linalg.vector_norm(x_MK, math.inf, dim=-1, keepdim=True))
+    scale = compute_scales(E4M3_MAX, torch.linalg.vector_norm(x_MK, math.inf, dim=-1, keepdim=True))
     return _to_e4m3(x_MK / scale), scale
 
 
@@ -214,13 +214,13 @@ def _multiply(
             raise ValueError("the recipe 'block' needs the weight's scales")
         return _multiply_blocks(a_MK, a_scale, qweight_NK.view(E4M3), scale, dtype)
     # Scaled in float32: a bf16 scale would add an error of 0.2 %.
-    y_MN = unscaled_product(a_MK, qweight_NK, dtype, fast_accum)
+    y_MN = multiply_unscaled(a_MK, qweight_NK, dtype, fast_accum)
     if scale is None:
         return (y_MN * a_scale).to(dtype)
     return (y_MN * a_scale).mul_(scale.view(1, -1)).to(dtype)
 
 
-def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def multiply_unscaled(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """Compute `a @ W.T` of the e4m3 values without scales. Returns (M, N) in `dtype`, for fp16 in float32.
 
     The CUDA kernel has layout rules that the CPU's does not enforce: a row-major, W^T column-major, K and N multiples
@@ -232,7 +232,7 @@ def unscaled_product(a_MK: Tensor, qweight_NK: Tensor, dtype: torch.dtype, fast_
         # torch 2.13's CPU kernel is a plain loop, 400 to 1,400 times slower than this (2026-11-23, one core of a Xeon
         # with AVX-512). Products of e4m3 values are exact in float32, and both add them in float32.
         return (a_MK.to(torch.float32) @ qweight_NK.view(E4M3).to(torch.float32).t()).to(wide)
-    scale = constant(1.0, a_MK)
+    scale = make_constant(1.0, a_MK)
     weight_KN = qweight_NK.view(E4M3).t()
     return torch._scaled_mm(a_MK, weight_KN, scale_a=scale, scale_b=scale, out_dtype=wide, use_fast_accum=fast_accum)
 

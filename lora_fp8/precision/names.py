@@ -26,7 +26,7 @@ def name_matches(name: str, entry: str) -> bool:
     return f".{entry}." in f".{name}."
 
 
-def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]) -> tuple[dict[str, T], list[str]]:
+def map_by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]) -> tuple[dict[str, T], list[str]]:
     """Map each name to the value of the first entry that matches it.
 
     Args:
@@ -45,7 +45,7 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
     for entry, value in entries:
         meant = [name for name in names if name_matches(name, entry)]
         if not meant:
-            near = hint(entry.removeprefix("^"), names)
+            near = suggest_names(entry.removeprefix("^"), names)
             raise UserError(
                 Message("{name} matches no trained layer; {which}", name=f"{setting}: {entry!r}", which=near)
             )
@@ -59,7 +59,7 @@ def by_name(setting: str, entries: Iterable[tuple[str, T]], names: Sequence[str]
     return matched, notes
 
 
-def hint(target: str, names: Iterable[str]) -> str:
+def suggest_names(target: str, names: Iterable[str]) -> str:
     """Suggest names for a `target` that is the ending of none of these names."""
     ends: dict[str, None] = {}  # all endings of all names that start with a word, shortest first
     for length in (1, 2, 3, 4):

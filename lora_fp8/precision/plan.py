@@ -29,8 +29,8 @@ from .. import settings
 from ..common.numbers import format_bytes
 from ..errors import Joined, Message, Template, UserErrors
 from ..settings import SCALES
-from .backends import TE_SCALE, num_bytes, te_alignment
-from .conv import why_not
+from .backends import TE_SCALE, choose_te_alignment, count_bytes
+from .conv import find_conv_problem
 from .formats import Format
 from .frozen import FrozenLayer
 from .linear import FrozenLinear
@@ -106,9 +106,9 @@ class Plan:
         """The layers that are not quantized."""
         return tuple(layer for layer in self.layers if not layer.scale)
 
-    def summary(self) -> str:
+    def format_summary(self) -> str:
         """Return a few lines for the log: totals, then the layers that differ from what was asked, and why."""
-        held = Counter(str(layer.form) + _by(layer.backend) for layer in self.quantized)
+        held = Counter(str(layer.form) + _format_backend(layer.backend) for layer in self.quantized)
         what = Joined(", ", [Message("{count} in {form}", count=count, form=form) for form, count in held.items()])
         kinds = Counter(layer.kind for layer in self.layers)
         template = Template("{total} linear layers: {what}; {size} in total, {plain} without quantization")
@@ -139,11 +139,11 @@ class Plan:
                 lines.append(Message("  upcast: {count} x {line}", count=count, line=reason))
         return Joined("\n", lines)
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """Return one aligned line per layer, and the totals."""
         rows = [
             (layer.name, f"{layer.shape[0]}x{layer.shape[1]}", " ".join(filter(None, (layer.storage, layer.scale))) +
-             _by(layer.backend), layer.compute)
+             _format_backend(layer.backend), layer.compute)
             for layer in self.layers
         ]  # fmt: skip
         reasons = [Joined("; ", filter(None, (layer.reason, layer.compute_reason))) for layer in self.layers]
@@ -154,7 +154,7 @@ class Plan:
             cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             lines.append(Message("{cells}  {line}", cells=cells, line=reason) if reason else cells.rstrip())
         warnings = (Message("warning: {line}", line=line) for line in self.warnings)
-        return Joined("\n", [*lines, "", self.summary(), *warnings])
+        return Joined("\n", [*lines, "", self.format_summary(), *warnings])
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data, with totals in bytes and GB (10^9 bytes)."""
@@ -193,29 +193,29 @@ def decide(
         UserErrors: entries of the section match no linear layer, or a scale does not divide a layer.
     """
     rules = _Rules(section, tuple(keep), tuple(modulation), file_scale)
-    places = layer_places(denoiser)
+    places = find_layer_names(denoiser)
     names = [name for several in places.values() for name in several]
-    problems = _unknown_entries(section, names)
+    problems = _find_unknown_entries(section, names)
     layers: dict[str, LayerPlan] = {}
     misfits: dict[tuple[str, Format], list[tuple[str, tuple[int, int]]]] = {}
     for layer, several in places.items():
         form, reason, rule = _choose_form(rules, denoiser, layer, several)
-        shape, kind = matrix_shape(layer), "convolution" if isinstance(layer, nn.Conv2d) else "linear"
-        if form is not None and form.problem(shape) and form.scale != _te_scale(section):
+        shape, kind = compute_matrix_shape(layer), "convolution" if isinstance(layer, nn.Conv2d) else "linear"
+        if form is not None and form.problem(shape) and form.scale != _choose_te_scale(section):
             setting = "quantize.override" if rule == "override" else "quantize.scale"
             misfits.setdefault((setting, form), []).append((several[0], shape))
-        compute, why = _compute(several, form, shape, section, modulation)
-        backend = _backend(form, compute, section)
+        compute, why = _choose_compute(several, form, shape, section, modulation)
+        backend = _choose_backend(form, compute, section)
         if kind == "convolution" and form is not None:
             compute, backend = "upcast", "own"
             why = Message("a convolution") if section.compute != "upcast" else ""
-        held = held_dtype(denoiser, several[0], dtype)
-        size = _num_bytes(layer, form, held, dtype, backend)
+        held = choose_held_dtype(denoiser, several[0], dtype)
+        size = _count_layer_bytes(layer, form, held, dtype, backend)
         for name in several:
             layers[name] = LayerPlan(
                 name=name,
                 shape=shape,
-                storage=form.storage if form else _short(held),
+                storage=form.storage if form else _shorten_dtype(held),
                 scale=form.scale if form else "",
                 compute=compute,
                 reason=reason,
@@ -225,18 +225,18 @@ def decide(
                 kind=kind,
                 rule=rule,
             )
-    problems += [_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
+    problems += [_describe_misfit(setting, form, affected) for (setting, form), affected in misfits.items()]
     if problems:
         raise UserErrors(problems, "quantize")
 
     counted: dict[nn.Module, int] = {layer: layers[several[0]].num_bytes for layer, several in places.items()}
-    plain = sum(_plain_size(module) for module in denoiser.modules()) * dtype.itemsize
+    plain = sum(_count_plain_weights(module) for module in denoiser.modules()) * dtype.itemsize
     planned = tuple(layers[name] for name in names)
-    warnings = tuple(_rounded_again(planned, file_scale))
-    return Plan(section.storage, planned, _total_bytes(denoiser, counted, dtype), plain, warnings)
+    warnings = tuple(_warn_of_rounding(planned, file_scale))
+    return Plan(section.storage, planned, _count_total_bytes(denoiser, counted, dtype), plain, warnings)
 
 
-def layer_places(denoiser: nn.Module) -> dict[Layer, list[str]]:
+def find_layer_names(denoiser: nn.Module) -> dict[Layer, list[str]]:
     """Return each linear layer and convolution with all names under which the model has it, in the model's order."""
     places: dict[Layer, list[str]] = {}
     for name, module in denoiser.named_modules(remove_duplicate=False):
@@ -245,7 +245,7 @@ def layer_places(denoiser: nn.Module) -> dict[Layer, list[str]]:
     return places
 
 
-def matrix_shape(layer: Layer) -> tuple[int, int]:
+def compute_matrix_shape(layer: Layer) -> tuple[int, int]:
     """Return (N, K) of a layer's weight; that of a convolution is the matrix of its flattened filters."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
@@ -285,31 +285,31 @@ def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequen
         layer: the layer.
         names: the names under which the model has it.
     """
-    verdicts = [_storage(rules, denoiser, name, layer, names) for name in names]
+    verdicts = [_choose_storage(rules, denoiser, name, layer, names) for name in names]
     # A layer at two places is stored as the more careful of the two verdicts says.
     verdict = next((verdict for verdict in verdicts if verdict.form is None), verdicts[0])
     is_default = not verdict.reason or verdict.rule == "modulation"
     is_fp8 = verdict.form is not None and verdict.form.storage == "fp8"
-    if is_fp8 and is_default and rules.file_scale and _keeps_scale(rules.section):
+    if is_fp8 and is_default and rules.file_scale and _can_keep_scale(rules.section):
         own = Format("fp8", rules.file_scale)
-        if not own.problem(matrix_shape(layer)):
+        if not own.problem(compute_matrix_shape(layer)):
             return verdict._replace(form=own)
     return verdict
 
 
-def _storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names: Sequence[str]) -> _Verdict:
+def _choose_storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names: Sequence[str]) -> _Verdict:
     """Apply the rules for storage to a layer under one of its names; arguments and result as in `_choose_form`."""
-    section, shape = rules.section, matrix_shape(layer)
-    not_plain = _why_not_plain(layer)
+    section, shape = rules.section, compute_matrix_shape(layer)
+    not_plain = _explain_not_plain(layer)
     if section.storage in PLAIN:
         return _Verdict(None, Message("quantize.storage is {storage}", storage=section.storage))
-    if (entry := _first_match(name, section.keep)) is not None:
-        return _Verdict(None, _listed_in("keep", entry))
-    if not not_plain and (entry := _first_match(name, section.override)) is not None:
-        return _Verdict(_override(section.override[entry], shape), _listed_in("override", entry), "override")
-    if (entry := _first_match(name, rules.keep)) is not None:
+    if (entry := _find_first_match(name, section.keep)) is not None:
+        return _Verdict(None, _explain_listed("keep", entry))
+    if not not_plain and (entry := _find_first_match(name, section.override)) is not None:
+        return _Verdict(_make_override(section.override[entry], shape), _explain_listed("override", entry), "override")
+    if (entry := _find_first_match(name, rules.keep)) is not None:
         return _Verdict(None, Message("{entry} is kept in high precision for this architecture", entry=repr(entry)))
-    if held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
+    if choose_held_dtype(denoiser, name, torch.bfloat16) is torch.float32:
         return _Verdict(None, Message("the model's own code keeps it in float32"))
     if not_plain:
         return _Verdict(None, not_plain)
@@ -321,42 +321,42 @@ def _storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer, names:
         if kind in PLAIN:
             return _Verdict(None, Message("quantize.convolutions is bf16"))
         asked = Format(kind, section.scale) if kind == section.storage and section.scale != "auto" else None
-        return _Verdict(asked if asked and not asked.problem(shape) else _fitting(kind, shape))
-    if _first_match(name, rules.modulation) is not None:
+        return _Verdict(asked if asked and not asked.problem(shape) else _choose_fitting(kind, shape))
+    if _find_first_match(name, rules.modulation) is not None:
         # Multiplied once per image it takes no time, so it can have the format with the least error.
         kind = "int8" if section.modulation == "auto" else section.modulation
         if kind in PLAIN:
             return _Verdict(None, Message("quantize.modulation is bf16"), "modulation")
-        return _Verdict(_fitting(kind, shape), Message("modulation"), "modulation")
-    return _asked_storage(section, names, shape)
+        return _Verdict(_choose_fitting(kind, shape), Message("modulation"), "modulation")
+    return _choose_asked_storage(section, names, shape)
 
 
-def _why_not_plain(layer: Layer) -> str:
+def _explain_not_plain(layer: Layer) -> str:
     """Return why a layer cannot be replaced by a frozen one; "" if it can."""
     if isinstance(layer, nn.Conv2d):
-        return why_not(layer)
+        return find_conv_problem(layer)
     if type(layer) not in (nn.Linear, FrozenLinear):
         # Such as the projection of nn.MultiheadAttention, whose weight is read without calling the layer.
         return Message("{name} is not a plain nn.Linear", name=type(layer).__name__)
     return ""
 
 
-def _listed_in(setting: str, entry: str) -> Message:
+def _explain_listed(setting: str, entry: str) -> Message:
     return Message("{entry} in {key}", entry=repr(entry), key=f"quantize.{setting}")
 
 
-def _override(text: str, shape: tuple[int, int]) -> Format | None:
+def _make_override(text: str, shape: tuple[int, int]) -> Format | None:
     """Return the format of a value of quantize.override; None: not quantized."""
     storage, scale = settings.parse_storage(text)
     if storage in PLAIN:
         return None
-    return Format(storage, scale) if scale else _fitting(storage, shape)
+    return Format(storage, scale) if scale else _choose_fitting(storage, shape)
 
 
-def _asked_storage(section: settings.Quantize, names: Sequence[str], shape: tuple[int, int]) -> _Verdict:
+def _choose_asked_storage(section: settings.Quantize, names: Sequence[str], shape: tuple[int, int]) -> _Verdict:
     """Return the storage that quantize.storage, quantize.scale and quantize.backend give."""
-    if section.backend == "te" and not _not_multiplied(names, shape, section):
-        needed = te_alignment(section)
+    if section.backend == "te" and not _explain_not_multiplied(names, shape, section):
+        needed = choose_te_alignment(section)
         if any(side % needed for side in shape):
             return _Verdict(
                 None, Message("a side is not a multiple of {needed}, which TransformerEngine needs", needed=needed)
@@ -364,21 +364,21 @@ def _asked_storage(section: settings.Quantize, names: Sequence[str], shape: tupl
         return _Verdict(Format("fp8", TE_SCALE[section.recipe]))
     if section.scale != "auto":
         return _Verdict(Format(section.storage, section.scale))
-    return _Verdict(_fitting(section.storage, shape))
+    return _Verdict(_choose_fitting(section.storage, shape))
 
 
-def _first_match(name: str, entries: Iterable[str]) -> str | None:
+def _find_first_match(name: str, entries: Iterable[str]) -> str | None:
     """Return the first of the entries that matches the layer; None if none does."""
     return next((entry for entry in entries if name_matches(name, entry)), None)
 
 
-def _fitting(storage: str, shape: tuple[int, int]) -> Format:
+def _choose_fitting(storage: str, shape: tuple[int, int]) -> Format:
     """Return the storage with the first of its scales that divides this layer."""
     forms = [Format(storage, scale) for scale in SCALES[storage]]
     return next((form for form in forms if not form.problem(shape)), forms[0])
 
 
-def _compute(
+def _choose_compute(
     names: Sequence[str],
     form: Format | None,
     shape: tuple[int, int],
@@ -394,7 +394,7 @@ def _compute(
     if form.storage != "fp8":
         return "upcast", Message("{storage} has no FP8 matmul", storage=form.storage)
     if section.backend == "te":
-        if reason := _not_multiplied(names, shape, section):
+        if reason := _explain_not_multiplied(names, shape, section):
             return "upcast", reason
         if form.scale != TE_SCALE[section.recipe]:
             return "upcast", Message(
@@ -408,46 +408,46 @@ def _compute(
         return "upcast", Message(
             "scale {scale} has no FP8 matmul with recipe {recipe}", scale=form.scale, recipe=section.recipe
         )
-    if reason := _excluded(names, section):
+    if reason := _explain_excluded(names, section):
         return "upcast", reason
     if any(side % ALIGNMENT for side in shape):
         return "upcast", Message("a side is not a multiple of {needed}", needed=ALIGNMENT)
-    if reason := _not_multiplied(names, shape, section):
+    if reason := _explain_not_multiplied(names, shape, section):
         return "upcast", reason
     return ("fp8" if section.compute == "auto" else section.compute), ""
 
 
-def _excluded(names: Sequence[str], section: settings.Quantize) -> str:
+def _explain_excluded(names: Sequence[str], section: settings.Quantize) -> str:
     entries = (entry for entry in section.fp8_exclude if any(name_matches(name, entry) for name in names))
-    return next((_listed_in("fp8_exclude", entry) for entry in entries), "")
+    return next((_explain_listed("fp8_exclude", entry) for entry in entries), "")
 
 
-def _not_multiplied(names: Sequence[str], shape: tuple[int, int], section: settings.Quantize) -> str:
+def _explain_not_multiplied(names: Sequence[str], shape: tuple[int, int], section: settings.Quantize) -> str:
     """Return why the section stores this layer in FP8 but does not multiply in it; "" if it does."""
-    if excluded := _excluded(names, section):
+    if excluded := _explain_excluded(names, section):
         return excluded
     if min(shape) < section.fp8_min_features:
         return Message("a side is below quantize.fp8_min_features = {least}", least=section.fp8_min_features)
     return ""
 
 
-def _te_scale(section: settings.Quantize) -> str:
+def _choose_te_scale(section: settings.Quantize) -> str:
     return TE_SCALE[section.recipe] if section.backend == "te" else ""
 
 
-def _backend(form: Format | None, compute: str, section: settings.Quantize) -> str:
+def _choose_backend(form: Format | None, compute: str, section: settings.Quantize) -> str:
     if form is None:
         return ""
     return "own" if section.backend == "te" and compute != "fp8" else section.backend
 
 
-def _keeps_scale(section: settings.Quantize) -> bool:
+def _can_keep_scale(section: settings.Quantize) -> bool:
     """Return True if the file's own blocks may be kept: no other scale is set, and no FP8 matmul needs one."""
     asked = section.storage == "fp8" and section.scale == "auto" and section.backend == "own"
     return asked and section.compute == "upcast"
 
 
-def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
+def _warn_of_rounding(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
     """Return a warning if weights that are FP8 in the file are rounded to FP8 a second time."""
     own = Format("fp8", file_scale) if file_scale else None
     again = [
@@ -470,7 +470,7 @@ def _rounded_again(layers: Sequence[LayerPlan], file_scale: str) -> list[str]:
     ]
 
 
-def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int, int]]]) -> str:
+def _describe_misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int, int]]]) -> str:
     name, shape = affected[0]
     others = [Format(form.storage, scale) for scale in SCALES[form.storage] if scale not in (form.scale, "none")]
     fitting = [other.scale for other in others if not any(other.problem(shape) for _, shape in affected)]
@@ -485,18 +485,18 @@ def _misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int,
     return template(key=setting, line=form.problem(shape), name=name, count=len(affected) - 1, instead=instead)
 
 
-def _unknown_entries(section: settings.Quantize, names: Sequence[str]) -> list[str]:
+def _find_unknown_entries(section: settings.Quantize, names: Sequence[str]) -> list[str]:
     """Return a problem for each entry of the section that matches none of the layers."""
     entries = {
         "quantize.keep": section.keep,
         "quantize.fp8_exclude": section.fp8_exclude,
         "quantize.override": section.override,
     }
-    problems = [_unknown(setting, entry, names) for setting, listed in entries.items() for entry in listed]
+    problems = [_describe_unknown(setting, entry, names) for setting, listed in entries.items() for entry in listed]
     return [problem for problem in problems if problem]
 
 
-def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
+def _describe_unknown(setting: str, entry: str, names: Sequence[str]) -> str:
     if any(name_matches(name, entry) for name in names):
         return ""
     parts = {part for name in names for part in name.split(".") if not part.isdigit()}
@@ -511,13 +511,13 @@ def _unknown(setting: str, entry: str, names: Sequence[str]) -> str:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def held_dtype(denoiser: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+def choose_held_dtype(denoiser: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
     """Return `dtype`, or float32 if the model's class keeps this module in it (`_keep_in_fp32_modules`)."""
     precise = getattr(denoiser, "_keep_in_fp32_modules", None) or ()
     return torch.float32 if any(part in precise for part in name.split(".")) else dtype
 
 
-def _total_bytes(denoiser: nn.Module, counted: Mapping[nn.Module, int], dtype: torch.dtype) -> int:
+def _count_total_bytes(denoiser: nn.Module, counted: Mapping[nn.Module, int], dtype: torch.dtype) -> int:
     """Return the bytes of all parameters and buffers as planned.
 
     Args:
@@ -534,31 +534,31 @@ def _total_bytes(denoiser: nn.Module, counted: Mapping[nn.Module, int], dtype: t
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            casts = tensor.is_floating_point() and not _computed(module, tensor)
-            total += tensor.numel() * (held_dtype(denoiser, name, dtype) if casts else tensor.dtype).itemsize
+            casts = tensor.is_floating_point() and not _is_computed(module, tensor)
+            total += tensor.numel() * (choose_held_dtype(denoiser, name, dtype) if casts else tensor.dtype).itemsize
     return total
 
 
-def _computed(module: nn.Module, tensor: torch.Tensor) -> bool:
+def _is_computed(module: nn.Module, tensor: torch.Tensor) -> bool:
     """Return True for a non-persistent buffer, which keeps the precision that its constructor computed."""
     return any(module._buffers.get(key) is tensor for key in module._non_persistent_buffers_set)
 
 
-def _num_bytes(layer: Layer, form: Format | None, held: torch.dtype, dtype: torch.dtype, backend: str) -> int:
-    shape = matrix_shape(layer)
+def _count_layer_bytes(layer: Layer, form: Format | None, held: torch.dtype, dtype: torch.dtype, backend: str) -> int:
+    shape = compute_matrix_shape(layer)
     bias = 0 if layer.bias is None else shape[0] * (held if form is None else dtype).itemsize
-    return bias + (num_bytes(backend, form, shape) if form is not None else shape[0] * shape[1] * held.itemsize)
+    return bias + (count_bytes(backend, form, shape) if form is not None else shape[0] * shape[1] * held.itemsize)
 
 
-def _plain_size(module: nn.Module) -> int:
+def _count_plain_weights(module: nn.Module) -> int:
     if isinstance(module, FrozenLayer):
         return module.matrix_shape[0] * (module.matrix_shape[1] + (module.bias is not None))
     return sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _shorten_dtype(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
-def _by(backend: str) -> str:
+def _format_backend(backend: str) -> str:
     return f" by {backend}" if backend not in ("", "own") else ""

@@ -57,26 +57,26 @@ class Quantized:
         scale = _spread(_spread(self.scale, 0, size[0]), 1, size[1])
         if scale is None or form.scale == "none" and not scale.eq(1).all():
             return None
-        return _own(self.codes.view(torch.uint8)), _own(scale)
+        return _copy_if_slice(self.codes.view(torch.uint8)), _copy_if_slice(scale)
 
 
 Weight = Tensor | Quantized
 """A parameter as a file stores it."""
 
 
-def plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
+def to_plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """Return a file's weight as a plain tensor; quantized ones are dequantized to `dtype` (default: float32)."""
     return weight.decoded(dtype or torch.float32) if isinstance(weight, Quantized) else weight
 
 
-def parts_in(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor, ...]:
+def make_parts(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor, ...]:
     """Return the tensors of a frozen layer of this format: the file's own bytes if possible, else those of `encode`.
 
     Raises:
         ValueError: what `encode` raises.
     """
     taken = weight.parts(form) if isinstance(weight, Quantized) else None
-    return encode(plain(weight), form, name) if taken is None else taken
+    return encode(to_plain(weight), form, name) if taken is None else taken
 
 
 def _spread(scale: Tensor | None, dim: int, size: int) -> Tensor | None:
@@ -92,6 +92,6 @@ def _spread(scale: Tensor | None, dim: int, size: int) -> Tensor | None:
     return first if groups.eq(first.unsqueeze(dim + 1)).all() else None
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _copy_if_slice(tensor: Tensor) -> Tensor:
     # A slice of a fused layer would keep the whole layer alive.
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor.contiguous()

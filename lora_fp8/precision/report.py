@@ -30,12 +30,12 @@ from torch.nn import functional as F
 
 from ..errors import Message
 from ..settings import SCALES
-from .backends import num_bytes
-from .formats import Format, not_finite
-from .frozen import FrozenLayer, decoded_compute, frozen_layers
+from .backends import count_bytes
+from .formats import Format, make_nonfinite_error
+from .frozen import FrozenLayer, decoded_compute, find_frozen_layers
 from .linear import FrozenLinear
 from .matmul import forget_shared
-from .quantized import Weight, plain
+from .quantized import Weight, to_plain
 
 NUM_INPUTS = 256
 """Rows of input kept per layer, on the CPU: 1.2 GB for FLUX in bf16."""
@@ -106,14 +106,14 @@ def capture_inputs(
     share = max(1, num_inputs // max(1, len(forwards)))
     taken: dict[str, list[Tensor]] = {}
 
-    def keeper(name: str) -> Callable[..., None]:
+    def make_keeper(name: str) -> Callable[..., None]:
         def keep(module: FrozenLayer, args: tuple[Tensor, ...]) -> None:
             x_MK = module.input_rows(args[0].detach())
-            taken.setdefault(name, []).append(_evenly(x_MK, share).cpu())
+            taken.setdefault(name, []).append(_select_evenly(x_MK, share).cpu())
 
         return keep
 
-    hooks = [layer.register_forward_pre_hook(keeper(name)) for name, layer in frozen_layers(denoiser).items()]
+    hooks = [layer.register_forward_pre_hook(make_keeper(name)) for name, layer in find_frozen_layers(denoiser).items()]
     try:
         with torch.no_grad(), decoded_compute(denoiser):
             for forward in forwards:
@@ -121,10 +121,10 @@ def capture_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return {name: _evenly(torch.cat(rows), num_inputs) for name, rows in taken.items()}
+    return {name: _select_evenly(torch.cat(rows), num_inputs) for name, rows in taken.items()}
 
 
-def layer_errors(
+def measure_layer_errors(
     denoiser: nn.Module,
     tensors: Iterable[tuple[str, Weight]],
     inputs: Mapping[str, Tensor],
@@ -143,31 +143,31 @@ def layer_errors(
     Raises:
         ValueError: a layer's weight or input has NaN or infinity (names the layer), or the stream lacks layers.
     """
-    layers = frozen_layers(denoiser)
+    layers = find_frozen_layers(denoiser)
     errors = []
     for name, tensor in tensors:
         layer_name = name.removesuffix(".weight")
         if layer_name == name or layer_name not in layers:
             continue
         layer = layers.pop(layer_name)
-        errors.append(_layer_error(layer_name, layer, plain(tensor), inputs.get(layer_name), dtype, bound))
+        errors.append(_measure_layer_error(layer_name, layer, to_plain(tensor), inputs.get(layer_name), dtype, bound))
     forget_shared()
     if layers:
         raise ValueError(f"the stream of weights lacks {len(layers)} quantized layers (first: {next(iter(layers))})")
     return sorted(errors, key=lambda error: (-error.damage, error.name))
 
 
-def ladder(form: Format, shape: tuple[int, int]) -> list[Format | None]:
+def list_alternatives(form: Format, shape: tuple[int, int]) -> list[Format | None]:
     """Return the storages to try instead for a layer of this shape (N, K), the cheapest first; None is bf16."""
     int8 = next(form for form in (Format("int8", scale) for scale in SCALES["int8"]) if not form.problem(shape))
     finer = form.storage != "int8" or form.block(shape)[1] > int8.block(shape)[1]
     return [int8, None] if finer else [None]
 
 
-def relative(got: Tensor, expected: Tensor) -> float:
+def compute_relative_error(got: Tensor, expected: Tensor) -> float:
     """Return |got - expected| / |expected|, computed in float64."""
     expected = expected.double()
-    return _ratio((got.double() - expected).square().sum(), expected.square().sum())
+    return _compute_ratio((got.double() - expected).square().sum(), expected.square().sum())
 
 
 # -- one layer ---------------------------------------------------------------------------------------------------------
@@ -183,31 +183,31 @@ class _Sums:
     output_off: Tensor
     flushed: int
 
-    def output_error(self) -> float:
-        return _ratio(self.output_off.sum(), self.output.sum())
+    def compute_output_error(self) -> float:
+        return _compute_ratio(self.output_off.sum(), self.output.sum())
 
-    def feature_error(self) -> float:
+    def compute_feature_error(self) -> float:
         heard = self.output > 0
         if not heard.any():
-            return self.output_error()
+            return self.compute_output_error()
         # Features smaller than the median one are measured against the median: their errors have no visible effect.
         floor = self.output[heard].median()
         return (self.output_off / self.output.clamp(min=floor))[heard].mean().sqrt().item()
 
-    def damage(self, called: bool) -> float:
+    def compute_damage(self, called: bool) -> float:
         if called:
-            return max(self.output_error(), self.feature_error())
-        return _ratio(self.weight_off.sum(), self.weight.sum())
+            return max(self.compute_output_error(), self.compute_feature_error())
+        return _compute_ratio(self.weight_off.sum(), self.weight.sum())
 
 
-def _layer_error(
+def _measure_layer_error(
     name: str, layer: FrozenLayer, tensor: Tensor, x_MK: Tensor | None, dtype: torch.dtype, bound: float
 ) -> LayerError:
     device = layer.device
     tensor = tensor.to(device).flatten(1)
     plain_NK = tensor.to(dtype)
     if not plain_NK.isfinite().all():
-        raise not_finite(name)
+        raise make_nonfinite_error(name)
     shape = layer.matrix_shape
     if x_MK is None or not x_MK.numel():
         called, x_MK = False, plain_NK.new_zeros(0, shape[1])
@@ -219,20 +219,22 @@ def _layer_error(
     amax_N = plain_NK.abs().amax(dim=1).double()
     filled_N = amax_N[amax_N > 0]
     typical = filled_N.median() if len(filled_N) else amax_N.new_zeros(())
-    better = _Better() if sums.damage(called) <= bound else _find_better(name, layer, tensor, x_MK, dtype, bound)
+    better = (
+        _Better() if sums.compute_damage(called) <= bound else _find_better(name, layer, tensor, x_MK, dtype, bound)
+    )
     multiplied = None
     if called and layer.compute != "upcast":
-        multiplied = _multiplied_error(layer, plain_NK, x_MK)
+        multiplied = _measure_multiplied_error(layer, plain_NK, x_MK)
     return LayerError(
         name=name,
         storage=str(layer.form),
         compute=layer.compute,
         num_weights=plain_NK.numel(),
-        num_bytes=num_bytes(layer.backend, layer.form, shape),
+        num_bytes=count_bytes(layer.backend, layer.form, shape),
         num_inputs=len(x_MK),
-        weight_error=_ratio(sums.weight_off.sum(), sums.weight.sum()),
-        output_error=sums.output_error() if called else None,
-        feature_error=sums.feature_error() if called else None,
+        weight_error=_compute_ratio(sums.weight_off.sum(), sums.weight.sum()),
+        output_error=sums.compute_output_error() if called else None,
+        feature_error=sums.compute_feature_error() if called else None,
         multiplied_error=multiplied,
         flushed=sums.flushed / max(1, int((plain_NK != 0).sum())),
         zero_rows=int((amax_N == 0).sum()),
@@ -262,27 +264,27 @@ def _find_better(
         tensor: its unquantized weight (N, K).
         x_MK: rows of its input; none if it was never called.
         dtype: compute dtype.
-        bound: as in `layer_errors`.
+        bound: as in `measure_layer_errors`.
     """
     plain_NK, shape = tensor.to(dtype), layer.matrix_shape
     # A layer that TransformerEngine does not store is our own; see `plan`. So is a convolution, whose matrix is rounded
     # like any other.
     make_layer = type(layer) if isinstance(layer, FrozenLinear) and layer.backend != "te" else FrozenLinear
-    for form in ladder(layer.form, shape):
+    for form in list_alternatives(layer.form, shape):
         if form is None:
             break
         trial = make_layer(shape[1], shape[0], False, "meta", dtype, form)
         trial.set_weight_(tensor, name)
-        damage = _compare(name, plain_NK, trial.weight, x_MK).damage(called=len(x_MK) > 0)
+        damage = _compare(name, plain_NK, trial.weight, x_MK).compute_damage(called=len(x_MK) > 0)
         if damage <= bound:
-            return _Better(str(form), damage, num_bytes(trial.backend, form, shape))
+            return _Better(str(form), damage, count_bytes(trial.backend, form, shape))
     return _Better("bf16", 0.0, plain_NK.nbytes)
 
 
 def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sums:
     x_KM = x_MK.double().t()
     parts, flushed = [], 0
-    for rows in _pieces(plain_NK):
+    for rows in _split_rows(plain_NK):
         plain, held = plain_NK[rows].double(), held_NK[rows].double()
         flushed += int(((held == 0) & (plain != 0)).sum())
         off = held.sub_(plain)
@@ -300,32 +302,32 @@ def _compare(name: str, plain_NK: Tensor, held_NK: Tensor, x_MK: Tensor) -> _Sum
     return sums
 
 
-def _multiplied_error(layer: FrozenLayer, plain_NK: Tensor, x_MK: Tensor) -> float:
+def _measure_multiplied_error(layer: FrozenLayer, plain_NK: Tensor, x_MK: Tensor) -> float:
     with torch.no_grad():
         y_MN = layer(x_MK.to(layer.compute_dtype)).double()
     bias_N = None if layer.bias is None else layer.bias.double()
     off = size = torch.zeros((), dtype=torch.float64, device=x_MK.device)
-    for rows in _pieces(plain_NK):
+    for rows in _split_rows(plain_NK):
         product = F.linear(x_MK.double(), plain_NK[rows].double())
         whole = product if bias_N is None else product + bias_N[rows]
         off, size = off + (y_MN[:, rows] - whole).square().sum(), size + product.square().sum()
-    return _ratio(off, size)
+    return _compute_ratio(off, size)
 
 
-def _pieces(weight_NK: Tensor) -> Iterator[slice]:
+def _split_rows(weight_NK: Tensor) -> Iterator[slice]:
     """Return slices of about four million weights, so that the float64 copies stay small."""
     step = max(1, (1 << 22) // max(1, weight_NK.shape[1]))
     return (slice(start, start + step) for start in range(0, weight_NK.shape[0], step))
 
 
-def _evenly(x_MK: Tensor, num: int) -> Tensor:
+def _select_evenly(x_MK: Tensor, num: int) -> Tensor:
     """Return at most `num` of the rows, evenly spaced from the first; a copy, so that the rest can be freed."""
     if len(x_MK) <= num:
         return x_MK.clone()
     return x_MK[torch.arange(num, device=x_MK.device) * len(x_MK) // num]
 
 
-def _ratio(off: Tensor, size: Tensor) -> float:
+def _compute_ratio(off: Tensor, size: Tensor) -> float:
     """Return sqrt(off / size), 0 if `off` is 0."""
     return 0.0 if off == 0 else (off / size).sqrt().item()
 
@@ -333,14 +335,14 @@ def _ratio(off: Tensor, size: Tensor) -> float:
 # -- printed reports ---------------------------------------------------------------------------------------------------
 
 
-def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
+def format_table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
     """Return an aligned line for each of the worst layers, and how many were left out."""
     rows: list[tuple[str, ...]] = [("layer", "storage", "output", "feature", "weight", "fp8 matmul", "to zero", "rows")]
     for error in errors[:limit]:
         odd = {"zero": error.zero_rows, "denormal": error.denormal_rows, "extreme": error.extreme_rows}
         rows.append(
-            (error.name, error.storage, _percent(error.output_error), _percent(error.feature_error),
-             _percent(error.weight_error), _percent(error.multiplied_error), _percent(error.flushed),
+            (error.name, error.storage, _format_percent(error.output_error), _format_percent(error.feature_error),
+             *map(_format_percent, (error.weight_error, error.multiplied_error, error.flushed)),
              ", ".join(f"{count} {kind}" for kind, count in odd.items() if count))
         )  # fmt: skip
     filled = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
@@ -356,7 +358,7 @@ def table(errors: Sequence[LayerError], limit: int = 20) -> list[str]:
     return lines
 
 
-def totals(errors: Sequence[LayerError]) -> list[str]:
+def format_totals(errors: Sequence[LayerError]) -> list[str]:
     """Return a line for each storage: number of layers, their damage, their bytes."""
     lines: list[str] = []
     for storage in dict.fromkeys(error.storage for error in errors):
@@ -368,14 +370,16 @@ def totals(errors: Sequence[LayerError]) -> list[str]:
                 storage=storage,
                 count=len(mine),
                 size=f"{sum(error.num_bytes for error in mine) / 1e6:.1f}",
-                middle=_percent(damages[len(damages) // 2]),
-                worst=_percent(damages[-1]),
+                middle=_format_percent(damages[len(damages) // 2]),
+                worst=_format_percent(damages[-1]),
             )
         )
     return lines
 
 
-def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, str] = MappingProxyType({})) -> list[str]:
+def format_advice(
+    errors: Sequence[LayerError], bound: float, override: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
     """Return lines that say what to do about layers above the bound; `override` is the present quantize.override."""
     over = [error for error in errors if error.better]
     if not over:
@@ -401,5 +405,5 @@ def advice(errors: Sequence[LayerError], bound: float, override: Mapping[str, st
     ]
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.3g} %"

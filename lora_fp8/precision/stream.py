@@ -30,7 +30,7 @@ CONTEXT = 64
 """Most preceding uses that are compared when two equal uses are matched."""
 
 
-def chosen(sizes: Mapping[str, int], share: float, blocks: Iterable[str] = ()) -> list[str]:
+def choose_offloaded(sizes: Mapping[str, int], share: float, blocks: Iterable[str] = ()) -> list[str]:
     """Return the layers to offload: about `share` of all bytes, spread evenly over the model's order.
 
     Args:
@@ -64,7 +64,7 @@ def _spread(sizes: Mapping[str, int], share: float) -> list[str]:
     return names
 
 
-def put_away(tensor: Tensor) -> Tensor:
+def copy_to_ram(tensor: Tensor) -> Tensor:
     """Copy a tensor to RAM, page-locked if there is a GPU to copy it to."""
     global _slab, _used
     if tensor.device.type == "meta":
@@ -78,7 +78,7 @@ def put_away(tensor: Tensor) -> Tensor:
     return place.copy_(tensor)
 
 
-def here(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def fetch_parts(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the tensors of a weight on the device of its scales.
 
     Offloaded bytes are fetched; they stay valid until the next ones are fetched.
@@ -122,7 +122,7 @@ class Courier:
             for buffer_of_key in self._buffers:
                 buffer_of_key.key *= buffer_of_key.key != key  # forget the tensor that was at this address before
         self._make_room(waiting.nbytes)
-        self._order.note(key)
+        self._order.record_use(key)
         buffer = next((candidate for candidate in self._buffers if candidate.key == key), None)
         if buffer is None:
             self.late += 1
@@ -132,13 +132,13 @@ class Courier:
         if buffer.copied is not None:
             torch.cuda.current_stream(self.device).wait_event(buffer.copied)
         self._given = buffer
-        self._look_ahead(key)
+        self._prefetch(key)
         buffer.turn = self._turn()
         return buffer.bytes[: waiting.nbytes].view(waiting.dtype).view(waiting.shape)
 
-    def _look_ahead(self, now: int) -> None:
+    def _prefetch(self, now: int) -> None:
         """Start copying the next weights, as far as their order is known."""
-        wanted = self._order.next(AHEAD)
+        wanted = self._order.predict_next(AHEAD)
         for key in wanted:
             tensor = self._waiting[key]()
             if tensor is not None and all(buffer.key != key for buffer in self._buffers):
@@ -194,7 +194,7 @@ class Order:
         self._seen: set[int] = set()
         self._at = -1  # index of the past use that the last use repeats; -1: none
 
-    def note(self, key: int) -> None:
+    def record_use(self, key: int) -> None:
         """Record that `key` is used now."""
         if len(self._used) >= 2 * REMEMBERED:
             del self._used[:REMEMBERED]
@@ -204,14 +204,14 @@ class Order:
         if self._at >= 0 and self._used[self._at + 1] == key and self._at + 1 < now:
             self._at += 1
         else:
-            self._at = self._longest(now) if key in self._seen else -1
+            self._at = self._find_longest(now) if key in self._seen else -1
         self._seen.add(key)
 
-    def next(self, num: int) -> list[int]:
+    def predict_next(self, num: int) -> list[int]:
         """Return the predicted next uses: at most `num`, fewer or none if unknown."""
         return self._used[self._at + 1 : self._at + 1 + num] if self._at >= 0 else []
 
-    def _longest(self, now: int) -> int:
+    def _find_longest(self, now: int) -> int:
         """Return the index of the past use with the longest equal history, the latest if there are several."""
         best, best_place = 0, -1
         for place in range(now - 1, -1, -1):

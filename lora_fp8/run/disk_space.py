@@ -41,14 +41,14 @@ class Need:
         return cls(**fields | {"folder": Path(fields["folder"])})
 
 
-def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
+def find_shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
     """Return what does not fit, one line per disk: problems if not even `sure` fits, warnings if `likely` does not.
 
     Folders on one filesystem share its free space. Quotas are not taken into account.
     """
     disks: dict[int, list[Need]] = {}
     for need in needs:
-        disks.setdefault(_device(_nearest(need.folder, os.path.exists)), []).append(need)
+        disks.setdefault(_get_device(_find_nearest(need.folder, os.path.exists)), []).append(need)
     problems: list[str] = []
     warnings: list[str] = []
     for on_disk in disks.values():
@@ -96,13 +96,13 @@ def shortages(needs: Iterable[Need]) -> tuple[list[str], list[str]]:
     return problems, warnings
 
 
-def require(needs: Iterable[Need]) -> list[str]:
+def require_space(needs: Iterable[Need]) -> list[str]:
     """Return the warnings of `shortages`.
 
     Raises:
         UserError: a disk has no room for what is sure to be written.
     """
-    problems, warnings = shortages(needs)
+    problems, warnings = find_shortages(needs)
     if problems:
         raise combine(problems)
     return warnings
@@ -110,15 +110,15 @@ def require(needs: Iterable[Need]) -> list[str]:
 
 def find_free(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which may not exist yet."""
-    return shutil.disk_usage(_nearest(folder, os.path.exists)).free
+    return shutil.disk_usage(_find_nearest(folder, os.path.exists)).free
 
 
-def unwritable(folder: Path) -> str | None:
+def find_write_obstacle(folder: Path) -> str | None:
     """Return why nothing can be written into a folder, in the system's words; None if it can. Leaves nothing behind.
 
     If the folder does not exist yet, the existing folder that it will be created in is checked.
     """
-    there = _nearest(folder, os.path.lexists)  # a dangling link is an obstacle too
+    there = _find_nearest(folder, os.path.lexists)  # a dangling link is an obstacle too
     try:
         tempfile.TemporaryFile(dir=there).close()  # an unnamed file, if the system has them
     except OSError as error:
@@ -127,11 +127,11 @@ def unwritable(folder: Path) -> str | None:
     return None
 
 
-def _device(path: Path) -> int:
+def _get_device(path: Path) -> int:
     return os.stat(path).st_dev
 
 
-def _nearest(folder: Path, is_there: Callable[[Path], bool]) -> Path:
+def _find_nearest(folder: Path, is_there: Callable[[Path], bool]) -> Path:
     """Return the folder itself, or the nearest one above it that is there."""
     folder = Path(os.path.abspath(folder))
     return next(path for path in (folder, *folder.parents) if is_there(path))

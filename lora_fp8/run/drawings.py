@@ -42,7 +42,7 @@ def require_free(folder: Path) -> None:
             Message(
                 "{path}: drawing needs a new or empty folder, but this one contains {entries}",
                 path=folder,
-                entries=ownership.counted(names),
+                entries=ownership.format_entries(names),
             )
         )
 

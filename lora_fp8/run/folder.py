@@ -114,7 +114,7 @@ class Run:
         except BaseException as error:
             run.close()  # the error's traceback would keep the lock held for as long as it exists
             if isinstance(error, OSError):
-                raise ownership.unusable(path, error) from None
+                raise ownership.make_unusable_error(path, error) from None
             raise
         return run
 
@@ -248,7 +248,7 @@ class Run:
                 )
             ) from None
 
-    def alive(self) -> bool:
+    def is_locked(self) -> bool:
         """Return True if a process holds this run now.
 
         Raises:
@@ -262,7 +262,7 @@ class Run:
         except OSError as error:
             raise Unreadable(self.lock_file, reason(error)) from None
 
-    def events(self) -> list[dict[str, Any]]:
+    def read_events(self) -> list[dict[str, Any]]:
         """Return all complete events of the log; the partial last line of a killed process is left out."""
         try:
             text = read_bytes(self.events_file).decode(errors="replace")

@@ -37,7 +37,7 @@ _STEP = r"step-\d{6,}"
 _BUNDLE = r"(step|best)-\d{6,}"
 _STAGED = rf"\.tmp-{_BUNDLE}-(\d+|old)"
 _LORA = r"(?:[A-Za-z0-9._-]|[^\x00-\x7f\s])+_(diffusers|comfy|kohya)\.safetensors"
-"""Letters of every script, as in `lora_files.export_metadata.slug`."""
+"""Letters of every script, as in `lora_files.export_metadata.make_slug`."""
 _REPLACED = re.compile(
     r"(config\.toml|status\.json|log\.txt|verify\.json|validation\.json|probe\.safetensors|demo\.json|report\.html|contact_sheet\.png"
     rf"|previews\.json|tracking\.json|control/{SAMPLE_REQUEST}"
@@ -66,7 +66,7 @@ def require_new(folder: Path) -> None:
     Raises:
         UserError: the folder is neither empty nor ours; or it has a run already; or see `require_ours`.
     """
-    if not (names := _names(folder)):
+    if not (names := _list_names(folder)):
         return
     if not is_run(folder):
         raise UserError(
@@ -74,7 +74,7 @@ def require_new(folder: Path) -> None:
                 "{path}: a new run needs a new or empty folder, but this one contains {entries}. Choose another "
                 "name or output_dir (--set name=...)",
                 path=folder,
-                entries=counted(names),
+                entries=format_entries(names),
             )
         )
     require_ours(folder)
@@ -96,22 +96,22 @@ def require_ours(folder: Path) -> None:
         UserError: the folder is refused.
     """
     if not is_run(folder):
-        names = _names(folder)
+        names = _list_names(folder)
         raise UserError(
             Message(
                 "{path}: this is not a run folder of this program (it contains {entries}); nothing was written. "
                 "Give a run folder",
                 path=folder,
-                entries=counted(names),
+                entries=format_entries(names),
             )
         )
-    if wrong := _displaced(folder):
+    if wrong := _find_displaced(folder):
         raise UserError(
             Message(
                 "{path}: parts of the run folder are links, or differ from their names ({entries}); nothing was "
                 "written. Replace them with the files themselves",
                 path=folder,
-                entries=counted(wrong),
+                entries=format_entries(wrong),
             )
         )
 
@@ -124,7 +124,7 @@ def require_startable(folder: Path, *, resume: bool = False) -> None:
     """
     if not resume:
         require_new(folder)
-    elif _names(folder):
+    elif _list_names(folder):
         require_ours(folder)
 
 
@@ -170,7 +170,7 @@ def require_folders(folder: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Delete temporary files of killed processes, and requests that were made to them. Requires the lock of the run."""
-    for relative, entry in list(_entries(folder)):
+    for relative, entry in list(_iterate_entries(folder)):
         in_place = relative.removeprefix("checkpoints/")
         if entry.is_dir(follow_symlinks=False):
             if in_place != relative and re.fullmatch(_STAGED, in_place):
@@ -225,7 +225,7 @@ def remove(folder: Path) -> list[str]:
         )
     with _locked(folder):
         files, folders, left = [], [], []
-        for relative, entry in _entries(folder):
+        for relative, entry in _iterate_entries(folder):
             if entry.is_dir(follow_symlinks=False):
                 folders += [relative] if _INNER.fullmatch(relative) else []
                 left += [] if _INNER.fullmatch(relative) else [f"{relative}/"]
@@ -255,24 +255,24 @@ def _is_temporary(relative: str) -> bool:
     return bool(match and _REPLACED.fullmatch(match[1] + match[2]))
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     """Return the names in a folder; [] if it does not exist or is not a folder."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        raise unusable(folder, error) from None
+        raise make_unusable_error(folder, error) from None
 
 
-def unusable(folder: Path, error: OSError) -> UserError:
+def make_unusable_error(folder: Path, error: OSError) -> UserError:
     """Return the error for a run folder that cannot be made, listed or written."""
     return UserError(
         Message("{path}: the run folder cannot be created or written ({why})", path=folder, why=reason(error))
     )
 
 
-def counted(names: list[str]) -> str:
+def format_entries(names: list[str]) -> str:
     """Return the number of names, and the first five."""
     if not names:
         return Message("nothing")
@@ -308,7 +308,7 @@ def _is_of_an_earlier_version(folder: Path) -> bool:
     return isinstance(first, dict) and {"t", "event"} <= first.keys() and isinstance(job.get("model"), dict)
 
 
-def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+def _iterate_entries(folder: Path, inside: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
     """Yield what a run folder contains, including what is in our folders inside it; links are not followed."""
     try:
         with os.scandir(folder / inside) as unsorted:
@@ -319,13 +319,13 @@ def _entries(folder: Path, inside: str = "") -> Iterator[tuple[str, "os.DirEntry
         relative = inside + entry.name
         yield relative, entry
         if _INNER.fullmatch(relative) and entry.is_dir(follow_symlinks=False):
-            yield from _entries(folder, f"{relative}/")
+            yield from _iterate_entries(folder, f"{relative}/")
 
 
-def _displaced(folder: Path) -> list[str]:
+def _find_displaced(folder: Path) -> list[str]:
     """Return the paths that have one of our names but are links, or a folder instead of a file or vice versa."""
     wrong = []
-    for relative, entry in _entries(folder):
+    for relative, entry in _iterate_entries(folder):
         is_folder = entry.is_dir(follow_symlinks=False)
         if _INNER.fullmatch(relative):
             wrong += [] if is_folder else [relative]
@@ -344,7 +344,7 @@ def _locked(folder: Path) -> Iterator[Any]:
         for attempt in range(10):
             if try_lock(file):
                 break
-            if attempt < 9:  # a call to `Run.alive` holds a shared lock for an instant
+            if attempt < 9:  # a call to `Run.is_locked` holds a shared lock for an instant
                 time.sleep(0.02)
         else:
             raise UserError(Message("{folder}: a training is running in this folder; stop it first", folder=folder))

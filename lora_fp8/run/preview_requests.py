@@ -51,7 +51,7 @@ def request_sample(run: Run, changes: Mapping[str, Any]) -> Path:
         run.control.mkdir(exist_ok=True)
         write_json(path, dict(changes), indent=None)
     except OSError as error:
-        raise _cannot_ask(path, error) from None
+        raise _make_request_error(path, error) from None
     return path
 
 
@@ -90,7 +90,7 @@ def write_changes(run: Run, changes: Mapping[str, Any]) -> None:
         else:
             run.previews_file.unlink(missing_ok=True)
     except OSError as error:
-        raise _cannot_ask(run.previews_file, error) from None
+        raise _make_request_error(run.previews_file, error) from None
 
 
 def read_changes(run: Run) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def read_version(run: Run) -> tuple[int, ...]:
     return status.st_mtime_ns, status.st_ino, status.st_size
 
 
-def _cannot_ask(path: Path, error: OSError) -> UserError:
+def _make_request_error(path: Path, error: OSError) -> UserError:
     return UserError(
         Message(
             "{path}: the file cannot be written ({why}); use the account of the user who trains",

@@ -59,7 +59,7 @@ class StepMeans:
         if self._groups:
             self._groups[-1][1] = min(self._groups[-1][1], step - 1)
 
-    def points(self) -> list[Point]:
+    def list_points(self) -> list[Point]:
         """Return (last step, mean) of each group."""
         return [(int(last), total / count) for _, last, total, count in self._groups]
 
@@ -143,7 +143,7 @@ class RunLog:
         if isinstance(verdict.get("best"), int) and is_finite_number(verdict.get("loss")):
             return verdict["best"], float(verdict["loss"])
         # A log of an earlier version has no verdicts.
-        points = self.validation[""].points() if "" in self.validation else []
+        points = self.validation[""].list_points() if "" in self.validation else []
         return min(points, key=lambda point: point[1]) if len(points) > 1 else None
 
     def _read_line(self, line: bytes) -> None:

@@ -35,7 +35,7 @@ class StopSignal:
     def watching(self) -> Iterator[None]:
         """Handle the signals inside the block, and restore the previous handlers after it."""
         try:
-            before = {number: signal.signal(number, self._received) for number in system.STOP_SIGNALS}
+            before = {number: signal.signal(number, self._handle_signal) for number in system.STOP_SIGNALS}
         except ValueError:  # not the main thread, whose owner handles signals
             yield
             return
@@ -70,7 +70,7 @@ class StopSignal:
             self._held = False
         self._raise_if_at_once()
 
-    def _received(self, number: int, frame: Any) -> None:
+    def _handle_signal(self, number: int, frame: Any) -> None:
         if not self.requested:
             self.requested, self._first = True, time.monotonic()
             if self.at_once is None:

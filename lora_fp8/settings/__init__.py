@@ -29,10 +29,10 @@ from .declarations import (
     Train,
     Validation,
     is_class,
-    names_a_folder_of_masks,
+    is_mask_folder,
 )
-from .entries import TABLES, flat_table, lines_of_table, parse_storage, table_of_lines
-from .paths import PATHS, WORDS, WRITTEN, PathPlace, path_places
+from .entries import TABLES, flatten_table, format_table, parse_lines, parse_storage
+from .paths import PATHS, WORDS, WRITTEN, PathPlace, find_path_places
 from .preview_prompts import has_options, read_options, split_options, split_preview
 
 __all__ = [
@@ -68,15 +68,15 @@ __all__ = [
     "Validation",
     "WORDS",
     "WRITTEN",
-    "path_places",
+    "find_path_places",
     "read_options",
     "has_options",
     "is_class",
-    "names_a_folder_of_masks",
-    "flat_table",
-    "lines_of_table",
+    "is_mask_folder",
+    "flatten_table",
+    "format_table",
     "parse_storage",
     "split_options",
     "split_preview",
-    "table_of_lines",
+    "parse_lines",
 ]

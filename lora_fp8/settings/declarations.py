@@ -73,7 +73,7 @@ def setting(
         when: what the setting needs to have an effect: other settings, each with the values that they must have.
             No values mean any but empty ones, `Except` all but these, and of "one | other" either will do.
             "dataset.folders.NAME" is what the folders that have it say. The other keys are facts: "family.NAME" is
-            one of `families.traits`, the rest are in `FACTS`. A form leaves the setting out where it has no effect,
+            one of `families.get_traits`, the rest are in `FACTS`. A form leaves the setting out where it has no effect,
             and every command warns of one that is set there (`config.find_unused_settings`).
         also: its names in other trainers that differ from ours, such as "kohya: network_dim; ai-toolkit: linear".
             What stands behind a name converts its value to ours. "kohya" is sd-scripts and what shares its names:
@@ -513,10 +513,10 @@ class Folder(Section):
     @property
     def mask_folder(self) -> str:
         """The path of a folder of masks; "" where the masks are elsewhere."""
-        return self.mask if names_a_folder_of_masks(self.mask) else ""
+        return self.mask if is_mask_folder(self.mask) else ""
 
 
-def names_a_folder_of_masks(mask: str) -> bool:
+def is_mask_folder(mask: str) -> bool:
     """Return True if a folder's `mask` is a path: neither "alpha" nor a name with a * for the image's."""
     return mask not in ("", "alpha") and "*" not in mask
 
@@ -710,9 +710,9 @@ class Dataset(Section):
     @property
     def triggers(self) -> list[str]:
         """The trigger words of all folders."""
-        return [word for word in dict.fromkeys(map(self.trigger_of, range(len(self.folders)))) if word.strip()]
+        return [word for word in dict.fromkeys(map(self.find_trigger, range(len(self.folders)))) if word.strip()]
 
-    def trigger_of(self, index: int) -> str:
+    def find_trigger(self, index: int) -> str:
         """Return the trigger word of a folder: its own, else the dataset's; "" for regularization."""
         folder = self.folders[index]
         return "" if folder.regularization else folder.trigger or self.trigger

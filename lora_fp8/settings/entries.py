@@ -10,26 +10,26 @@ from typing import Any
 TABLES = ("adapter.ranks", "optimizer.lrs", "quantize.override", "schedule.points")
 
 
-def table_of_lines(lines: Iterable[str]) -> dict[str, Any]:
+def parse_lines(lines: Iterable[str]) -> dict[str, Any]:
     """Convert "NAME = VALUE" texts to a table. The first of several lines with a name counts, as it always did."""
     table: dict[str, Any] = {}
     for line in lines:
         name, _, value = line.partition("=")
-        table.setdefault(name.strip(), _value(" ".join(value.split())))
+        table.setdefault(name.strip(), _parse_value(" ".join(value.split())))
     return table
 
 
-def lines_of_table(table: Mapping[str, Any]) -> list[str]:
+def format_table(table: Mapping[str, Any]) -> list[str]:
     """Convert a table to "NAME = VALUE" texts, always with the same text for the same value."""
-    return [f"{name} = {value if isinstance(value, str) else _short(value)}" for name, value in table.items()]
+    return [f"{name} = {value if isinstance(value, str) else _format_number(value)}" for name, value in table.items()]
 
 
-def flat_table(table: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Join the keys of tables in a table: the unquoted `ff.net.2 = 8` of TOML means the layer "ff.net.2"."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{inner}": setting for inner, setting in flat_table(value).items()}
+            flat |= {f"{name}.{inner}": setting for inner, setting in flatten_table(value).items()}
         else:
             flat[name] = value
     return flat
@@ -41,7 +41,7 @@ def parse_storage(text: str) -> tuple[str, str]:
     return storage, scale
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -50,5 +50,5 @@ def _value(text: str) -> Any:
     return text
 
 
-def _short(number: float) -> str:
+def _format_number(number: float) -> str:
     return str(int(number)) if number == int(number) else repr(number)

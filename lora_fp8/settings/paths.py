@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, get_args
 from .declarations import Job, Section
 
 
-def _declared(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _list_declared(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (setting, what it names) of the settings of a section and of the sections in it."""
     for name, field in model.model_fields.items():
         extra = field.json_schema_extra
@@ -14,10 +14,10 @@ def _declared(model: type[Section], prefix: str = "") -> Iterator[tuple[str, str
             yield f"{prefix}{name}", str(extra["place"])
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, Section):
-                yield from _declared(inner, f"{prefix}{name}.")
+                yield from _list_declared(inner, f"{prefix}{name}.")
 
 
-PATHS: dict[str, str] = dict(_declared(Job))
+PATHS: dict[str, str] = dict(_list_declared(Job))
 """Setting -> what it names: "file", "folder", "file or folder". Entries of lists and tables have no number in the name:
 "dataset.folders.path", "preview.controls"."""
 WORDS = {"model.path": "demo", "model.components": "auto", "preview.score_model": ""}
@@ -49,21 +49,21 @@ class PathPlace(NamedTuple):
         return ".".join(map(str, self.place))
 
 
-def path_places(data: dict[str, Any]) -> list[PathPlace]:
+def find_path_places(data: dict[str, Any]) -> list[PathPlace]:
     """Return where a job's data, which may lack settings, has paths: each can be read and replaced there."""
-    return [place for setting in PATHS for place in _places(setting, setting.split("."), data, ())]
+    return [place for setting in PATHS for place in _find_places(setting, setting.split("."), data, ())]
 
 
-def _places(setting: str, parts: list[str], table: Any, place: tuple[str | int, ...]) -> Iterator[PathPlace]:
+def _find_places(setting: str, parts: list[str], table: Any, place: tuple[str | int, ...]) -> Iterator[PathPlace]:
     if isinstance(table, list):
         for index, item in enumerate(table):
-            yield from _places(setting, parts, item, (*place, index))
+            yield from _find_places(setting, parts, item, (*place, index))
         return
     if not isinstance(table, dict) or parts[0] not in table:
         return
     name, value = parts[0], table[parts[0]]
     if len(parts) > 1:
-        yield from _places(setting, parts[1:], value, (*place, name))
+        yield from _find_places(setting, parts[1:], value, (*place, name))
     elif isinstance(value, dict | list):
         for inner in list(value) if isinstance(value, dict) else range(len(value)):
             yield PathPlace(setting, (*place, name, inner), value, inner)

@@ -6,12 +6,12 @@ from ..errors import Message, UserError
 from .declarations import Schedule
 
 
-def warmup_steps(section: Schedule, total_steps: int) -> int:
+def count_warmup_steps(section: Schedule, total_steps: int) -> int:
     """Return the number of warm-up steps; a fraction is rounded up, as in transformers' Trainer."""
     return 0 if section.name == "points" else _count(section.warmup, total_steps)
 
 
-def decay_steps(section: Schedule, total_steps: int) -> int:
+def count_decay_steps(section: Schedule, total_steps: int) -> int:
     """Return the number of steps in which the schedule "wsd" falls at the end; a fraction is rounded up."""
     return _count(section.decay, total_steps)
 
@@ -38,7 +38,7 @@ def read_points(section: Schedule, total_steps: int) -> list[tuple[float, float]
     return [(step, points[step][1]) for step in sorted(points)]
 
 
-def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int) -> float:
+def compute_learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int) -> float:
     """Return the learning rate of one optimizer step.
 
     The values equal transformers' `get_{constant,cosine,linear,polynomial_decay}_schedule_with_warmup`,
@@ -55,16 +55,16 @@ def learning_rate(step: int, section: Schedule, base_lr: float, total_steps: int
     """
     if section.name == "points":
         return base_lr * _interpolate(step, read_points(section, total_steps))
-    warmup = warmup_steps(section, total_steps)
+    warmup = count_warmup_steps(section, total_steps)
     if step < warmup:
         return base_lr * step / warmup
-    shape = _shape(section, step, warmup, total_steps)
+    shape = _compute_shape(section, step, warmup, total_steps)
     if section.name != "constant":
         shape = section.min_lr + (1.0 - section.min_lr) * shape
     return base_lr * shape
 
 
-def _shape(section: Schedule, step: int, warmup: int, total_steps: int) -> float:
+def _compute_shape(section: Schedule, step: int, warmup: int, total_steps: int) -> float:
     """Return the factor of a step after the warm-up, from 1 down to 0."""
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     match section.name:
@@ -83,7 +83,7 @@ def _shape(section: Schedule, step: int, warmup: int, total_steps: int) -> float
         case "rex":
             return (1.0 - progress) / (1.0 - section.rex_d + section.rex_d * (1.0 - progress))
         case "wsd":
-            decay = decay_steps(section, total_steps)
+            decay = count_decay_steps(section, total_steps)
             fallen = min(1.0, max(0, step - (total_steps - decay)) / decay)
             if section.decay_shape == "linear":
                 return 1.0 - fallen

@@ -16,12 +16,12 @@ from .. import settings
 from ..config import apply_preview_changes
 from ..data import buckets as bucketing
 from ..data import cache_cleanup, control_files
-from ..data.cache import Cache, preview_pictures
-from ..data.caption_variants import plain_captions, truncation_warnings
+from ..data.cache import Cache, decode_preview_controls
+from ..data.caption_variants import disable_caption_variants, warn_of_truncation
 from ..data.examples import Example
-from ..data.image_variants import plain_images
+from ..data.image_variants import disable_image_variants
 from ..data.loader import Loader
-from ..data.prompts import Prompt, text_of
+from ..data.prompts import Prompt, get_text
 from ..errors import Message, Stopped, UserError
 from ..families.base import Cond
 from ..plan.disk_budget import count_pixels, estimate_cache
@@ -118,7 +118,7 @@ def cache(session: Session) -> Data:
     counts = ("encoded", "reused", "bytes")
     run.log_event("cache", **{key: sum(getattr(report, key) for report in reports) for key in counts})
     truncated = list(dict.fromkeys(text for report in reports for text in report.truncated))
-    for line in truncation_warnings(truncated, len({text_of(text) for text in texts})):
+    for line in warn_of_truncation(truncated, len({get_text(text) for text in texts})):
         session.warn(line)
 
     loader = Loader(placed.buckets, store, family, section, seed=job.seed, batch_size=job.train.batch_size)
@@ -130,7 +130,7 @@ def cache(session: Session) -> Data:
         **_describe_examples(placed.examples, section.folders),
         samples_per_epoch=loader.samples_per_epoch,
         steps_per_epoch=loader.batches_per_epoch / job.train.accumulate,
-        buckets={bucketing.named(bucket): len(members) for bucket, members in placed.buckets.items()},
+        buckets={bucketing.format_bucket(bucket): len(members) for bucket, members in placed.buckets.items()},
     )
     weights = [folder.weight for folder in section.folders]
     fingerprint = json.dumps(
@@ -142,7 +142,7 @@ def cache(session: Session) -> Data:
     )
     held_out = None
     if placed.held_out:
-        plain = plain_images(plain_captions(section))
+        plain = disable_image_variants(disable_caption_variants(section))
         held_out = Loader(placed.held_out_buckets, store, family, plain, seed=job.seed, batch_size=1)
     return Data(
         loader=loader,
@@ -166,7 +166,7 @@ def _make_room(session: Session, limit: float, texts: Sequence[str | Prompt]) ->
     if store.root.is_dir():
         if deleted := cache_cleanup.shrink(store.root, limit - added):
             session.run.log_event("cache_shrunk", deleted=len(deleted), bytes=sum(entry.bytes for entry in deleted))
-        added += sum(entry.bytes for entry in cache_cleanup.stored(store.root))
+        added += sum(entry.bytes for entry in cache_cleanup.list_entries(store.root))
     if added > limit:
         session.warn(
             Message(
@@ -208,9 +208,9 @@ def list_texts(preview: settings.Preview, store: Cache) -> list[str | Prompt]:
 def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewPrompts:
     """Read the conditioning of previews from the cache: prompts with control images, and negative prompts."""
     dataset, family = store.section, store.family
-    controls = control_files.preview_controls(preview, dataset, family.controls)[0]
+    controls = control_files.find_preview_controls(preview, dataset, family.controls)[0]
     prompts, negative_prompts = make_preview_prompts(preview, store)
-    control_sets = [preview_pictures(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
+    control_sets = [decode_preview_controls(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     tables = settings.split_preview(preview)
     negatives = [
         store.cond(prompt) if table.negative else family.without_negative(store.cond(prompt))

@@ -96,12 +96,12 @@ class RateTest:
         """Return the test as plain JSON types."""
         return asdict(self) | {"suggestion": self.suggestion}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the curve, with a bar for each of about 24 rates, and the suggestion."""
         effective = self.present * self.factor
         rows = self.points[:: max(1, round(len(self.points) / ROWS))]
         least, most = min(point.ratio for point in rows), max(1.0, *(min(point.ratio, 1.1) for point in rows))
-        present, lowest = _nearest(rows, effective), _nearest(rows, self.lowest.lr)
+        present, lowest = _find_nearest(rows, effective), _find_nearest(rows, self.lowest.lr)
         lines: list[str] = [
             Message("{base}, {storage}", base=self.base, storage=self.storage),
             Message("learning rate   loss, as a fraction of the base model's for the same images, noise and timesteps"),
@@ -139,7 +139,7 @@ class RateTest:
         return lines
 
 
-def _nearest(points: Sequence[Point], lr: float) -> Point:
+def _find_nearest(points: Sequence[Point], lr: float) -> Point:
     return min(points, key=lambda point: abs(math.log(point.lr / lr)))
 
 
@@ -194,9 +194,13 @@ def find_rate(
         raise RunFailure(
             Message("the gradient of the first step is not finite; check that the base model file is complete")
         )
-    factor = optim.lr_factor(job.optimizer, job.quantize.storage)
+    factor = optim.resolve_lr_factor(job.optimizer, job.quantize.storage)
     return RateTest(
-        plan.family.title, loaded.layers.summary().splitlines()[0], factor, optim.lr(job.optimizer), tuple(points)
+        plan.family.title,
+        loaded.layers.format_summary().splitlines()[0],
+        factor,
+        optim.resolve_lr(job.optimizer),
+        tuple(points),
     )
 
 

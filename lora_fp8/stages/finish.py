@@ -18,7 +18,7 @@ from ..adapters import kinds
 from ..common.json_files import write_json
 from ..common.messages import add_translations, get_language, translate
 from ..data.buckets import Bucket, Placed
-from ..data.caption_variants import countable
+from ..data.caption_variants import unify_separators
 from ..data.examples import Example
 from ..errors import Joined, Message, Plural, RunFailure, UserError, reason
 from ..families.base import ModelFamily
@@ -81,7 +81,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
         best = _read_best(session, state) if processes.is_main or processes.lockstep else None
         if processes.lockstep and not all(processes.gather(best is not None)):
             best = None
-        adapter = adapters.state(loaded.adapted)
+        adapter = adapters.copy_state(loaded.adapted)
         if processes.lockstep and job.export.verify:  # while the processes that have the rest of the base are here
             with processes.passing():
                 probes = _make_probes(session, data, loaded, [adapter, *([] if best is None else [best[1]])])
@@ -91,7 +91,7 @@ def finish(session: Session, data: Data, loaded: Loaded, state: State) -> Result
     if drawn and (before := _read_first_previews(data.preview.prompts, run)):
         first = "start" if job.adapter.init_from else "base"
         rows: dict[str, Sequence[Image.Image]] = {first: before, f"LoRA, step {step}": drawn}
-        previews.write_png(previews.contact_sheet(rows, data.preview.prompts), run.samples / "contact_sheet.png")
+        previews.write_png(previews.draw_contact_sheet(rows, data.preview.prompts), run.samples / "contact_sheet.png")
 
     written = [Written(step, adapter, write_files(session, adapter, step, run.export))]
     written += _write_best(session, state, best)
@@ -126,7 +126,9 @@ def _write_best(session: Session, state: State, best: tuple[int, dict[str, Tenso
     held_out.prune(session, state.series)
     if kept.step == state.step:
         for layout in LAYOUTS:  # of an earlier end of this run, after fewer steps
-            (run.export / f"{export_metadata.slug(job.name)}{BEST_SUFFIX}_{layout}.safetensors").unlink(missing_ok=True)
+            (run.export / f"{export_metadata.make_slug(job.name)}{BEST_SUFFIX}_{layout}.safetensors").unlink(
+                missing_ok=True
+            )
         return []
     if best is None:
         return []
@@ -181,7 +183,7 @@ def write_files(session: Session, state: dict[str, Tensor], step: int, folder: P
 
 def _read_first_previews(prompts: list[str], run: Run) -> list[Image.Image]:
     """Read the previews of step 0 if they show the same prompts; a resumed run may have others. [] if not."""
-    first = [event for event in run.events() if event["event"] == "preview" and event.get("step") == 0]
+    first = [event for event in run.read_events() if event["event"] == "preview" and event.get("step") == 0]
     if not first or first[-1].get("prompts") != prompts:
         return []
     paths = [previews.get_path(run.samples, 0, number) for number in range(len(prompts))]
@@ -245,12 +247,12 @@ def verify_files(
         for path in lora.files:
             # All files of a step hold the same adapter, so the effect of merging is measured once.
             report = verify.check(path, family, reference, device=device, merged=path == lora.files[0])
-            run.log_event("verify", file=path.name, ok=report.ok, lines=report.lines())
+            run.log_event("verify", file=path.name, ok=report.ok, lines=report.format_lines())
             reports.append(report)
     content = {report.file: add_translations(report.to_json()) for report in reports}
     write_json(run.verify_file, content)
     failures = [
-        Message("{path}: {line}", path=report.file, line=line) for report in reports for line in report.failed()
+        Message("{path}: {line}", path=report.file, line=line) for report in reports for line in report.list_failures()
     ]
     if failures:
         raise RunFailure(
@@ -261,7 +263,7 @@ def verify_files(
 
 def _choose_device(device: torch.device, num_bytes: int, run: Run) -> torch.device:
     """Choose the device for an unquantized model of this size: the CPU if the GPU has too little memory."""
-    free = memory.free_bytes(device)
+    free = memory.count_free_bytes(device)
     if free is None or PLAIN_MEMORY_FACTOR * num_bytes <= free:
         return device
     run.log_event(
@@ -349,7 +351,7 @@ def compute_metadata(
     _, job, saved = _open_checkpoint(folder, overrides, step, best)
     job, family, facts = _resolve_run(job, saved.step)
     facts = replace(facts, suffix=BEST_SUFFIX if best else "")
-    return {layout: export_metadata.metadata(family, job.export, facts, layout) for layout in job.export.formats}
+    return {layout: export_metadata.build_metadata(family, job.export, facts, layout) for layout in job.export.formats}
 
 
 def _open_checkpoint(
@@ -370,7 +372,9 @@ def _open_checkpoint(
             )
         return run, job, checkpoint.read(path)
     saved = (
-        checkpoint.read(checkpoint.find_path(run.checkpoints, step)) if step else checkpoint.latest(run.checkpoints)[0]
+        checkpoint.read(checkpoint.find_path(run.checkpoints, step))
+        if step
+        else checkpoint.read_latest(run.checkpoints)[0]
     )
     if saved is None:
         raise UserError(Message("{path}: there is no checkpoint to export yet", path=folder))
@@ -405,11 +409,11 @@ def _iterate_base(
     for name, tensor in family.denoiser_tensors():
         if layer := layers.get(name):
             tensor = precision.as_held(tensor.to(family.device), layer, section, family.dtype)
-        yield name, precision.plain(tensor)
+        yield name, precision.to_plain(tensor)
 
 
 def _compute_scaling(job: Job, state: dict[str, Tensor]) -> dict[str, float]:
-    return kinds.scalings(state, job.adapter)
+    return kinds.compute_scalings(state, job.adapter)
 
 
 def _make_kind_settings(section: settings.Adapter) -> dict[str, str]:
@@ -430,14 +434,14 @@ def _make_facts(
     """Collect the facts about a run for the metadata of its files."""
     folders = []
     for i, folder in enumerate(job.dataset.folders):
-        captions = [countable(example.caption, job.dataset) for example in examples if example.folder_index == i]
+        captions = [unify_separators(example.caption, job.dataset) for example in examples if example.folder_index == i]
         counted = export_metadata.FolderFacts.count(folder.path, captions, folder.repeats, job.dataset.tag_separator)
         # Tags of regularization images do not describe the subject, so they are no prompts for the LoRA.
         folders.append(replace(counted, tags={}) if folder.regularization else counted)
     sizes: Counter[tuple[int, int]] = Counter()  # programs that read this field expect width and height only
     for (width, height, *_), members in buckets.items():
         sizes[width, height] += len(members)
-    factor = optim.lr_factor(job.optimizer, job.quantize.storage)
+    factor = optim.resolve_lr_factor(job.optimizer, job.quantize.storage)
     return export_metadata.ExportFacts(
         architecture=family.architecture_name(),
         name=job.name,
@@ -449,16 +453,16 @@ def _make_facts(
         rank_factor=2 if job.adapter.doubles_rank else 1,
         kind=job.adapter.type,
         kind_settings=_make_kind_settings(job.adapter),
-        learning_rate=optim.lr(job.optimizer) * factor,
+        learning_rate=optim.resolve_lr(job.optimizer) * factor,
         learning_rate_factor=factor,
-        text_encoder_lr=optim.text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,
+        text_encoder_lr=optim.resolve_text_encoder_lr(job.optimizer) if job.adapter.text_encoder else None,
         seed=job.seed,
         resolution=(get_resolution(job), get_resolution(job)),
         folders=tuple(folders),
         batch_size=job.train.batch_size * job.train.accumulate,
         optimizer=job.optimizer.name,
         schedule=job.schedule.name,
-        warmup_steps=schedules.warmup_steps(job.schedule, job.train.steps),
+        warmup_steps=schedules.count_warmup_steps(job.schedule, job.train.steps),
         storage=job.quantize.storage,
         mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
         base_name=job.model.path,

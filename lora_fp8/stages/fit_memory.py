@@ -16,7 +16,7 @@ def fit_memory(session: Session) -> Session:
     run, processes = session.run, session.processes
     free = None
     if is_open(session.job):
-        per_process = [size for size in processes.gather(memory.free_bytes(processes.device)) if size is not None]
+        per_process = [size for size in processes.gather(memory.count_free_bytes(processes.device)) if size is not None]
         free = min(per_process, default=None)
     if free is not None:
         run.log_event("stage", stage="memory")
@@ -29,8 +29,8 @@ def fit_memory(session: Session) -> Session:
             tiled=choice.tiled,
             peak_gib=round(choice.peak / 2**30, 3),
             free_gib=round(free / 2**30, 3),
-            lines=choice.lines(),
+            lines=choice.format_lines(),
         )
-    if warning := choice.warning():
+    if warning := choice.format_warning():
         session.warn(warning)
     return replace(session, choice=choice)

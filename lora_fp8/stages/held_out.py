@@ -49,8 +49,8 @@ def read_series(session: Session, data: Data, step: int) -> list[Measurement]:
 def record(session: Session, data: Data, loaded: Loaded, state: State, measurement: Measurement) -> None:
     """Add a validation to the series of `state`; the main process writes it, and the LoRA if it is the best one."""
     job, run = session.job, session.run
-    lr, steps = optim.lr(job.optimizer), job.train.steps
-    has_lora = any(schedules.learning_rate(step, job.schedule, lr, steps) for step in range(state.step))
+    lr, steps = optim.resolve_lr(job.optimizer), job.train.steps
+    has_lora = any(schedules.compute_learning_rate(step, job.schedule, lr, steps) for step in range(state.step))
     measurement = replace(measurement, has_lora=has_lora)
     earlier = [before for before in state.series if before.step < measurement.step]
     state.series[:] = [*earlier, measurement]
@@ -62,7 +62,7 @@ def record(session: Session, data: Data, loaded: Loaded, state: State, measureme
     if job.validation.keep_best and find_best_lora(state.series) is measurement:
         content = describe_state(session, data, loaded, state) | {"held_out_loss": measurement.mean}
         run.check_place()
-        path, warnings = checkpoint.save_best(run.checkpoints, adapters.state(loaded.adapted), content)
+        path, warnings = checkpoint.save_best(run.checkpoints, adapters.copy_state(loaded.adapted), content)
         for line in warnings:
             session.warn(line)
         run.log_event("best", step=measurement.step, path=str(path.relative_to(run.path)))

@@ -115,6 +115,6 @@ class LivePreviews:
 
 def _choose_device(family: ModelFamily) -> torch.device:
     """Choose where to encode a prompt: the CPU if the GPU has no room beside the training."""
-    free = memory.free_bytes(family.device)
+    free = memory.count_free_bytes(family.device)
     needed = ENCODER_MEMORY_FACTOR * max(family.text_bytes().values())
     return family.device if free is None or needed <= free else torch.device("cpu")

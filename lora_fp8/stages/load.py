@@ -14,7 +14,7 @@ from ..distributed.processes import Processes
 from ..errors import Message
 from ..families.base import ModelFamily
 from ..lora_files.export import Adapter
-from ..lora_files.layer_names import text_encoder_of
+from ..lora_files.layer_names import find_text_encoder
 from ..objectives import Objective
 from ..training import memory, optim
 from ..training.cuda_graphs import Recorder
@@ -104,7 +104,7 @@ def _count_tensors(
 
 def add_moved_layers(section: settings.Quantize, moved: Sequence[str]) -> settings.Quantize:
     """Return the section with the lines of `measure.find_layers_to_move` added after the user's own."""
-    added = {name: storage for name, storage in settings.table_of_lines(moved).items() if name not in section.override}
+    added = {name: storage for name, storage in settings.parse_lines(moved).items() if name not in section.override}
     return section.model_copy(update={"override": section.override | added})
 
 
@@ -139,19 +139,21 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
 
     objective = family.make_objective(job.objective)
     adapted = denoiser if encoders is None else Adapted(denoiser, encoders.encoders)
-    named = adapters.parameters(adapted)
+    named = adapters.list_trained_parameters(adapted)
     optimizer = optim.build(
         named,
         job.optimizer,
         base_storage=job.quantize.storage,
         seed=job.seed,
-        of_text=[name for name, _ in named if text_encoder_of(name, family)],
+        of_text=[name for name, _ in named if find_text_encoder(name, family)],
     )
-    for start in adapters.frozen_starts(adapted).values():
+    for start in adapters.find_frozen_starts(adapted).values():
         session.processes.broadcast_(start)  # the same decomposition everywhere, on GPUs of several kinds too
     cap = None
     if job.adapter.scale_weight_norms:
-        cap = NormCap(job.adapter.scale_weight_norms, dict(adapters.tensors(adapted)), adapters.scalings(adapted))
+        cap = NormCap(
+            job.adapter.scale_weight_norms, dict(adapters.list_tensors(adapted)), adapters.read_scalings(adapted)
+        )
         optimizer.limit_with(cap)
     reports = [injected, *(encoders.injected if encoders else [])]
     recorder = Recorder() if job.memory.cuda_graphs else None
@@ -163,33 +165,33 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
         base=family.title,
         prediction=family.predicts(),
         base_sha256=family.base_identity(),
-        storage=layers.summary(),
+        storage=layers.format_summary(),
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),
         memory=[
-            *applied.lines(),
+            *applied.format_lines(),
             *_describe_waiting(waiting),
             *_describe_sharing(denoiser, sharing),
             *_describe_beneath(beneath),
-            *(encoders.lines() if encoders else []),
-            *(recorder.lines() if recorder else []),
-            *optimizer.lines(),
+            *(encoders.format_lines() if encoders else []),
+            *(recorder.format_lines() if recorder else []),
+            *optimizer.format_lines(),
         ],
-        lr=optim.lr(job.optimizer),
+        lr=optim.resolve_lr(job.optimizer),
         lr_factor=optimizer.lr_factor,
         lr_effective=optimizer.base_lr,
         **({"lr_text_encoder": optimizer.base_lr * optimizer.text_ratio} if encoders else {}),
     )
     gradients = Gradients(named, optimizer.layout)
     exchanged = exchange.build(job.train.gradient_exchange, gradients, session.processes)
-    amax = precision.amax_history(denoiser)
+    amax = precision.make_amax_history(denoiser)
     return Loaded(denoiser, objective, optimizer, layers, amax, exchanged, list(moved), encoders, recorder, cap)
 
 
 def _describe_beneath(beneath: Adapter | None) -> list[str]:
     if beneath is None:
         return []
-    layers = len(kinds.grouped(beneath.state))
+    layers = len(kinds.group_by_layer(beneath.state))
     return [Message("a training adapter is applied to {count} layers, during training only", count=layers)]
 
 

@@ -102,7 +102,7 @@ class Report:
         layers = [asdict(layer) | {"damage": layer.damage} for layer in self.layers]
         return {key: getattr(self, key) for key in self.__dataclass_fields__} | {"layers": layers}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the report as text."""
         lines: list[str] = [
             f"{self.base}: {self.storage}",
@@ -117,17 +117,17 @@ class Report:
                 )
             )
         lines += ["", Message("error of each layer, and of all layers of each storage format:")]
-        lines += [*layerwise.table(self.layers), *layerwise.totals(self.layers)]
+        lines += [*layerwise.format_table(self.layers), *layerwise.format_totals(self.layers)]
         plain = Message("error of the prediction, compared with the unquantized base model:")
         multiplied = Message("error of the prediction with FP8 matmuls, compared with the unquantized base model:")
         for heading, errors in ((plain, self.prediction), (multiplied, self.multiplied)):
             if errors:
                 lines += ["", heading]
                 lines += ["  ".join(f"{label}: {100 * error:.3g} %" for label, error in errors.items())]
-        return [*lines, "", *layerwise.advice(self.layers, self.bound, self.override)]
+        return [*lines, "", *layerwise.format_advice(self.layers, self.bound, self.override)]
 
 
-def report(
+def measure_precision(
     job: Job,
     *,
     num_pictures: int = NUM_PICTURES,
@@ -189,7 +189,7 @@ def find_layers_to_move(session: Session, resume: bool) -> list[str]:
     run, processes = session.run, session.processes
     if session.job.quantize.sensitivity == "off":
         return []
-    if resume and (newest := checkpoint.latest(run.checkpoints)[0]) is not None:
+    if resume and (newest := checkpoint.read_latest(run.checkpoints)[0]) is not None:
         return newest.state.get("moved", [])
     lines: list[str] = []
     if processes.is_main and session.plan.layers.quantized:
@@ -327,7 +327,7 @@ def _measure_layer_errors(
 ) -> list[layerwise.LayerError]:
     inputs = layerwise.capture_inputs(denoiser, [partial(question.ask, family, denoiser) for question in questions])
     tensors = family.denoiser_tensors()
-    return layerwise.layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
+    return layerwise.measure_layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
 
 
 def _measure(session: Session, moved: list[str], num_pictures: int, whole: bool) -> Report:
@@ -356,7 +356,7 @@ def _measure(session: Session, moved: list[str], num_pictures: int, whole: bool)
             )
     return Report(
         base=family.title,
-        storage=plan.summary(),
+        storage=plan.format_summary(),
         bound=section.sensitivity_bound,
         override=section.override,
         moved=moved,
@@ -378,7 +378,9 @@ def _compute_errors_by_level(
         return torch.cat([answer.flatten() for answer, question_label in pairs if question_label == label])
 
     labels = dict.fromkeys(question_labels)
-    return {label: layerwise.relative(select(label, measured), select(label, expected)) for label in labels}
+    return {
+        label: layerwise.compute_relative_error(select(label, measured), select(label, expected)) for label in labels
+    }
 
 
 def _free_memory(device: torch.device) -> None:

@@ -73,9 +73,9 @@ class Milestones:
             self._log(step, figures)
         if saves:
             self.save()
-        if export_is_due(job, step):
+        if is_export_due(job, step):
             self.export(step)
-        if validation_is_due(job, self.data, step):
+        if is_validation_due(job, self.data, step):
             self.validate(step)
         if self.is_over and step < steps:
             if not logs:
@@ -83,7 +83,7 @@ class Milestones:
             if not saves:
                 self.save()
         changed = "prompts" in requests and self._live_previews.change_prompts(step)
-        is_due = changed or "preview" in requests or preview_is_due(job, self.data.preview, step)
+        is_due = changed or "preview" in requests or is_preview_due(job, self.data.preview, step)
         if self.data.preview.prompts and is_due and not self.is_over:
             self.draw(step)
         if "sample" in requests:
@@ -102,7 +102,7 @@ class Milestones:
                 )
 
     def _log(self, step: int, figures: dict[str, float]) -> None:
-        vram_gb = round(memory.peak_gib(self.session.processes.device), 3)
+        vram_gb = round(memory.read_peak_gib(self.session.processes.device), 3)
         try:
             self.session.run.log_event("step", step=step, **figures, vram_gb=vram_gb)
         except OSError as error:
@@ -123,7 +123,7 @@ class Milestones:
         with self.loaded.optimizer.evaluation(), self.session.together():
             if self.session.processes.is_main:
                 folder = get_export_folder(self.session.run, step)
-                write_files(self.session, adapters.state(self.loaded.adapted), step, folder)
+                write_files(self.session, adapters.copy_state(self.loaded.adapted), step, folder)
 
     def validate(self, step: int) -> None:
         """Measure the loss on the held-out images, and keep the LoRA if it is the best one so far."""
@@ -143,19 +143,19 @@ class Milestones:
         self.data.scores.score(self.session, drawn, prompts.texts, step)
 
 
-def export_is_due(job: Job, step: int) -> bool:
+def is_export_due(job: Job, step: int) -> bool:
     """Return True if the LoRA files of this step are due. At learning rate 0 (warmup) the step changed nothing."""
     steps = job.train.steps
     due = job.export.every and 0 < step < steps and step % job.export.every == 0
-    return bool(due and schedules.learning_rate(step - 1, job.schedule, optim.lr(job.optimizer), steps))
+    return bool(due and schedules.compute_learning_rate(step - 1, job.schedule, optim.resolve_lr(job.optimizer), steps))
 
 
-def validation_is_due(job: Job, data: Data, step: int) -> bool:
+def is_validation_due(job: Job, data: Data, step: int) -> bool:
     """Return True if the held-out loss is due after this step."""
     return bool(data.held_out) and (step % job.validation.every == 0 or step == job.train.steps)
 
 
-def preview_is_due(job: Job, preview: settings.Preview, step: int) -> bool:
+def is_preview_due(job: Job, preview: settings.Preview, step: int) -> bool:
     """Return True if previews are due after this step by the table in force; the last ones are drawn by `finish`."""
     return bool(preview.prompts and preview.every) and step < job.train.steps and step % preview.every == 0
 
@@ -173,9 +173,9 @@ def find_missed(session: Session, data: Data, state: State) -> frozenset[str]:
     if not step:
         return frozenset()
     due = {
-        "export": export_is_due(job, step),
-        "validation": validation_is_due(job, data, step),
-        "preview": preview_is_due(job, data.preview, step),
+        "export": is_export_due(job, step),
+        "validation": is_validation_due(job, data, step),
+        "preview": is_preview_due(job, data.preview, step),
     }
     logged = _find_logged(session.run, step)
     if not any(measurement.step == step for measurement in state.series):
@@ -187,6 +187,6 @@ def find_missed(session: Session, data: Data, state: State) -> frozenset[str]:
 
 def _find_logged(run: Run, step: int) -> set[str]:
     """Return the names of the events that a run has logged for a step."""
-    events, folder = run.events(), get_export_folder(run, step)
+    events, folder = run.read_events(), get_export_folder(run, step)
     logged = {event["event"] for event in events if event.get("step") == step}
     return logged | {event["event"] for event in events if folder in (run.path / str(event.get("path"))).parents}

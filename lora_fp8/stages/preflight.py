@@ -77,8 +77,8 @@ def preflight(session: Session, data: Data, loaded: Loaded, state: State) -> Non
         attempt()
     loaded.amax.forget_step_()
     if job.quantize.kernels == "triton":
-        facts["fused"] = adapters.num_fused(loaded.denoiser)
-    run.log_event("preflight", peak_gib=round(memory.peak_gib(processes.device), 3), **facts)
+        facts["fused"] = adapters.count_fused(loaded.denoiser)
+    run.log_event("preflight", peak_gib=round(memory.read_peak_gib(processes.device), 3), **facts)
 
 
 @contextlib.contextmanager
@@ -138,8 +138,8 @@ def _compare_with_plain(session: Session, loaded: Loaded, attempt: Callable[[Rec
 def _choose_compute(session: Session, loaded: Loaded, state: State, attempt: Callable[[], None]) -> None:
     """Choose the matmul, or keep that of the checkpoint if this machine has it, and switch to it."""
     section, processes = session.job.quantize, session.processes
-    usable = precision.candidates(section, processes.device)
-    is_lost = bool(state.compute) and precision.chosen(state.compute, section)[0] not in usable
+    usable = precision.list_candidates(section, processes.device)
+    is_lost = bool(state.compute) and precision.split_mode(state.compute, section)[0] not in usable
     if any(processes.gather(is_lost)):
         session.warn(
             Message(
@@ -159,14 +159,14 @@ def _find_fastest(session: Session, loaded: Loaded, attempt: Callable[[], None])
     if not any(layer.compute.startswith("fp8") for layer in loaded.layers.layers):
         return "upcast"
     processes, section = session.processes, session.job.quantize
-    modes = precision.candidates(section, processes.device)
+    modes = precision.list_candidates(section, processes.device)
     progress = StageProgress(session.run, "preflight", seconds=0)
 
     def switch(mode: str) -> None:
         progress.update(modes.index(mode), len(modes))
         switch_compute(session, loaded, mode)
 
-    seconds, failed = precision.fastest(modes, switch, attempt, processes.device)
+    seconds, failed = precision.time_modes(modes, switch, attempt, processes.device)
     totals = dict.fromkeys(modes, 0.0)
     reasons = dict.fromkeys(modes, "")
     for other_seconds, other_failed in processes.gather((seconds, failed)):
@@ -199,5 +199,5 @@ def _describe_failed(session: Session, reasons: dict[str, str]) -> Message:
 
 def switch_compute(session: Session, loaded: Loaded, mode: str) -> None:
     """Make the frozen layers use this matmul."""
-    compute, section = precision.chosen(mode, session.job.quantize)
+    compute, section = precision.split_mode(mode, session.job.quantize)
     precision.set_compute_(loaded.denoiser, loaded.layers.with_compute(compute), section)

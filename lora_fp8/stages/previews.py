@@ -215,7 +215,9 @@ def read(path: Path) -> Image.Image:
         return image.copy()
 
 
-def contact_sheet(rows: dict[str, Sequence[Image.Image]], columns: Sequence[str] = (), scale: int = 1) -> Image.Image:
+def draw_contact_sheet(
+    rows: dict[str, Sequence[Image.Image]], columns: Sequence[str] = (), scale: int = 1
+) -> Image.Image:
     """Draw rows of images into one image, each row under its label: base model above, LoRA below, same seeds.
 
     Args:

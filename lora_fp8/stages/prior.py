@@ -105,7 +105,7 @@ def with_prior_targets(family: ModelFamily, loaded: Loaded, section: Objective, 
     return noised._replace(target_BCHW=target_BCHW, base_BCHW=base_BCHW if constrains else None)
 
 
-def class_pass(
+def make_class_pass(
     family: ModelFamily, loaded: Loaded, section: Objective, batch: Batch, noised: Noised
 ) -> tuple[Noised, Tensor] | None:
     """Return a second pass over the same noisy latents, with the class word in the captions and the base's targets.

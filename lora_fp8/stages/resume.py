@@ -46,8 +46,8 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
     """
     run = session.run
     run.check_place()
-    tensors, scalars = loaded.optimizer.state()
-    adapter = adapters.state(loaded.adapted)
+    tensors, scalars = loaded.optimizer.copy_state()
+    adapter = adapters.copy_state(loaded.adapted)
     for name, tensor in (adapter | tensors).items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             last_good = describe_last_checkpoint(run)
@@ -61,7 +61,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
                 )
             )
     tensors |= loaded.amax.tensors() | residuals
-    tensors |= {f"start.{name}": tensor.cpu() for name, tensor in adapters.frozen_starts(loaded.adapted).items()}
+    tensors |= {f"start.{name}": tensor.cpu() for name, tensor in adapters.find_frozen_starts(loaded.adapted).items()}
     content = describe_state(session, data, loaded, state) | {"optimizer": scalars}
     path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=session.job.checkpoint.keep)
     for line in warnings:
@@ -79,16 +79,16 @@ def describe_state(session: Session, data: Data, loaded: Loaded, state: State) -
         "threads": torch.get_num_threads(),
     }
     identity = session.plan.base_identity
-    return content | checkpoint.remember(session.job, identity, data.fingerprint, data.files)
+    return content | checkpoint.describe_job(session.job, identity, data.fingerprint, data.files)
 
 
 def _begin(session: Session, loaded: Loaded) -> State:
     """Begin at step 0, with an adapter that changes nothing yet or with that of `adapter.init_from`."""
     if values := session.plan.start:
-        fresh = adapters.state(loaded.adapted)
+        fresh = adapters.copy_state(loaded.adapted)
         adapters.load_state_(loaded.adapted, fresh | values)
         loaded.optimizer.start_at(values)
-        if untouched := sorted(kinds.grouped(fresh).keys() - kinds.grouped(values).keys()):
+        if untouched := sorted(kinds.group_by_layer(fresh).keys() - kinds.group_by_layer(values).keys()):
             names = first_few(untouched)
             text = Message(
                 "adapter.init_from does not contain all layers; {count} layers start from the base model itself: "
@@ -108,10 +108,10 @@ def require_resumable(session: Session) -> None:
         RunFailure: there are checkpoints, but none is complete.
     """
     job = session.job
-    newest, _ = checkpoint.latest(session.run.checkpoints)
+    newest, _ = checkpoint.read_latest(session.run.checkpoints)
     if newest is None:
         return
-    refusals = checkpoint.compare(newest.state, checkpoint.remember(job, session.plan.base_identity, ""))[0]
+    refusals = checkpoint.compare(newest.state, checkpoint.describe_job(job, session.plan.base_identity, ""))[0]
     if refusals:
         raise UserErrors(
             refusals,
@@ -145,13 +145,13 @@ def begin_or_resume(session: Session, data: Data, loaded: Loaded, resume: bool) 
     job, run = session.job, session.run
     if not resume:
         return _begin(session, loaded)
-    newest, skipped = checkpoint.latest(run.checkpoints)
+    newest, skipped = checkpoint.read_latest(run.checkpoints)
     for line in skipped:
         session.warn(line)
     if newest is None:
         session.warn(Message("there is no checkpoint yet; training begins at step 0"))
         return _begin(session, loaded)
-    current = checkpoint.remember(job, session.plan.base_identity, data.fingerprint, data.files)
+    current = checkpoint.describe_job(job, session.plan.base_identity, data.fingerprint, data.files)
     _, changes = checkpoint.compare(newest.state, current)
     if job.adapter.init_from != _read_init_from(run):
         changes.append(
@@ -204,5 +204,5 @@ def require_same_step(state: State, run: Run, processes: Processes) -> None:
 
 def describe_last_checkpoint(run: Run) -> str:
     """Describe the newest checkpoint, for a message."""
-    newest = checkpoint.newest(run.checkpoints)
+    newest = checkpoint.find_newest(run.checkpoints)
     return Message("last good checkpoint: {name}", name=newest.name) if newest else Message("no checkpoint yet")

@@ -74,7 +74,7 @@ class Session:
         return Message(
             "out of memory on {device} ({size} GiB were in use); try, in this order: {steps}",
             device=self.processes.device,
-            size=f"{memory.peak_gib(self.processes.device):.1f}",
+            size=f"{memory.read_peak_gib(self.processes.device):.1f}",
             steps=Joined(", ", [step for step, helps in steps.items() if helps]),
         )
 

@@ -17,7 +17,7 @@ from ..training.cuda_graphs import Recorder
 from ..training.text_encoders import TextEncoders
 from .cache import Data
 from .load import Loaded
-from .prior import Noised, class_pass, prepare_inputs, with_prior_targets
+from .prior import Noised, make_class_pass, prepare_inputs, with_prior_targets
 from .resume import describe_last_checkpoint
 from .session import Session
 from .turns import NO_PASSES, OtherFailed, Passes, draw_turn
@@ -34,7 +34,7 @@ def add_noise(
     guidance: float,
     text: TextEncoders | None = None,
 ) -> Noised:
-    """Draw the timesteps of a batch, and add noise to its latents; the arguments are those of `diffusion_loss`."""
+    """Draw the timesteps of a batch, and add noise to its latents; the arguments are those of `compute_loss`."""
     device = next(denoiser.parameters()).device
     batch = batch.to(device)
     latents, noise = batch.latents_BCHW, batch.noise_BCHW
@@ -59,7 +59,7 @@ def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Obj
     return losses_B
 
 
-def diffusion_loss(
+def compute_loss(
     family: ModelFamily,
     denoiser: nn.Module,
     objective: Objective,
@@ -122,7 +122,7 @@ def backward_(
         _predict_for_others(family, loaded, noised)
     noised = with_prior_targets(family, loaded, section, batch, noised)
     losses_B = run((noised, weights_B)) if recorder is None else recorder.run(run, (noised, weights_B))
-    again = class_pass(family, loaded, section, batch, noised)
+    again = make_class_pass(family, loaded, section, batch, noised)
     if again is not None:
         losses_B = losses_B + (run(again) if recorder is None else recorder.run(run, again))
     if dropped.class_word:

@@ -33,7 +33,7 @@ from .pairs import Lora, Pair
 WHAT = ("factors", "delta")
 
 
-def weights(ages: Sequence[float], half_life: float) -> list[float]:
+def compute_weights(ages: Sequence[float], half_life: float) -> list[float]:
     """Return weights that sum to 1 for items of these ages; the newest has age 0.
 
     Args:
@@ -55,7 +55,9 @@ def weights(ages: Sequence[float], half_life: float) -> list[float]:
     return [value / sum(plain) for value in plain]
 
 
-def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -> tuple[Lora, resize.Report | None]:
+def average_loras(
+    loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int
+) -> tuple[Lora, resize.Report | None]:
     """Return the average of LoRAs of one layout, and the report of resizing it ("delta" only).
 
     Args:
@@ -82,7 +84,7 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
             )
     if what == "delta":
         made, report = resize.shrink(merge.concatenate(loras, shares), rank or first.rank, 0.0, uniform=False)
-        return replace(first, pairs=made, metadata=merge.in_common(loras)), report
+        return replace(first, pairs=made, metadata=merge.find_common_metadata(loras)), report
     if rank:
         raise UserError(Message("--rank needs --average delta: the average of the factors keeps the rank of the files"))
     made = {}
@@ -95,7 +97,7 @@ def mean(loras: Sequence[Lora], shares: Sequence[float], what: str, rank: int) -
             )
         a = _sum([pair_of.a for pair_of in same_layer], shares)
         made[module] = Pair(a, _sum([pair_of.b for pair_of in same_layer], shares), pair.scale)
-    return replace(first, pairs=made, metadata=merge.in_common(loras)), None
+    return replace(first, pairs=made, metadata=merge.find_common_metadata(loras)), None
 
 
 def _sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
@@ -104,7 +106,7 @@ def _sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     ).float()
 
 
-def files(
+def average_files(
     sources: Sequence[Path], output: Path, *, what: str, half_life: float, rank: int, dtype: str
 ) -> tuple[list[float], resize.Report | None]:
     """Write the average of LoRA files, which are given from the oldest to the newest.
@@ -120,16 +122,16 @@ def files(
             Message("there is nothing to average; give a run folder, or at least two LoRA files, the oldest first")
         )
     loras = [pairs.read(path) for path in sources]
-    merge.of_one_naming(sources, loras)
-    held = pairs.dtype_of(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
-    shares = weights([len(loras) - 1 - i for i in range(len(loras))], half_life)
-    made, report = mean(loras, shares, what, rank)
+    merge.require_same_naming(sources, loras)
+    held = pairs.parse_dtype(dtype, max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits))
+    shares = compute_weights([len(loras) - 1 - i for i in range(len(loras))], half_life)
+    made, report = average_loras(loras, shares, what, rank)
     origin = f"average of {what}, half-life {half_life:g}: {', '.join(path.name for path in sources)}"
-    pairs.write(made, output, held, {**pairs.named(output), "lora_fp8_tool": origin})
+    pairs.write(made, output, held, {**pairs.make_name_metadata(output), "lora_fp8_tool": origin})
     return shares, report
 
 
-def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[int, float], list[Path]]:
+def average_run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[int, float], list[Path]]:
     """Write the average of a run's checkpoints to export/average/, in the formats of the run's own files.
 
     Args:
@@ -162,9 +164,9 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
         )
     held = [checkpoint.read(path) for _, path in bundles]
     newest = held[-1].step
-    shares = weights([newest - bundle.step for bundle in held], half_life)
+    shares = compute_weights([newest - bundle.step for bundle in held], half_life)
     if job.adapter.type == "lora":
-        state = _of_pairs(held, shares, what, job.adapter)
+        state = _average_pairs(held, shares, what, job.adapter)
     elif what == "factors":
         state = {name: _sum([bundle.adapter[name] for bundle in held], shares) for name in held[-1].adapter}
     else:
@@ -180,29 +182,29 @@ def run(folder: Path, *, what: str, half_life: float, last: int) -> tuple[dict[i
     for path in written:
         report = verify.check_file(path, family_name=job.model.family)
         if not report.ok:
-            raise RunFailure(Message("{key}: {line}", key=path, line=Joined("; ", report.failed())))
+            raise RunFailure(Message("{key}: {line}", key=path, line=Joined("; ", report.list_failures())))
     return {bundle.step: share for bundle, share in zip(held, shares, strict=True)}, written
 
 
-def _of_pairs(
+def _average_pairs(
     held: Sequence[checkpoint.Checkpoint], shares: Sequence[float], what: str, section: Adapter
 ) -> dict[str, Tensor]:
     """Return the mean of a LoRA's checkpoints, in internal naming at the scaling of the job's `[adapter]` table."""
     halves = pairs.HALVES[0]
     loras = []
     for bundle in held:
-        scaling = kinds.scalings(bundle.adapter, section)
+        scaling = kinds.compute_scalings(bundle.adapter, section)
         made = {
             name: Pair(bundle.adapter[name + halves[0]], bundle.adapter[name + halves[1]], scale)
             for name, scale in scaling.items()
         }
         loras.append(Lora(made, halves, False, torch.float32))
-    average, _ = mean(loras, shares, what, 0)
+    average, _ = average_loras(loras, shares, what, 0)
     state = {}
     for name, pair in average.pairs.items():
         state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = pair.a, pair.b
     # B is brought to the scaling of the layer's rank, so that rank and alpha in the run's metadata stay right.
-    own = kinds.scalings(state, section)
+    own = kinds.compute_scalings(state, section)
     for name, pair in average.pairs.items():
         state[f"{name}.lora_B.weight"] = pair.b * (pair.scale / own[name])
     return state

@@ -140,7 +140,7 @@ def run(
         settings: the model and how to use it.
         echo: called with each event (stage, download, captioner, caption, warning and done), in the format of a run's
             events.
-        mask: as in `captions.listed`.
+        mask: as in `captions.list_caption_files`.
         shows_progress: show the progress of a download on stderr.
 
     Raises:
@@ -152,10 +152,10 @@ def run(
     watch = StopSignal()
     with watch.watching():
         watch.at_once = Message("stopped; captions written so far are kept")
-        pictures = captions.listed(folder, mask)
+        pictures = captions.list_caption_files(folder, mask)
         result = Result()
         with captions.open_journal(folder) as journal:
-            waiting = _waiting(folder, settings, pictures, result)
+            waiting = _list_waiting(folder, settings, pictures, result)
             session = _Session(journal, settings, result, echo, image_edits.read(Path(os.path.expanduser(folder))))
             session.log_event("stage", stage="load", total=len(waiting), kept=result.kept)
             if waiting:
@@ -202,10 +202,10 @@ class _Session:
         self.log_event("warning", text=problem)
 
 
-def _waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result: Result) -> list[tuple[str, str]]:
+def _list_waiting(folder: Path, settings: Settings, pictures: dict[str, Path], result: Result) -> list[tuple[str, str]]:
     """Return (image, caption file), as relative names, for all images that have to be captioned."""
     root = Path(os.path.expanduser(folder))
-    done = captions.standing(folder, settings.group)
+    done = captions.find_unchanged_files(folder, settings.group)
     waiting: dict[str, str] = {}  # by caption file: images that share a file get one caption
     for name, path in pictures.items():
         file = path.relative_to(root).as_posix()
@@ -235,7 +235,7 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
         readable = []
         for name, file in batch:
             try:
-                pixels.append(_pixels(root / name, session.edits.get(name, image_edits.NOTHING)))
+                pixels.append(_decode_image(root / name, session.edits.get(name, image_edits.NOTHING)))
                 readable.append((name, file))
             except decoding.ImageError as error:
                 session.add_problem(about(name, error))
@@ -272,9 +272,9 @@ def _caption(session: _Session, model: Captioner, waiting: list[tuple[str, str]]
             )
 
 
-def _pixels(path: Path, edit: image_edits.ImageEdit) -> Image.Image:
+def _decode_image(path: Path, edit: image_edits.ImageEdit) -> Image.Image:
     """Decode an image as it is trained: turned and cropped."""
-    looked = next(decoding.look_all([path], Dataset(), lambda _, rgb: rgb, {path: edit}))
+    looked = next(decoding.inspect_all([path], Dataset(), lambda _, rgb: rgb, {path: edit}))
     if looked.error:
         raise decoding.ImageError(looked.error)
     return looked.measured
@@ -287,8 +287,8 @@ def _flatten(text: str) -> str:
 
 def _join_tags(tags: Iterable[str], exclude: Sequence[str]) -> str:
     """Return tags as a caption: each once, without those to exclude, which may have spaces or underscores."""
-    unwanted = {_comparable(tag) for tag in exclude}
-    return ", ".join(dict.fromkeys(tag for tag in tags if tag and _comparable(tag) not in unwanted))
+    unwanted = {_normalize_tag(tag) for tag in exclude}
+    return ", ".join(dict.fromkeys(tag for tag in tags if tag and _normalize_tag(tag) not in unwanted))
 
 
 def _add_tags(path: Path, tags: str) -> str:
@@ -297,15 +297,15 @@ def _add_tags(path: Path, tags: str) -> str:
         caption = caption_text.read_caption(path).rstrip(", ")
     except FileNotFoundError:
         return tags
-    known = {_comparable(tag) for tag in caption.split(",")}
-    return ", ".join(filter(None, [caption, *(tag for tag in tags.split(", ") if _comparable(tag) not in known)]))
+    known = {_normalize_tag(tag) for tag in caption.split(",")}
+    return ", ".join(filter(None, [caption, *(tag for tag in tags.split(", ") if _normalize_tag(tag) not in known)]))
 
 
-def _comparable(tag: str) -> str:
+def _normalize_tag(tag: str) -> str:
     return tag.strip().replace("_", " ").casefold()
 
 
-def space_words(tag: str) -> str:
+def replace_underscores(tag: str) -> str:
     """Return a tag with spaces for underscores ("long_hair"), except an emoticon such as "^_^" or "o_o".
 
     Emoticons are the tags in which no two letters or digits are next to each other.
@@ -384,7 +384,7 @@ def load(settings: Settings, report: Report | None = None) -> Captioner:
     folder = _find_folder(settings, report)
     if wd_tagger.is_tagger(_list_names(folder)):
         return _OnnxTagger(folder, settings)
-    kind = _model_type(folder, settings.model)
+    kind = _read_model_type(folder, settings.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = DTYPES[settings.dtype or ("bf16" if device == "cuda" else "fp32")]
     try:
@@ -441,7 +441,7 @@ def _list_names(folder: Path) -> list[str]:
 def _choose_files(names: Collection[str], model: str) -> list[str]:
     """Choose the files of a repository that captioning needs. What cannot be used is refused before its download."""
     if wd_tagger.is_tagger(names):
-        wd_tagger.require(model)
+        wd_tagger.require_runtime(model)
         return [wd_tagger.MODEL, wd_tagger.TAGS]
     _require_config(names, model)
     return [name for name in names if any(fnmatch(name, pattern) for pattern in FETCHED)]
@@ -464,7 +464,7 @@ def _require_config(names: Collection[str], model: str) -> None:
     raise UserError(Message("{model}: it has no config.json of a transformers model", model=model))
 
 
-def _model_type(folder: Path, model: str) -> str:
+def _read_model_type(folder: Path, model: str) -> str:
     """Return the architecture that config.json names; raise UserError if it cannot caption images."""
     _require_config(_list_names(folder), model)
     try:
@@ -513,9 +513,9 @@ class _Writer(Captioner):
         _refuse_unused(settings, {"prompt", "max_tokens", "dtype"} | (USED_FOR_TAGS if self.writes_tags else set()))
         if kind == "florence2" and settings.kind == "tags":
             raise UserError(Message("{model}: Florence-2 writes sentences; use --kind text", model=settings.model))
-        self.processor = _processor(folder, kind)
+        self.processor = _load_processor(folder, kind)
         self.tokenizer = self.processor.tokenizer
-        self.model = _whole(transformers.AutoModelForImageTextToText, folder, dtype).to(device)
+        self.model = _load_whole(transformers.AutoModelForImageTextToText, folder, dtype).to(device)
         self.answers_only = bool(self.model.config.is_encoder_decoder)
         # Decoder-only models continue right after the question, so questions of different lengths are padded on the
         # left.
@@ -524,7 +524,7 @@ class _Writer(Captioner):
             getattr(self.processor, "chat_template", None) or getattr(self.tokenizer, "chat_template", None)
         )
 
-    def question(self) -> str | None:
+    def make_question(self) -> str | None:
         """Return the question for each image; None for no question."""
         asked = self.settings.prompt
         if self.kind == "florence2":
@@ -541,7 +541,7 @@ class _Writer(Captioner):
 
     @torch.inference_mode()
     def describe(self, pictures: list[Image.Image]) -> list[str]:
-        question = self.question()
+        question = self.make_question()
         asked = {} if question is None else {"text": [question] * len(pictures), "padding": True}
         if self.chats:
             asked["add_special_tokens"] = False  # the template already has them
@@ -562,7 +562,7 @@ class _Writer(Captioner):
         return _join_tags((tag.strip(" .\"'`") for tag in line.split(",")), self.settings.exclude)
 
 
-def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
+def _load_whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
     """Load a model and require all of its weights: transformers fills missing ones with random numbers."""
     model, loading_info = Model.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     learned = {name for name, _ in model.named_parameters()}  # not buffers, which each version computes anew
@@ -571,7 +571,7 @@ def _whole(Model: Any, folder: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _processor(folder: Path, kind: str) -> Any:
+def _load_processor(folder: Path, kind: str) -> Any:
     """Load the model's processor; leave out the video part, if it has one, as that needs torchvision."""
     Processor = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(kind) or "", None)
     if Processor is None or "video_processor" not in Processor.get_attributes():
@@ -596,7 +596,7 @@ class _OnnxTagger(Captioner):
         self.limits = wd_tagger.Limits(settings.threshold, settings.character_threshold, settings.rating)
 
     def describe(self, pictures: list[Image.Image]) -> list[str]:
-        space = (lambda tag: tag) if self.settings.keep_underscores else space_words
+        space = (lambda tag: tag) if self.settings.keep_underscores else replace_underscores
         tags = self.tagger.choose_tags(pictures, self.limits)
         return [_join_tags(map(space, names), self.settings.exclude) for names in tags]
 
@@ -619,7 +619,7 @@ class _Classifier(Captioner):
             )
         self.names = [config.id2label[i] for i in range(config.num_labels)]
         self.processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
-        self.model = _whole(transformers.AutoModelForImageClassification, folder, dtype).to(device)
+        self.model = _load_whole(transformers.AutoModelForImageClassification, folder, dtype).to(device)
 
     @torch.inference_mode()
     def describe(self, pictures: list[Image.Image]) -> list[str]:
@@ -633,10 +633,10 @@ class _Classifier(Captioner):
             if probabilities[index] < self.settings.threshold:
                 return
             name = self.names[index]
-            yield name if self.settings.keep_underscores else space_words(name)
+            yield name if self.settings.keep_underscores else replace_underscores(name)
 
 
-def problems(result: Result, folder: Path) -> None:
+def raise_problems(result: Result, folder: Path) -> None:
     """Raise UserErrors if images were left without a caption."""
     if result.problems:
         where = Message("{folder}: {count} captions written, images without", folder=folder, count=result.written)

@@ -171,7 +171,7 @@ class _Drawing:
     def _choose_memory(self, section: Quantize) -> tuple[float, bool]:
         """Return the share of the base to offload, and whether to decode in tiles; on a CPU nothing is offloaded."""
         job, record = self.job.model_copy(update={"quantize": section}), self.record
-        free = memory.free_bytes(self.family.device)
+        free = memory.count_free_bytes(self.family.device)
         share, tiled = choose_for_drawing(job, self.family, (record["width"], record["height"]), free)
         return (0.0 if free is None else share), tiled
 
@@ -251,7 +251,7 @@ class _Drawing:
         state = {
             name: tensor
             for name, tensor in adapter.state.items()
-            if bool(layer_names.text_encoder_of(name, self.family)) == text
+            if bool(layer_names.find_text_encoder(name, self.family)) == text
         }
         assert isinstance(adapter.scaling, Mapping)  # as `load_loras` makes it
         with attached(layers, state, adapter.scaling, cell.strength, self.family.device):
@@ -261,13 +261,13 @@ class _Drawing:
         """Wrap a scheduler's `step`, so that drawing.json shows the progress of an image."""
 
         @functools.wraps(step)  # pipelines look at its parameters
-        def counted(*arguments: Any, **named: Any) -> Any:
+        def count_step(*arguments: Any, **named: Any) -> Any:
             self.record["step"] += 1
             if time.monotonic() - self._written >= WRITTEN_EVERY:
                 self._write()
             return step(*arguments, **named)
 
-        return counted
+        return count_step
 
     def _make_grid(self, images: Sequence[Image.Image]) -> Image.Image:
         """Draw all images into one: a row for each LoRA, a column for each strength, the base model first."""
@@ -286,7 +286,7 @@ class _Drawing:
             rows["base"] = list(reduced.values())
         columns = [f"{strength:g}" if strength else "base" for strength in strengths]
         scale = max(1, 192 // next(iter(reduced.values())).width)
-        return previews.contact_sheet(rows, columns, scale)
+        return previews.draw_contact_sheet(rows, columns, scale)
 
     def _enter(self, stage: str) -> None:
         self.record["stage"] = stage

@@ -76,9 +76,9 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
     if not family:
         family = next(filter(None, map(read_family_name, headers)), "")
     if not family:
-        accepted = " | ".join(families.available())
+        accepted = " | ".join(families.list_families())
         raise UserError(Message("the architecture is unknown; name it with --family ({names})", names=accepted))
-    needs_controls = family in families.available() and families.get(family).controls[0]
+    needs_controls = family in families.list_families() and families.get(family).controls[0]
     control = "\ncontrol = '.'" if needs_controls else ""
     text = f"name = 'drawing'\n[model]\n[[dataset.folders]]\npath = '.'{control}\n"
     base = [
@@ -91,9 +91,9 @@ def load_job(sources: Sequence[Path], model: str, family: str, overrides: Sequen
 
 def _read_text_settings(metadata: Mapping[str, str], family: str) -> list[config.Override]:
     """Return the settings with which a file's captions were encoded, as for --set, where its metadata tell them."""
-    if family not in families.available():
+    if family not in families.list_families():
         return []
-    traits = families.traits(family)
+    traits = families.get_traits(family)
     lines: list[config.Override] = []
     tokens, clip_skip = metadata.get("ss_max_token_length", ""), metadata.get("ss_clip_skip", "")
     if traits["long_captions"] and tokens.isdecimal():  # sd-scripts writes "None" for its default
@@ -159,10 +159,10 @@ def _read_checkpoint(folder: Path, step: int, family: ModelFamily) -> Lora:
     files = sorted((run.export / f"step-{step:06d}").glob("*.safetensors"))
     if step and not bundle.is_dir() and files:
         return replace(_read_file(files[0], family), name=f"step {step}", place=folder, step=step)
-    saved = checkpoint.read(bundle) if step else checkpoint.latest(run.checkpoints)[0]
+    saved = checkpoint.read(bundle) if step else checkpoint.read_latest(run.checkpoints)[0]
     if saved is None:
         raise UserError(Message("{path}: there is no checkpoint to draw with yet", path=folder))
-    scaling = kinds.scalings(saved.adapter, own.adapter)
+    scaling = kinds.compute_scalings(saved.adapter, own.adapter)
     moved = tuple(map(str, saved.state.get("moved") or ()))
     return Lora(f"step {saved.step}", folder, saved.step, export.Adapter(saved.adapter, scaling), moved)
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import families, precision, settings
-from ..common.numbers import sides
+from ..common.numbers import format_shape
 from ..errors import Message, UserError, exists_already, first_few
 from ..families.base import CLIP_LAYERS, ModelFamily
 from ..lora_files import export_metadata, layouts
-from ..lora_files.layer_names import text_encoder_of
+from ..lora_files.layer_names import find_text_encoder
 from . import pairs
 from .pairs import Spectrum
 from .resize import Row
@@ -52,7 +52,7 @@ class Report:
     left_out: list[str]
     outside: float
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return a line per layer, the worst first, then what was left out, and one for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
         lines: list[str] = [
@@ -128,7 +128,7 @@ def extract(
     """
     base, tuned, layers = given.base, given.tuned, list(options.layers)
     pairs.check_size(options.rank, options.energy)
-    held = pairs.dtype_of(options.dtype, torch.bfloat16)
+    held = pairs.parse_dtype(options.dtype, torch.bfloat16)
     if output.exists():
         raise exists_already(output)
     Family = families.get(given.family)
@@ -140,17 +140,17 @@ def extract(
         )
         for path in (base, tuned)
     ]
-    denoiser = _same_denoiser(models, base, tuned)
+    denoiser = _find_common_denoiser(models, base, tuned)
     for model in models:
         model.fetch_weights()
-    wanted = {f"{name}.weight": name for name in _target_names(Family, denoiser, layers)}
+    wanted = {f"{name}.weight": name for name in _list_targets(Family, denoiser, layers)}
     with_text = not layers or layers == ["all"]
 
     state: dict[str, Tensor] = {}
     rows: list[Row] = []
     left_out: dict[str, float] = {}
-    for name, difference, size in _differences(models, base, tuned):
-        if with_text and text_encoder_of(name, Family) and name.endswith(TEXT_WEIGHTS):
+    for name, difference, size in _compute_differences(models, base, tuned):
+        if with_text and find_text_encoder(name, Family) and name.endswith(TEXT_WEIGHTS):
             wanted[name] = name.removesuffix(".weight")
         if not size:
             continue
@@ -185,7 +185,7 @@ def extract(
     return Report(rows, sorted(left_out), sum(left_out.values()) / total)
 
 
-def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torch.nn.Module:
+def _find_common_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torch.nn.Module:
     """Return the empty denoiser of the models at `base` and `tuned`.
 
     Raises:
@@ -208,7 +208,7 @@ def _same_denoiser(models: Sequence[ModelFamily], base: str, tuned: str) -> torc
     return denoisers[0]
 
 
-def _target_names(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: list[str]) -> list[str]:
+def _list_targets(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: list[str]) -> list[str]:
     """Return the names of the denoiser's layers that `layers` (see `Options`) stands for."""
     if layers == ["all"]:
         modules = denoiser.named_modules()
@@ -216,7 +216,7 @@ def _target_names(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: 
     return Family.adapter_names(denoiser, layers)
 
 
-def _differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterator[tuple[str, Tensor, float]]:
+def _compute_differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterator[tuple[str, Tensor, float]]:
     """Yield (name, difference in float32, its energy) of each tensor of the models at `base` and `tuned`.
 
     The energy is 0 if the difference is no more than rounding.
@@ -225,8 +225,8 @@ def _differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterat
         UserError: a tensor holds NaN or infinity, or as for `both`.
     """
     for name, before, after in chain(
-        both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
-        both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
+        read_both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
+        read_both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
     ):
         difference = after.float() - before.float()
         size = float(difference.double().square().sum())
@@ -251,14 +251,14 @@ def _factorize(module: str, difference: Tensor, size: float, rank: int, energy: 
         size: energy of the difference.
         rank, energy: as in `Options`.
     """
-    factors = spectrum(difference, rank)
-    number = factors.rank_for(energy, size) if energy else len(factors.values)
+    factors = compute_spectrum(difference, rank)
+    number = factors.find_rank(energy, size) if energy else len(factors.values)
     number = min(number, rank or number)
     kept = float(factors.values[:number].square().sum()) / size
-    return factors.pair(number), Row(module, min(difference.flatten(1).shape), number, kept, size)
+    return factors.make_pair(number), Row(module, min(difference.flatten(1).shape), number, kept, size)
 
 
-def both(
+def read_both(
     first: Iterator[tuple[str, precision.Weight]], second: Iterator[tuple[str, precision.Weight]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield (name, tensor of the first, tensor of the second) as soon as both have been read.
@@ -271,7 +271,7 @@ def both(
         for side, item in enumerate(items):
             if item is None:
                 continue
-            name, tensor = item[0], precision.plain(item[1])
+            name, tensor = item[0], precision.to_plain(item[1])
             other = waiting[1 - side].pop(name, None)
             if other is None:
                 waiting[side][name] = tensor
@@ -282,8 +282,8 @@ def both(
                     Message(
                         "{name} is {shape} in one model and {other} in the other",
                         name=name,
-                        shape=sides(left.shape),
-                        other=sides(two.shape),
+                        shape=format_shape(left.shape),
+                        other=format_shape(two.shape),
                     )
                 )
             yield name, left, two
@@ -296,7 +296,7 @@ def both(
         )
 
 
-def spectrum(difference: Tensor, rank: int) -> Spectrum:
+def compute_spectrum(difference: Tensor, rank: int) -> Spectrum:
     """Return the singular values of a weight's difference: all, or the largest 2 x `rank` of a large one."""
     matrix = difference.flatten(1)
     columns = 2 * rank
@@ -320,13 +320,13 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
             made[module] = pairs.Pair(a, tensors[module + halves[1]], scale)
     side = family.native_resolution
     about = {
-        **pairs.named(output),
+        **pairs.make_name_metadata(output),
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
         "modelspec.architecture": f"{family.architecture_name()}/lora",
-        "modelspec.implementation": export_metadata.implementation(family, layout),
+        "modelspec.implementation": export_metadata.find_implementation(family, layout),
         "modelspec.resolution": f"{side}x{side}",
-        "ss_network_module": export_metadata.network_module(family, "lora"),
+        "ss_network_module": export_metadata.choose_network_module(family, "lora"),
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),
         "lora_fp8_layout": layout,

@@ -54,7 +54,7 @@ class About:
         """Return the description as plain JSON types."""
         return {**vars(self), "alphas": {str(alpha): count for alpha, count in self.alphas.items()}}
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return the description as lines for the terminal."""
         counted: list[tuple[str, Mapping[Any, int]]]
         counted = [("rank", self.ranks), ("alpha", self.alphas), ("dtype", self.dtypes)]
@@ -87,11 +87,11 @@ class About:
                 autov3=self.hashes["autov3"],
                 answer=answers[self.hashes["header"]],
             ),
-            *(_on_a_line(f"{key} = {value[:200]}") for key, value in sorted(self.metadata.items())),
+            *(_escape_unprintable(f"{key} = {value[:200]}") for key, value in sorted(self.metadata.items())),
         ]
 
 
-def _on_a_line(text: str) -> str:
+def _escape_unprintable(text: str) -> str:
     """Escape unprintable characters of foreign text, such as line breaks and terminal commands."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -102,20 +102,20 @@ def inspect(path: Path) -> About:
     Raises:
         UserError: it is not a safetensors file, or an adapter of an unknown kind.
     """
-    kind, layers = _layers(path)
+    kind, layers = _read_layers(path)
     tensors, metadata = export.read_adapter(path, sound=False)
     named_family = verify.read_family_name(metadata)
-    fitting_families = [named_family] if named_family else fitting(tensors)
+    fitting_families = [named_family] if named_family else find_fitting_families(tensors)
     layout = ""
     if fitting_families:
         layout = layouts.detect_layout(tensors, families.get(fitting_families[0]))
     alphas = {name.removesuffix(".alpha"): float(value) for name, value in tensors.items() if name.endswith(".alpha")}
     norms = {
-        module: _norm(parts)
-        * (alphas[module] / kinds.rank_of(parts) if module in alphas and kinds.has_rank(parts) else 1)
+        module: _compute_norm(parts)
+        * (alphas[module] / kinds.read_rank(parts) if module in alphas and kinds.has_rank(parts) else 1)
         for module, parts in layers.items()
     }
-    payload = safetensors_file.payload_hash(path)
+    payload = safetensors_file.hash_payload(path)
     with open_regular(path) as file:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
     own = metadata.get("sshs_model_hash")
@@ -125,24 +125,26 @@ def inspect(path: Path) -> About:
         kind=kind,
         layout=layout,
         families=fitting_families,
-        ranks=dict(Counter(kinds.rank_of(parts) for parts in layers.values()).most_common()),
+        ranks=dict(Counter(kinds.read_rank(parts) for parts in layers.values()).most_common()),
         alphas=dict(Counter(alphas.get(module) for module in layers).most_common()),
-        dtypes=dict(Counter(pairs.short(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()),
+        dtypes=dict(
+            Counter(pairs.format_dtype(next(iter(parts.values())).dtype) for parts in layers.values()).most_common()
+        ),
         norms=dict(sorted(norms.items(), key=lambda item: -item[1])),
         metadata=safetensors_file.read_header(path).metadata,
         hashes={"sha256": sha, "autov2": sha[:10], "autov3": payload[:12], "header": own == payload if own else None},
     )
 
 
-def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
+def _read_layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
     """Return the kind, and each layer's tensors by the last part of their names, in our words."""
     tensors, _ = export.read_adapter(path, sound=False)
     if not is_other(tensors):
         named = {module: (pair.a, pair.b) for module, pair in pairs.read(path, sound=False).pairs.items()}
         return "lora", {module: dict(zip(kinds.PARTS["lora"], pair, strict=True)) for module, pair in named.items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
-    layers = kinds.grouped({layouts.in_our_words(name): tensor for name, tensor in weights.items()})
-    found_kinds = sorted({kinds.kind_of(parts, module) for module, parts in layers.items()})
+    layers = kinds.group_by_layer({layouts.rename_kohya_halves(name): tensor for name, tensor in weights.items()})
+    found_kinds = sorted({kinds.detect_kind(parts, module) for module, parts in layers.items()})
     if len(found_kinds) > 1:
         raise UserError(
             Message(
@@ -156,38 +158,39 @@ def _layers(path: Path) -> tuple[str, dict[str, dict[str, Tensor]]]:
 
 def is_other(tensors: Mapping[str, Tensor]) -> bool:
     """Return True if a file holds another kind than LoRA."""
-    return any(layouts.in_our_words(name).endswith(layouts.OTHER_PARTS) for name in tensors)
+    return any(layouts.rename_kohya_halves(name).endswith(layouts.OTHER_PARTS) for name in tensors)
 
 
-def _norm(parts: Mapping[str, Tensor]) -> float:
+def _compute_norm(parts: Mapping[str, Tensor]) -> float:
     """Return the Frobenius norm of a layer's unscaled delta; for pairs, computed from two r x r matrices.
 
     For OFT it is that of R - I, because its delta depends on the weight.
     """
     if "oft_blocks" in parts:
-        return float(kinds.turn(parts["oft_blocks"]).norm())
+        return float(kinds.compute_rotation(parts["oft_blocks"]).norm())
     if "lora_A.weight" in parts:
         a, b = parts["lora_A.weight"].double().flatten(1), parts["lora_B.weight"].double().flatten(1)
         return math.sqrt(max(float((b.T @ b * (a @ a.T)).sum()), 0.0))
     if "hada_w1_a" in parts:
-        return float(kinds.delta(parts, 1.0).norm())
-    factors = kinds.kronecker_factors({name: tensor.double() for name, tensor in parts.items()})
+        return float(kinds.compute_delta(parts, 1.0).norm())
+    factors = kinds.compute_kronecker_factors({name: tensor.double() for name, tensor in parts.items()})
     return math.prod(float(factor.norm()) for factor in factors)
 
 
-def fitting(tensors: Mapping[str, Tensor]) -> list[str]:
+def find_fitting_families(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the families whose released denoiser has all of a file's layers in these shapes."""
     names = []
-    for name in families.available():
+    for name in families.list_families():
         Family = families.get(name)
         try:
             state, _ = layouts.from_layout(tensors, Family, Family.reference_config)
         except UserError:  # names of another architecture
             continue
         shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
-        layouts.modules(state)  # raises UserError for half a pair
+        layouts.list_modules(state)  # raises UserError for half a pair
         fits = (
-            module in shapes and kinds.fits(parts, shapes[module]) for module, parts in kinds.grouped(state).items()
+            module in shapes and kinds.fits_shape(parts, shapes[module])
+            for module, parts in kinds.group_by_layer(state).items()
         )
         if all(fits):
             names.append(name)
@@ -214,18 +217,18 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
     """
     tensors, metadata = export.read_adapter(path)
     other = is_other(tensors)
-    held = _common_dtype(tensors) if other else pairs.read(path).dtype
-    name = family or verify.read_family_name(metadata) or _only(fitting(tensors), path)
+    held = _find_common_dtype(tensors) if other else pairs.read(path).dtype
+    name = family or verify.read_family_name(metadata) or _require_single(find_fitting_families(tensors), path)
     Family = families.get(name)
     sizes = Family.reference_config
     if base:
         sizes = Family(settings.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
     state, scaling = layouts.from_layout(tensors, Family, sizes)
     made = layouts.to_layout(state, scaling, Family, sizes, layout)
-    about = {"lora_fp8_layout": layout, "modelspec.implementation": export_metadata.implementation(Family, layout)}
+    about = {"lora_fp8_layout": layout, "modelspec.implementation": export_metadata.find_implementation(Family, layout)}
     if other:
-        _write_other(made, output, pairs.dtype_of(dtype, held), metadata, about)
-        return len(layouts.modules(state))
+        _write_other(made, output, pairs.parse_dtype(dtype, held), metadata, about)
+        return len(layouts.list_modules(state))
     halves = pairs.HALVES[layout == "kohya"]
     converted = {}
     for key in [key for key in made if key.endswith(halves[0])]:
@@ -233,11 +236,11 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
         a, b = (made[module + half] for half in halves)
         converted[module] = Pair(a, b, float(made[f"{module}.alpha"]) / a.shape[0] if layout == "kohya" else 1.0)
     written = Lora(converted, halves, layout == "kohya", held, metadata)
-    pairs.write(written, output, pairs.dtype_of(dtype, held), about)
+    pairs.write(written, output, pairs.parse_dtype(dtype, held), about)
     return len(converted)
 
 
-def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+def _find_common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     return Counter(t.dtype for name, t in tensors.items() if not name.endswith(export.KEPT_WIDE)).most_common(1)[0][0]
 
 
@@ -250,9 +253,9 @@ def _write_other(
     held = {name: tensor if name.endswith(export.KEPT_WIDE) else tensor.to(dtype) for name, tensor in tensors.items()}
     pairs.require_finite(held, dtype)
     kept = {key: value for key, value in metadata.items() if key not in pairs.STALE}
-    layers = kinds.grouped({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
+    layers = kinds.group_by_layer({name: tensor for name, tensor in held.items() if not name.endswith(".alpha")})
     alphas = {float(tensor) for name, tensor in held.items() if name.endswith(".alpha")}
-    alpha = alphas or {float(kinds.rank_of(parts)) for parts in layers.values()}
+    alpha = alphas or {float(kinds.read_rank(parts)) for parts in layers.values()}
     kept |= {"ss_network_alpha": str(alpha.pop()) if len(alpha) == 1 else "Dynamic"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -261,10 +264,10 @@ def _write_other(
         raise cannot_write(path, error) from None
 
 
-def _only(names: list[str], path: Path) -> str:
+def _require_single(names: list[str], path: Path) -> str:
     if len(names) != 1:
         known = Joined(" or ", names) if names else Message("none that is supported")
-        accepted = " | ".join(names or families.available())
+        accepted = " | ".join(names or families.list_families())
         raise UserError(
             Message(
                 "{path}: its names and shapes do not decide the architecture ({kind}); name it with --family ({names})",

@@ -211,13 +211,13 @@ class _Counter:
         now = time.monotonic()
         if now - self._last >= 0.2:
             self._last = now
-            self._tell(now)
+            self._report_progress(now)
 
     def finish(self) -> None:
         """Report the end; files that the Hub has already are not read."""
         self.report(Progress(self.total, self.total))
 
-    def _tell(self, now: float) -> None:
+    def _report_progress(self, now: float) -> None:
         done = sum(self._done.values())
         self._seen = [(at, count) for at, count in self._seen if now - at <= SPEED_SECONDS] + [(now, done)]
         (begun, first), (at, last) = self._seen[0], self._seen[-1]
@@ -264,7 +264,7 @@ def _explain(repo: str, error: Exception) -> str:
         return Message("the account of this machine's token has no write access to {repo}.", repo=repo)
     if status == 409:
         return EXISTS(repo=repo)
-    explained = hosts.of(parse(repo)).explain(error)
+    explained = hosts.make_host(parse(repo)).explain(error)
     if isinstance(explained, hosts.NoAnswer):
         return Message("{repo} was not uploaded: {why}", repo=repo, why=str(explained))
     why = (reason(error) or type(error).__name__).strip().splitlines()[0][:200]

@@ -40,7 +40,7 @@ def describe(reference: Reference, revision: str = "", only: str = "") -> BaseDe
         UserError: there is no such dataset, it is not accessible, it has no file that can be read, or the hub cannot
             be asked.
     """
-    host = hosts.of(reference, revision)
+    host = hosts.make_host(reference, revision)
     try:
         answer = host.ask()
     except hosts.NoAnswer as error:

@@ -86,12 +86,12 @@ class Kit:
     notes: list[str]
 
 
-def hosts() -> dict[str, dict[str, Any]]:
+def load_hosts() -> dict[str, dict[str, Any]]:
     """Return {file stem: content} of all hosts, sorted by name."""
     return {path.stem: tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(HOSTS.glob("*.toml"))}
 
 
-def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
+def list_base_names(host: Mapping[str, Any], family: str) -> list[str] | None:
     """Return a host's names for a family, one of which is right; [] if unknown, None if it is not offered."""
     names = host.get("base_models", {}).get(family, [])
     return None if names == "not offered" else names
@@ -100,7 +100,7 @@ def base_models(host: Mapping[str, Any], family: str) -> list[str] | None:
 # -- collecting the facts
 
 
-def from_run(
+def collect_from_run(
     folder: Path, layout: str = "", among: Sequence[Path] = (), step: int = 0
 ) -> tuple[Path, Job, list[Picture]]:
     """Return a run's file to publish, its config, and its last previews.
@@ -132,7 +132,9 @@ def from_run(
             )
         )
     known = [
-        event for event in run.events() if event["event"] == "preview" and {"step", "images", "prompts"} <= event.keys()
+        event
+        for event in run.read_events()
+        if event["event"] == "preview" and {"step", "images", "prompts"} <= event.keys()
     ]
     drawn = [event for event in known if event["step"] == (step or event["step"])]
     pictures = [
@@ -160,7 +162,7 @@ def _make_picture(path: Path, prompt: str, number: int, drawn_with: Mapping[str,
     )
 
 
-def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, strength: float = 1.0) -> Facts:
+def collect_facts(file: Path, given: Mapping[str, str], job: Job | None = None, strength: float = 1.0) -> Facts:
     """Return the facts of a file's header; values given by hand (family, title, trigger, description, ...) come first.
 
     Raises:
@@ -169,8 +171,8 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
     header = safetensors_file.read_header(file).metadata
     named_family = job.model.family if job else verify.read_family_name(header)
     family = given.get("family") or named_family
-    if family not in families.available():
-        accepted = " | ".join(families.available())
+    if family not in families.list_families():
+        accepted = " | ".join(families.list_families())
         raise UserError(verify.UNNAMED_ARCHITECTURE(path=file, names=accepted))
     base = ""
     if job and _files.is_hub_id(job.model.path) and not os.path.exists(os.path.expanduser(job.model.path)):
@@ -186,7 +188,7 @@ def facts_of(file: Path, given: Mapping[str, str], job: Job | None = None, stren
         tags=tuple(tag.strip() for tag in header.get("modelspec.tags", "").split(",") if tag.strip()),
         steps=header.get("ss_steps", ""),
         clip_skip=header.get("ss_clip_skip", "").replace("None", ""),
-        autov3=safetensors_file.payload_hash(file)[:12].upper(),
+        autov3=safetensors_file.hash_payload(file)[:12].upper(),
     )
 
 
@@ -232,19 +234,19 @@ def make(
     check_free(folder)
     _check_adapter(file)
     made_here = not folder.exists()
-    slug = export_metadata.slug(facts.title)
+    slug = export_metadata.make_slug(facts.title)
     lora = folder / f"{slug}.safetensors"
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         _copy(file, lora, whole=captions)
         _draw_all(pictures, folder, facts, slug)
-        sidecar = json.dumps(_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
+        sidecar = json.dumps(_make_sidecar(facts), ensure_ascii=False, indent=1) + "\n"
         atomic_write(folder / f"{slug}.json", sidecar.encode())
-        atomic_write(folder / CARD, card(facts, lora.name, pictures, slug, repo).encode())
+        atomic_write(folder / CARD, render_card(facts, lora.name, pictures, slug, repo).encode())
         for language, name in LANGUAGES.items():
-            atomic_write(folder / name, page(facts, lora, language).encode())
+            atomic_write(folder / name, render_page(facts, lora, language).encode())
     except BaseException as error:  # an incomplete kit would look like a complete one
-        _empty(folder, remove=made_here)
+        _clear_folder(folder, remove=made_here)
         if isinstance(error, OSError):
             raise cannot_write(folder, error) from None
         raise
@@ -255,10 +257,10 @@ def make(
                 "there are no images, and every host requires one; generate some with preview.prompts, or add your own"
             )
         )
-    notes += _missing(facts)
-    for host in hosts().values():
+    notes += _list_missing(facts)
+    for host in load_hosts().values():
         notes += [
-            Message("{name}: {line}", name=host["title"]["en"], line=line) for line in problems(host, facts, lora)
+            Message("{name}: {line}", name=host["title"]["en"], line=line) for line in list_problems(host, facts, lora)
         ]
     return Kit(folder, sorted(path for path in folder.rglob("*") if path.is_file()), notes)
 
@@ -269,7 +271,7 @@ def _check_adapter(file: Path) -> None:
     Raises:
         UserError: it is none.
     """
-    tensors = {layouts.in_our_words(name): tensor for name, tensor in export.read_adapter(file)[0].items()}
+    tensors = {layouts.rename_kohya_halves(name): tensor for name, tensor in export.read_adapter(file)[0].items()}
     known = {name: tensor for name, tensor in tensors.items() if name.endswith(tuple(f".{p}" for p in kinds.ALL_PARTS))}
     if not known:
         raise UserError(
@@ -279,8 +281,8 @@ def _check_adapter(file: Path) -> None:
                 names=first_few(sorted(tensors)) or Message("nothing"),
             )
         )
-    for layer, parts in kinds.grouped(known).items():
-        kinds.kind_of(parts, layer)
+    for layer, parts in kinds.group_by_layer(known).items():
+        kinds.detect_kind(parts, layer)
 
 
 def _draw_all(pictures: Sequence[Picture], folder: Path, facts: Facts, slug: str) -> None:
@@ -297,7 +299,7 @@ def _draw_all(pictures: Sequence[Picture], folder: Path, facts: Facts, slug: str
         (folder / "images").rmdir()
 
 
-def _empty(folder: Path, remove: bool) -> None:
+def _clear_folder(folder: Path, remove: bool) -> None:
     """Delete all that is in a folder, and with `remove` the folder too, as far as it can be deleted."""
     with contextlib.suppress(OSError):
         for part in folder.iterdir():
@@ -306,7 +308,7 @@ def _empty(folder: Path, remove: bool) -> None:
             folder.rmdir()
 
 
-def _missing(facts: Facts) -> list[Message]:
+def _list_missing(facts: Facts) -> list[Message]:
     lines = {
         Message("the trigger word is missing; give it with --trigger"): facts.trigger,
         Message("the description is missing; give it with --description"): facts.description,
@@ -324,7 +326,7 @@ def _copy(source: Path, target: Path, *, whole: bool) -> None:
     header = safetensors_file.read_header(source)
     kept = {key: value for key, value in header.metadata.items() if whole or key in PUBLIC}
     if adapter_config := header.metadata.get(adapter_header.KEY):  # without it, the file would have another strength
-        kept[adapter_header.KEY] = adapter_config if whole else adapter_header.published(adapter_config)
+        kept[adapter_header.KEY] = adapter_config if whole else adapter_header.remove_private_values(adapter_config)
     head = json.dumps({"__metadata__": kept, **header.entries}, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     with open(source, "rb") as read, write_synced(target) as write:
@@ -334,7 +336,7 @@ def _copy(source: Path, target: Path, *, whole: bool) -> None:
     sync_folder(target.parent)
 
 
-def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int]) -> str:
+def format_parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int]) -> str:
     """Return A1111's parameters of an image, by which hosts link it to a LoRA; `size` is (width, height) in pixels."""
     settings: dict[str, Any] = {
         "Steps": picture.steps,
@@ -353,12 +355,12 @@ def parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int, int])
 def _draw(picture: Picture, target: Path, facts: Facts, slug: str) -> None:
     with Image.open(picture.path) as image:
         text = PngImagePlugin.PngInfo()
-        text.add_text("parameters", parameters(picture, facts, slug, image.size))
+        text.add_text("parameters", format_parameters(picture, facts, slug, image.size))
         write_png(image.convert("RGB"), target, pnginfo=text)
 
 
-def _sidecar(facts: Facts) -> dict[str, Any]:
-    civitai = base_models(hosts()["civitai"], facts.family) or []
+def _make_sidecar(facts: Facts) -> dict[str, Any]:
+    civitai = list_base_names(load_hosts()["civitai"], facts.family) or []
     return {
         "name": facts.title,
         "description": facts.description,
@@ -372,7 +374,7 @@ def _sidecar(facts: Facts) -> dict[str, Any]:
     }
 
 
-def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: str = "OWNER/NAME") -> str:
+def render_card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: str = "OWNER/NAME") -> str:
     """Return the model card: YAML for the Hub, and a page. Texts are quoted as JSON, which is valid YAML."""
     family = families.get(facts.family)
     task = "image-to-image" if family.controls[1] else "text-to-image"
@@ -411,7 +413,7 @@ def card(facts: Facts, file: str, pictures: Sequence[Picture], slug: str, repo: 
     return "\n".join(lines)
 
 
-def problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]:
+def list_problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]:
     """List how a file exceeds a host's limits or misses its base models, and what is unknown, one line each."""
     problems = []
     if file.suffix not in host["extensions"]:
@@ -435,7 +437,7 @@ def problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]
         problems.append(
             Message("there are {count} .safetensors files in one folder, but only one is accepted", count=beside)
         )
-    known = base_models(host, facts.family)
+    known = list_base_names(host, facts.family)
     if host.get("base_is_hub_id") and facts.base_model:
         known = [facts.base_model]
     title = families.get(facts.family).title
@@ -448,13 +450,13 @@ def problems(host: Mapping[str, Any], facts: Facts, file: Path) -> list[Message]
     return problems
 
 
-def page(facts: Facts, file: Path, language: str) -> str:
+def render_page(facts: Facts, file: Path, language: str) -> str:
     """Return the page with what to paste into each host's form, in "en" or "zh"."""
     tag = choose_language(language)
     unfilled = translate(tag, Message("(to fill in)"))
     lines = [f"# {facts.title}", ""]
-    for host in hosts().values():
-        known = base_models(host, facts.family) or []
+    for host in load_hosts().values():
+        known = list_base_names(host, facts.family) or []
         base = facts.base_model if host.get("base_is_hub_id") else ""
         values = {
             "title": facts.title,
@@ -473,6 +475,6 @@ def page(facts: Facts, file: Path, language: str) -> str:
         lines += [f"## {host['title'][language]}", ""]
         for row in host["fields"]:
             lines.append(f"- {row[language]}: {values[row['value']] or unfilled}")
-        lines += ["", *(f"! {translate(tag, line)}" for line in problems(host, facts, file))]
+        lines += ["", *(f"! {translate(tag, line)}" for line in list_problems(host, facts, file))]
         lines += [host["unknown"][language], ""]
     return "\n".join(lines)

@@ -25,19 +25,19 @@ from torch import Tensor
 from .. import families, settings, verify
 from ..adapters import kinds
 from ..common import system
-from ..common.numbers import sides
+from ..common.numbers import format_shape
 from ..common.writing import sync_folder, write_synced
 from ..errors import Message, UserError, cannot_write, exists_already, first_few, reason
 from ..families import _files
 from ..lora_files import export, layer_names, layouts, safetensors_file
-from ..lora_files.layer_names import text_encoder_of
+from ..lora_files.layer_names import find_text_encoder
 from . import pairs, resize
 from .pairs import STALE, Lora, Pair
 
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def weighted(text: str) -> tuple[Path, float]:
+def parse_weighted(text: str) -> tuple[Path, float]:
     """Parse `file:0.7` into a file and its weight, which is 1 if none is given.
 
     Raises:
@@ -77,7 +77,7 @@ def concatenate(loras: Sequence[Lora], weights: Sequence[float]) -> dict[str, Pa
     for module, weighted_pairs in parts.items():
         shapes = {pair.shape for pair, _ in weighted_pairs}
         if len(shapes) > 1:
-            both_shapes = " and ".join(sides(shape) for shape in sorted(shapes))
+            both_shapes = " and ".join(format_shape(shape) for shape in sorted(shapes))
             raise UserError(
                 Message("{name} is {told}: these LoRAs have different architectures", name=module, told=both_shapes)
             )
@@ -112,22 +112,22 @@ def merge(
             )
         )
     loras = [pairs.read(path) for path, _ in sources]
-    of_one_naming([path for path, _ in sources], loras)
+    require_same_naming([path for path, _ in sources], loras)
     widest = max((lora.dtype for lora in loras), key=lambda held: torch.finfo(held).bits)
-    held = pairs.dtype_of(dtype, widest)
+    held = pairs.parse_dtype(dtype, widest)
     merged_pairs = concatenate(loras, [weight for _, weight in sources])
     report = None
     if rank or energy:
         pairs.check_size(rank, energy)
         merged_pairs, report = resize.shrink(merged_pairs, rank, energy, uniform=False)
     origin = ", ".join(f"{path.name}:{weight:g}" for path, weight in sources)
-    about = {**pairs.named(output), "modelspec.merged_from": origin, "lora_fp8_tool": f"merge of {origin}"}
-    whole = replace(loras[0], pairs=merged_pairs, metadata=in_common(loras))
+    about = {**pairs.make_name_metadata(output), "modelspec.merged_from": origin, "lora_fp8_tool": f"merge of {origin}"}
+    whole = replace(loras[0], pairs=merged_pairs, metadata=find_common_metadata(loras))
     pairs.write(whole, output, held, about)
     return report
 
 
-def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
+def require_same_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
     """Check that files use the same names for layers and for the two matrices, and that their headers agree.
 
     Raises:
@@ -136,7 +136,7 @@ def of_one_naming(paths: Sequence[Path], loras: Sequence[Lora]) -> None:
     _refuse_two_architectures(paths, loras)
     for path, lora in zip(paths[1:], loras[1:], strict=True):
         # A LoRA of the text encoder alone and one of the denoiser share no layer but may have the same layout.
-        alike = {_kind(module) for module in loras[0].pairs} & {_kind(module) for module in lora.pairs}
+        alike = {_find_prefix(module) for module in loras[0].pairs} & {_find_prefix(module) for module in lora.pairs}
         if lora.halves != loras[0].halves or not alike:
             ours, theirs = next(iter(loras[0].pairs)), next(iter(lora.pairs))
             raise UserError(
@@ -171,12 +171,12 @@ def _refuse_two_architectures(paths: Sequence[Path], loras: Sequence[Lora]) -> N
             )
 
 
-def _kind(module: str) -> str:
+def _find_prefix(module: str) -> str:
     """Return the start of a layer's name: "lora" for kohya's, else the part before the first dot."""
     return "lora" if module.startswith("lora_") else module.partition(".")[0]
 
 
-def in_common(loras: Sequence[Lora]) -> dict[str, str]:
+def find_common_metadata(loras: Sequence[Lora]) -> dict[str, str]:
     """Return the metadata that are equal in all files, and so still hold for a merged file."""
     first, *others = (lora.metadata for lora in loras)
     return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
@@ -193,7 +193,7 @@ class Merged:
     files: list[Path]
 
 
-def into(
+def merge_into_base(
     sources: Sequence[tuple[Path, float]], base: str, output: Path, *, family_name: str = "", components: str = ""
 ) -> Merged:
     """Write a base model with the LoRAs merged into its weights.
@@ -213,7 +213,7 @@ def into(
     loras = [export.read_adapter(path) for path, _ in sources]
     family_name = family_name or verify.read_family_name(loras[0][1])
     if not family_name:
-        accepted = " | ".join(families.available())
+        accepted = " | ".join(families.list_families())
         raise UserError(
             Message(
                 "{path} does not name its architecture; give it with --family ({names})",
@@ -225,14 +225,14 @@ def into(
     family = families.get(family_name)(section, device="cpu", dtype=torch.float32)
     family.fetch_weights()
     adapters = [(tensors, weight) for (tensors, _), (_, weight) in zip(loras, sources, strict=True)]
-    deltas = _changes(adapters, family)
-    places = _places(family)
-    if any(text_encoder_of(name, family) for name in deltas):
-        places |= _text_places(family)
+    deltas = _collect_changes(adapters, family)
+    places = _find_places(family)
+    if any(find_text_encoder(name, family) for name in deltas):
+        places |= _find_text_places(family)
     _check_places(deltas, places, base)
     # A text encoder that no LoRA changes is copied unchanged.
-    parts = {text_encoder_of(name, family) for name in deltas} | {""}
-    files = sorted({place.file for name, place in places.items() if text_encoder_of(name, family) in parts})
+    parts = {find_text_encoder(name, family) for name in deltas} | {""}
+    files = sorted({place.file for name, place in places.items() if find_text_encoder(name, family) in parts})
     for path in files:
         _refuse_quantized(path)
 
@@ -263,11 +263,11 @@ class _Change:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the layer's weight as a matrix."""
-        return kinds.shape_of(self.parts)
+        return kinds.infer_weight_shape(self.parts)
 
-    def delta(self, weight: Tensor) -> Tensor:
+    def compute_delta(self, weight: Tensor) -> Tensor:
         """Return the change of the weight. DoRA's depends on the weight; several add up, as in other programs."""
-        return kinds.gain(weight, self.parts, self.scaling, self.strength)
+        return kinds.compute_weight_change(weight, self.parts, self.scaling, self.strength)
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def _prepare_targets(family: Any, parts: set[str], files: list[Path], output: Pa
     return {path: output / path.relative_to(family.folder) for path in files}
 
 
-def _changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], family: Any) -> dict[str, list[_Change]]:
+def _collect_changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], family: Any) -> dict[str, list[_Change]]:
     """Return the changes of each weight of the base.
 
     Args:
@@ -312,8 +312,8 @@ def _changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], family: Any
     deltas: dict[str, list[_Change]] = {}
     for tensors, weight in adapters:
         state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
-        layouts.modules(state)  # raises UserError for half a pair
-        for module, parts in kinds.grouped(state).items():
+        layouts.list_modules(state)  # raises UserError for half a pair
+        for module, parts in kinds.group_by_layer(state).items():
             deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))
     return deltas
 
@@ -331,7 +331,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
     for name, layer_changes in deltas.items():
         rows, *columns = places[name].shape
         if wrong := next(
-            (change.shape for change in layer_changes if not kinds.fits(change.parts, (rows, *columns))), None
+            (change.shape for change in layer_changes if not kinds.fits_shape(change.parts, (rows, *columns))), None
         ):
             raise UserError(
                 Message(
@@ -347,7 +347,7 @@ def _check_places(deltas: Mapping[str, list[_Change]], places: Mapping[str, _Pla
             )
 
 
-def _places(family: Any) -> dict[str, _Place]:
+def _find_places(family: Any) -> dict[str, _Place]:
     shapes = {name: tuple(tensor.shape) for name, tensor in family.outline.state_dict().items()}
     if family.checkpoint:
         header = _files.read_header(family.checkpoint)
@@ -357,7 +357,7 @@ def _places(family: Any) -> dict[str, _Place]:
             for name, (key, rows) in made.items()
             if name in shapes
         }
-    paths = _files.weight_files(family.folder / family.denoiser_name, "diffusion_pytorch_model")
+    paths = _files.find_weight_files(family.folder / family.denoiser_name, "diffusion_pytorch_model")
     return {name: _Place(path, name, shape) for path in paths for name, shape in _files.read_header(path).items()}
 
 
@@ -365,7 +365,7 @@ OPEN_CLIP = {"self_attn.out_proj": "attn.out_proj", "mlp.fc1": "mlp.c_fc", "mlp.
 """CLIP's layers -> their names in OpenCLIP, in single files; OpenCLIP's attn.in_proj_weight holds q, k and v."""
 
 
-def _text_places(family: Any) -> dict[str, _Place]:
+def _find_text_places(family: Any) -> dict[str, _Place]:
     """Return the places, as `_places` does, of the weights that LoRAs of text encoders change.
 
     Raises:
@@ -376,9 +376,9 @@ def _text_places(family: Any) -> dict[str, _Place]:
     for encoder in family.trained_text:
         prefix = family.checkpoint_text.get(encoder, "")
         if not family.checkpoint:
-            for path in _files.weight_files(family.folder / encoder, "model"):
+            for path in _files.find_weight_files(family.folder / encoder, "model"):
                 for name, shape in _files.read_header(path).items():
-                    places[layer_names.text_layer(encoder, name)] = _Place(path, name, shape)
+                    places[layer_names.make_text_layer_name(encoder, name)] = _Place(path, name, shape)
             continue
         own = {key.removeprefix(prefix): shape for key, shape in header.items() if prefix and key.startswith(prefix)}
         if not own:
@@ -390,12 +390,12 @@ def _text_places(family: Any) -> dict[str, _Place]:
                 )
             )
         for key, shape in own.items():
-            for layer, place in _text_layers_in(key, prefix, shape, family.checkpoint):
-                places[layer_names.text_layer(encoder, f"{layer}.weight")] = place
+            for layer, place in _find_text_layers(key, prefix, shape, family.checkpoint):
+                places[layer_names.make_text_layer_name(encoder, f"{layer}.weight")] = place
     return places
 
 
-def _text_layers_in(key: str, prefix: str, shape: tuple[int, ...], file: Path) -> Iterator[tuple[str, _Place]]:
+def _find_text_layers(key: str, prefix: str, shape: tuple[int, ...], file: Path) -> Iterator[tuple[str, _Place]]:
     """Yield (path of a layer in transformers, place of its weight) for the layers in a single file's tensor."""
     if match := re.search(r"text_model\.(encoder\.layers\.\d+\..+)\.weight$", key):
         yield match[1], _Place(file, prefix + key, shape)
@@ -442,12 +442,12 @@ def _make_folder(folder: Path) -> None:
 def _copy_without_weights(folder: Path, parts: Sequence[Path], output: Path) -> None:
     """Copy a diffusers folder without the weights of these parts, including unused variants of them."""
 
-    def left_out(place: str, names: list[str]) -> list[str]:
+    def find_left_out(place: str, names: list[str]) -> list[str]:
         weights = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")
         return [name for name in names if Path(place) in parts and name.endswith(weights)]
 
     try:
-        shutil.copytree(folder, output, ignore=left_out)
+        shutil.copytree(folder, output, ignore=find_left_out)
     except OSError as error:
         raise cannot_write(output, error) from None
 
@@ -500,6 +500,6 @@ def _add_(held: Tensor, place: _Place, weight_changes: Sequence[_Change]) -> Non
         numbers = torch.arange(held.shape[0]).reshape(-1, *(1 for _ in held.shape[1:]))
         rows = place.rows(numbers).flatten()
     weight = held[rows].to(wide)
-    total = sum(change.delta(weight) for change in weight_changes)
+    total = sum(change.compute_delta(weight) for change in weight_changes)
     assert isinstance(total, Tensor)
     held[rows] = (weight + total).to(held.dtype)

@@ -45,7 +45,7 @@ class Pair:
         """Shape of the layer's weight: (out, in[, kh, kw])."""
         return (self.b.shape[0], *self.a.shape[1:])
 
-    def delta(self) -> Tensor:
+    def compute_delta(self) -> Tensor:
         """Return B @ A * scale in float32, in the weight's shape."""
         return (self.b.flatten(1).float() @ self.a.flatten(1).float()).reshape(self.shape) * self.scale
 
@@ -129,7 +129,7 @@ def _pair_up(tensors: Mapping[str, Tensor], halves: tuple[str, str]) -> dict[str
             if name.endswith(half):
                 plain[name.removesuffix(half) + internal] = tensor
     pairs = {}
-    for module in layouts.modules(plain):  # raises UserError for half a pair
+    for module in layouts.list_modules(plain):  # raises UserError for half a pair
         a, b = (plain[module + half] for half in HALVES[0])
         alpha = tensors.get(f"{module}.alpha")
         pairs[module] = Pair(a, b, 1.0 if alpha is None else float(alpha) / a.shape[0])
@@ -172,28 +172,28 @@ def write(lora: Lora, path: Path, dtype: torch.dtype, about: Mapping[str, str]) 
 
 def require_finite(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Check that all values of a file fit its dtype. Raises RunFailure."""
-    if wrong := export.not_finite(tensors):
+    if wrong := export.find_nonfinite(tensors):
         raise RunFailure(
             Message(
                 "{names} is not finite in {dtype}; write it with --dtype fp32",
                 names=first_few(wrong),
-                dtype=short(dtype),
+                dtype=format_dtype(dtype),
             )
         )
 
 
-def named(path: Path) -> dict[str, str]:
+def make_name_metadata(path: Path) -> dict[str, str]:
     """Return the metadata that name a new file: its title and the name for prompts."""
-    return {"modelspec.title": path.stem, "ss_output_name": export_metadata.slug(path.stem)}
+    return {"modelspec.title": path.stem, "ss_output_name": export_metadata.make_slug(path.stem)}
 
 
-def short(dtype: torch.dtype) -> str:
+def format_dtype(dtype: torch.dtype) -> str:
     """Return a dtype's name on the command line, such as "bf16"; other dtypes have torch's name."""
     names = {held: name for name, held in DTYPES.items()}
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
+def parse_dtype(name: str, default: torch.dtype) -> torch.dtype:
     """Return the dtype that `--dtype` names; empty is the default.
 
     Raises:
@@ -209,7 +209,7 @@ def dtype_of(name: str, default: torch.dtype) -> torch.dtype:
         raise UserError(
             Message(
                 "the file is in {dtype}, which cannot be written; choose --dtype bf16, fp16 or fp32",
-                dtype=short(default),
+                dtype=format_dtype(default),
             )
         )
     return DTYPES[name] if name else default
@@ -239,11 +239,11 @@ class Spectrum:
         """The squared Frobenius norm of the delta."""
         return float(self.values.square().sum())
 
-    def kept(self, rank: int) -> float:
+    def compute_kept(self, rank: int) -> float:
         """Return the share of the energy in the first `rank` values; 1 for a delta of zero."""
         return float(self.values[:rank].square().sum()) / self.energy if self.energy else 1.0
 
-    def rank_for(self, share: float, energy: float | None = None) -> int:
+    def find_rank(self, share: float, energy: float | None = None) -> int:
         """Return the smallest rank that keeps this share of the energy, between 1 and the number of `values`.
 
         Args:
@@ -254,7 +254,7 @@ class Spectrum:
         shares = self.values.square().cumsum(0) / whole
         return min(int((shares < share - 1e-12).sum()) + 1, len(self.values))
 
-    def pair(self, rank: int) -> Pair:
+    def make_pair(self, rank: int) -> Pair:
         """Return the best pair of this rank (Eckart and Young, 1936), float32; both halves get the values' roots."""
         root = self.values[:rank].sqrt()
         a, b = root[:, None] * self.right[:rank], self.left[:, :rank] * root
@@ -263,7 +263,7 @@ class Spectrum:
         return Pair(a.float(), b.reshape(*b.shape, *(1 for _ in kernel)).float())
 
 
-def spectrum(pair: Pair) -> Spectrum:
+def compute_spectrum(pair: Pair) -> Spectrum:
     """Decompose B @ A * scale without forming it: QR of both factors, then SVD of the r x r core."""
     a, b = pair.a.flatten(1).double(), pair.b.flatten(1).double()
     left, upper = torch.linalg.qr(b)

@@ -42,7 +42,7 @@ class Report:
         """Share of all layers' energy that is kept."""
         return sum(row.kept * row.energy for row in self.rows) / sum(row.energy for row in self.rows)
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return a line for each of the layers that lose most, for the others together, and for the whole."""
         rows = sorted(self.rows, key=lambda row: (row.kept, row.module))
         lines: list[str] = [
@@ -95,20 +95,20 @@ def shrink(layers: Mapping[str, Pair], rank: int, energy: float, uniform: bool) 
     Raises:
         UserError: all deltas are zero.
     """
-    spectra = {module: pairs.spectrum(pair) for module, pair in layers.items()}
+    spectra = {module: pairs.compute_spectrum(pair) for module, pair in layers.items()}
     dropped = sorted(module for module, spectrum in spectra.items() if spectrum.energy == 0)
     ranks = {}
     for module, spectrum in spectra.items():
         if module not in dropped:
-            needed = spectrum.rank_for(energy) if energy else len(spectrum.values)
+            needed = spectrum.find_rank(energy) if energy else len(spectrum.values)
             ranks[module] = min(needed, rank or needed)
     if not ranks:
         raise UserError(Message("every delta of the file is zero, so there is nothing to keep"))
     if uniform:
         ranks = {module: min(max(ranks.values()), len(spectra[module].values)) for module in ranks}
-    made = {module: spectra[module].pair(wanted) for module, wanted in ranks.items()}
+    made = {module: spectra[module].make_pair(wanted) for module, wanted in ranks.items()}
     rows = [
-        Row(module, layers[module].rank, wanted, spectra[module].kept(wanted), spectra[module].energy)
+        Row(module, layers[module].rank, wanted, spectra[module].compute_kept(wanted), spectra[module].energy)
         for module, wanted in ranks.items()
     ]
     return made, Report(rows, dropped)
@@ -131,13 +131,13 @@ def resize(file: Path, output: Path, *, rank: int, energy: float, uniform: bool,
     """
     pairs.check_size(rank, energy)
     lora = pairs.read(file)
-    held = pairs.dtype_of(dtype, lora.dtype)
+    held = pairs.parse_dtype(dtype, lora.dtype)
     if output.exists():
         raise exists_already(output)
     made, report = shrink(lora.pairs, rank, energy, uniform)
     wanted = " ".join([f"rank {rank}"] * bool(rank) + [f"energy {energy:g}"] * bool(energy))
     resized = replace(lora, pairs=made)
     # A name of its own: A1111 treats two files with one ss_output_name as the same.
-    about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export_metadata.slug(output.stem)}
+    about = {"lora_fp8_tool": f"resize to {wanted}", "ss_output_name": export_metadata.make_slug(output.stem)}
     pairs.write(resized, output, held, about)
     return report

@@ -54,7 +54,7 @@ def find_obstacle() -> Message | None:
     return Message("WD taggers need onnxruntime; run pip install 'lora-fp8[tagger]'")
 
 
-def require(model: str) -> None:
+def require_runtime(model: str) -> None:
     """Raise UserError if this machine cannot run a tagger."""
     if obstacle := find_obstacle():
         raise UserError(Message("{model}: {why}", model=model, why=obstacle))
@@ -98,7 +98,7 @@ class WdTagger:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        require(name)
+        require_runtime(name)
         self.name = name
         self.tags = read_tags(folder / TAGS)
         self.session = _open_session(folder / MODEL)

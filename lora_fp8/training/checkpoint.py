@@ -36,7 +36,7 @@ from ..common.reading import read_bytes
 from ..common.writing import sync_folder, write_synced
 from ..errors import Joined, Message, Plural, RunFailure, Template, UserError, reason
 from ..run import ownership
-from ..settings import TABLES, Job, lines_of_table, table_of_lines
+from ..settings import TABLES, Job, format_table, parse_lines
 
 SCHEMA = 1
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -149,7 +149,7 @@ def prune_best(folder: Path, step: int) -> list[str]:
 
 def find_best(folder: Path) -> Path | None:
     """Return the newest complete bundle of `save_best`, or None."""
-    return next((path for path in _list_best(folder) if _broken(path) is None), None)
+    return next((path for path in _list_best(folder) if _find_damage(path) is None), None)
 
 
 def _list_best(folder: Path) -> list[Path]:
@@ -172,18 +172,18 @@ def _save(final: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, A
     Raises:
         RunFailure: the disk refused.
     """
-    files = {name: safetensors.torch.save(_plain(content)) for name, content in tensors.items()}
+    files = {name: safetensors.torch.save(_copy_to_cpu(content)) for name, content in tensors.items()}
     files["state.json"] = json.dumps({"schema": SCHEMA, **state}, indent=1, sort_keys=True).encode()
     manifest = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     files["manifest.json"] = json.dumps(manifest, indent=1, sort_keys=True).encode()
     gone = _write_or_make_room(final, files)
-    if problem := _broken(final):
+    if problem := _find_damage(final):
         raise RunFailure(
             Message(
                 "{key}: the file differs from what was written ({why}); {line}",
                 key=final,
                 why=problem,
-                line=_before(final),
+                line=_describe_remaining(final),
             )
         )
     return gone
@@ -208,12 +208,12 @@ def _write_or_make_room(final: Path, files: dict[str, bytes]) -> list[str]:
         except OSError as error:
             with contextlib.suppress(OSError):
                 ownership.remove_bundle(staged)
-            spare = _spare(final) if error.errno in FULL else None
+            spare = _choose_removable(final) if error.errno in FULL else None
             if spare is not None:
                 left: list[str] = []
                 with contextlib.suppress(OSError):
                     left = _remove(spare)
-                if spare not in _candidates(folder):
+                if spare not in _list_bundles(folder):
                     gone.append(
                         Message(
                             "the disk is full: {name} was removed before {step} was saved",
@@ -233,12 +233,12 @@ def _write_or_make_room(final: Path, files: dict[str, bytes]) -> list[str]:
                     why=reason(error),
                     need=f"{need:.1f}",
                     free=f"{free:.1f}",
-                    line=_before(final),
+                    line=_describe_remaining(final),
                 )
             ) from None
 
 
-def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def read_latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest complete bundle, and a line for each newer one that was skipped.
 
     This only reads, because a run may be training.
@@ -247,9 +247,9 @@ def latest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         RunFailure: there are bundles, but none is complete.
     """
     skipped: list[str] = []
-    candidates = _candidates(folder)
+    candidates = _list_bundles(folder)
     for path in candidates:
-        problem = _broken(path)
+        problem = _find_damage(path)
         if problem is None:
             return _read(path), skipped
         skipped.append(Message("{name} was skipped: {line}", name=path.name, line=problem))
@@ -277,26 +277,26 @@ def read(path: Path) -> Checkpoint:
         RunFailure: it is not complete.
     """
     if not path.is_dir():
-        others = ", ".join(p.name for p in reversed(_candidates(path.parent))) or Message("none")
+        others = ", ".join(p.name for p in reversed(_list_bundles(path.parent))) or Message("none")
         raise UserError(
             Message("{path}: there is no such checkpoint; the checkpoints are: {names}", path=path, names=others)
         )
-    if problem := _broken(path):
+    if problem := _find_damage(path):
         raise RunFailure(Message("{path} is incomplete: {why}", path=path, why=problem))
     return _read(path)
 
 
-def newest(folder: Path) -> Path | None:
+def find_newest(folder: Path) -> Path | None:
     """Return the bundle with the highest step, complete or not, or None."""
-    return next(iter(_candidates(folder)), None)
+    return next(iter(_list_bundles(folder)), None)
 
 
-def count(folder: Path) -> int:
+def count_bundles(folder: Path) -> int:
     """Return the number of bundles, complete or not."""
-    return len(_candidates(folder))
+    return len(_list_bundles(folder))
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step of a bundle, by its name."""
     return int(path.name.removeprefix("step-"))
 
@@ -348,7 +348,7 @@ BEFORE = {"quantize.convolutions": "bf16"}
 ASIDE = ("dataset.folders", "dataset.cache_dir", "dataset.cache_limit", "train.log_every", "adapter.init_from")
 
 
-def remember(job: Job, base: str, data: str, files: dict[str, str] | None = None) -> dict[str, Any]:
+def describe_job(job: Job, base: str, data: str, files: dict[str, str] | None = None) -> dict[str, Any]:
     """Return what a bundle stores of the job, to compare it with the job that resumes.
 
     Args:
@@ -363,7 +363,7 @@ def remember(job: Job, base: str, data: str, files: dict[str, str] | None = None
         if isinstance(section, dict)
         for key, value in section.items()
     }
-    flat |= {key: lines_of_table(flat[key]) for key in TABLES}  # lists: JSON does not keep the order of a table
+    flat |= {key: format_table(flat[key]) for key in TABLES}  # lists: JSON does not keep the order of a table
     flat["seed"] = job.seed
     settings = {k: v for k, v in flat.items() if k.startswith(WATCHED) and k not in PINNED + ASIDE}
     pinned = {key: flat[key] for key in PINNED}
@@ -372,8 +372,10 @@ def remember(job: Job, base: str, data: str, files: dict[str, str] | None = None
 
 def compare(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Compare two results of `remember`: returns lines that forbid to resume, and lines to warn with."""
-    was = {key: before[group].get(key, _default(key)) for group in ("pinned", "settings") for key in now[group]}
-    was |= {key: lines_of_table(table_of_lines(was[key])) for key in TABLES if key in was}  # as a user wrote them once
+    was = {
+        key: before[group].get(key, _find_former_default(key)) for group in ("pinned", "settings") for key in now[group]
+    }
+    was |= {key: format_table(parse_lines(was[key])) for key in TABLES if key in was}  # as a user wrote them once
     refused: list[str] = [
         Message("{key}: was {before}, is {now}", key=key, before=was[key], now=value)
         for key, value in now["pinned"].items()
@@ -435,7 +437,7 @@ def describe_changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     return lines
 
 
-def _default(key: str) -> Any:
+def _find_former_default(key: str) -> Any:
     """Return what a setting that older checkpoints did not record was; None if it no longer exists."""
     if key in BEFORE:
         return BEFORE[key]
@@ -444,7 +446,7 @@ def _default(key: str) -> Any:
     return fields[name].default if name in fields else None
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _list_bundles(folder: Path) -> list[Path]:
     places = (path for path in folder.glob("step-*") if not path.is_symlink() and not _is_a_remnant(path))
     numbered = [(int(match[1]), path) for path in places if (match := NAME.match(path.name))]
     return [path for _, path in sorted(numbered, reverse=True)]
@@ -459,7 +461,7 @@ def _is_a_remnant(path: Path) -> bool:
     return bool(others and not ours)
 
 
-def _broken(path: Path) -> str | None:
+def _find_damage(path: Path) -> str | None:
     try:
         manifest = read_json(path / "manifest.json")
         for name in (*_list_tensor_files(path), "state.json"):
@@ -477,9 +479,9 @@ def _list_tensor_files(path: Path) -> tuple[str, ...]:
     return ("adapter.safetensors",) if BEST.match(path.name) else ("adapter.safetensors", "optimizer.safetensors")
 
 
-def _before(final: Path) -> str:
+def _describe_remaining(final: Path) -> str:
     """Return words about the newest complete bundle that is left after a failed save."""
-    whole = next((path for path in _candidates(final.parent) if path != final and _broken(path) is None), None)
+    whole = next((path for path in _list_bundles(final.parent) if path != final and _find_damage(path) is None), None)
     return (
         Message("the previous checkpoint, {name}, is intact", name=whole.name)
         if whole
@@ -536,10 +538,10 @@ def _read(path: Path) -> Checkpoint:
 def _prune(folder: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` complete bundles; broken ones do not count. Returns lines as `_remove` does."""
     whole, lines = 0, []
-    for path in _candidates(folder):
+    for path in _list_bundles(folder):
         if whole >= keep:
             lines += _remove(path)
-        elif _broken(path) is None:
+        elif _find_damage(path) is None:
             whole += 1
     return lines
 
@@ -565,13 +567,13 @@ def _write(staged: Path, final: Path, files: dict[str, bytes]) -> None:
     sync_folder(final.parent)
 
 
-def _spare(final: Path) -> Path | None:
+def _choose_removable(final: Path) -> Path | None:
     """Return the oldest bundle if a complete one is left without it, else None."""
-    others = [path for path in _candidates(final.parent) if path != final]
+    others = [path for path in _list_bundles(final.parent) if path != final]
     if not others:
         return None
     *newer, oldest = others
-    return oldest if any(_broken(path) is None for path in newer) else None
+    return oldest if any(_find_damage(path) is None for path in newer) else None
 
 
 def _remove(path: Path) -> list[str]:
@@ -585,7 +587,7 @@ def _remove(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         ownership.remove_bundle(doomed)
     if ownership.split_bundle(path)[1] or doomed.exists():
-        left = ownership.counted(others) if (others := ownership.remove_bundle(path)) else ""
+        left = ownership.format_entries(others) if (others := ownership.remove_bundle(path)) else ""
         return (
             [
                 Message(
@@ -603,6 +605,6 @@ def _remove(path: Path) -> list[str]:
     return []
 
 
-def _plain(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_to_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     # Cloned, because safetensors refuses tensors that share memory, and the bundle's bytes must not depend on layout.
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}

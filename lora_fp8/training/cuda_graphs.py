@@ -54,7 +54,7 @@ class Recorder:
         """Return the number of recordings that are kept."""
         return sum(recording is not None for recording in self._recordings.values())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return lines for the log."""
         return [Message("passes of up to {count} image sizes are replayed as CUDA graphs", count=MOST)]
 

@@ -96,7 +96,7 @@ class Layout:
         self.parts.append(Part(key, tuple(segments), self.size, self.size + length))
         self.size += length
 
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
+    def make_views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return each parameter's elements of the vector by name, as views in the parameters' shapes."""
         return {segment.name: segment.of(part.of(flat)) for part in self.parts for segment in part.segments}
 
@@ -110,19 +110,19 @@ class Layout:
             raise ValueError(f"values and parameters differ: {differing[:8]}")
         device = next(iter(tensors.values())).device
         flat = torch.zeros(self.size, dtype=torch.float32, device=device)
-        for name, view in self.views(flat).items():
+        for name, view in self.make_views(flat).items():
             view.copy_(tensors[name].detach())
         return flat
 
     def without_gaps(self, flat: Tensor) -> Tensor:
         """Return a copy of a vector's values in the order of `names`, without gaps: what a checkpoint holds."""
-        views = self.views(flat)
+        views = self.make_views(flat)
         return torch.cat([views[name].reshape(-1) for name in self.names])
 
-    def with_gaps_(self, flat: Tensor, values: Tensor) -> None:
+    def fill_with_gaps_(self, flat: Tensor, values: Tensor) -> None:
         """Set a vector to what `without_gaps` returned, in place; the gaps become zero."""
         flat.zero_()
-        views = self.views(flat)
+        views = self.make_views(flat)
         sizes = [views[name].numel() for name in self.names]
         for name, piece in zip(self.names, values.to(flat.device).split(sizes), strict=True):
             views[name].copy_(piece.view(views[name].shape))
@@ -146,7 +146,7 @@ class Gradients:
         device = named[0][1].device
         self.flat = torch.zeros(self.size + 8, dtype=torch.float32, device=device)
         self.values = self.flat[: self.size]
-        self.named = layout.views(self.values)
+        self.named = layout.make_views(self.values)
         self._zeros: dict[torch.dtype, Tensor] = {}
 
     def zero_(self) -> None:
@@ -163,24 +163,26 @@ class Gradients:
     def collect_(self) -> None:
         """Add the gradients that backward left in `.grad`, and clear those."""
         for part in self.layout.parts:
-            pieces = list(self._pieces(part))
+            pieces = list(self._iterate_pieces(part))
             part.of(self.values).add_(torch.cat(pieces))  # float32 += bf16: exact conversion, float32 sum
             for segment in part.segments:
                 self.parameters[segment.name].grad = None
 
-    def _pieces(self, part: Part) -> Iterator[Tensor]:
+    def _iterate_pieces(self, part: Part) -> Iterator[Tensor]:
         """Yield the gradients of a part and the gaps between them, flat."""
         end = 0
         for segment in part.segments:
             parameter = self.parameters[segment.name]
             if segment.start > end:
-                yield self._zero(segment.start - end, parameter)
-            yield self._zero(parameter.numel(), parameter) if parameter.grad is None else parameter.grad.reshape(-1)
+                yield self._make_zeros(segment.start - end, parameter)
+            yield (
+                self._make_zeros(parameter.numel(), parameter) if parameter.grad is None else parameter.grad.reshape(-1)
+            )
             end = segment.stop
         if part.stop - part.start > end:
-            yield self._zero(part.stop - part.start - end, parameter)
+            yield self._make_zeros(part.stop - part.start - end, parameter)
 
-    def _zero(self, length: int, like: Tensor) -> Tensor:
+    def _make_zeros(self, length: int, like: Tensor) -> Tensor:
         """Return zeros in the dtype and on the device of a parameter."""
         have = self._zeros.get(like.dtype)
         if have is None or len(have) < length:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..common.text import similar
+from ..common.text import find_similar
 from ..errors import Joined, Message, UserError, reason
 from ..settings import Optimizer, is_class
 
@@ -32,20 +32,22 @@ def find_class(section: Optimizer) -> type[torch.optim.Optimizer]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise _refuse(section, Message("there is no module {name}; install its package", name=error.name)) from None
+        raise _make_error(section, Message("there is no module {name}; install its package", name=error.name)) from None
     except Exception as error:
-        raise _refuse(section, Message("{name} does not load ({why})", name=module_name, why=reason(error))) from error
+        raise _make_error(
+            section, Message("{name} does not load ({why})", name=module_name, why=reason(error))
+        ) from error
     made = getattr(module, class_name, None)
     if made is None:
-        near = similar(class_name, dir(module))
+        near = find_similar(class_name, dir(module))
         line = Message("{module} has no {name}", module=module_name, name=class_name)
         if near:
             line = Message("{line}, did you mean {meant}?", line=line, meant=repr(f"{module_name}.{near}"))
-        raise _refuse(section, line)
+        raise _make_error(section, line)
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
-        raise _refuse(section, Message("it is not a torch.optim.Optimizer"))
+        raise _make_error(section, Message("it is not a torch.optim.Optimizer"))
     if "lr" not in inspect.signature(made).parameters:
-        raise _refuse(section, Message("it has no argument lr, so no learning rate can be set"))
+        raise _make_error(section, Message("it has no argument lr, so no learning rate can be set"))
     return made
 
 
@@ -95,21 +97,21 @@ def try_out(section: Optimizer, build: Callable[[list[tuple[str, torch.nn.Parame
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         straight, whole = _begin(section, build)
-        _go(section, whole, range(1, 3))
-        tensors, meta = whole.state()
+        _take_steps(section, whole, range(1, 3))
+        tensors, meta = whole.copy_state()
         try:
             meta = json.loads(json.dumps(meta, allow_nan=False))
         except (TypeError, ValueError):
-            raise _refuse(section, Message("its state cannot be saved")) from None
+            raise _make_error(section, Message("its state cannot be saved")) from None
         copies = {name: param.detach().clone() for name, param in straight}
-        _go(section, whole, range(3, 6))
+        _take_steps(section, whole, range(3, 6))
         again, resumed = _begin(section, build)
         for name, param in again:
             param.data.copy_(copies[name])
         resumed.load_state(tensors, meta)
-        _go(section, resumed, range(3, 6))
+        _take_steps(section, resumed, range(3, 6))
     if not all(torch.equal(param, other) for (_, param), (_, other) in zip(straight, again, strict=True)):
-        raise _refuse(
+        raise _make_error(
             section,
             Message("its state cannot be restored, so a resumed training would differ from an uninterrupted one"),
         )
@@ -129,7 +131,7 @@ def _begin(section: Optimizer, build: Callable[[list[tuple[str, torch.nn.Paramet
         raise UserError(line) from error
 
 
-def _go(section: Optimizer, optimizer: Any, steps: range) -> None:
+def _take_steps(section: Optimizer, optimizer: Any, steps: range) -> None:
     for step in steps:
         drawn = torch.Generator().manual_seed(step)
         gradient = torch.randn(optimizer.layout.size, generator=drawn)
@@ -143,10 +145,10 @@ def _go(section: Optimizer, optimizer: Any, steps: range) -> None:
             parameters = inspect.signature(optimizer.library.step).parameters
             closure = parameters.get("closure")
             if closure is not None and (closure.default is inspect.Parameter.empty or "closure" in str(error)):
-                raise _refuse(section, Message("it needs a closure that computes the loss again")) from error
-            raise _refuse(section, Message("its first steps failed ({why})", why=reason(error))) from error
+                raise _make_error(section, Message("it needs a closure that computes the loss again")) from error
+            raise _make_error(section, Message("its first steps failed ({why})", why=reason(error))) from error
 
 
-def _refuse(section: Optimizer, line: Message) -> UserError:
+def _make_error(section: Optimizer, line: Message) -> UserError:
     assert is_class(section.name)
     return UserError(Message("optimizer.name = {name}: {line}", name=repr(section.name), line=line))

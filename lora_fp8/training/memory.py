@@ -46,7 +46,7 @@ class MemoryReport:
     compiled: str = ""
     """The compiled blocks: "19 FluxTransformerBlock, ..."; "" if there are none."""
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return lines for the log."""
         line = Message("gradient checkpointing on")
         if not self.gradient_checkpointing:
@@ -56,7 +56,7 @@ class MemoryReport:
         return [line, Message("compiled: {names}", names=self.compiled)] if self.compiled else [line]
 
 
-def problem(section: settings.Memory, device: torch.device) -> str:
+def find_problem(section: settings.Memory, device: torch.device) -> str:
     """Return why this machine cannot do what the section asks for, and what to choose instead; "" if it can."""
     if section.share_in_ram and device.type != "cuda":
         return Message(
@@ -78,7 +78,7 @@ def problem(section: settings.Memory, device: torch.device) -> str:
         return ""
     if device.type == "cuda":
         needed, is_there = "triton", importlib.util.find_spec("triton") is not None
-        if is_there and (line := precision.missing_c_compiler()):
+        if is_there and (line := precision.find_compiler_problem()):
             return Message("memory.compile = 'blocks': {line}, or use 'off'", line=line)
     else:
         needed = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -106,17 +106,17 @@ def apply_(denoiser: nn.Module, section: settings.Memory, *, is_random: bool = F
         UserError: this denoiser has nothing to compile.
     """
     compiled, kept = "", ATTENTION if section.keeps_attention else ()
-    recompute = _recomputation(kept, is_random) if section.recomputes else None
+    recompute = _make_recompute(kept, is_random) if section.recomputes else None
     if section.compile == "blocks":
-        compiled = _compile_blocks_(denoiser, recompute and _recomputation(kept, is_random, has_policy=True))
+        compiled = _compile_blocks_(denoiser, recompute and _make_recompute(kept, is_random, has_policy=True))
     if recompute is not None:
         # diffusers calls this with each block and its arguments.
-        checkpointed = functools.partial(_checkpointed, recompute)
+        checkpointed = functools.partial(_run_checkpointed, recompute)
         denoiser.enable_gradient_checkpointing(checkpointed)  # type: ignore[operator]  # a method of diffusers' models
     return MemoryReport(section.recomputes, section.keeps_attention, compiled)
 
 
-def _recomputation(kept: Sequence[Any], is_random: bool, *, has_policy: bool = False) -> Call:
+def _make_recompute(kept: Sequence[Any], is_random: bool, *, has_policy: bool = False) -> Call:
     """Return what runs a module so that its activations are recomputed in the backward pass.
 
     Args:
@@ -132,7 +132,7 @@ def _recomputation(kept: Sequence[Any], is_random: bool, *, has_policy: bool = F
     return functools.partial(checkpoint, **options)
 
 
-def _checkpointed(recompute: Call, block: nn.Module, *args: Any) -> Any:
+def _run_checkpointed(recompute: Call, block: nn.Module, *args: Any) -> Any:
     compiled = block._compiled_call_impl
     # Compiled code recomputes by itself: from outside, its operations could not be told apart.
     return compiled(*args, checkpointed=True) if compiled and block.training else recompute(block, *args)
@@ -208,14 +208,14 @@ def reset_peak(device: torch.device) -> None:
         system.reset_peak_memory()
 
 
-def peak_gib(device: torch.device) -> float:
+def read_peak_gib(device: torch.device) -> float:
     """Return the peak memory in GiB since `reset_peak`: of the GPU's allocator, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return system.read_peak_memory() / 2**30
 
 
-def free_bytes(device: torch.device) -> int | None:
+def count_free_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a GPU, after torch's cache is released; None for a CPU, whose system can swap."""
     if device.type != "cuda":
         return None

@@ -35,14 +35,15 @@ class NormCap:
 
         Args:
             limit: the largest norm.
-            tensors: of the adapter, as `adapters.tensors` lists them. Those that require no gradient are not scaled.
+            tensors: of the adapter, as `adapters.list_tensors` lists them. Those that require no gradient are not
+            scaled.
             scaling: factor of each layer's product.
         """
         self.limit, self.scaled, self.largest = limit, 0, 0.0
         self._fixed = {name: tensor.detach() for name, tensor in tensors.items() if not tensor.requires_grad}
         self._layers = {
             layer: ({part: f"{layer}.{part}" for part in parts if part != "lora_magnitude_vector"}, scaling[layer])
-            for layer, parts in kinds.grouped(tensors).items()
+            for layer, parts in kinds.group_by_layer(tensors).items()
         }
 
     @torch.no_grad()
@@ -61,7 +62,7 @@ class NormCap:
         self.scaled = int((every > self.limit).sum())
         self.largest = float(every.max().clamp(max=self.limit))
 
-    def figures(self) -> dict[str, float]:
+    def collect_figures(self) -> dict[str, float]:
         """Return the figures of the last call for the log, under sd-scripts' names."""
         return {"keys_scaled": self.scaled, "max_key_norm": self.largest}
 

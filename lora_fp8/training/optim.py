@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Message, UserError, first_few
-from ..precision.names import by_name
+from ..precision.names import map_by_name
 from ..settings import Optimizer, Schedule, is_class
 from . import foreign, library_state
 from .flat import ALIGNMENT, Layout, Part, Segment
@@ -43,15 +43,15 @@ from .optimizers import (
     SMALLEST_8BIT,
     Kind,
     Unit,
-    beta2,
-    count_listed,
+    count_list_entries,
+    estimate_state_bytes,
     is_matrix,
     make,
-    require,
-    state_bytes,
+    require_package,
+    resolve_beta2,
 )
 
-__all__ = ["AUTO_LR", "beta2", "count_listed", "require", "state_bytes"]
+__all__ = ["AUTO_LR", "resolve_beta2", "count_list_entries", "require_package", "estimate_state_bytes"]
 
 AUTO_FP8_FACTOR = 1.4
 PIECE = 2**22
@@ -62,12 +62,12 @@ ESTIMATES = ("d", "d_max", "d_numerator", "k")
 """Prodigy's state besides its tensors; the same in each of its parameter groups."""
 
 
-def lr(section: Optimizer) -> float:
+def resolve_lr(section: Optimizer) -> float:
     """Return `optimizer.lr` as a number; see `AUTO_LR`."""
     return AUTO_LR.get(section.name, AUTO_LR["adamw"]) if section.lr == "auto" else float(section.lr)
 
 
-def lr_factor(section: Optimizer, base_storage: str) -> float:
+def resolve_lr_factor(section: Optimizer, base_storage: str) -> float:
     """Return the factor on `optimizer.lr`: `optimizer.lr_scale` as a number.
 
     "auto" is 1.4 for a base stored in FP8 and 1 otherwise: the middle of the 30 to 50 % that lora-scripts users report
@@ -91,7 +91,7 @@ def try_out(section: Optimizer, *, limits: bool = False) -> None:
     Raises:
         UserError: it cannot be made, or not be resumed to the bit, or its weights cannot be limited.
     """
-    require(section)
+    require_package(section)
     if is_class(section.name):
         plain = section.model_copy(update={"lrs": {}})
 
@@ -104,7 +104,7 @@ def try_out(section: Optimizer, *, limits: bool = False) -> None:
         foreign.try_out(section, make_one)
 
 
-def text_encoder_lr(section: Optimizer) -> float:
+def resolve_text_encoder_lr(section: Optimizer) -> float:
     """Return the learning rate of text encoders: `optimizer.text_encoder_lr`; "auto" is half of `optimizer.lr`.
 
     Half is a convention, more careful than the equal learning rates that kohya's scripts use by default: what a text
@@ -112,20 +112,20 @@ def text_encoder_lr(section: Optimizer) -> float:
     FP8. Prodigy has one learning rate for everything, so it is the denoiser's.
     """
     if section.name == "prodigy":
-        return lr(section) * lr_factor(section, "none")
-    return lr(section) / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
+        return resolve_lr(section) * resolve_lr_factor(section, "none")
+    return resolve_lr(section) / 2 if section.text_encoder_lr == "auto" else float(section.text_encoder_lr)
 
 
-def lr_factors(section: Optimizer, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
+def find_lr_factors(section: Optimizer, names: Sequence[str]) -> tuple[dict[str, float], list[str]]:
     """Return the learning rate factors of those layers, or parameters of layers, that have one; and warnings.
 
     Raises:
         UserError: an entry of `optimizer.lrs` matches none of the names.
     """
-    return by_name("optimizer.lrs", section.lrs.items(), names)
+    return map_by_name("optimizer.lrs", section.lrs.items(), names)
 
 
-def cautions(section: Optimizer, schedule: Schedule | None = None) -> list[str]:
+def find_cautions(section: Optimizer, schedule: Schedule | None = None) -> list[str]:
     """Return warnings about settings that work but are seldom intended."""
     if section.name == "lion8bit" and section.lr != "auto" and section.lr >= 1e-4:
         return [
@@ -228,8 +228,8 @@ class AdapterOptimizer:
         self.name = section.name
         self.rounding = section.rounding
         self.seed = seed
-        self.lr_factor = lr_factor(section, base_storage)
-        self.base_lr = lr(section) * self.lr_factor
+        self.lr_factor = resolve_lr_factor(section, base_storage)
+        self.base_lr = resolve_lr(section) * self.lr_factor
         self._beta1 = section.beta1
         if section.rounding not in ("master", "stochastic", "nearest"):
             raise UserError(
@@ -240,8 +240,8 @@ class AdapterOptimizer:
                     names="master, stochastic, nearest",
                 )
             )
-        self.text_ratio = text_encoder_lr(section) / self.base_lr if of_text else 0.0
-        factors, _ = lr_factors(section, [name for name in self.params if name not in of_text])
+        self.text_ratio = resolve_text_encoder_lr(section) / self.base_lr if of_text else 0.0
+        factors, _ = find_lr_factors(section, [name for name in self.params if name not in of_text])
         keys: dict[str, Kind] = {}
         for name, param in named_params:
             ratio = self.text_ratio if name in of_text else factors.get(name, 1.0)
@@ -310,7 +310,9 @@ class AdapterOptimizer:
     @torch.no_grad()
     def start_at(self, values: dict[str, Tensor]) -> None:
         """Set the masters to the values that the parameters were rounded from; only before the first step."""
-        masters = {segment.name: segment.of(unit.master) for unit in self._with_masters() for segment in unit.segments}
+        masters = {
+            segment.name: segment.of(unit.master) for unit in self._list_master_units() for segment in unit.segments
+        }
         for name, value in values.items():
             if name in masters:
                 masters[name].copy_(value)
@@ -318,10 +320,10 @@ class AdapterOptimizer:
             if self.rounding == "master" and not unit.direct:
                 self._averages[i].copy_(unit.master)
 
-    def _with_masters(self) -> list[Unit]:
+    def _list_master_units(self) -> list[Unit]:
         return [unit for unit in self._units if self.rounding == "master" and not unit.direct]
 
-    def effective(self, lr: float) -> float:
+    def compute_effective_lr(self, lr: float) -> float:
         """Return the learning rate that a step at `lr` uses: `lr`, or with Prodigy `lr` times its present estimate."""
         return lr * self._optimizers[0].param_groups[0]["d"] if self.name == "prodigy" else lr
 
@@ -331,7 +333,8 @@ class AdapterOptimizer:
 
         Args:
             gradient: float32 gradients of all parameters, flat, as `layout` arranges them.
-            lr: learning rate of this step, from `schedules.learning_rate`; that of text encoders keeps its ratio to it.
+            lr: learning rate of this step, from `schedules.compute_learning_rate`; that of text encoders keeps its
+            ratio to it.
             step: number of this step, counted from 1. Keys the random bits of stochastic rounding, so that a resumed
                 run draws the same.
         """
@@ -359,15 +362,15 @@ class AdapterOptimizer:
             if self.rounding == "master":
                 unit.values.copy_(unit.master)
                 continue
-            generator = self._generator(step, unit.segments[0].name, unit.values.device)
+            generator = self._make_generator(step, unit.segments[0].name, unit.values.device)
             for rounded, exact in zip(unit.values.split(ROUNDED_PIECE), unit.master.split(ROUNDED_PIECE), strict=True):
                 rounded.copy_(round_stochastically(exact, generator))
         for average, unit in zip(self._averages, self._units, strict=bool(self._averages)):
             trained = unit.values if self.rounding == "stochastic" else unit.master
-            average.lerp_(trained.float(), self._share(step))
+            average.lerp_(trained.float(), self._compute_ema_share(step))
         self._release()
 
-    def _share(self, step: int) -> float:
+    def _compute_ema_share(self, step: int) -> float:
         """Return the share of a step's weights in their moving average: 1 - ema_decay, and more in the first steps.
 
         The first average is of the first step alone; then the decay rises as step / (step + 9), as diffusers' EMAModel
@@ -432,7 +435,7 @@ class AdapterOptimizer:
         for optimizer in self._optimizers:
             getattr(optimizer, mode)()
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return what is to be said of how the parameters are shared between two optimizers; [] for most."""
         others = [unit.segments[0].name for unit in self._units if not is_matrix(unit.shape)]
         if self.name != "muon" or not others:
@@ -456,24 +459,24 @@ class AdapterOptimizer:
                 if self.params[segment.name].data_ptr() != segment.of(unit.values).data_ptr():
                     raise RuntimeError(f"{segment.name} was moved or replaced after the optimizer was made")
 
-    def _state_of(self, unit: Unit) -> dict[str, Any]:
+    def _get_state(self, unit: Unit) -> dict[str, Any]:
         """Return the library's state of a unit; {} before its first step."""
         state = unit.optimizer.state
         return state[unit.stepped] if unit.stepped in state else {}  # looking it up in a defaultdict would create it
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def copy_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return copies on the CPU of all that `load_state` needs: tensors, and a dict for JSON.
 
         Tensors are named "<parameter>/master" and "<parameter>/<key of the optimizer>". bitsandbytes' code books are
         the same for all parameters and stored once, as "qmap1" and, for AdamW's second moments, "qmap2".
         """
         if self.name not in BY_KEYS:
-            tensors, meta = self._state_of_library()
-            return tensors | self._state_of_evaluation(), meta
-        tensors = self._state_of_evaluation()
+            tensors, meta = self._copy_library_state()
+            return tensors | self._copy_evaluation_state(), meta
+        tensors = self._copy_evaluation_state()
         counts: dict[str, int] = {}
         for unit in self._units:
-            whole = dict(self._state_of(unit))
+            whole = dict(self._get_state(unit))
             if self.rounding == "master" and not unit.direct:
                 whole["master"] = unit.master
             for key, value in whole.items():
@@ -486,22 +489,22 @@ class AdapterOptimizer:
                     continue
                 for segment in unit.segments:
                     tensors[f"{segment.name}/{key}"] = _cut(unit, segment, key, host).clone()
-        return tensors, self._meta(counts)
+        return tensors, self._make_meta(counts)
 
-    def _state_of_library(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _copy_library_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the state of an optimizer that is saved as it is."""
         tensors, saved = library_state.collect(self._units, self._optimizers, self._initial)
-        masters = {unit.segments[0].name: unit.master.view(unit.shape) for unit in self._with_masters()}
+        masters = {unit.segments[0].name: unit.master.view(unit.shape) for unit in self._list_master_units()}
         tensors |= {f"{name}/master": master.cpu().clone() for name, master in masters.items()}
-        return tensors, self._meta({}) | {"library": saved}
+        return tensors, self._make_meta({}) | {"library": saved}
 
-    def _state_of_evaluation(self) -> dict[str, Tensor]:
+    def _copy_evaluation_state(self) -> dict[str, Tensor]:
         """Return the averages, and the values that training continues from if no master has them.
 
         The adapter file beside them has the weights to evaluate.
         """
         tensors: dict[str, Tensor] = {}
-        kept = {id(unit) for unit in self._with_masters()}
+        kept = {id(unit) for unit in self._list_master_units()}
         for i, unit in enumerate(self._units if self._evaluates_others else ()):
             trained = unit.values if self._trained is None else self._trained[i]
             vectors = {} if id(unit) in kept else {"trained": trained}
@@ -511,7 +514,7 @@ class AdapterOptimizer:
                     tensors[f"{segment.name}/{key}"] = segment.of(vector).cpu().clone()
         return tensors
 
-    def _meta(self, counts: dict[str, int]) -> dict[str, Any]:
+    def _make_meta(self, counts: dict[str, int]) -> dict[str, Any]:
         meta = {
             "version": 1,
             "name": self.name,
@@ -537,7 +540,7 @@ class AdapterOptimizer:
         """
         self._check_meta(meta)
         state = self._read_state(tensors)
-        if wrong := self._misfits(state, meta):
+        if wrong := self._find_misfits(state, meta):
             raise UserError(
                 Message("the checkpoint's optimizer does not fit these adapters: {names}", names=first_few(wrong, 8))
             )
@@ -584,7 +587,7 @@ class AdapterOptimizer:
         Raises:
             UserError: it is of another one, or incomplete.
         """
-        own = self._meta({})
+        own = self._make_meta({})
         for key in ("version", "name", "rounding", "seed", "dtypes"):
             if meta.get(key) != own[key]:
                 given, expected = f"{meta.get(key)!r}", f"{own[key]!r}"
@@ -639,7 +642,7 @@ class AdapterOptimizer:
                 state.moments[name][key] = tensor
         return state
 
-    def _misfits(self, state: _SavedState, meta: Mapping[str, Any]) -> list[str]:
+    def _find_misfits(self, state: _SavedState, meta: Mapping[str, Any]) -> list[str]:
         """Return the names of tensors that are missing, unknown, or of another shape.
 
         Args:
@@ -653,7 +656,7 @@ class AdapterOptimizer:
 
     def _find_misfit_weights(self, state: _SavedState) -> list[str]:
         """Return the parameters whose master, own values or average is missing, unknown, or of another shape."""
-        with_master = {segment.name for unit in self._with_masters() for segment in unit.segments}
+        with_master = {segment.name for unit in self._list_master_units() for segment in unit.segments}
         with_own_values = self.params.keys() - with_master if self._evaluates_others else set()
         averaged = self.params.keys() if self._averages else set()
         wrong: list[str] = []
@@ -678,7 +681,7 @@ class AdapterOptimizer:
             if len({steps.get(segment.name) for segment in unit.segments}) > 1:
                 wrong += [segment.name for segment in unit.segments]
         for name, values in state.moments.items():
-            expected = self._keys(name) if name in steps else set()
+            expected = self._list_keys(name) if name in steps else set()
             wrong += sorted(f"{name}/{key}" for key in expected ^ values.keys())
             if name in steps:
                 wrong += [f"{name}/{key}" for key, value in values.items() if not self._fits(name, key, value)]
@@ -687,12 +690,12 @@ class AdapterOptimizer:
                 wrong += sorted(books - state.shared.keys())
         return wrong
 
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes kept between two steps besides the adapters: masters and moments."""
-        tensors, _ = self.state()
+        tensors, _ = self.copy_state()
         return sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/trained"))
 
-    def _keys(self, name: str) -> set[str]:
+    def _list_keys(self, name: str) -> set[str]:
         """Return the names of the optimizer's tensors for a parameter after its first step."""
         if self.name == "adamw":
             return {"exp_avg", "exp_avg_sq"}
@@ -709,7 +712,7 @@ class AdapterOptimizer:
             return value.shape == (self.params[name].numel(),) or key == "p0" and not value.ndim
         return value.shape == self.params[name].shape
 
-    def _generator(self, step: int, name: str, device: torch.device) -> torch.Generator:
+    def _make_generator(self, step: int, name: str, device: torch.device) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed}|{step}|{name}".encode()).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
@@ -753,7 +756,7 @@ def build(
     seed: int,
     of_text: Collection[str] = (),
 ) -> AdapterOptimizer:
-    """Return the optimizer that the section names, for parameters as `adapters.parameters` lists them.
+    """Return the optimizer that the section names, for parameters as `adapters.list_trained_parameters` lists them.
 
     Args:
         named_params: the parameters.

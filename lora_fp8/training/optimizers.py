@@ -109,14 +109,14 @@ class Unit:
         return self.stepped.detach().view(-1)
 
 
-def beta2(section: Optimizer) -> float:
+def resolve_beta2(section: Optimizer) -> float:
     """Return `optimizer.beta2` as a number: "auto" is 0.999, or 0.99 with Lion, as in its paper."""
     if section.beta2 != "auto":
         return float(section.beta2)
     return 0.99 if section.name == "lion8bit" else 0.999
 
 
-def require(section: Optimizer) -> None:
+def require_package(section: Optimizer) -> None:
     """Check that the optimizer's package is installed; a class of another package is imported.
 
     Raises:
@@ -143,7 +143,7 @@ def make(section: Optimizer, units: list[Unit], lr: float) -> list[torch.optim.O
     Raises:
         UserError: the name is unknown, or its package is missing or does not load.
     """
-    require(section)
+    require_package(section)
     if section.name == "muon":
         matrices = [unit for unit in units if is_matrix(unit.shape)]
         others = [unit for unit in units if not is_matrix(unit.shape)]
@@ -171,7 +171,7 @@ def is_matrix(shape: torch.Size) -> bool:
 
 def _find_maker(section: Optimizer) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
     """Return the library's class of an optimizer and what it is made with, besides rate and weight decay."""
-    betas = (section.beta1, beta2(section))
+    betas = (section.beta1, resolve_beta2(section))
     if section.name in BITSANDBYTES:
         return _find_bitsandbytes(section, betas)
     if section.name == "adamw":
@@ -256,8 +256,8 @@ def _make_grouped(
     return [made]
 
 
-def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
-    """Return what `AdapterOptimizer.num_bytes` will be for these parameters, which may be on meta.
+def estimate_state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
+    """Return what `AdapterOptimizer.count_bytes` will be for these parameters, which may be on meta.
 
     bitsandbytes keeps moments in float32 for tensors below 4096 elements; otherwise one byte per element and a float32
     per block of 256, plus a shared code book of 256 float32 for each kind of moment. Prodigy keeps four tensors; one of
@@ -281,7 +281,7 @@ def state_bytes(params: Iterable[nn.Parameter], section: Optimizer) -> int:
     return total
 
 
-def count_listed(section: Optimizer) -> int:
+def count_list_entries(section: Optimizer) -> int:
     """Return how many entries for each parameter a checkpoint has in its lists, beyond those of any optimizer."""
     listed = TENSORS.get(section.name, 2 if is_class(section.name) else 0)
     return (listed + 1 if listed else 0) + (2 if section.ema_decay else 0)

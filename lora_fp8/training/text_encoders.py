@@ -23,7 +23,7 @@ from torch import nn
 from .. import adapters, settings
 from ..errors import Message
 from ..families.base import CLIP_LAYERS, Cond, ModelFamily
-from ..lora_files.layer_names import text_layer
+from ..lora_files.layer_names import make_text_layer_name
 
 
 class TextEncoders:
@@ -53,7 +53,7 @@ class TextEncoders:
         for encoder in self.encoders.values():
             checkpoint_(encoder)
 
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes that the encoders take while training, without their adapters."""
         return sum(
             parameter.nbytes
@@ -62,13 +62,13 @@ class TextEncoders:
             if not parameter.requires_grad
         )
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return a line for the log about the memory that they take."""
         return [
             Message(
                 "text encoders that stay loaded: {names} ({size} MiB, plus the memory of their backward pass)",
                 names=", ".join(self.encoders),
-                size=f"{self.num_bytes() / 2**20:.1f}",
+                size=f"{self.count_bytes() / 2**20:.1f}",
             )
         ]
 
@@ -97,7 +97,13 @@ def inject_(
     """Add adapters to the linears of these text encoders, given by the pipeline's names."""
     section = section.model_copy(update={"targets": [], "ranks": {}})
     return [
-        adapters.inject(encoder, section, adapted_layers(family, name, encoder), seed, called=partial(text_layer, name))
+        adapters.inject(
+            encoder,
+            section,
+            list_adapted_layers(family, name, encoder),
+            seed,
+            called=partial(make_text_layer_name, name),
+        )
         for name, encoder in encoders.items()
     ]
 
@@ -111,7 +117,7 @@ def plan_tensors(
         named
         for name, encoder in encoders.items()
         for named in adapters.plan_tensors(
-            encoder, section, adapted_layers(family, name, encoder), called=partial(text_layer, name)
+            encoder, section, list_adapted_layers(family, name, encoder), called=partial(make_text_layer_name, name)
         )
     ]
 
@@ -159,24 +165,24 @@ def _encode(family: ModelFamily, pipeline: Any, prompts: Sequence[str], cond: Co
         return family.encode_with(pipeline, list(prompts), cond)
 
 
-def adapted_layers(family: Any, name: str, encoder: nn.Module) -> list[str]:
+def list_adapted_layers(family: Any, name: str, encoder: nn.Module) -> list[str]:
     """Return the full names, in the encoder, of the layers that get an adapter."""
     ends = tuple(f".{end}" for end in CLIP_LAYERS)
     paths = [path for path, module in encoder.named_modules() if path.endswith(ends) and isinstance(module, nn.Linear)]
-    numbers = sorted({_layer_number(path) for path in paths})
+    numbers = sorted({_parse_layer_number(path) for path in paths})
     unread = family.trained_text[name].unread + family.clip_skip - 1
     read = set(numbers[: len(numbers) - unread])
-    return [path for path in paths if _layer_number(path) in read]
+    return [path for path in paths if _parse_layer_number(path) in read]
 
 
-def _layer_number(path: str) -> int:
+def _parse_layer_number(path: str) -> int:
     return int(path.partition("encoder.layers.")[2].partition(".")[0])
 
 
 class Adapted(nn.Module):
     """A denoiser and its text encoders as one model for `adapters`, whose layers are named as in LoRA files.
 
-    The denoiser's layers keep their own names; those of text encoders follow `layer_names.text_layer`.
+    The denoiser's layers keep their own names; those of text encoders follow `layer_names.make_text_layer_name`.
     """
 
     def __init__(self, denoiser: nn.Module, encoders: dict[str, nn.Module]) -> None:
@@ -188,10 +194,10 @@ class Adapted(nn.Module):
         yield from self.denoiser.named_modules(*args, **kwargs)
         for name, encoder in self.encoders.items():
             for path, module in encoder.named_modules(*args, **kwargs):
-                yield text_layer(name, path), module
+                yield make_text_layer_name(name, path), module
 
 
-def problem(section: settings.Adapter, Family: type[ModelFamily]) -> str:
+def find_problem(section: settings.Adapter, Family: type[ModelFamily]) -> str:
     """Return why this family cannot train what the section asks for; "" if it can."""
     if section.text_encoder and section.type != "lora":
         return Message(

@@ -1,10 +1,10 @@
 """Verifies that an exported LoRA file does what training did."""
 
 from ..families import read_family_name
-from .deltas import delta_error, relative_error
+from .deltas import compute_delta_error, relative_error
 from .file_checks import HEADER_KEYS, UNNAMED_ARCHITECTURE
-from .merging import MOSTLY_LOST, survival
-from .pipeline import clean_pipeline, load, loaded_layers
+from .merging import MOSTLY_LOST, measure_survival
+from .pipeline import build_clean_pipeline, find_loaded_layers, load
 from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe
 from .report import Report
 from .verify import check, check_file
@@ -19,15 +19,15 @@ __all__ = [
     "UNNAMED_ARCHITECTURE",
     "check",
     "check_file",
-    "clean_pipeline",
-    "delta_error",
+    "build_clean_pipeline",
+    "compute_delta_error",
     "read_family_name",
     "load",
-    "loaded_layers",
+    "find_loaded_layers",
     "make_probe",
     "predict",
     "psnr",
     "relative_error",
     "save_probe",
-    "survival",
+    "measure_survival",
 ]

@@ -9,7 +9,7 @@ from ..adapters import kinds
 from .pipeline import Loaded
 
 
-def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor, float]) -> float:
+def compute_delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor, float]) -> float:
     """Return the relative error ||B'A's' - BAs|| / ||BAs|| (Frobenius norm) of `pair`, compared with `other`.
 
     Both are (A, B, scaling). The (out, in) matrices are never formed. With X = [B's', -Bs] and Y = [A'; A], ||XY||^2 is
@@ -25,7 +25,7 @@ def delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor, Tensor,
     return math.sqrt(error / norm) if norm else (0.0 if error == 0 else math.inf)
 
 
-def layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float:
+def compute_layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float:
     """Return the relative error of a loaded layer's change of its weight, compared with the trained tensors'.
 
     For DoRA it is the larger error of the two loaded things, B @ A and the magnitudes. The change of the weight that
@@ -36,14 +36,17 @@ def layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) -> float
     device = loaded.weight.device
     trained = {name: tensor.to(device) for name, tensor in parts.items()}
     if "oft_blocks" in parts:  # R - I: the change of the weight, whatever that is
-        return relative_error(kinds.turn(loaded.parts["oft_blocks"].to(device)), kinds.turn(trained["oft_blocks"]))
+        return relative_error(
+            kinds.compute_rotation(loaded.parts["oft_blocks"].to(device)), kinds.compute_rotation(trained["oft_blocks"])
+        )
     if "lora_A.weight" not in parts:
         deltas = (
-            kinds.delta(held, by, torch.float64) for held, by in ((loaded.parts, loaded.scaling), (trained, scale))
+            kinds.compute_delta(held, by, torch.float64)
+            for held, by in ((loaded.parts, loaded.scaling), (trained, scale))
         )
         return relative_error(*deltas)
     pair, own = ((side["lora_A.weight"], side["lora_B.weight"]) for side in (loaded.parts, trained))
-    error = delta_error((*pair, loaded.scaling), (*own, scale))
+    error = compute_delta_error((*pair, loaded.scaling), (*own, scale))
     if "lora_magnitude_vector" in parts:
         lengths = (side["lora_magnitude_vector"].flatten() for side in (loaded.parts, trained))
         error = max(error, relative_error(*lengths))

@@ -48,12 +48,12 @@ def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
         ),
     )
 
-    problems = _header_problems(metadata, header.data_begin)
+    problems = _find_header_problems(metadata, header.data_begin)
     detail = Joined("; ", problems) or Message("{n} keys, the required ones among them", n=len(metadata))
     whole = report.add("metadata", not problems, detail)
     whole &= _check_hash(file, metadata, report)
     try:  # checks `tensors` and not the loaded model: InvokeAI refuses a pair that is broken here
-        modules = _pairs(tensors, layout)
+        modules = _find_pairs(tensors, layout)
         whole &= report.add("pairs", True, Message("{n} layers, each with both matrices at one rank", n=len(modules)))
     except UserError as error:
         whole &= report.add("pairs", False, str(error))
@@ -61,7 +61,7 @@ def check_bytes(file: Path, family: Any, report: Report) -> dict[str, Tensor] | 
     return tensors if whole else None
 
 
-def _header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
+def _find_header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
     """Return what a program or a host would refuse of a header of `num_bytes`."""
     problems: list[str] = [Message("{name} is missing", name=key) for key in HEADER_KEYS if key not in metadata]
     if not re.fullmatch(r"\d+x\d+", metadata.get("modelspec.resolution", "0x0")):
@@ -77,7 +77,7 @@ def _header_problems(metadata: Mapping[str, str], num_bytes: int) -> list[str]:
 
 def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool:
     """Check that the hashes in the header are those of the data."""
-    sha = safetensors_file.payload_hash(file)
+    sha = safetensors_file.hash_payload(file)
     hashes = {metadata.get("sshs_model_hash"), metadata.get("modelspec.hash_sha256", "").removeprefix("0x")}
     right = hashes == {sha} and sha != EMPTY_HASH
     names = Joined(" and ", sorted(f"{digest[:12]}..." for digest in hashes if digest)) or Message("nothing")
@@ -96,7 +96,7 @@ def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool
 
 def _check_values(tensors: Mapping[str, Tensor], report: Report) -> bool:
     """Check that all values are finite, and that no layer is without effect."""
-    wrong = export.not_finite(tensors)
+    wrong = export.find_nonfinite(tensors)
     finite = report.add(
         "finite",
         not wrong,
@@ -117,11 +117,11 @@ def _check_values(tensors: Mapping[str, Tensor], report: Report) -> bool:
     return report.add("trained", bool(ups) and not zero, detail) and finite
 
 
-def _pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
+def _find_pairs(tensors: Mapping[str, Tensor], layout: str) -> list[str]:
     weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
     renamed = {n.replace(".lora_down.", ".lora_A.").replace(".lora_up.", ".lora_B."): t for n, t in weights.items()}
-    other = layouts.kinds_in(renamed) != {"lora"}
-    modules = layouts.modules(renamed if layout == "kohya" or other else weights)
+    other = layouts.find_kinds(renamed) != {"lora"}
+    modules = layouts.list_modules(renamed if layout == "kohya" or other else weights)
     if layout == "kohya":
         alphas = {name.removesuffix(".alpha") for name in tensors if name.endswith(".alpha")}
         if alphas != set(modules):

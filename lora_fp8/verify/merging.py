@@ -22,7 +22,7 @@ LOST = Template(
 MOSTLY_LOST = 0.7  # cosine at which half of the change of the weights is rounding
 
 
-def survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> float:
+def measure_survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> float:
     """Measure what is left of a LoRA after merging it into a weight that is then stored in `form`.
 
     Returns the cosine of the angle between the wanted change and the actual one, which is the rounded sum minus the
@@ -39,19 +39,19 @@ def survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format) -> flo
 def measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -> None:
     """Measure how much of the LoRA is left in each layer, and report the median and the worst."""
     state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
-    layers = kinds.grouped(state)
+    layers = kinds.group_by_layer(state)
     # Only the denoiser is stored in FP8, so a file of text encoders alone has nothing to measure.
-    wanted = {f"{module}.weight": module for module in layers if not layer_names.text_encoder_of(module, family)}
+    wanted = {f"{module}.weight": module for module in layers if not layer_names.find_text_encoder(module, family)}
     if not wanted:
         return
     left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
     for name, weight in family.denoiser_tensors():
         if module := wanted.get(name):
-            weight_NK = precision.plain(weight).to(family.device).flatten(1).float()
+            weight_NK = precision.to_plain(weight).to(family.device).flatten(1).float()
             parts = {part: tensor.to(family.device) for part, tensor in layers[module].items()}
-            delta = kinds.gain(weight_NK, parts, scaling[module])
+            delta = kinds.compute_weight_change(weight_NK, parts, scaling[module])
             for form_name, form in MERGED_FORMATS.items():
-                left[form_name][module] = survival(weight_NK, delta, form)
+                left[form_name][module] = measure_survival(weight_NK, delta, form)
     for name, survivals in left.items():
         median = report.measure(f"merged_{name}", float(np.median(list(survivals.values()))))
         worst = min(survivals, key=lambda module: survivals[module])

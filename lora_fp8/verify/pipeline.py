@@ -25,7 +25,7 @@ from ..lora_files import export, layer_names, layouts
 from .reference import Base, Tensors
 
 
-def clean_pipeline(
+def build_clean_pipeline(
     family: Any,
     base: Base | None = None,
     dtype: torch.dtype | None = None,
@@ -55,11 +55,11 @@ def clean_pipeline(
         tensors = base() if callable(base) else base.items()
     wide = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # float32 in diffusers' own loading, too
 
-    def held(name: str, tensor: Tensor) -> Tensor:
+    def convert_tensor(name: str, tensor: Tensor) -> Tensor:
         to = torch.float32 if wide & set(name.split(".")) else dtype
         return tensor.detach().to(device or family.device, to if tensor.is_floating_point() else tensor.dtype)
 
-    state = {name: held(name, precision.plain(tensor)) for name, tensor in tensors}
+    state = {name: convert_tensor(name, precision.to_plain(tensor)) for name, tensor in tensors}
     wrong = denoiser.load_state_dict(state, strict=False, assign=True)
     if wrong.missing_keys or wrong.unexpected_keys:
         raise RunFailure(
@@ -94,12 +94,12 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     tensors, _ = export.read_adapter(file, sound=False)
     layout = layouts.detect_layout(tensors, family)
     state = layouts.from_layout(tensors, family, denoiser_config, layout)[0]
-    (kind,), layers = layouts.kinds_in(state), kinds.grouped(state)
-    renamed = layouts.unread_by_diffusers(family, denoiser_config, layout, kind, layers)
+    (kind,), layers = layouts.find_kinds(state), kinds.group_by_layer(state)
+    renamed = layouts.explain_unread_by_diffusers(family, denoiser_config, layout, kind, layers)
     with _complaints() as complaints, quiet():
         if renamed:
             state, scaling = layouts.from_layout(tensors, family, denoiser_config, layout)
-            if layouts.unread_by_diffusers(family, denoiser_config, "diffusers", kind):
+            if layouts.explain_unread_by_diffusers(family, denoiser_config, "diffusers", kind):
                 _attach(getattr(pipeline, family.denoiser_name), state, scaling)
                 return complaints, Message(
                     "{why}: the changes computed from the file are added beside each layer", why=renamed
@@ -149,9 +149,9 @@ class _Attached:
         x = inputs[0]
         parts = {name: part.to(x.device) for name, part in self.parts.items()}
         if "oft_blocks" in parts:
-            added = kinds.gain(layer.weight.float(), parts, self.scaling)
+            added = kinds.compute_weight_change(layer.weight.float(), parts, self.scaling)
         else:
-            added = kinds.delta(parts, self.scaling)
+            added = kinds.compute_delta(parts, self.scaling)
         added = (added * self.strength).to(x.dtype).reshape(layer.weight.shape)
         if isinstance(layer, nn.Conv2d):
             return answer + F.conv2d(x, added, None, layer.stride, layer.padding, layer.dilation)
@@ -159,7 +159,7 @@ class _Attached:
 
 
 def _attach(denoiser: nn.Module, state: Mapping[str, Tensor], scaling: Mapping[str, float]) -> None:
-    for path, parts in kinds.grouped(state).items():
+    for path, parts in kinds.group_by_layer(state).items():
         layer = denoiser.get_submodule(path)
         attached = _Attached(parts, scaling[path])
         vars(layer)["attached"] = attached
@@ -186,7 +186,7 @@ class Loaded:
         return all(tensor.any() for name, tensor in self.parts.items() if name in kinds.ZERO_AT_START)
 
 
-def loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
+def find_loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
     """Return {module path: adapter} of a denoiser that a file was loaded into."""
     layers = {}
     for path, module in denoiser.named_modules():
@@ -204,12 +204,15 @@ def loaded_layers(denoiser: nn.Module) -> dict[str, Loaded]:
     return layers
 
 
-def all_loaded(pipeline: Any, family: Any) -> dict[str, Loaded]:
-    """Return `loaded_layers` of a pipeline's denoiser and text encoders, by an adapter's names."""
-    layers = loaded_layers(getattr(pipeline, family.denoiser_name))
+def find_all_loaded(pipeline: Any, family: Any) -> dict[str, Loaded]:
+    """Return `find_loaded_layers` of a pipeline's denoiser and text encoders, by an adapter's names."""
+    layers = find_loaded_layers(getattr(pipeline, family.denoiser_name))
     for name in family.trained_text:
         if (encoder := getattr(pipeline, name, None)) is not None:
-            layers |= {layer_names.text_layer(name, path): layer for path, layer in loaded_layers(encoder).items()}
+            layers |= {
+                layer_names.make_text_layer_name(name, path): layer
+                for path, layer in find_loaded_layers(encoder).items()
+            }
     return layers
 
 
@@ -232,7 +235,7 @@ def scale_adapter(denoiser: nn.Module, factor: float) -> Iterator[None]:
         for module, before in layers:
             module.scaling.update({name: scale * factor for name, scale in before.items()})
         for dora, trained, module, name in lengths:
-            dora.weight.data = _lengths_at(factor, trained, module, name)
+            dora.weight.data = _interpolate_lengths(factor, trained, module, name)
         yield
     finally:
         for adapter in attached:
@@ -243,8 +246,8 @@ def scale_adapter(denoiser: nn.Module, factor: float) -> Iterator[None]:
             dora.weight.data = trained
 
 
-def _lengths_at(factor: float, trained: Tensor, module: Any, adapter: str) -> Tensor:
+def _interpolate_lengths(factor: float, trained: Tensor, module: Any, adapter: str) -> Tensor:
     """Return DoRA's magnitudes between the weight's own row lengths (factor 0) and the trained ones (1)."""
     a, b = (half[adapter].weight for half in (module.lora_A, module.lora_B))
-    own = kinds.row_lengths(module.get_base_layer(), a, b, 0.0).view(trained.shape)
+    own = kinds.compute_row_lengths(module.get_base_layer(), a, b, 0.0).view(trained.shape)
     return (own + factor * (trained.float() - own)).to(trained.dtype)

@@ -143,15 +143,15 @@ def psnr(image: Any, other: Any) -> float:
     return math.inf if error == 0 else float(10 * np.log10(255.0**2 / error))
 
 
-def preview_psnr(previews: Previews, pipeline: Any) -> float:
+def measure_preview_psnr(previews: Previews, pipeline: Any) -> float:
     """Return the PSNR in dB of the worst preview, compared with the same one made by `pipeline`.
 
     Raises:
         ValueError: the number or size of the images differs.
     """
-    return worst_psnr(previews.images, list(previews.render(pipeline)))
+    return find_worst_psnr(previews.images, list(previews.render(pipeline)))
 
 
-def worst_psnr(images: Sequence[Any], others: Sequence[Any]) -> float:
+def find_worst_psnr(images: Sequence[Any], others: Sequence[Any]) -> float:
     """Return the lowest PSNR in dB of pairs of images; infinity if all are identical."""
     return min((psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)

@@ -40,7 +40,7 @@ class Report:
         """True if every judged check passed."""
         return all(check.ok for check in self.checks)
 
-    def failed(self) -> list[str]:
+    def list_failures(self) -> list[str]:
         """Return the checks that failed, each as "name: detail"."""
         return [Message("{name}: {line}", name=c.name, line=c.detail) for c in self.checks if not c.ok]
 
@@ -65,7 +65,7 @@ class Report:
             "measured": {name: value if math.isfinite(value) else None for name, value in self.measured.items()},
         }
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return one line per check, for the log."""
         marks = {(True, True): "ok  ", (False, True): "FAIL", (True, False): "info", (False, False): "info"}
         return [

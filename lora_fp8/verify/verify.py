@@ -46,11 +46,11 @@ from ..errors import Joined, Message, Template, UserError, first_few, missing_fi
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import encode_batch
-from .deltas import layer_error, relative_error
+from .deltas import compute_layer_error, relative_error
 from .file_checks import UNNAMED_ARCHITECTURE, check_bytes
 from .merging import measure_merged
-from .pipeline import Loaded, all_loaded, clean_pipeline, load, scale_adapter
-from .reference import Previews, Probe, Reference, predict, preview_psnr, worst_psnr
+from .pipeline import Loaded, build_clean_pipeline, find_all_loaded, load, scale_adapter
+from .reference import Previews, Probe, Reference, find_worst_psnr, measure_preview_psnr, predict
 from .report import Report
 
 # Relative error of a prediction (Frobenius norm), by the denoiser's compute dtype. More is allowed if rounding does
@@ -73,7 +73,7 @@ ALL_LOADED_RENAMED = Template("all {n} layers, by {call} after renaming ({why})"
 EQUAL = Template("every pixel is identical {place}")
 
 
-def _allow(limit: str, floor: bool) -> str:
+def _format_limit(limit: str, floor: bool) -> str:
     """Return a limit with its reason: it is the usual one, or what the last bit of the adapter changes decides it."""
     if not floor:
         return limit
@@ -104,7 +104,7 @@ def check(
 
     Raises:
         ValueError: previews are to be compared on another device than the family's.
-        RunFailure: see `clean_pipeline`.
+        RunFailure: see `build_clean_pipeline`.
     """
     reference = reference or Reference()
     probe, previews, base = reference.probe, reference.previews, reference.base
@@ -116,16 +116,16 @@ def check(
     if tensors is None:
         return report
     text = layer_names.has_text(tensors, family)
-    pipeline = clean_pipeline(family, base, dtype, device, text=text)
+    pipeline = build_clean_pipeline(family, base, dtype, device, text=text)
     if not _check_load(pipeline, file, family, tensors, report):
         return report
     denoiser = getattr(pipeline, family.denoiser_name)
     if reference.adapter is not None:
-        _check_delta(all_loaded(pipeline, family), reference.adapter, tensors, report)
+        _check_delta(find_all_loaded(pipeline, family), reference.adapter, tensors, report)
     where = ON_DECODED if base is not None else ON_BASE
     # peft computes an adapter in the adapter's own dtype, so the trained one's dtype counts as well
     trained = reference.adapter.state if reference.adapter else {}
-    step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _dtypes(tensors) | _dtypes(trained))
+    step = max(ROUNDING.get(d, 0.0) for d in {dtype} | _collect_dtypes(tensors) | _collect_dtypes(trained))
     if probe is not None and probe.captions:
         _check_text(pipeline, family, probe, step, report)
     if probe is not None:
@@ -136,7 +136,7 @@ def check(
     del pipeline, denoiser
     gc.collect()
     if base is not None and (probe is not None or previews is not None):
-        pipeline = clean_pipeline(family, None, dtype, device, text=text)
+        pipeline = build_clean_pipeline(family, None, dtype, device, text=text)
         load(pipeline, file, family)
         _measure_plain(pipeline, family, reference, report)
     if merged:
@@ -162,7 +162,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
         family_name = families.read_family_name(metadata)
         if not family_name:
             named_family = metadata.get("ss_base_model_version")
-            accepted = " | ".join(families.available())
+            accepted = " | ".join(families.list_families())
             if not named_family:
                 raise UserError(UNNAMED_ARCHITECTURE(path=file, names=accepted))
             raise UserError(
@@ -187,7 +187,7 @@ def check_file(file: Path, base: str = "", family_name: str = "") -> Report:
     return check(file, family, merged=True)
 
 
-def _figure(error: float) -> str:
+def _format_error(error: float) -> str:
     return f"{error:.2e}" if error else "0"
 
 
@@ -199,8 +199,8 @@ def _check_load(pipeline: Any, file: Path, family: Any, tensors: Mapping[str, Te
     except Exception as error:  # diffusers raises many types for a file that does not fit; all mean the same here
         return report.add("load", False, f"{type(error).__name__}: {str(error)[:500]}")
     # a fused layer with untrained members is loaded with zeros for these
-    acting = {path for path, layer in all_loaded(pipeline, family).items() if layer.acts}
-    wanted = set(layouts.modules(in_file))
+    acting = {path for path, layer in find_all_loaded(pipeline, family).items() if layer.acts}
+    wanted = set(layouts.list_modules(in_file))
     problems = [Message("diffusers warns: {text}", text=text[:300]) for text in complaints]
     if wanted - acting:
         lost = sorted(wanted - acting)
@@ -229,7 +229,7 @@ def _check_delta(
     tensors: Mapping[str, Tensor],
     report: Report,
 ) -> None:
-    trained, scaling = kinds.grouped(adapter.state), adapter.scaling
+    trained, scaling = kinds.group_by_layer(adapter.state), adapter.scaling
     missing = sorted(set(trained) - set(loaded))
     if missing:
         report.add(
@@ -245,9 +245,9 @@ def _check_delta(
     errors = {}
     for module, parts in trained.items():
         scale = float(scaling[module] if isinstance(scaling, Mapping) else scaling)
-        errors[module] = layer_error(loaded[module], parts, scale)
+        errors[module] = compute_layer_error(loaded[module], parts, scale)
     worst = max(errors, key=lambda module: errors[module])
-    dtypes = _dtypes(tensors) | {tensor.dtype for layer in loaded.values() for tensor in layer.parts.values()}
+    dtypes = _collect_dtypes(tensors) | {tensor.dtype for layer in loaded.values() for tensor in layer.parts.values()}
     tolerance = max(DELTA_TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
     error = report.measure("delta_error", errors[worst])
     report.add(
@@ -255,7 +255,7 @@ def _check_delta(
         error <= tolerance,
         Message(
             "largest relative error {error}, in {layer} (allowed {allowed})",
-            error=_figure(error),
+            error=_format_error(error),
             layer=worst,
             allowed=f"{tolerance:.0e}",
         ),
@@ -273,26 +273,26 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
     def ask() -> dict[str, Tensor]:
         return encode_batch(family, pipeline, probe.captions, probe.cond)
 
-    def gap(cond: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    def measure_gap(cond: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
         return max(relative_error(tensor, reference[name]) for name, tensor in cond.items())
 
     cond = ask()
-    error, allowed = report.measure("text_error", gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype]
+    error, allowed = report.measure("text_error", measure_gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype]
     floor = bool(step) and error > allowed
     if floor:
         with scale_adapter(encoders, 1 + step):
-            allowed = max(allowed, MARGIN * gap(ask(), cond))
+            allowed = max(allowed, MARGIN * measure_gap(ask(), cond))
     report.add(
         "text",
         error <= allowed,
         Message(
             "text conditioning: relative error {error} (allowed {allowed})",
-            error=_figure(error),
-            allowed=_allow(f"{allowed:.1e}", floor),
+            error=_format_error(error),
+            allowed=_format_limit(f"{allowed:.1e}", floor),
         ),
     )
     with scale_adapter(encoders, 0.0):
-        effect = report.measure("text_effect", gap(ask(), cond))
+        effect = report.measure("text_effect", measure_gap(ask(), cond))
     report.add(
         "text effect",
         True,
@@ -317,9 +317,9 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
         error <= allowed,
         Message(
             "relative error {error} {place} (allowed {allowed})",
-            error=_figure(error),
+            error=_format_error(error),
             place=where,
-            allowed=_allow(f"{allowed:.1e}", limited),
+            allowed=_format_limit(f"{allowed:.1e}", limited),
         ),
     )
     with scale_adapter(denoiser, 0.0):
@@ -336,11 +336,11 @@ def _check_previews(
     pipeline: Any, denoiser: nn.Module, previews: Previews, step: float, where: str, report: Report
 ) -> None:
     rendered = list(previews.render(pipeline))
-    worst = report.measure("preview_psnr", worst_psnr(previews.images, rendered))
+    worst = report.measure("preview_psnr", find_worst_psnr(previews.images, rendered))
     allowed, template = PREVIEW_PSNR, Template("lowest PSNR {db} dB {place} (at least {allowed})")
     if step and worst < allowed:
         with scale_adapter(denoiser, 1 + step):
-            floor = worst_psnr(rendered, list(previews.render(pipeline)))
+            floor = find_worst_psnr(rendered, list(previews.render(pipeline)))
         allowed = min(allowed, floor - 20 * math.log10(MARGIN))
         template = Template("lowest PSNR {db} dB {place} (at least {allowed}, the effect of the adapter's last bit)")
         report.measure("preview_floor", floor)
@@ -349,7 +349,7 @@ def _check_previews(
     report.add("preview", worst >= allowed, template(db=f"{worst:.1f}", place=where, allowed=f"{allowed:.1f}"))
 
 
-def _dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
+def _collect_dtypes(tensors: Mapping[str, Tensor]) -> set[torch.dtype]:
     return {tensor.dtype for name, tensor in tensors.items() if not name.endswith(export.KEPT_WIDE)}
 
 
@@ -362,10 +362,10 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
         report.add(
             "plain prediction",
             True,
-            Message("relative difference {error} on the original base model", error=_figure(error)),
+            Message("relative difference {error} on the original base model", error=_format_error(error)),
             judged=False,
         )
     if previews is not None:
-        worst = report.measure("plain_preview_psnr", preview_psnr(previews, pipeline))
+        worst = report.measure("plain_preview_psnr", measure_preview_psnr(previews, pipeline))
         template = EQUAL if math.isinf(worst) else Template("lowest PSNR {db} dB {place}")
         report.add("plain preview", True, template(db=f"{worst:.1f}", place=PUBLISHED), judged=False)

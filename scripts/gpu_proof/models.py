@@ -119,12 +119,12 @@ class Bench:
         bench_step.with_adapters(self.denoiser, model).train()
         self.checkpointing = checkpointing
         memory.apply_(self.denoiser, settings.Memory(gradient_checkpointing=checkpointing))
-        named = adapters.parameters(self.denoiser)
+        named = adapters.list_trained_parameters(self.denoiser)
         section = settings.Optimizer(name="adamw8bit")
         if device != META:
             self.optimizer = optim.build(named, section, base_storage=storage, seed=0)
             self.gradients = flat.Gradients(named, self.optimizer.layout)
-        self.optimizer_bytes = optim.state_bytes([one for _, one in named], section)
+        self.optimizer_bytes = optim.estimate_state_bytes([one for _, one in named], section)
         self.inputs = bench_step.inputs(model, pixels, size, device)
         self.number = 0
         self.recorder: Recorder | None = None
@@ -137,9 +137,9 @@ class Bench:
             NotHere: this machine cannot.
         """
         section = settings.Quantize(**mode.quantize)
-        if self.device != META and (text := precision.problem(section, self.device)):
+        if self.device != META and (text := precision.find_problem(section, self.device)):
             raise NotHere(text)
-        if mode.compiled and (text := memory.problem(settings.Memory(compile="blocks"), self.device)):
+        if mode.compiled and (text := memory.find_problem(settings.Memory(compile="blocks"), self.device)):
             raise NotHere(text)
         if mode.offload and self.device.type != "cuda":
             raise NotHere("offloading needs a CUDA GPU")
@@ -365,7 +365,7 @@ def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -
         bench.step()
         wait(context.device)
         taken.append(time.perf_counter() - started)
-    peak = memory.peak_gib(context.device)
+    peak = memory.read_peak_gib(context.device)
     if mode.recorded:  # replaying allocates nothing; what the recording holds is reserved
         empty_cache(context.device)
         peak = torch.cuda.memory_reserved(context.device) / 2**30
@@ -492,7 +492,7 @@ def predicted(args: tuple[Any, ...], mode: Mode) -> dict[str, Any]:
     bench = Bench(*args, META)
     bench.switch_(mode)
     held = bench.held_bytes()
-    values = sum(one.numel() for _, one in adapters.parameters(bench.denoiser))
+    values = sum(one.numel() for _, one in adapters.list_trained_parameters(bench.denoiser))
     own = bench.optimizer_bytes + 4 * values  # state and masters, and the flat float32 gradient
     with dry_run.on_meta(), dry_run.Tally() as tally:
         bench.forward_backward()

@@ -116,14 +116,14 @@ def need_triton(context: Context) -> None:
     """Raise NotHere if the Triton kernels cannot run on the device."""
     need_cuda(context.device)
     section = settings.Quantize(compute="fp8", kernels="triton")
-    if text := precision.problem(section, context.device):
+    if text := precision.find_problem(section, context.device):
         raise NotHere(text)
 
 
 def need_fp8(context: Context, recipe: str = "current") -> None:
     """Raise NotHere if the device cannot multiply in FP8 with this recipe."""
     section = settings.Quantize(compute="fp8", recipe=recipe, scale="128x128" if recipe == "block" else "auto")
-    if text := precision.problem(section, context.device):
+    if text := precision.find_problem(section, context.device):
         raise NotHere(text)
 
 
@@ -251,7 +251,7 @@ def scaled_mm_error(context: Context, fast: bool, limit: float) -> dict[str, Any
     for tokens in (1, 16, 77, 512, 1111):
         a = random(tokens, 3072).to(torch.float8_e4m3fn).to(context.device)
         w = random(1024, 3072, seed=1).to(torch.float8_e4m3fn).to(context.device)
-        answer = matmul.unscaled_product(a, w.view(torch.uint8), BF16, fast)
+        answer = matmul.multiply_unscaled(a, w.view(torch.uint8), BF16, fast)
         found = error(answer, a.cpu().double() @ w.cpu().double().T)
         if found > worst or math.isnan(found):
             worst, where = found, f"M = {tokens}"
@@ -342,7 +342,7 @@ def triton_epilogue(context: Context) -> dict[str, Any]:
             h = random(300, rank, seed=4).to(dtype).to(context.device)
             b = random(1000, rank, seed=5).to(dtype).to(context.device)
             exact = sums.double() * a_scale.double() * w_scale.double().T + bias.double() + h.double() @ b.double().T
-            y = kernels.epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
+            y = kernels.apply_epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
             excess = ((y.double() - exact).abs() - 1e-4) / (step * exact.abs() + 1e-12)
             worst = max(worst, excess.max().item())
     return within(worst, 1.0, "rounding steps beyond 1e-4")
@@ -374,14 +374,16 @@ def triton_network(context: Context, compiled: bool) -> dict[str, Any]:
         x = random(3, 100, 256, dtype=BF16).to(context.device).requires_grad_()
         y = (torch.compile(model, fullgraph=True) if compiled and kernels == "triton" else model)(x)
         y.float().square().sum().backward()
-        results.append([y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.parameters(model)]])
+        results.append(
+            [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)]]
+        )
     worst = max(error(got, expected) for expected, got in zip(*results, strict=True))
     return within(worst, 0.03, note="worst of the answer and all gradients")
 
 
 def fill_adapters(model: nn.Module) -> None:
     """Fill B with random values. It starts at zero, and half of the backward would multiply by zero."""
-    for name, parameter in adapters.parameters(model):
+    for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
             parameter.data.copy_(random(*parameter.shape, seed=len(name)) * 0.1)
 
@@ -418,7 +420,7 @@ def adamw8bit(context: Context) -> dict[str, Any]:
     start = {name: one.detach().clone() for name, one in exact.items()}
     section = settings.Optimizer(name="adamw8bit")
     reference = torch.optim.AdamW(
-        exact.values(), lr=1e-3, betas=(section.beta1, optim.beta2(section)), eps=section.eps,
+        exact.values(), lr=1e-3, betas=(section.beta1, optim.resolve_beta2(section)), eps=section.eps,
         weight_decay=section.weight_decay,
     )  # fmt: skip
     for step in range(1, 21):
@@ -426,7 +428,7 @@ def adamw8bit(context: Context) -> dict[str, Any]:
         for name, one in exact.items():
             one.grad = gradients(step, torch.device("cpu"))[name].double()
         reference.step()
-    tensors, _ = found.state()
+    tensors, _ = found.copy_state()
     moved = [error(tensors[f"{name}/master"].double() - start[name], exact[name] - start[name]) for name in exact]
     return within(max(moved), 0.08, note="error of the movement, worst of three tensors")
 
@@ -440,14 +442,14 @@ def adamw8bit_reload(context: Context) -> dict[str, Any]:
         first = optimizer(named, rounding)
         for step in range(1, 6):
             first.step(first.layout.join(gradients(step, context.device)), 1e-3, step)
-        tensors, facts = first.state()
+        tensors, facts = first.copy_state()
         again = [(name, nn.Parameter(one.detach().clone())) for name, one in named]
         second = optimizer(again, rounding)
         second.load_state(tensors, facts)
         for one in (first, second):
             one.step(one.layout.join(gradients(6, context.device)), 1e-3, 6)
         pairs |= {f"{rounding} {name}": (one, other) for (name, one), (_, other) in zip(named, again, strict=True)}
-        states = first.state()[0], second.state()[0]
+        states = first.copy_state()[0], second.copy_state()[0]
         pairs |= {f"{rounding} {key}": (states[0][key], states[1][key]) for key in {**states[0], **states[1]}}
     return equal(pairs)
 
@@ -509,7 +511,7 @@ def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Te
         half = len(model) // 2
         y = checkpoint(model[half:], checkpoint(model[:half], x, use_reentrant=False), use_reentrant=False)
         y.float().square().mean().backward()
-        found += [parameter.grad.clone() for _, parameter in adapters.parameters(model)]
+        found += [parameter.grad.clone() for _, parameter in adapters.list_trained_parameters(model)]
     return found
 
 
@@ -543,7 +545,7 @@ def compiled_steps(share: float, checkpointing: bool, device: torch.device) -> l
         x = random(64, 1024, dtype=BF16, seed=seed).to(device).requires_grad_()
         model.zero_grad()
         model(x).float().square().mean().backward()
-        found += [parameter.grad.clone() for _, parameter in adapters.parameters(model)]
+        found += [parameter.grad.clone() for _, parameter in adapters.list_trained_parameters(model)]
     return found
 
 
@@ -729,7 +731,7 @@ def flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dic
     section = settings.Memory(compile="blocks" if compiled else "off")
     model = bench_step.ours(storage="fp8")("flux", "tiny", device).train()
     memory.apply_(model, section)
-    gradients = Gradients(adapters.parameters(model))
+    gradients = Gradients(adapters.list_trained_parameters(model))
     recorder = Recorder()
 
     def run(inputs: dict[str, Tensor]) -> Tensor:

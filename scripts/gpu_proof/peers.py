@@ -43,4 +43,4 @@ def measure(candidate: bench_step.Candidate, pixels: int, size: str, context: Co
     except ImportError as error:  # a peer that is not installed is no fault of this machine or project
         return {"ok": None, "note": bench_step.in_few_words(error)}
     facts = {"value": taken[len(taken) // 2], "unit": "s/step", "fastest": taken[0], "slowest": taken[-1]}
-    return facts | {"warmup_seconds": warmup, "peak_gib": memory.peak_gib(context.device)}
+    return facts | {"warmup_seconds": warmup, "peak_gib": memory.read_peak_gib(context.device)}

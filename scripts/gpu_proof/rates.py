@@ -86,15 +86,15 @@ def operations(
     size_x, size_y, size_w = x.numel(), grad.numel(), w.numel()
     found: dict[str, tuple[Callable[[], Any], float, str]] = {
         "GEMM bf16": (lambda: x @ w.t(), flops, "TFLOP/s"),
-        "GEMM fp8 fast": (lambda: matmul.unscaled_product(x8, parts[0], BF16, True), flops, "TFLOP/s"),
-        "GEMM fp8 precise": (lambda: matmul.unscaled_product(x8, parts[0], BF16, False), flops, "TFLOP/s"),
+        "GEMM fp8 fast": (lambda: matmul.multiply_unscaled(x8, parts[0], BF16, True), flops, "TFLOP/s"),
+        "GEMM fp8 precise": (lambda: matmul.multiply_unscaled(x8, parts[0], BF16, False), flops, "TFLOP/s"),
         "decode W": (lambda: formats.decode(parts, "fp8", BF16), 3.0 * size_w, "GB/s"),
         "quantize x, torch": (lambda: matmul.quantize(x), 3.0 * size_x, "GB/s"),
         "transpose W, torch": (lambda: matmul.transpose(parts[0]), 2.0 * size_w, "GB/s"),
         "epilogue, torch": (lambda: torch_epilogue(grad, x, parts[1]), 4.0 * size_y, "GB/s"),
         "encode W": (lambda: formats.encode(w), 3.0 * size_w, "GB/s"),
     }
-    if not precision.problem(settings.Quantize(compute="fp8", kernels="triton"), device) and device.type == "cuda":
+    if not precision.find_problem(settings.Quantize(compute="fp8", kernels="triton"), device) and device.type == "cuda":
         from lora_fp8.precision import kernels
 
         x_scale = torch.rand(num_tokens, 1, device=device)
@@ -107,7 +107,7 @@ def operations(
             "quantize dY with W's scale, triton": (lambda: kernels.quantize_rows(grad, parts[1]), 3.0 * size_y, "GB/s"),
             "transpose W, triton": (lambda: kernels.transpose_bytes(parts[0]), 2.0 * size_w, "GB/s"),
             "epilogue with LoRA, triton": (
-                lambda: kernels.epilogue(grad, x_scale, parts[1], None, low, up, 1.0, BF16),
+                lambda: kernels.apply_epilogue(grad, x_scale, parts[1], None, low, up, 1.0, BF16),
                 4.0 * size_y,
                 "GB/s",
             ),

@@ -170,7 +170,7 @@ def _play(scene: Any, request: dict[str, Any], folder: Path) -> None:
     try:
         import scenes
 
-        from lora_fp8.cli.commands import guarded
+        from lora_fp8.cli.commands import run_guarded
 
         errors = os.open(folder / "stderr", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(errors, 2)
@@ -185,7 +185,7 @@ def _play(scene: Any, request: dict[str, Any], folder: Path) -> None:
 
         match, record = request.get("match", "").encode(), int(bool(request.get("record")))
         shim.rig_arm(os.fsencode(place), match, request["fault"], ctypes.c_long(request["at"]), trace, record)
-        guarded(lambda: scene.act(place, request.get("first", 0), mark))
+        run_guarded(lambda: scene.act(place, request.get("first", 0), mark))
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

@@ -149,7 +149,7 @@ class Page(Scene):
 
         home = place / "home"
         settings = {key: [Path(path).name for path in paths] for key, paths in Place(home).read_settings().items()}
-        drafts = Draft(home).text(), Draft(home).read_earlier()
+        drafts = Draft(home).load_text(), Draft(home).read_earlier()
         presets = {path.name: path.read_text(encoding="utf-8") for path in base_models.list_own_presets(home)}
         uploads = {path.name: path.read_bytes() for path in sorted(home.glob("datasets/new/[!.]*"))}
         file = home / "sessions.json"
@@ -185,7 +185,7 @@ class Queue(Scene):
         from lora_fp8.jobs import Queue
 
         jobs = Queue(place / "home").view()
-        rows = Queue(place / "home").store.rows()
+        rows = Queue(place / "home").store.read_rows()
         assert len(jobs) == len(rows)
         return [(row.id, row.name, row.command, row.phase, row.wanted, row.priority) for row in rows]
 
@@ -266,8 +266,8 @@ class Training(Scene):
         run = Run(self.run(place))
         if run.config_file.exists():
             config.load(run.config_file)
-        newest, _ = checkpoint.latest(run.checkpoints)
-        run.events()
+        newest, _ = checkpoint.read_latest(run.checkpoints)
+        run.read_events()
         for picture in [*run.samples.glob("[!.]*.png"), *run.samples.glob("[!.]*.webp")]:
             with Image.open(picture) as image:
                 image.load()
@@ -384,7 +384,7 @@ def _journal_last() -> None:
     def later(journal: Any, line: dict[str, Any], keep: Any = ()) -> None:
         waiting.append((line, keep))
         journal._began = journal._size
-        journal._take(line)
+        journal._apply_line(line)
 
     def both(journal: Any) -> None:
         journal._forget()

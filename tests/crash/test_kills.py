@@ -32,10 +32,10 @@ def faults_of(run: Run) -> list[str]:
             newest = max(newest, checkpoint.read(path).step)
         except RunFailure as failure:
             faults.append(f"unloadable: {failure}")
-    acknowledged = max((event["step"] for event in run.events() if event["event"] == "checkpoint"), default=0)
+    acknowledged = max((event["step"] for event in run.read_events() if event["event"] == "checkpoint"), default=0)
     if newest < acknowledged:
         faults.append(f"lost: step {acknowledged} was acknowledged, the newest is {newest}")
-    if run.alive():
+    if run.is_locked():
         faults.append("a killed run is said to be alive")
     return faults
 

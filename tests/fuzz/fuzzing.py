@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from lora_fp8.errors import RunFailure, UserError
-from lora_fp8.training.memory import peak_gib
+from lora_fp8.training.memory import read_peak_gib
 
 KINDS = ("settings", "loras", "images", "imports", "remote")
 CPU_SECONDS = 5.0
@@ -138,7 +138,7 @@ def fuzz(kind: str, seed: int, first: int, count: int, keep: Path) -> Outcome:
                 print(outcome.failures[-1], file=sys.stderr, flush=True)
             shutil.rmtree(folder)
     running.unlink(missing_ok=True)
-    outcome.memory = round(peak_gib(torch.device("cpu")) * 2**30)
+    outcome.memory = round(read_peak_gib(torch.device("cpu")) * 2**30)
     if outcome.memory > MOST_MEMORY:
         outcome.failures.append(f"{kind}: {outcome.memory / 2**20:.0f} MiB of memory")
     return outcome

@@ -94,7 +94,7 @@ class Cases:
                 assert decoding.open_image(example.path).size == (example.width, example.height)
         images.describe(found)
         allowed(found.require)
-        allowed(lambda: doctor.examine(section, doctor.Target(64, 64, clip_rate=8))).lines()
+        allowed(lambda: doctor.examine(section, doctor.Target(64, 64, clip_rate=8))).format_lines()
 
 
 def _read_clip(path: Path, frames: tuple[int, ...]) -> Any:

@@ -88,7 +88,7 @@ class Cases:
         try:
             made = allowed(lambda: importing.import_file(path, tool))
             if made is not None:
-                importing.report(made), importing.to_toml(made), importing.problems(made)
+                importing.report(made), importing.to_toml(made), importing.find_problems(made)
                 json.dumps(importing.to_json(made))
         except UserError as error:
             raise AssertionError("told after the import") from error

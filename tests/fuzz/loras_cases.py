@@ -112,7 +112,7 @@ class Cases:
             else:
                 parts = {"lokr_w1": (4, 4), "lokr_w2_a": (rows // 4, 4), "lokr_w2_b": (4, flat // 4)}
             state |= {f"{layer}.{part}": torch.randn(shape) * 0.1 for part, shape in parts.items()}
-        assert kinds.grouped(state)
+        assert kinds.group_by_layer(state)
         return state
 
     def make(self, draw: random.Random, folder: Path) -> None:
@@ -191,7 +191,7 @@ class Cases:
         if choices["tool"] == 0:
             found = allowed(lambda: files.inspect(path))
             if found is not None:
-                found.lines()
+                found.format_lines()
         elif choices["tool"] == 1:
             allowed(lambda: verify.check_file(path, family_name="sd15"))
         elif choices["tool"] == 2:
@@ -202,9 +202,9 @@ class Cases:
             allowed(lambda: merge.merge([(path, 0.5), (other, 1.0)], out, rank=rank, energy=0, dtype=dtype))
         elif choices["tool"] == 5:
             what = "delta" if rank else "factors"
-            allowed(lambda: average.files([other, path], out, what=what, half_life=0, rank=0, dtype=dtype))
+            allowed(lambda: average.average_files([other, path], out, what=what, half_life=0, rank=0, dtype=dtype))
         elif choices["tool"] == 6:
-            allowed(lambda: merge.into([(path, 0.5), (other, 1.0)], "demo", merged, family_name="sd15"))
+            allowed(lambda: merge.merge_into_base([(path, 0.5), (other, 1.0)], "demo", merged, family_name="sd15"))
             self._look_at_model(merged)
         else:
             given = {"family": "sd15", "path": "demo"}

@@ -34,7 +34,7 @@ class Cases:
     """A case is the file of a job, and the text that its machine prints when it is asked for the job's state."""
 
     def __init__(self, work: Path) -> None:
-        self.home = handle.home() / NAME
+        self.home = handle.find_remote_home() / NAME
         self.home.mkdir(parents=True)
 
     def make(self, draw: random.Random, folder: Path) -> None:

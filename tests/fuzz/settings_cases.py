@@ -58,4 +58,4 @@ class Cases:
         if job is not None:
             merged = job.model_copy(update={"preset": []})
             assert config.loads(config.dumps(job)) == merged, "written and read again it is another job"
-            config.commented(job)
+            config.format_with_comments(job)

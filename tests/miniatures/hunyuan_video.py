@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import AutoencoderKLHunyuanVideo
 
-from lora_fp8.families.hunyuan_video import text_before_prompt
+from lora_fp8.families.hunyuan_video import get_text_before_prompt
 
 from . import _llama, _parts
 
@@ -27,7 +27,7 @@ HW = (32, 48)
 
 def make_parts() -> dict[str, Any]:
     # The template's longer words become one token each, so that it has about as many tokens as with Llama 3.
-    known = [word for word in text_before_prompt().split() if len(word) > 3]
+    known = [word for word in get_text_before_prompt().split() if len(word) > 3]
     llama, clip = _llama.tokenizer(known), _parts.clip_tokenizer()
     return {
         "text_encoder": _llama.text(llama, layers=3).model,

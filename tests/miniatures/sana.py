@@ -6,7 +6,7 @@ from typing import Any
 
 from diffusers import DPMSolverMultistepScheduler
 
-from lora_fp8.families.sana import text_before_prompt
+from lora_fp8.families.sana import get_text_before_prompt
 
 from . import _gemma, _parts
 
@@ -26,7 +26,7 @@ HW = (32, 64)
 
 
 def make_parts() -> dict[str, Any]:
-    tokenizer = _gemma.tokenizer(text_before_prompt())
+    tokenizer = _gemma.tokenizer(get_text_before_prompt())
     return {
         "tokenizer": tokenizer,
         "text_encoder": _gemma.text(tokenizer),

@@ -62,7 +62,7 @@ def login(hub_site: Site) -> Iterator[Path]:
 
 
 def values(site: Site) -> dict[str, object]:
-    return form.read_values(Draft(site.home).text(), site.home)
+    return form.read_values(Draft(site.home).load_text(), site.home)
 
 
 def test_a_base_is_found_chosen_downloaded_and_unlocked(

@@ -232,7 +232,7 @@ def test_folders_are_shown_whole_and_changed_where_they_stand(
     def held(masks: list[str]) -> None:
         """Wait until the draft has folders with these masks."""
         for _ in range(6000):
-            found = [row.get("mask") for row in form.read_values(draft.text())["dataset.folders"]]
+            found = [row.get("mask") for row in form.read_values(draft.load_text())["dataset.folders"]]
             if found == masks:
                 return
             page.wait_for_timeout(100)

@@ -135,7 +135,7 @@ def test_a_folder_is_sent_captioned_by_keyboard_and_by_a_model(
 
 
 def read_folders(site: Site) -> list[dict[str, str]]:
-    return form.read_values(Draft(site.home).text())["dataset.folders"]
+    return form.read_values(Draft(site.home).load_text())["dataset.folders"]
 
 
 def test_on_a_phone_the_caption_box_is_in_view_after_a_tap(site: Site, visit: Callable[..., Page]) -> None:

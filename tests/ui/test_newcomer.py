@@ -186,10 +186,10 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
     state = page.locator("#head .state")
     folder: Path = wait_until(lambda: jobs.Queue(site.home).job(number).folder)
     run = Run(folder)
-    wait_until(lambda: any(event.get("stage") == "train" for event in run.events()))
+    wait_until(lambda: any(event.get("stage") == "train" for event in run.read_events()))
     with held(procs.find_holder(run.lock_file)) as trainer:
-        trainer.run_until(lambda: [event["event"] for event in run.events()].count("step") > 2)
-        trainer.run_until(lambda: any(event["event"] == "preview" for event in run.events()))
+        trainer.run_until(lambda: [event["event"] for event in run.read_events()].count("step") > 2)
+        trainer.run_until(lambda: any(event["event"] == "preview" for event in run.read_events()))
         expect(state).to_have_text(say("state.running"), timeout=LONG)
         expect(page.locator("#loss figure.chart path.line").first).to_be_visible(timeout=LONG)
         tab(page, "en", "previews")

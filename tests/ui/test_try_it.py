@@ -55,7 +55,7 @@ def ended(queue: jobs.Queue, id: int) -> Callable[[], bool]:
 
 
 def events(folder: Path, kind: str) -> list[dict]:
-    return [event for event in Run.open(folder).events() if event["event"] == kind]
+    return [event for event in Run.open(folder).read_events() if event["event"] == kind]
 
 
 @pytest.mark.timeout(3600)  # two trainings of the demo base and two drawings, one after the other

@@ -150,7 +150,7 @@ def start(ui: Ui, dataset: dataset_folder.DatasetFolder, wanted: dataset_folder.
         UserError: as for `submit_captioning`, or this machine cannot run the offered tagger.
     """
     if any(model.model == wanted.model and model.is_wd_tagger for model in OFFERED):
-        wd_tagger.require(wanted.model)
+        wd_tagger.require_runtime(wanted.model)
     number = dataset_folder.submit_captioning(ui.place, dataset.folder, wanted)
     run_monitor.get_monitor(ui.place).views.invalidate()
     return number

@@ -75,7 +75,7 @@ def start_undo(ui: Ui, folder: Path, what: str) -> tasks.Task:
 def describe_history(ui: Ui, folder: Path) -> dict[str, str]:
     """Describe the edits that can be undone and redone: {"undo": title or "", "redo": title or ""}."""
     try:
-        history = captions.history(folder)
+        history = captions.read_history(folder)
     except UserError as error:
         return {"undo": "", "redo": "", "problem": ui.translate(str(error))}
     done, undone = ([entry for entry in history if entry.done is state] for state in (True, False))

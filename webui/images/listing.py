@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lora_fp8 import families
-from lora_fp8.common.numbers import digits
+from lora_fp8.common.numbers import format_digits
 from lora_fp8.data import buckets, caption_journal, caption_operations, clips, image_changes
 from lora_fp8.data.image_edits import NOTHING, WHOLE
 from lora_fp8.errors import UserError
@@ -69,14 +69,14 @@ class FolderView:
         fresh: bool = False,
     ):
         self.ui, self.say = ui, ui.say
-        self.folder = ui.path(folder)
+        self.folder = ui.resolve_path(folder)
         self.training = TrainingSettings(ui)
         mask = self.training.find_mask(self.folder)
         read = dataset_folder.open_folder(self.folder, fresh=True, mask=mask) if fresh else None
         self.dataset = read or dataset_folder.open_cached(self.folder, mask)
         usual, side, usual_cut = self.training.choose_examination(self.folder)
         self.cut = usual_cut | {name: value for name, value in (cut or {}).items() if name in usual_cut}
-        self.family = family if family in families.available() else usual
+        self.family = family if family in families.list_families() else usual
         native = families.get(self.family).native_resolution
         self.resolution = resolution or (side if self.family == usual else 0) or native
 
@@ -86,7 +86,8 @@ class FolderView:
         One is started if there is none, if `again`, and if the folder has other files or edits since the last one.
         """
         held = {
-            name: form.from_component(form.settings()[f"dataset.{name}"], value) for name, value in self.cut.items()
+            name: form.from_component(form.collect_settings()[f"dataset.{name}"], value)
+            for name, value in self.cut.items()
         }
         settings = dataset_folder.list_clip_settings(self.family, **held)
         settings = (*settings, *self.training.list_tag_settings(self.folder))
@@ -150,7 +151,7 @@ class FolderView:
                 for name in page_names
             ],
             "history": captions.describe_history(self.ui, self.folder),
-            "stamp": self.stamp(examination),
+            "stamp": self.make_stamp(examination),
         }
 
     def _collect_findings(self, examination: dataset_folder.Examination) -> dict[str, list[dict[str, str]]]:
@@ -181,9 +182,9 @@ class FolderView:
             "caption": "",
             "typed": None,
             "unreadable": "",
-            "thumbnail": self.ui.picture(path, THUMBNAIL, edit=edit),
-            "large": self.ui.picture(path, LARGE, edit=edit),
-            "uncropped": self.ui.picture(path, LARGE, edit=replace(edit, crop=WHOLE)),
+            "thumbnail": self.ui.make_picture_link(path, THUMBNAIL, edit=edit),
+            "large": self.ui.make_picture_link(path, LARGE, edit=edit),
+            "uncropped": self.ui.make_picture_link(path, LARGE, edit=replace(edit, crop=WHOLE)),
             "cut": list(edit.crop),
             "video": dataset_folder.is_video(name),
             "excluded": False,
@@ -220,13 +221,13 @@ class FolderView:
         return row
 
     def _describe_clip(self, fact: dict[str, Any]) -> list[str]:
-        figures = [self.say("dataset.clip.seconds", seconds=digits(fact["seconds"]))]
-        figures.append(self.say("dataset.clip.rate", rate=digits(fact["fps"])))
+        figures = [self.say("dataset.clip.seconds", seconds=format_digits(fact["seconds"]))]
+        figures.append(self.say("dataset.clip.rate", rate=format_digits(fact["fps"])))
         if fact["pieces"]:
             figures.append(self.say("dataset.clip.pieces", count=fact["pieces"], length=fact["length"]))
         return figures
 
-    def stamp(self, examination: dataset_folder.Examination | None = None) -> str:
+    def make_stamp(self, examination: dataset_folder.Examination | None = None) -> str:
         """Return a text that changes when images, captions or findings may have changed."""
         examination = examination or self.examine()
         parts = [examination.begun if examination.report is not None else 0.0]
@@ -242,7 +243,7 @@ class FolderView:
         """Return what changes while a window looks at the folder: its examination and its captioning job."""
         examination = self.examine()
         return {
-            "stamp": self.stamp(examination),
+            "stamp": self.make_stamp(examination),
             "examining": {"done": examination.done, "total": examination.total} if examination.running else None,
             "problem": self.ui.translate(
                 self.dataset.unusable or ("" if self.dataset.problem else examination.problem)

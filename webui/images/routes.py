@@ -38,69 +38,69 @@ class Given:
     def __init__(self, values: Any):
         self.values = values if isinstance(values, dict) else {}
 
-    def text(self, name: str, usual: str = "") -> str:
+    def get_text(self, name: str, usual: str = "") -> str:
         """Return a text."""
         value = self.values.get(name)
         return value if isinstance(value, str) else usual
 
-    def number(self, name: str, usual: int = 0) -> int:
+    def get_number(self, name: str, usual: int = 0) -> int:
         """Return a whole number that is not negative."""
         value = self.values.get(name)
         return value if type(value) is int and 0 <= value < 2**31 else usual
 
-    def flag(self, name: str) -> bool:
+    def get_flag(self, name: str) -> bool:
         """Return True if the value is true."""
         return self.values.get(name) is True
 
-    def table(self, name: str) -> dict[str, str]:
+    def get_table(self, name: str) -> dict[str, str]:
         """Return texts by name."""
         value = self.values.get(name)
         return {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def get_texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts."""
         value = self.values.get(name)
         return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def _open(ui: Ui, given: Given) -> FolderView:
-    purpose = given.text("family"), given.number("resolution"), given.table("cut")
-    return FolderView(ui, given.text("folder"), *purpose, fresh=given.flag("fresh"))
+    purpose = given.get_text("family"), given.get_number("resolution"), given.get_table("cut")
+    return FolderView(ui, given.get_text("folder"), *purpose, fresh=given.get_flag("fresh"))
 
 
 def list_images(ui: Ui, given: Given) -> Answer:
     """List images of a folder that match a filter."""
-    showing = given.text("showing", "all")
+    showing = given.get_text("showing", "all")
     wanted = Filter(
-        given.text("query"),
+        given.get_text("query"),
         showing if showing in SHOWING else "all",
-        given.texts("chosen"),
-        given.text("finding"),
+        given.get_texts("chosen"),
+        given.get_text("finding"),
     )
-    return _open(ui, given).list_rows(wanted, given.number("offset"), given.number("count", 48))
+    return _open(ui, given).list_rows(wanted, given.get_number("offset"), given.get_number("count", 48))
 
 
 def list_names(ui: Ui, given: Given) -> Answer:
     """List the names of all images that match a filter."""
-    showing = given.text("showing", "all")
-    wanted = Filter(given.text("query"), showing if showing in SHOWING else "all", (), given.text("finding"))
+    showing = given.get_text("showing", "all")
+    wanted = Filter(given.get_text("query"), showing if showing in SHOWING else "all", (), given.get_text("finding"))
     return {"names": _open(ui, given).filter_names(wanted)}
 
 
 def describe_state(ui: Ui, given: Given) -> Answer:
     """Describe what changes while a window looks at a folder, and list the folders of New training."""
-    answer: Answer = {"folders": list_draft_folders(ui)} if given.flag("draft") else {}
-    return answer | (_open(ui, given).describe_state() if given.text("folder") else {})
+    answer: Answer = {"folders": list_draft_folders(ui)} if given.get_flag("draft") else {}
+    return answer | (_open(ui, given).describe_state() if given.get_text("folder") else {})
 
 
 def save_caption(ui: Ui, given: Given) -> Answer:
     """Save a caption, and say how many images have none now."""
     view = _open(ui, given)
     dataset = view.dataset
-    saved = captions.save(ui, dataset, given.text("name"), given.text("loaded"), given.text("caption"))
+    saved = captions.save(ui, dataset, given.get_text("name"), given.get_text("loaded"), given.get_text("caption"))
     without = sum(not text.strip() for text in dataset.texts.values())
     history = captions.describe_history(ui, dataset.folder)
-    return saved | {"without": without, "history": history, "stamp": view.stamp()}
+    return saved | {"without": without, "history": history, "stamp": view.make_stamp()}
 
 
 def edit_images(ui: Ui, given: Given) -> Answer:
@@ -108,24 +108,24 @@ def edit_images(ui: Ui, given: Given) -> Answer:
     view = _open(ui, given)
     change = {name: given.values[name] for name in ("exclude", "turn", "crop") if name in given.values}
     known = {*view.dataset.files, *view.list_excluded()}
-    return {"message": edits.change(ui, view.folder, known, given.texts("names"), change)}
+    return {"message": edits.change(ui, view.folder, known, given.get_texts("names"), change)}
 
 
 def describe_task(ui: Ui, given: Given) -> Answer:
     """Describe the newest task of a folder, which need not have images yet."""
-    task = tasks.find(ui.path(given.text("folder")))
+    task = tasks.find(ui.resolve_path(given.get_text("folder")))
     return {"task": vars(task) if task else None}
 
 
 def undo_edit(ui: Ui, given: Given) -> Answer:
     """Start to undo or redo the last edit of a folder."""
-    return {"task": vars(captions.start_undo(ui, ui.path(given.text("folder")), given.text("what")))}
+    return {"task": vars(captions.start_undo(ui, ui.resolve_path(given.get_text("folder")), given.get_text("what")))}
 
 
 def find_folder(ui: Ui, given: Given) -> Answer:
     """Resolve the path of a folder that was typed or pasted."""
     text = _read_path(given)
-    path = ui.path(text)
+    path = ui.resolve_path(text)
     sanitize.require_folder(path, text)
     return {"folder": str(path)}
 
@@ -145,7 +145,7 @@ def allow_folder(ui: Ui, given: Given) -> Answer:
 
 def _read_path(given: Given) -> str:
     """Return a typed path without the quotes with which Windows copies it, or from a drive of Windows in WSL."""
-    text = given.text("folder").strip()
+    text = given.get_text("folder").strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'":
         text = text[1:-1]
     return translate_windows_path(text)
@@ -165,18 +165,18 @@ def start_captioning(ui: Ui, given: Given) -> Answer:
     """Queue a captioning job."""
     view = _open(ui, given)
     wanted = dataset_folder.Captioning(
-        given.text("model"),
-        given.text("kind", "text"),
-        given.text("prompt"),
-        given.text("trigger"),
-        given.flag("overwrite"),
+        given.get_text("model"),
+        given.get_text("kind", "text"),
+        given.get_text("prompt"),
+        given.get_text("trigger"),
+        given.get_flag("overwrite"),
         view.dataset.mask,
-        threshold=given.text("threshold"),
-        character_threshold=given.text("character_threshold"),
-        exclude=given.text("exclude"),
-        rating=given.flag("rating"),
-        keep_underscores=given.flag("keep_underscores"),
-        append=given.flag("append"),
+        threshold=given.get_text("threshold"),
+        character_threshold=given.get_text("character_threshold"),
+        exclude=given.get_text("exclude"),
+        rating=given.get_flag("rating"),
+        keep_underscores=given.get_flag("keep_underscores"),
+        append=given.get_flag("append"),
     )
     number = captioning.start(ui, view.dataset, wanted)
     return {
@@ -187,7 +187,7 @@ def start_captioning(ui: Ui, given: Given) -> Answer:
 
 def stop_captioning(ui: Ui, given: Given) -> Answer:
     """Stop the captioning job of a folder."""
-    return {"message": captioning.stop_job(ui, ui.path(given.text("folder")))}
+    return {"message": captioning.stop_job(ui, ui.resolve_path(given.get_text("folder")))}
 
 
 ACTIONS: dict[str, Callable[[Ui, Given], Answer]] = {
@@ -225,7 +225,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
         try:
             target = uploading.find_target(ui, folder, name)
             received = await uploading.receive(request.stream(), file)
-            return _answer(await anyio.to_thread.run_sync(_take, ui, received, target, file))
+            return _answer(await anyio.to_thread.run_sync(_accept_upload, ui, received, target, file))
         except (UserError, OSError) as error:
             return _answer_error(ui, error)
 
@@ -244,7 +244,7 @@ def add_routes(app: FastAPI, place: Place) -> None:
             return _answer_error(ui, error)
 
 
-def _take(ui: Ui, received: Path, target: Path, file: str) -> Answer:
+def _accept_upload(ui: Ui, received: Path, target: Path, file: str) -> Answer:
     """Check and keep an upload, or start to unpack it."""
     if uploading.is_archive(received.name):
         return {"folder": str(target), "task": vars(uploading.start_unpacking(ui, received, target))}

@@ -8,7 +8,7 @@ from typing import Any
 
 from lora_fp8 import families
 from lora_fp8.errors import UserError
-from lora_fp8.settings import names_a_folder_of_masks
+from lora_fp8.settings import is_mask_folder
 
 from .. import dataset_folder, form, run_monitor
 from ..context import Ui
@@ -24,7 +24,7 @@ class TrainingSettings:
     def _read_training_values(self) -> dict[str, Any]:
         """Return the settings of New training; if that form is untouched, those of the newest training."""
         home = self.ui.place.home
-        text = Draft(home).text()
+        text = Draft(home).load_text()
         if text == form.START:
             trainings = [
                 view
@@ -39,19 +39,19 @@ class TrainingSettings:
 
     def choose_examination(self, folder: Path | None) -> tuple[str, int, dict[str, Any]]:
         """Return what to examine a folder for: family, resolution (0 is the family's), clip settings."""
-        settings = {name: form.settings()[f"dataset.{name}"] for name in dataset_folder.CUT}
+        settings = {name: form.collect_settings()[f"dataset.{name}"] for name in dataset_folder.CUT}
         usual = {name: form.to_component(setting, setting.default) for name, setting in settings.items()}
         try:
             values = self._read_training_values()
         except UserError:  # New training and the list of runs report it
             values = {}
         family, side = str(values.get("model.family")), values.get("dataset.resolution")
-        if family not in families.available():
+        if family not in families.list_families():
             return "sdxl", 0, usual
         rows = self._find_rows(values, folder) if folder else []
         side = (rows and rows[0].get("resolution")) or side
         cut = {name: form.to_component(setting, values[f"dataset.{name}"]) for name, setting in settings.items()}
-        return family, side if type(side) is int else 0, cut if families.traits(family)["clips"] else usual
+        return family, side if type(side) is int else 0, cut if families.get_traits(family)["clips"] else usual
 
     def _find_rows(self, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         """Return the entries of dataset.folders whose path is this folder."""
@@ -60,7 +60,7 @@ class TrainingSettings:
             path = row.get("path") if isinstance(row, dict) else None
             if isinstance(path, str) and path:
                 with contextlib.suppress(UserError):  # New training reports what is wrong with a path
-                    if self.ui.path(self.ui.place.home / os.path.expanduser(path)) == folder:
+                    if self.ui.resolve_path(self.ui.place.home / os.path.expanduser(path)) == folder:
                         own_rows.append(row)
         return own_rows
 
@@ -68,7 +68,7 @@ class TrainingSettings:
         """List the folders of New training that exist and that the page may show, each once."""
         home = self.ui.place.home
         try:
-            rows = form.read_values(Draft(home).text(), home)["dataset.folders"]
+            rows = form.read_values(Draft(home).load_text(), home)["dataset.folders"]
         except UserError:  # New training reports what is wrong with it
             return []
         folders = []
@@ -76,7 +76,7 @@ class TrainingSettings:
             path = row.get("path") if isinstance(row, dict) else None
             if isinstance(path, str) and path:
                 with contextlib.suppress(UserError):
-                    folders.append(self.ui.path(home / os.path.expanduser(path)))
+                    folders.append(self.ui.resolve_path(home / os.path.expanduser(path)))
         return [folder for folder in dict.fromkeys(folders) if folder.is_dir()]
 
     def find_mask(self, folder: Path) -> str:
@@ -86,14 +86,14 @@ class TrainingSettings:
             mask = row.get("mask")
             if isinstance(mask, str) and mask:
                 with contextlib.suppress(UserError):
-                    return str(self.ui.path(home / os.path.expanduser(mask))) if names_a_folder_of_masks(mask) else mask
+                    return str(self.ui.resolve_path(home / os.path.expanduser(mask))) if is_mask_folder(mask) else mask
         return ""
 
     def list_tag_settings(self, folder: Path) -> list[str]:
         """Return what New training does to the tags of a folder, as `--set` of the doctor; [] if nothing."""
         if not self._find_draft_rows(folder):
             return []
-        values = form.read_values(Draft(self.ui.place.home).text(), self.ui.place.home)
+        values = form.read_values(Draft(self.ui.place.home).load_text(), self.ui.place.home)
         if not (values["dataset.shuffle_tags"] is True or values["dataset.tag_dropout"]):
             return []
         return [f"dataset.{name}={json.dumps(values[f'dataset.{name}'])}" for name in dataset_folder.TAGS]
@@ -102,6 +102,6 @@ class TrainingSettings:
         """Return the rows of dataset.folders in which New training names this folder."""
         home = self.ui.place.home
         try:
-            return self._find_rows(form.read_values(Draft(home).text(), home), folder)
+            return self._find_rows(form.read_values(Draft(home).load_text(), home), folder)
         except UserError:  # New training reports what is wrong with it
             return []

@@ -43,7 +43,7 @@ def find_target(ui: Ui, folder: str, name: str) -> Path:
         UserError: the folder is not allowed, or the name is none.
     """
     if folder:
-        path = ui.path(folder)
+        path = ui.resolve_path(folder)
         sanitize.require_folder(path, folder)
         return path
     return ui.place.home / "datasets" / sanitize.check_name(name)
@@ -64,7 +64,7 @@ async def receive(pieces: AsyncIterator[bytes], name: str) -> Path:
             async for piece in pieces:
                 size += len(piece)
                 if size > most:
-                    raise UserError(_too_large(own, most))
+                    raise UserError(_make_size_message(own, most))
                 file.write(piece)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,7 +125,7 @@ def _list_entries(file: Path) -> list[tuple[zipfile.ZipInfo, str]]:
     room = max(0, shutil.disk_usage(file.parent).free - SPARE)
     total = sum(entry.file_size for entry, _ in entries)
     if total > min(room, MOST_UNPACKED):
-        raise UserError(_too_large(name, min(room, MOST_UNPACKED)))
+        raise UserError(_make_size_message(name, min(room, MOST_UNPACKED)))
     return entries
 
 
@@ -201,11 +201,11 @@ def _copy_limited(source: BinaryIO, target: BinaryIO, most: int, name: str) -> N
     while piece := source.read(PIECE):
         size += len(piece)
         if size > most:
-            raise UserError(_too_large(name, most))
+            raise UserError(_make_size_message(name, most))
         target.write(piece)
 
 
-def _too_large(name: str, most: int) -> Message:
+def _make_size_message(name: str, most: int) -> Message:
     return Message(
         "{name}: the file is too large; the limit is {size} MiB", name=sanitize.shorten(name), size=most // 2**20
     )

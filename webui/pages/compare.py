@@ -44,21 +44,21 @@ def build(ui: Ui) -> None:
         amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"), min_width=240)
         log = gr.Checkbox(label=ui.say("run.log"), value=False, min_width=160)
         prompt = gr.Dropdown(label=ui.say("run.prompt"), choices=[], elem_id="prompt")
-    curves = live_panel.panel(elem_id="curves")
-    pictures = live_panel.panel(elem_id="grid")
-    settings = live_panel.panel(elem_id="settings")
+    curves = live_panel.make_panel(elem_id="curves")
+    pictures = live_panel.make_panel(elem_id="grid")
+    settings = live_panel.make_panel(elem_id="settings")
     seen = gr.State({})
 
-    def start(request: gr.Request) -> Any:
+    def open_page(request: gr.Request) -> Any:
         choices = [(label_run(view), str(view.id)) for view in list_runs(ui)]
         known = {value for _, value in choices}
         asked = str(dict(request.query_params).get("runs", "")).split(",")
         return gr.update(choices=choices, value=[name for name in asked if name in known][:MOST])
 
-    gr.on([live_panel.get_load_event()], start, outputs=[which], queue=False, **live_panel.private_event())
-    which.change(None, inputs=[which], js=ADDRESS, **live_panel.private_event())
+    gr.on([live_panel.get_load_event()], open_page, outputs=[which], queue=False, **live_panel.make_private_event())
+    which.change(None, inputs=[which], js=ADDRESS, **live_panel.make_private_event())
 
-    def paint(which: list[str], amount: float, log: bool, prompt: str | None, seen: dict[str, Any]) -> list[Any]:
+    def refresh(which: list[str], amount: float, log: bool, prompt: str | None, seen: dict[str, Any]) -> list[Any]:
         chosen = find_runs(ui, which or [])
         of_runs = [rendering.list_prompts(events) for _, events in chosen]
         prompts = list(dict.fromkeys(text for texts in of_runs for text in texts))
@@ -75,15 +75,15 @@ def build(ui: Ui) -> None:
 
     inputs = {"which": which, "amount": amount, "log": log, "prompt": prompt, "seen": seen}
     outputs = [curves, pictures, settings, prompt, seen]
-    live_panel.repaint_on_ticks(paint, inputs, outputs, seconds=3)
+    live_panel.refresh_on_ticks(refresh, inputs, outputs, seconds=3)
     gr.on(
         [which.change, amount.change, log.change, prompt.input],
-        paint,
+        refresh,
         inputs_kwargs=inputs,
         outputs=outputs,
         queue=False,
         trigger_mode="always_last",
-        **live_panel.private_event(),
+        **live_panel.make_private_event(),
     )
 
 
@@ -122,11 +122,11 @@ def render_curves(ui: Ui, chosen: list[tuple[JobView, RunLog]], amount: float, l
     step, none = ui.say("runs.step"), ui.say("run.no_steps")
     loss, held_out, rate = [], [], []
     for number, (view, log) in enumerate(chosen):
-        points = log.measures["loss"].points()
+        points = log.measures["loss"].list_points()
         loss.append(Line(label_run(view), thin(smooth(points, amount)), number))
-        rate.append(Line(label_run(view), thin(log.measures["lr"].points()), number))
+        rate.append(Line(label_run(view), thin(log.measures["lr"].list_points()), number))
         if "" in log.validation:
-            points, best, label = log.validation[""].points(), log.find_best(), label_run(view)
+            points, best, label = log.validation[""].list_points(), log.find_best(), label_run(view)
             dot = next((point for point in points if best and point[0] == best[0]), None)
             if dot:
                 label = ui.say("compare.best", run=label, step=dot[0], loss=format_number(dot[1]))

@@ -35,7 +35,7 @@ class _Layout:
 
     def __init__(self, ui: Ui):
         gr.HTML(tour.render_offer(ui), elem_classes="notify-box tour-box")
-        self.machine = live_panel.panel(elem_id="machine")
+        self.machine = live_panel.make_panel(elem_id="machine")
         with gr.Row(elem_id="board-options"):
             self.which = gr.Radio(
                 [(ui.say(f"runs.kind.{kind}"), kind) for kind in KINDS],
@@ -45,7 +45,7 @@ class _Layout:
                 container=False,
             )
             gr.HTML(notifications.render_button(ui), elem_classes="notify-box")
-        self.note = live_panel.panel(elem_id="said", visible=False)
+        self.note = live_panel.make_panel(elem_id="said", visible=False)
         self.doomed = gr.State({})
         with gr.Group(visible=False, elem_classes="ask") as self.confirm:
             self.question = gr.Markdown()
@@ -59,8 +59,8 @@ class _Layout:
             with gr.Row():
                 self.not_now = gr.Button(ui.say("runs.keep"))
                 self.end = gr.Button(ui.say("runs.do.force"), variant="stop", elem_id="end-now")
-        self.cards = live_panel.panel(elem_id="cards")
-        self.remote = live_panel.panel(elem_id="remote")
+        self.cards = live_panel.make_panel(elem_id="cards")
+        self.remote = live_panel.make_panel(elem_id="remote")
         self.page = gr.State(0)
         self.seen = gr.State({})
 
@@ -71,22 +71,22 @@ class _Handlers:
     def __init__(self, ui: Ui):
         self.ui = ui
 
-    def paint(self, which: str, page: int, seen: dict[str, int]) -> list[Any]:
+    def refresh(self, which: str, page: int, seen: dict[str, int]) -> list[Any]:
         """Handle a tick: repaint what has changed since the window was painted."""
         painted = [render_machine(self.ui), render_board(self.ui, which, page), remote_jobs.render(self.ui)]
         sent, seen = live_panel.skip_unchanged(painted, seen)
         return [*sent, seen]
 
-    def press_remote(self, event: gr.EventData) -> list[Any]:
+    def handle_remote_button(self, event: gr.EventData) -> list[Any]:
         """Handle a button of a job on another machine."""
         click = live_panel.read_click(event)
         try:
-            line = show_notice(remote_jobs.press(self.ui, click.get("do", ""), click.get("id", "")))
+            line = show_notice(remote_jobs.run_action(self.ui, click.get("do", ""), click.get("id", "")))
         except UserError as error:
             line = show_notice(self.ui.translate(str(error)), wrong=True)
         return [line, remote_jobs.render(self.ui), {}]
 
-    def press(self, event: gr.EventData, which: str, page: int) -> list[Any]:
+    def handle_button(self, event: gr.EventData, which: str, page: int) -> list[Any]:
         """Handle a button of a card; deleting a job, or ending it now, asks first."""
         click = live_panel.read_click(event)
         do, name = click.get("do", ""), click.get("id", "")
@@ -141,23 +141,25 @@ class _Events:
 
     def __init__(self, layout: _Layout, handlers: _Handlers):
         self.layout, self.handlers = layout, handlers
-        self.now = live_panel.private_event(queue=False)  # in order, see ask.js
+        self.now = live_panel.make_private_event(queue=False)  # in order, see ask.js
 
     def bind(self) -> None:
         """Bind all events."""
         layout, handlers = self.layout, self.handlers
         window = {"which": layout.which, "page": layout.page}
-        live_panel.repaint_on_ticks(
-            handlers.paint,
+        live_panel.refresh_on_ticks(
+            handlers.refresh,
             window | {"seen": layout.seen},
             [layout.machine, layout.cards, layout.remote, layout.seen],
         )
-        live_panel.on_press(layout.remote, handlers.press_remote, outputs=[layout.note, layout.remote, layout.seen])
+        live_panel.on_press(
+            layout.remote, handlers.handle_remote_button, outputs=[layout.note, layout.remote, layout.seen]
+        )
         about_deletion = [layout.confirm, layout.question, layout.typed, layout.with_run]
         about_end = [layout.sure, layout.which_end]
         live_panel.on_press(
             layout.cards,
-            handlers.press,
+            handlers.handle_button,
             live_panel.ASKED,
             inputs_kwargs=window,
             outputs=[
@@ -212,7 +214,7 @@ def show_notice(line: str, wrong: bool = False, go: str = "") -> Any:
 
 def press_button(ui: Ui, do: str, name: str) -> Any:
     """Run the action of a button and show its result. Raises UserError."""
-    return show_notice(run_monitor.run_action(ui, do, name), go=ui.link("new") if do == "edit" else "")
+    return show_notice(run_monitor.run_action(ui, do, name), go=ui.make_link("new") if do == "edit" else "")
 
 
 def _escape_markdown(text: str) -> str:
@@ -259,7 +261,11 @@ def render_job(ui: Ui, view: JobView) -> str:
         view, tail, address = hub_uploads.read_progress(view, tail)
         links += hub_uploads.render_link(ui, address)
     preview = run_monitor.find_newest_preview(ui, view)
-    image = f'<img class="preview" src="{escape(ui.picture(preview, THUMB))}" alt="" loading="lazy">' if preview else ""
+    image = (
+        f'<img class="preview" src="{escape(ui.make_picture_link(preview, THUMB))}" alt="" loading="lazy">'
+        if preview
+        else ""
+    )
     title = run_monitor.get_base_title(view.folder)
     return run_cards.render_card(ui, view, title, tail, links, image)
 
@@ -273,7 +279,7 @@ def render_downloads(ui: Ui, view: JobView) -> str:
             files = sorted((run_monitor.get_run_folder(ui, view) / "export").glob("*.safetensors"))
         else:  # a command that wrote a file
             files = [
-                ui.path(argument)
+                ui.resolve_path(argument)
                 for at, argument in zip(view.command, view.command[1:], strict=False)
                 if at == "--output"
             ]
@@ -283,7 +289,9 @@ def render_downloads(ui: Ui, view: JobView) -> str:
     for path in filter(Path.is_file, files):
         label = ui.say("run.download") if len(files) == 1 else ui.say("runs.download_of", name=path.name)
         title = f' title="{escape(path.name)}"'
-        made += f'<a class="button main"{title} href="{escape(ui.download(path))}" download>{escape(label)}</a>'
+        made += (
+            f'<a class="button main"{title} href="{escape(ui.make_download_link(path))}" download>{escape(label)}</a>'
+        )
     return made
 
 
@@ -294,7 +302,7 @@ def render_failures(ui: Ui, views: list[JobView]) -> str:
     if not failed:
         return ""
     names = [
-        f'<a href="{escape(ui.link("run", run=str(view.id)))}">{escape(view.name)}</a>'
+        f'<a href="{escape(ui.make_link("run", run=str(view.id)))}">{escape(view.name)}</a>'
         if view.kind == "train"
         else escape(view.name)
         for view in sorted(failed, key=lambda view: -view.ended)[:5]

@@ -21,7 +21,7 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SWANLAB_API_KE
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "gradio")
 GIB = 2**30
 EXAMPLES = {"root": "~/pictures", "models": "~/models"}
-QUIET = live_panel.private_event(queue=False)
+QUIET = live_panel.make_private_event(queue=False)
 
 
 def build(ui: Ui) -> None:
@@ -46,7 +46,7 @@ def build(ui: Ui) -> None:
         folders.bind_events([roots, models])
     hook.bind_events()
     live_panel.get_load_event()(
-        lambda: [*roots.render(), *models.render(), *hook.paint(), _render_secrets(ui), _render_about(ui)],
+        lambda: [*roots.render(), *models.render(), *hook.update_components(), _render_secrets(ui), _render_about(ui)],
         None,
         [*roots.components, *models.components, *hook.components, secrets, about],
         **QUIET,

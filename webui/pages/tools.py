@@ -45,7 +45,7 @@ def build(ui: Ui) -> None:
     with gr.Row():
         start = gr.Button(say("tools.start"), variant="primary")
         later = gr.Button(say("tools.later"), visible=False, elem_id="tools-later")
-    result = live_panel.panel(elem_id="tool-result", padding=False)
+    result = live_panel.make_panel(elem_id="tool-result", padding=False)
     rows = {row_verify: ("verify",), row_convert: ("convert",), row_resize: ("resize", "merge")}
     rows |= {row_merge: ("merge",), row_output: WRITING}
 
@@ -70,7 +70,7 @@ def build(ui: Ui) -> None:
     def submit_job(**values: Any) -> str:
         return _render_answer(ui, lambda: _queue(ui, **values))
 
-    hidden = live_panel.private_event(queue=False)
+    hidden = live_panel.make_private_event(queue=False)
     tool.change(choose, tool, [about, file, later, result, *rows], **hidden)
     gr.on([file.focus], lambda: gr.update(choices=find_loras(ui)), None, file, **hidden)
     answered: dict[str, Any] = {"outputs": result, "trigger_mode": "once", "api_visibility": "private"}
@@ -98,7 +98,7 @@ def build_arguments(ui: Ui, tool: str, **given: Any) -> tuple[list[str], Path | 
         raise UserError(NO_TOOL(text=sanitize.shorten(tool)))
     line: list[str] = []
     if tool == "verify" and (base := str(given["base"] or "").strip()):
-        line += ["--base", base if base == "demo" else str(ui.path(base))]
+        line += ["--base", base if base == "demo" else str(ui.resolve_path(base))]
     if tool == "convert":
         line += ["--format", sanitize.require_choice(given["layout"], LAYOUTS)]
     if tool in ("resize", "merge"):
@@ -130,7 +130,7 @@ def _run(ui: Ui, tool: str, **given: Any) -> str:
     titles = {key: ui.say(f"tools.key.{key}") for key in answer if key in KEYS}
     parts.append(json_table.render_object(answer, titles))
     if target is not None:
-        link = f'<a href="{sanitize.escape(ui.download(target))}" download>{sanitize.escape(target.name)}</a>'
+        link = f'<a href="{sanitize.escape(ui.make_download_link(target))}" download>{sanitize.escape(target.name)}</a>'
         parts.insert(0, f"<p>{sanitize.escape(ui.say('tools.written'))} {link}</p>")
     return "".join(parts)
 
@@ -142,7 +142,7 @@ def _queue(ui: Ui, tool: str, **given: Any) -> str:
     subject = target.name if target else Path(line[-1]).name
     id = jobs.Queue(ui.place.home).submit_command(tool, line, folder=ui.place.home, name=f"{tool} {subject}")
     jobs.ensure_worker(ui.place.home)
-    link = f'<a href="{ui.link("")}">{sanitize.escape(ui.say("page.runs"))}</a>'
+    link = f'<a href="{ui.make_link("")}">{sanitize.escape(ui.say("page.runs"))}</a>'
     return f"<p>{sanitize.escape(ui.say('tools.queued', id=id))} {link}</p>"
 
 
@@ -177,7 +177,7 @@ def _render_answer(ui: Ui, do: Any) -> str:
 def _check_lora(ui: Ui, text: str) -> Path:
     if not text.strip():
         raise UserError(Message("choose a LoRA file first"))
-    path = ui.path(text)
+    path = ui.resolve_path(text)
     if path.suffix.lower() != ".safetensors" or not path.is_file():
         raise UserError(Message("{text}: there is no such .safetensors file", text=sanitize.shorten(text)))
     return path

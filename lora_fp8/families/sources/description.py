@@ -19,7 +19,7 @@ from ...common.json_files import read_json
 from ...common.numbers import format_bytes
 from ...errors import Message, UserError
 from ...run import disk_space
-from .._registry import available, get
+from .._registry import get, list_families
 from . import hosts, known_bases, places, remembered, selection
 from .headers import Header
 from .hosts import Host, NoAnswer
@@ -157,15 +157,15 @@ def describe(path: str, revision: str = "", family: str = "") -> BaseDescription
     try:
         reference = parse(path)
     except UserError as error:
-        return BaseDescription(Reference("path", path), problems=_lines(error))
+        return BaseDescription(Reference("path", path), problems=_list_problems(error))
     if reference.kind == "demo" or (reference.kind == "path" or is_here(reference)):
         return _describe_local(reference)
-    host = hosts.of(reference, revision)
+    host = hosts.make_host(reference, revision)
     try:
         answer, origin, notes = _ask(host)
         description = _describe_answer(host, answer, origin, family)
     except UserError as error:
-        return BaseDescription(reference, problems=_lines(error))
+        return BaseDescription(reference, problems=_list_problems(error))
     except NoAnswer as error:
         return _describe_unasked(host, family, str(error))
     return _with_disk(dataclasses.replace(description, notes=(*notes, *description.notes)))
@@ -182,8 +182,8 @@ def count_files(path: str, family: str) -> tuple[int, int] | None:
         Bytes of the files that training needs, and of those that are not here; None if its host was never asked and
         the cache has no complete copy.
     """
-    host = hosts.of(parse(path))
-    if (answer := remembered.read(_memory(host))) is not None:
+    host = hosts.make_host(parse(path))
+    if (answer := remembered.read(_find_memory_file(host))) is not None:
         chosen = selection.select(answer.files, get(family), path)
         files = (*chosen.small, *chosen.weights)
         missing = sum(file.size for file in files if host.find(answer.revision, file) is None)
@@ -210,7 +210,7 @@ def describe_files(
         UserError: there is no such repository, or it is not accessible.
         NoAnswer: its host cannot be asked now, and nothing of it is on this machine.
     """
-    host = hosts.of(reference, revision)
+    host = hosts.make_host(reference, revision)
     try:
         answer, origin, _ = _ask(host)
     except NoAnswer:
@@ -225,7 +225,7 @@ def describe_files(
     if isinstance(host, hosts.HuggingFace):
         host.link(answer.revision, chosen)
     if origin == "asked":
-        remembered.write(_memory(host), answer)
+        remembered.write(_find_memory_file(host), answer)
     files = tuple(BaseFile(*file, host.find(answer.revision, file)) for file in chosen)
     folder = host.folder(answer.revision)
     return BaseDescription(reference, answer.revision, branch=host.revision, files=files, folder=folder, origin=origin)
@@ -247,18 +247,18 @@ def fetch_configs(reference: Reference, folders: Iterable[str]) -> Path:
         UserError: there is no such model, or it is not accessible.
         NoAnswer: its host cannot be asked now, and not all of these files are here.
     """
-    host = hosts.of(reference)
+    host = hosts.make_host(reference)
     answer, origin, _ = _ask(host)
     host.fetch_small(answer.revision, _select_configs(answer, folders))
     if origin == "asked":
-        remembered.write(_memory(host), answer)
+        remembered.write(_find_memory_file(host), answer)
     return host.folder(answer.revision)
 
 
 def find_configs(reference: Reference, folders: Iterable[str]) -> Path | None:
     """Return the local folder of configs and tokenizers that were fetched before; None unless all are here."""
-    host = hosts.of(reference)
-    answer = remembered.read(_memory(host))
+    host = hosts.make_host(reference)
+    answer = remembered.read(_find_memory_file(host))
     files = _select_configs(answer, folders) if answer else []
     if answer is None or not files or any(host.find(answer.revision, file) is None for file in files):
         return None
@@ -276,7 +276,7 @@ def _select_configs(answer: Answer, folders: Iterable[str]) -> list[RemoteFile]:
     ]
 
 
-def _lines(error: UserError) -> tuple[str, ...]:
+def _list_problems(error: UserError) -> tuple[str, ...]:
     return tuple(error.problems)
 
 
@@ -314,7 +314,7 @@ def find_family(folder: Path) -> str:
 def find_candidates(folder: Path) -> list[str]:
     """Return the families whose pipeline a diffusers folder's index names."""
     pipeline = read_pipeline(folder)
-    return [name for name in available() if get(name).pipeline_class == pipeline]
+    return [name for name in list_families() if get(name).pipeline_class == pipeline]
 
 
 def read_pipeline(folder: Path) -> str:
@@ -360,7 +360,7 @@ def _ask(host: Host) -> tuple[Answer, Origin, tuple[str, ...]]:
         UserError: there is no such model, or it is not accessible.
         NoAnswer: it cannot be asked, and has never been.
     """
-    kept = remembered.read(_memory(host))
+    kept = remembered.read(_find_memory_file(host))
     if kept is not None and kept.revision == host.revision:  # the files of a commit never change
         return kept, "remembered", ()
     try:
@@ -375,7 +375,7 @@ def _ask(host: Host) -> tuple[Answer, Origin, tuple[str, ...]]:
     return answer, "asked", ()
 
 
-def _memory(host: Host) -> Path:
+def _find_memory_file(host: Host) -> Path:
     return remembered.find_file(host.endpoint, host.reference.name, host.revision)
 
 
@@ -409,7 +409,7 @@ def _describe_answer(host: Host, answer: Answer, origin: Origin, family: str) ->
         if origin == "asked":
             for revision in {host.revision, commit}:  # the next job may name the commit
                 at = dataclasses.replace(host, revision=revision)
-                remembered.write(_memory(at), dataclasses.replace(answer, headers=headers))
+                remembered.write(_find_memory_file(at), dataclasses.replace(answer, headers=headers))
         headers = {file.path: headers[file.path] for file in absent}
     files = tuple(BaseFile(*file, host.find(commit, file)) for file in (*chosen.small, *chosen.weights))
     return dataclasses.replace(description, family=recognised, files=files, headers=headers, problems=tuple(problems))
@@ -438,13 +438,13 @@ def _select(host: Host, answer: Answer, family: str, is_closed: bool) -> tuple[s
             )
         return "", selection.Selection((), weights)
     if not any(file.path in selection.INDEXES for file in answer.files):
-        return "", selection.Selection(problems=(_no_diffusers(reference, answer),))
+        return "", selection.Selection(problems=(_describe_no_diffusers(reference, answer),))
     if is_closed:
         known = known_bases.get(reference.repo)
         usual = known.family if known else family
         return usual, selection.select(answer.files, get(usual), reference.name) if usual else selection.Selection()
     recognised, candidates = _recognise(host, answer)
-    problem = _family_problem(host, answer, recognised or (family if family in candidates else ""), family)
+    problem = _find_family_problem(host, answer, recognised or (family if family in candidates else ""), family)
     wanted = recognised or (family if family in candidates else "")
     chosen = selection.select(answer.files, get(wanted), reference.name) if wanted else selection.Selection()
     return recognised, dataclasses.replace(chosen, problems=(*filter(None, [problem]), *chosen.problems))
@@ -462,7 +462,7 @@ def _recognise(host: Host, answer: Answer) -> tuple[str, list[str]]:
     return find_family(folder), candidates
 
 
-def _family_problem(host: Host, answer: Answer, recognised: str, family: str) -> str:
+def _find_family_problem(host: Host, answer: Answer, recognised: str, family: str) -> str:
     """Return the problem of a repository of no family here, or of another than the job's; "" if there is none."""
     name = repr(host.reference.name)
     if not recognised:
@@ -483,7 +483,7 @@ def _family_problem(host: Host, answer: Answer, recognised: str, family: str) ->
     )
 
 
-def _no_diffusers(reference: Reference, answer: Answer) -> str:
+def _describe_no_diffusers(reference: Reference, answer: Answer) -> str:
     """Return the problem of a repository that is not in diffusers' layout, with what to give instead."""
     name = repr(reference.name)
     if meant := suggest(reference):
@@ -492,13 +492,13 @@ def _no_diffusers(reference: Reference, answer: Answer) -> str:
             name=name,
             meant=repr(meant),
         )
-    if single := selection.single_files(answer.files):
+    if single := selection.list_single_files(answer.files):
         file = dataclasses.replace(reference, file=single[0])
         return Message(
             "model.path = {name} is not a diffusers repository (it has no model_index.json). To use the single file "
             "in it, give {address}",
             name=name,
-            address=repr(file_address(file)),
+            address=repr(make_file_address(file)),
         )
     return Message(
         "model.path = {name} is not a diffusers repository (it has no model_index.json). Choose one with that file, "
@@ -507,7 +507,7 @@ def _no_diffusers(reference: Reference, answer: Answer) -> str:
     )
 
 
-def file_address(reference: Reference) -> str:
+def make_file_address(reference: Reference) -> str:
     """Return what `model.path` says for a file of a repository."""
     if reference.kind == "modelscope":
         return f"modelscope:{reference.repo}@{reference.revision or 'master'}/{reference.file}"

@@ -89,7 +89,7 @@ def download_all(
         _check(base)
     # Small files first: should something be wrong, it shows at once.
     pairs = sorted(((base, file) for base in bases for file in base.missing), key=lambda pair: pair[1].size)
-    transfers = [Transfer(hosts.of(base.reference, base.branch), base, file) for base, file in pairs]
+    transfers = [Transfer(hosts.make_host(base.reference, base.branch), base, file) for base, file in pairs]
     if not transfers:
         return tuple(bases)
     _run_all(transfers, report or (lambda progress: None), is_cancelled)
@@ -122,7 +122,7 @@ def _run_all(transfers: list[Transfer], report: Report, is_cancelled: Callable[[
     """Run the transfers on threads while this thread reports, and end them all if one fails or it is cancelled."""
     stop, queue = threading.Event(), deque(transfers)
 
-    def work() -> None:
+    def run_queue() -> None:
         while not stop.is_set():
             try:
                 transfer = queue.popleft()
@@ -131,7 +131,9 @@ def _run_all(transfers: list[Transfer], report: Report, is_cancelled: Callable[[
             transfer.run(stop)
 
     # Daemons, as a thread may hang in a read until its timeout, and the program need not wait for that.
-    threads = [threading.Thread(target=work, daemon=True, name="download") for _ in range(min(WORKERS, len(transfers)))]
+    threads = [
+        threading.Thread(target=run_queue, daemon=True, name="download") for _ in range(min(WORKERS, len(transfers)))
+    ]
     meter = _Meter(transfers)
     for thread in threads:
         thread.start()

@@ -44,7 +44,7 @@ def parse(content: bytes, size: int, where: str) -> Header:
         end = 8 + len(content) + max((e["data_offsets"][1] for e in entries.values()), default=0)
         tensors = tuple((name, e["dtype"], tuple(e["shape"])) for name, e in entries.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise unreadable(where) from error
+        raise make_unreadable_error(where) from error
     if end != size:
         raise UserError(
             Message(
@@ -57,7 +57,7 @@ def parse(content: bytes, size: int, where: str) -> Header:
     return Header(tensors, metadata)
 
 
-def unreadable(where: str) -> UserError:
+def make_unreadable_error(where: str) -> UserError:
     """Return the error for a file whose beginning is no header."""
     return UserError(Message("{path} is not a safetensors file (its header cannot be read)", path=where))
 
@@ -97,7 +97,7 @@ def fetch(address: str, fields: Mapping[str, str], size: int, where: str) -> Hea
     length = int.from_bytes(content[:8], "little")
     require_length(length, size, where)
     if length > MOST_BYTES:
-        raise unreadable(where)
+        raise make_unreadable_error(where)
     if len(content) < 8 + length:
         content += _fetch_range(address, fields, len(content), 8 + length)
     return parse(content[8 : 8 + length], size, where)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from ...common.system import cache_folder
+from ...common.system import find_cache_folder
 from ...common.writing import atomic_write
 from ...errors import Message, UserError, reason
 from . import headers, known_bases, remembered
@@ -183,7 +183,7 @@ class Host:
             return self._explain_status(status)
         if isinstance(error, httpx2.TransportError | errors.LocalEntryNotFoundError):
             host = urlsplit(self.endpoint).netloc
-            return NoAnswer(Message("no connection to {host} ({why})", host=host, why=_in_short(error)))
+            return NoAnswer(Message("no connection to {host} ({why})", host=host, why=_find_innermost_reason(error)))
         return error
 
     def _explain_status(self, status: int) -> Exception:
@@ -400,7 +400,7 @@ class HuggingFaceDataset(HuggingFace):
     def folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         owner, name = self.reference.repo.split("/")
-        return cache_folder() / "datasets" / f"{owner}--{name}" / commit
+        return find_cache_folder() / "datasets" / f"{owner}--{name}" / commit
 
     def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file, with the token if there is one."""
@@ -450,7 +450,7 @@ class ModelScope(Host):
         entries = [entry for entry in listing["Data"]["Files"] if entry.get("Type") == "blob"]
         files = tuple(RemoteFile(e["Path"], int(e["Size"]), e.get("Sha256") or None) for e in entries)
         # Each file has the commit that changed it last; together they stand for the state of the repository.
-        commit = remembered.digest([[file.path, file.size, file.sha256] for file in files])
+        commit = remembered.compute_digest([[file.path, file.size, file.sha256] for file in files])
         known = known_bases.get(self.reference.repo)
         licence = str((about.get("Data") or {}).get("License") or (known.licence if known else ""))
         return Answer(commit, files, licence=licence, licence_link=known.licence_link if known else "")
@@ -458,7 +458,7 @@ class ModelScope(Host):
     def folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         owner, name = self.reference.repo.split("/")
-        return cache_folder() / "models" / f"modelscope--{owner}--{name}" / commit
+        return find_cache_folder() / "models" / f"modelscope--{owner}--{name}" / commit
 
     def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file at the revision that was asked for."""
@@ -532,7 +532,7 @@ class Civitai(Host):
 
     def folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
-        return cache_folder() / "models" / f"civitai--{commit}"
+        return find_cache_folder() / "models" / f"civitai--{commit}"
 
     def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of the version's file."""
@@ -543,7 +543,7 @@ class Civitai(Host):
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def of(reference: Reference, revision: str = "") -> Host:
+def make_host(reference: Reference, revision: str = "") -> Host:
     """Return the host of a remote reference; `revision` is `model.revision`, which an address may state too."""
     kinds = {"hub": HuggingFace, "modelscope": ModelScope, "civitai": Civitai, "dataset": HuggingFaceDataset}
     return kinds[reference.kind](reference, reference.revision or revision)
@@ -563,7 +563,7 @@ def is_offline() -> bool:
     return is_offline_mode()
 
 
-def _in_short(error: BaseException) -> str:
+def _find_innermost_reason(error: BaseException) -> str:
     """Return the innermost reason of a failed connection, such as "Name or service not known"."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner

@@ -57,18 +57,18 @@ def read() -> tuple[KnownBase, ...]:
     )
 
 
-def of_family(family: str) -> list[KnownBase]:
+def list_of_family(family: str) -> list[KnownBase]:
     """Return the known bases of a family, the usual one first."""
     return [base for base in read() if base.family == family]
 
 
 def get(repo: str) -> KnownBase | None:
     """Return the known base with this id, whatever the case of its letters; None if there is none."""
-    return _by_id().get(repo.lower())
+    return _map_by_id().get(repo.lower())
 
 
 @cache
-def _by_id() -> dict[str, KnownBase]:
+def _map_by_id() -> dict[str, KnownBase]:
     return {base.id.lower(): base for base in read()}
 
 
@@ -76,7 +76,7 @@ def find_similar(text: str) -> str | None:
     """Return the id of the known base that a person probably means by a name or a misspelt id; None if unsure."""
     given = text.strip().lower()
     # Other ids of a model, such as the one it was moved from, count as its names.
-    by_name = {name: base.id for base in reversed(read()) for name in _names(base)}
+    by_name = {name: base.id for base in reversed(read()) for name in _list_names(base)}
     if given in by_name:
         return by_name[given] if by_name[given] != text else None
     near = difflib.get_close_matches(given[:120], by_name, n=1, cutoff=0.75)
@@ -88,5 +88,5 @@ def find_similar(text: str) -> str | None:
     return by_name[near[0]] if near else None
 
 
-def _names(base: KnownBase) -> list[str]:
+def _list_names(base: KnownBase) -> list[str]:
     return [base.id.lower(), base.title.lower(), *base.names]

@@ -82,7 +82,7 @@ def parse(text: str) -> Reference:
         return Reference("demo", given)
     if reference := _parse_short(given):
         return reference
-    if _host(given):
+    if _find_host(given):
         return _parse_address(given)
     if HUB_ID.fullmatch(given) and not given.lower().endswith(FILE_ENDINGS):
         return Reference("hub", given, repo=given)
@@ -98,7 +98,7 @@ def parse_dataset(text: str) -> Reference | None:
     given = clean(text)
     match = re.fullmatch(r"(?:hf|huggingface):(?://)?datasets/(.+)", given)
     parts = match[1].split("/") if match else []
-    if not match and _host(given):
+    if not match and _find_host(given):
         address = urlsplit(given if "://" in given else f"https://{given}")
         parts = [unquote(part) for part in address.path.split("/") if part]
         if parts[:1] != ["datasets"]:
@@ -107,7 +107,7 @@ def parse_dataset(text: str) -> Reference | None:
     elif not match:
         parts = given.split("/")
     name, _, revision = "/".join(parts[:2]).partition("@")
-    if not HUB_ID.fullmatch(name) or (len(parts) > 2 and not (match or _host(given))):
+    if not HUB_ID.fullmatch(name) or (len(parts) > 2 and not (match or _find_host(given))):
         return None
     _, named, _ = _split_rest(parts[2:])
     revision = revision or ("" if named == "main" else named)
@@ -156,7 +156,7 @@ def _parse_short(given: str) -> Reference | None:
     return None
 
 
-def _host(given: str) -> str:
+def _find_host(given: str) -> str:
     """Return the host of a web address, also of one without "https://"; "" if this is none."""
     if re.match(r"[a-z][a-z0-9+.-]*://", given, re.IGNORECASE):
         return (urlsplit(given).hostname or "?").removeprefix("www.")
@@ -165,7 +165,7 @@ def _host(given: str) -> str:
 
 
 def _parse_address(given: str) -> Reference:
-    host = _host(given)
+    host = _find_host(given)
     address = urlsplit(given if "://" in given else f"https://{given}")
     parts = [unquote(part) for part in address.path.split("/") if part]
     endpoint = urlsplit(os.environ.get("HF_ENDPOINT") or HUB)
@@ -254,10 +254,10 @@ def translate_windows_path(given: str) -> str:
     """Return a path as it is, but a Windows path inside WSL as the path under which WSL shows that drive."""
     if (match := re.match(r"([A-Za-z]):[\\/](.*)", given, re.DOTALL)) and os.name != "nt":
         mounted = Path("/mnt") / match[1].lower()
-        if mounted.is_dir() and "microsoft" in _kernel().lower():
+        if mounted.is_dir() and "microsoft" in _read_kernel().lower():
             return str(mounted / match[2].replace("\\", "/"))
     return given
 
 
-def _kernel() -> str:
+def _read_kernel() -> str:
     return os.uname().release if hasattr(os, "uname") else ""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...common.json_files import read_json, write_json
 from ...common.messages import get_language, translate
-from ...common.system import cache_folder
+from ...common.system import find_cache_folder
 from ...errors import Message, reason
 from .headers import Header
 
@@ -54,14 +54,14 @@ class Answer:
     headers: Mapping[str, Header] = field(default_factory=dict)
 
 
-def digest(content: Any) -> str:
+def compute_digest(content: Any) -> str:
     """Return a name of 40 hexadecimal digits for content of plain JSON types, as commits have."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:40]
 
 
 def find_file(endpoint: str, name: str, revision: str) -> Path:
     """Return the file that remembers a base."""
-    return cache_folder() / "bases" / f"{digest([endpoint.rstrip('/'), name, revision])}.json"
+    return find_cache_folder() / "bases" / f"{compute_digest([endpoint.rstrip('/'), name, revision])}.json"
 
 
 def read(path: Path) -> Answer | None:

@@ -41,7 +41,7 @@ class Selection:
     problems: tuple[str, ...] = ()
 
 
-def parts_of(family: type[ModelFamily]) -> tuple[str, ...]:
+def list_parts(family: type[ModelFamily]) -> tuple[str, ...]:
     """Return the subfolders that training a family needs."""
     return ("scheduler", "vae", family.denoiser_name, *family.text_parts)
 
@@ -57,8 +57,8 @@ def select(files: Sequence[RemoteFile], family: type[ModelFamily], name: str) ->
     small = [file for file in files if file.path in INDEXES]
     weights: list[RemoteFile] = []
     problems: list[str] = []
-    for part in parts_of(family):
-        inside = {PurePosixPath(file.path).name: file for file in files if _folder(file) == part}
+    for part in list_parts(family):
+        inside = {PurePosixPath(file.path).name: file for file in files if _get_folder(file) == part}
         chosen, index = _select_weights(inside)
         weights += [inside[file] for file in chosen]
         small += [inside[file] for file in inside if file.endswith(SMALL) and (".index" not in file or file == index)]
@@ -98,15 +98,15 @@ def lacks_shards(chosen: Selection) -> bool:
     """Return True if weights are split into more files than were selected, as their names state the number."""
     folders: dict[str, list[str]] = {}
     for file in chosen.weights:
-        folders.setdefault(_folder(file), []).append(file.path)
+        folders.setdefault(_get_folder(file), []).append(file.path)
     stated = {folder: re.search(r"-of-(\d+)", paths[0]) for folder, paths in folders.items()}
     return any(number and int(number[1]) > len(folders[folder]) for folder, number in stated.items())
 
 
-def single_files(files: Sequence[RemoteFile]) -> list[str]:
+def list_single_files(files: Sequence[RemoteFile]) -> list[str]:
     """Return the paths of the safetensors files at the top of a repository, which may be single-file models."""
-    return [file.path for file in files if _folder(file) == "" and file.path.endswith(WEIGHT_ENDINGS)]
+    return [file.path for file in files if _get_folder(file) == "" and file.path.endswith(WEIGHT_ENDINGS)]
 
 
-def _folder(file: RemoteFile) -> str:
+def _get_folder(file: RemoteFile) -> str:
     return "/".join(PurePosixPath(file.path).parts[:-1])

@@ -20,7 +20,7 @@ from ...errors import Message, Template, UserError
 from ..run_events import ESCAPES
 from . import handle as handles
 from .handle import Handle
-from .machine import MARKER, NOT_RUNNING, Disconnected, Machine, enter, last_line, quote_folder, require_success
+from .machine import MARKER, NOT_RUNNING, Disconnected, Machine, enter, find_last_line, quote_folder, require_success
 from .script import JOB
 
 NUMBER = "slurm"
@@ -101,7 +101,7 @@ def start(job: Handle) -> Handle:
         answer = job.machine.run(f"{begin}sbatch --parsable {JOB} > {NUMBER} && cat {NUMBER}", login=True)
         number = answer.text.strip().partition(";")[0]
         if answer.code != 0 or not number.isdecimal():
-            line = last_line(answer.errors)
+            line = find_last_line(answer.errors)
             raise UserError(Message("{host}: sbatch refuses the job ({why})", host=job.machine, why=line))
         return handles.update(job, slurm=number)
     lines = (
@@ -133,7 +133,7 @@ def resume(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     Raises:
         UserError: it runs, or is done, or a variable is not set.
     """
-    view = look(job)
+    view = fetch_view(job)
     if not view.has_ended:
         raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
     if view.state == "done":
@@ -141,14 +141,14 @@ def resume(job: Handle, secrets: Sequence[str] = ()) -> Handle:
     return start(replace(job, secrets=tuple(secrets) or job.secrets))
 
 
-def look(job: Handle) -> View:
+def fetch_view(job: Handle) -> View:
     """Return how a job is doing now.
 
     Raises:
         UserError: there is no connection, or its folder there is gone.
     """
     run = shlex.quote(job.run)
-    lines = [enter(job.folder), _alive(job)]
+    lines = [enter(job.folder), _make_alive_script(job)]
     # One that was cancelled while it waited in the queue was stopped before it began.
     code = "cat exit 2> /dev/null || { [ -e cancel ] && [ ! -e started ] && echo 75; }"
     lines += ['echo "alive $alive"', f'echo "exit $({code})"']
@@ -158,7 +158,7 @@ def look(job: Handle) -> View:
     return read_view(job, answer.text)
 
 
-def _alive(job: Handle) -> str:
+def _make_alive_script(job: Handle) -> str:
     """Return the part of a script that sets `alive`: empty, "yes", or the state in Slurm."""
     if job.kind != "slurm":
         # SkyPilot prepares the machine before it starts the script.
@@ -247,7 +247,7 @@ def follow(
         try:
             script = _follow_script(job, offset)
             require_success(job.machine, job.machine.run(script, login=job.kind == "slurm", take=take))
-            view = look(job)
+            view = fetch_view(job)
             if view.has_ended:
                 return view
         except Disconnected as error:
@@ -266,7 +266,7 @@ n={offset}
 i=0
 while :; do
     if [ $((i % {5 if job.kind == "slurm" else 1})) = 0 ]; then
-{_alive(job)}
+{_make_alive_script(job)}
     fi
     i=$((i + 1))
     size=$(cat {file} 2> /dev/null | wc -c)
@@ -289,7 +289,7 @@ def cancel(job: Handle) -> None:
     stop = shlex.quote(f"{job.run}/control/stop")
     lines = [
         enter(job.folder),
-        _alive(job),
+        _make_alive_script(job),
         f'[ -n "$alive" ] || exit {NOT_RUNNING}',
     ]
     lines += [": > cancel"]
@@ -303,7 +303,7 @@ def cancel(job: Handle) -> None:
         ]
     answer = job.machine.run("\n".join(lines), login=job.kind == "slurm")
     if answer.code == NOT_RUNNING:
-        raise UserError(Message("{name} is not running: {line}", name=job.name, line=look(job).sentence))
+        raise UserError(Message("{name} is not running: {line}", name=job.name, line=fetch_view(job).sentence))
     require_success(job.machine, answer)
 
 
@@ -318,7 +318,7 @@ def delete(job: Handle, there: bool) -> None:
         UserError: it is running; or see `Machine.run`, if `there`.
     """
     if there:
-        view = look(job)
+        view = fetch_view(job)
         if not view.has_ended:
             raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
         remove(job.machine, job.folder)

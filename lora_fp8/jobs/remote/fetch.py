@@ -78,10 +78,10 @@ def fetch(job: Handle, progress: Callable[[int, int], None] | None = None) -> Fe
         UserError: it runs; or the folder here is another's, or a file in it was changed here.
         RunFailure: something arrived that was not asked for, or with other bytes.
     """
-    view = control.look(job)
+    view = control.fetch_view(job)
     if not view.has_ended:
         raise UserError(Message("{name} has not ended yet: {line}", name=job.name, line=view.sentence))
-    lock_file = handles.home() / job.name / handles.FETCH_LOCK
+    lock_file = handles.find_remote_home() / job.name / handles.FETCH_LOCK
     try:
         make_folder(lock_file.parent)
         with open(lock_file, "ab") as lock:
@@ -275,7 +275,7 @@ def unpack(
                     )
                 )
             if entry.size != wanted[name].size:
-                raise RunFailure(_wrong(name))
+                raise RunFailure(_describe_mismatch(name))
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             source, digest = archive.extractfile(entry), hashlib.sha256()
             assert source is not None
@@ -289,11 +289,11 @@ def unpack(
                 file.flush()
                 os.fsync(file.fileno())
             if digest.hexdigest() != wanted[name].sha256:
-                raise RunFailure(_wrong(name))
+                raise RunFailure(_describe_mismatch(name))
             arrived.add(name)
 
 
-def _wrong(name: str) -> Message:
+def _describe_mismatch(name: str) -> Message:
     return Message(
         "{name} arrived damaged: its bytes differ from those on the other machine. Nothing was kept; fetch again",
         name=name,
@@ -339,7 +339,7 @@ def _localize(job: Handle, file: Path) -> list[str]:
     try:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         output = Path(job.output)
-        for named in settings.path_places(data):
+        for named in settings.find_path_places(data):
             if isinstance(named.path, str) and named.path in job.places:
                 named.table[named.name] = job.places[named.path]
         data |= {"name": output.name, "output_dir": str(output.parent)}

@@ -77,7 +77,7 @@ class Handle:
         return f"{self.kind}:{self.address}" if self.address else self.kind
 
 
-def home() -> Path:
+def find_remote_home() -> Path:
     """Return the folder with all handles; it may not exist yet."""
     return find_home() / "remote"
 
@@ -88,7 +88,7 @@ def save(handle: Handle) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    folder = home() / handle.name
+    folder = find_remote_home() / handle.name
     try:
         make_folder(folder)
         write_json(folder / FILE, {"version": VERSION, **asdict(handle)})
@@ -109,7 +109,7 @@ def load(name: str) -> Handle:
     Raises:
         UserError: there is none, or its file is damaged.
     """
-    file = home() / name / FILE
+    file = find_remote_home() / name / FILE
     names = [handle.name for handle in load_all()]
     if name not in names and not (name and name == os.path.basename(name) and os.path.lexists(file)):
         raise UserError(
@@ -125,7 +125,7 @@ def load(name: str) -> Handle:
 def load_all() -> list[Handle]:
     """Return all jobs, the newest first. Damaged ones are left out."""
     handles = []
-    for file in home().glob(f"*/{FILE}"):
+    for file in find_remote_home().glob(f"*/{FILE}"):
         try:
             handles.append(_read(file))
         except UserError:
@@ -139,7 +139,7 @@ def require_new(name: str) -> None:
     Raises:
         UserError: there is such a job.
     """
-    if os.path.lexists(home() / name / FILE):
+    if os.path.lexists(find_remote_home() / name / FILE):
         raise UserError(
             Message(
                 "another machine already has a job {name}; choose another name (--set name=...), or remove it from "
@@ -152,7 +152,7 @@ def require_new(name: str) -> None:
 
 def delete(handle: Handle) -> None:
     """Forget a job, and delete what was kept of it here. Its run folder here stays."""
-    folder = home() / handle.name
+    folder = find_remote_home() / handle.name
     remove_arrivals(handle)
     shutil.rmtree(folder / "job", ignore_errors=True)
     (folder / FILE).unlink(missing_ok=True)

@@ -113,7 +113,7 @@ class Machine:
     def __str__(self) -> str:
         return self.address or "localhost"
 
-    def command(self, script: str, login: bool = False) -> list[str]:
+    def build_command(self, script: str, login: bool = False) -> list[str]:
         """Return the command that runs a script of bash there."""
         bash = ["bash", "-lc" if login else "-c", f"printf %s {shlex.quote(BEGIN.decode())}\n{script}"]
         if not self.address:
@@ -145,12 +145,12 @@ class Machine:
             Disconnected: the connection cannot be made, or was lost.
             UserError: bash or ssh is missing here.
         """
-        command = self.command(script, login)
+        command = self.build_command(script, login)
         if shutil.which(command[0]) is None:
             raise UserError(
                 Message(
                     "{program} is not installed on this machine; on Debian and Ubuntu: {command}",
-                    **_package(command[0]),
+                    **_find_package(command[0]),
                 )
             )
         with tempfile.TemporaryFile() as errors:
@@ -172,7 +172,7 @@ class Machine:
             text = errors.read().decode(errors="replace")
         if self.address and code == SSH_FAILED:
             raise Disconnected(
-                Message("{host}: the ssh connection failed or was lost ({why})", host=self, why=last_line(text))
+                Message("{host}: the ssh connection failed or was lost ({why})", host=self, why=find_last_line(text))
             )
         return Answer(code, output, text)
 
@@ -205,12 +205,12 @@ def _skip_noise(stream: IO[bytes]) -> bool:
     return False
 
 
-def _package(program: str) -> dict[str, str]:
+def _find_package(program: str) -> dict[str, str]:
     package = {"ssh": "openssh-client"}.get(program, program)
     return {"program": program, "command": f"sudo apt-get install {package}"}
 
 
-def last_line(text: str) -> str:
+def find_last_line(text: str) -> str:
     """Return the last line that has something in it; what a script could not do is the last that it says."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else Message("no reason was given")
@@ -224,7 +224,7 @@ def require_success(machine: Machine, answer: Answer) -> Answer:
     """
     if answer.code == 0:
         return answer
-    line = last_line(answer.errors)
+    line = find_last_line(answer.errors)
     if "No space left on device" in answer.errors or "Disk quota exceeded" in answer.errors:
         raise RunFailure(Message("{host}: the disk of that machine is full ({why})", host=machine, why=line))
     if answer.code == NO_FOLDER:

@@ -67,18 +67,18 @@ class Package:
     needed: tuple[str, ...] = ()
     size: int = 0
 
-    def config(self, folder: str = "") -> str:
+    def render_config(self, folder: str = "") -> str:
         """Return the config for the job's folder there, as TOML; "" leaves its paths relative.
 
         Exported files hold the settings without the place of absolute paths, so that these leave their bytes alone.
         """
         data = self.job.model_dump()
-        for named in settings.path_places(data):
+        for named in settings.find_path_places(data):
             if folder and named.path in self.places:
                 named.table[named.name] = f"{folder}/{named.path}"
         return config.dumps(settings.Job(**data))
 
-    def places_in(self, folder: str = "") -> dict[str, str]:
+    def list_places(self, folder: str = "") -> dict[str, str]:
         """Return path in the config there -> path here."""
         return {f"{folder}/{there}" if folder else there: here for there, here in self.places.items()}
 
@@ -95,12 +95,12 @@ def pack(job: settings.Job, options: Options = Options()) -> Package:  # noqa: B
     """
     job = make_paths_absolute(job, Path.cwd())
     data = job.model_dump()
-    written = _name_written(job)
+    written = _name_output_folders(job)
     files: dict[str, Path] = {}
     places: dict[str, str] = {}
     sent: dict[str, str] = {}
     needed = []
-    for named in settings.path_places(data):
+    for named in settings.find_path_places(data):
         here = named.path
         if named.setting in settings.WRITTEN:
             there = written[named.setting]
@@ -120,12 +120,12 @@ def pack(job: settings.Job, options: Options = Options()) -> Package:  # noqa: B
             sent[here] = there
         named.table[named.name] = there
         places[there] = here
-    size = sum(_status(path).st_size for path in files.values())
+    size = sum(_read_status(path).st_size for path in files.values())
     run = f"{written['output_dir']}/{job.name}"
     return Package(job.name, run, settings.Job(**data), files, places, tuple(needed), size)
 
 
-def _name_written(job: settings.Job) -> dict[str, str]:
+def _name_output_folders(job: settings.Job) -> dict[str, str]:
     """Return the names there of the folders that a training writes into: those that they have here.
 
     Exported files hold the settings with the last part of each path, and are to have the same bytes as here.
@@ -142,7 +142,7 @@ def _is_path(setting: str, value: str) -> bool:
     """Return True if a setting's value names a file or folder here, and is no word or Hugging Face id."""
     if setting in settings.WORDS:
         return value != settings.WORDS[setting] and os.path.exists(value)
-    return setting != "dataset.folders.mask" or settings.names_a_folder_of_masks(value)
+    return setting != "dataset.folders.mask" or settings.is_mask_folder(value)
 
 
 def _list_files(place: str) -> Iterator[tuple[str, Path]]:
@@ -165,13 +165,13 @@ def _measure(place: str, most: int) -> int:
     """Return the bytes of a file or folder; no more are counted than exceed `most`."""
     size = 0
     for _, path in _list_files(place):
-        size += _status(path).st_size
+        size += _read_status(path).st_size
         if size > most:
             break
     return size
 
 
-def _status(path: Path) -> os.stat_result:
+def _read_status(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except OSError as error:
@@ -225,7 +225,7 @@ def write_archive(
         for name, text in texts.items():
             lines.append(_add(archive, name, BytesIO(text.encode()), len(text.encode())))
         for name, path in package.files.items():
-            size = _status(path).st_size
+            size = _read_status(path).st_size
             try:
                 with open_regular(path) as file:
                     lines.append(_add(archive, name, file, size))

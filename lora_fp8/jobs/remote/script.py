@@ -120,7 +120,7 @@ def check(job: RemoteJob) -> None:
 
 def render(job: RemoteJob) -> str:
     """Return job.sh."""
-    head = ["#!/bin/bash -l", *(_directives(job) if job.kind == "slurm" else [])]
+    head = ["#!/bin/bash -l", *(_list_directives(job) if job.kind == "slurm" else [])]
     parts = [
         "\n".join(head),
         "# Written by `lora-fp8 submit`. Trains or resumes, by what is in the run folder; SIGTERM saves and stops.",
@@ -130,7 +130,7 @@ def render(job: RemoteJob) -> str:
         _BEGIN,
         "\n".join(job.setup),
         _CHOICE,
-        _functions(job),
+        _render_functions(job),
         _WAIT,
         _LAUNCHED if job.is_launched else "",
         _EXIT,
@@ -206,7 +206,7 @@ if [ "$code" = 75 ] && [ ! -e cancel ] && {{ [ "$asked" != 0 ] || [ ! -e "$run/c
 fi"""
 
 
-def _directives(job: RemoteJob) -> list[str]:
+def _list_directives(job: RemoteJob) -> list[str]:
     """Return the lines that sbatch reads."""
     options = [f"job-name={job.name}", "output=log.txt", "open-mode=append", "requeue", "signal=B:TERM@120"]
     options += [f"nodes={job.nodes}", "ntasks-per-node=1"]
@@ -225,7 +225,7 @@ def _quote_directive(option: str) -> str:
     return f'{key}="{escaped}"'
 
 
-def _functions(job: RemoteJob) -> str:
+def _render_functions(job: RemoteJob) -> str:
     """Return the functions that start the trainer and ask it to stop."""
     launcher = f"torchrun --nproc-per-node={job.processes}"
     if job.kind == "slurm":
@@ -272,7 +272,7 @@ def render_task(job: RemoteJob, folder: str) -> str:
     """Return the task of SkyPilot for a job's folder here, as YAML."""
     resources = {"accelerators": f"{job.accelerator}:{job.gpus}"} if job.gpus else {}
     task = {
-        "name": cluster_name(job.name),
+        "name": make_cluster_name(job.name),
         "workdir": folder,
         "num_nodes": 1,
         **({"resources": resources} if resources else {}),
@@ -282,7 +282,7 @@ def render_task(job: RemoteJob, folder: str) -> str:
     return yaml.safe_dump(task, allow_unicode=True, sort_keys=False, width=120)
 
 
-def cluster_name(name: str) -> str:
+def make_cluster_name(name: str) -> str:
     """Return a name for a machine of SkyPilot, which is also its name for ssh."""
     plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:30].strip("-") or "job"
     # Jobs of two names must not get one machine, on which they would have one folder.

@@ -61,10 +61,10 @@ class Plan:
     folder: str
     output: Path
 
-    def texts(self, folder: str = "") -> dict[str, str]:
+    def render_files(self, folder: str = "") -> dict[str, str]:
         """Return the files that are written for the job, whose folder there is known, or ""."""
         mark = f"{self.job.name}\n{uuid.uuid4().hex}\n"  # another one each time that the job is submitted
-        texts = {JOB: script.render(self.job), MARKER: mark, CONFIG: self.package.config(folder)}
+        texts = {JOB: script.render(self.job), MARKER: mark, CONFIG: self.package.render_config(folder)}
         if self.target.kind == "sky":
             texts[TASK] = script.render_task(self.job, str(self.staged))
         return texts
@@ -77,11 +77,11 @@ class Plan:
     @property
     def staged(self) -> Path:
         """The folder here that SkyPilot sends."""
-        return handle.home() / self.job.name / "job"
+        return handle.find_remote_home() / self.job.name / "job"
 
-    def text(self) -> str:
+    def render_text(self) -> str:
         """Return what `--dry-run` prints: the text for sbatch or sky, or the script that is started over ssh."""
-        return self.texts()[TASK if self.target.kind == "sky" else JOB]
+        return self.render_files()[TASK if self.target.kind == "sky" else JOB]
 
 
 def submit(plan: Plan, progress: Progress | None = None) -> Handle:
@@ -112,7 +112,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
     if plan.target.kind == "sky":
         return _submit_to_sky(plan, progress)
     machine = Machine(plan.target.address)
-    folder = f"{look_around(machine, plan).rstrip('/')}/{plan.folder_name}"
+    folder = f"{prepare_remote_folder(machine, plan).rstrip('/')}/{plan.folder_name}"
     send(machine, folder, plan, progress)
     new = Handle(
         name=plan.job.name,
@@ -121,7 +121,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         folder=folder,
         run=plan.job.run,
         output=str(plan.output),
-        places=plan.package.places_in(folder),
+        places=plan.package.list_places(folder),
         created=time.time(),
         secrets=plan.job.secrets,
     )
@@ -147,7 +147,7 @@ def submit(plan: Plan, progress: Progress | None = None) -> Handle:
         raise
 
 
-def look_around(machine: Machine, plan: Plan) -> str:
+def prepare_remote_folder(machine: Machine, plan: Plan) -> str:
     """Return the absolute path of the folder for jobs there, which is made, after checking that a job can start.
 
     Raises:
@@ -166,7 +166,9 @@ def look_around(machine: Machine, plan: Plan) -> str:
     lines += [f"mkdir -p -- {folder} && cd -- {folder} || exit {NO_FOLDER}"]
     name = shlex.quote(plan.folder_name)
     lines += [f"if [ -e {name} ] || [ -L {name} ]; then exit {EXISTS}; fi"]
-    lines += [f'if [ ! -e {quote_folder(path)} ]; then echo "missing {index}"; fi' for index, path in _needed(plan)]
+    lines += [
+        f'if [ ! -e {quote_folder(path)} ]; then echo "missing {index}"; fi' for index, path in _list_needed(plan)
+    ]
     lines += [
         'echo "version $(lora-fp8 --version)"',
         'echo "free $(($(stat -f -c "%a * %S" .) / 1024))"',  # of df's columns, two can have spaces in them
@@ -197,7 +199,7 @@ def look_around(machine: Machine, plan: Plan) -> str:
     return facts["at"]
 
 
-def _needed(plan: Plan) -> list[tuple[int, str]]:
+def _list_needed(plan: Plan) -> list[tuple[int, str]]:
     return list(enumerate(plan.package.needed))
 
 
@@ -259,7 +261,7 @@ def send(machine: Machine, folder: str, plan: Plan, progress: Progress | None = 
 
 
 def _write(plan: Plan, folder: str, progress: Progress | None, stream: IO[bytes]) -> None:
-    write_archive(stream, plan.package, plan.texts(folder), progress)
+    write_archive(stream, plan.package, plan.render_files(folder), progress)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,11 +282,11 @@ def _submit_to_sky(plan: Plan, progress: Progress | None) -> Handle:
     new = Handle(
         name=plan.job.name,
         kind="sky",
-        address=script.cluster_name(plan.job.name),
+        address=script.make_cluster_name(plan.job.name),
         folder="~/sky_workdir",
         run=plan.job.run,
         output=str(plan.output),
-        places=plan.package.places_in(),
+        places=plan.package.list_places(),
         created=time.time(),
         secrets=plan.job.secrets,
     )
@@ -305,7 +307,7 @@ def _stage(plan: Plan, progress: Progress | None) -> None:
     try:
         make_folder(plan.staged)
         with tempfile.TemporaryFile(dir=plan.staged.parent) as archive:
-            write_archive(archive, plan.package, plan.texts(), progress)
+            write_archive(archive, plan.package, plan.render_files(), progress)
             archive.seek(0)
             unpack = ["tar", "-xf", "-", "-C", str(plan.staged)]
             subprocess.run(unpack, stdin=archive, check=True)

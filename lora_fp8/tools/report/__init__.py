@@ -105,7 +105,7 @@ def render(run: Run, language: str, drawn: Sequence[Path] = ()) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n'
         f"<title>{page.say(title)}</title>\n<style>\n{css}</style>\n</head>\n<body>\n<main>\n"
-        f"{sections.render_head(report)}\n{body}\n<footer>{page.paragraph(footer)}</footer>\n</main>\n"
+        f"{sections.render_head(report)}\n{body}\n<footer>{page.render_paragraph(footer)}</footer>\n</main>\n"
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 

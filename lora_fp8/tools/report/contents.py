@@ -66,7 +66,7 @@ class Contents:
         self.log = RunLog(run.events_file).read()
         times: list[list[float]] = []  # first and last event of each start
         self.events: list[dict[str, Any]] = []
-        for event in run.events():
+        for event in run.read_events():
             if is_finite_number(t := event.get("t")):
                 if event["event"] == "start" or not times:
                     times.append([t, t])
@@ -80,7 +80,7 @@ class Contents:
     def state(self) -> str:
         """Return "running", "done", "stopped", "error", "interrupted" (it ended without a word) or "unknown"."""
         try:
-            if self.run.alive():
+            if self.run.is_locked():
                 return "running"
         except Unreadable:
             return "unknown"
@@ -124,7 +124,7 @@ class Contents:
     def base_title(self) -> str:
         """Title of the architecture."""
         family = str(self.settings.get("model.family", ""))
-        known = families.get(family).title if family in families.available() else family
+        known = families.get(family).title if family in families.list_families() else family
         return str(self.log.facts.model.get("base") or known)
 
     @property
@@ -137,7 +137,7 @@ class Contents:
     @property
     def peak_gb(self) -> float:
         """Most memory of a step, in GiB; 0 if unknown."""
-        return max((value for _, value in self.log.measures["vram_gb"].points()), default=0.0)
+        return max((value for _, value in self.log.measures["vram_gb"].list_points()), default=0.0)
 
     @cached_property
     def best(self) -> tuple[int, float] | None:
@@ -165,7 +165,7 @@ class Contents:
         """Return the settings that differ from their defaults, as (key, value, default)."""
         return [
             (key, self.settings[key], default)
-            for key, default in unused.defaults().items()
+            for key, default in unused.list_defaults().items()
             if key in self.settings and key != "preset" and self.settings[key] != default
         ]
 
@@ -176,7 +176,7 @@ class Contents:
         recipes that give different reasons for a setting, none is taken.
         """
         family = str(self.settings.get("model.family", ""))
-        if family not in families.available():
+        if family not in families.list_families():
             return {}
         reasons: dict[str, set[str]] = {}
         for values in _list_recipes(family):
@@ -188,9 +188,9 @@ class Contents:
 
 def _list_recipes(family: str) -> Iterable[Sequence[Value]]:
     for goal in recipes.find_goals(family):
-        yield recipes.goal_values(goal, family)
+        yield recipes.list_goal_values(goal, family)
     for card in recipes.CARDS:
-        yield recipes.preset(recipes.card_name(card), family, draws=True) or []
+        yield recipes.find_preset_values(recipes.format_card_name(card), family, draws=True) or []
 
 
 def _describe_file(path: Path, name: str, report: Any) -> ResultFile:

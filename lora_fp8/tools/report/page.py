@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common import chart, messages
 from ...common.markup import escape
-from ...config import toml_value
+from ...config import format_toml_value
 from ...errors import Message
 
 LONGEST_VALUE = 160
@@ -32,18 +32,18 @@ class Page:
         given = text if isinstance(text, str) else str(text)
         return escape(FOLDERS.sub("", messages.without_home(messages.translate(self.language, given))))
 
-    def paragraph(self, text: object, kind: str = "") -> str:
+    def render_paragraph(self, text: object, kind: str = "") -> str:
         """Return a paragraph of a message; "" of an empty one."""
         attribute = f' class="{kind}"' if kind else ""
         return f"<p{attribute}>{self.say(text)}</p>" if text else ""
 
-    def section(self, title: Message, body: str, name: str) -> str:
+    def render_section(self, title: Message, body: str, name: str) -> str:
         """Return a section with its heading; "" without a body."""
         if not body:
             return ""
         return f'<section aria-labelledby="{name}"><h2 id="{name}">{self.say(title)}</h2>{body}</section>'
 
-    def table(
+    def render_table(
         self, head: Sequence[object], rows: Iterable[Sequence[str]], caption: object = "", stacked: bool = False
     ) -> str:
         """Return a table. The first cell of a row is its header. Cells are HTML already.
@@ -67,18 +67,18 @@ class Page:
             f'{top}</tr></thead><tbody role="rowgroup">{body}</tbody></table></div>'
         )
 
-    def facts(self, pairs: Iterable[tuple[object, object]]) -> str:
+    def render_facts(self, pairs: Iterable[tuple[object, object]]) -> str:
         """Return names with their values; pairs without a value are left out."""
         rows = "".join(
             f"<div><dt>{self.say(name)}</dt><dd>{self.say(value)}</dd></div>" for name, value in pairs if value
         )
         return f'<dl class="facts">{rows}</dl>' if rows else ""
 
-    def details(self, title: object, body: str) -> str:
+    def render_details(self, title: object, body: str) -> str:
         """Return content that is folded until it is opened; it is printed in any case."""
         return f"<details><summary>{self.say(title)}</summary>{body}</details>"
 
-    def duration(self, seconds: float) -> Message:
+    def format_duration(self, seconds: float) -> Message:
         """Format a time: "48 s", "12 min" or "2 h 05 min"."""
         if seconds < 90:
             return Message("{seconds} s", seconds=round(seconds))
@@ -87,11 +87,11 @@ class Page:
             return Message("{minutes} min", minutes=minutes)
         return Message("{hours} h {minutes} min", hours=minutes // 60, minutes=f"{minutes % 60:02d}")
 
-    def value(self, value: Any) -> str:
+    def format_value(self, value: Any) -> str:
         """Return a setting's value as HTML: as in TOML, shortened, and of an absolute path the last part."""
         if isinstance(value, dict) and not value:
             return "<code>{}</code>"
-        text = toml_value(_without_folders(value))
+        text = format_toml_value(_without_folders(value))
         short = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
         return f"<code>{self.say(short)}</code>"
 

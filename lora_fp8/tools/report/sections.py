@@ -93,7 +93,7 @@ def render_head(report: Report) -> str:
         (Message("Architecture"), contents.base_title),
         (Message("Images"), format_number(images)),
         (Message("Steps"), steps if facts.step else ""),
-        (Message("Time"), page.duration(contents.seconds) if contents.began else ""),
+        (Message("Time"), page.format_duration(contents.seconds) if contents.began else ""),
         (
             Message("Adapter"),
             Message("{kind}, rank {rank}", kind=adapter, rank=settings["adapter.rank"])
@@ -108,7 +108,7 @@ def render_head(report: Report) -> str:
         f'<header><p class="kicker">{page.say(TITLE)}</p>'
         f'<div class="title"><h1>{page.say(contents.name)}</h1>'
         f'<span class="state {kind}">{page.say(STATES.get(state, state))}</span></div>'
-        f"{page.facts(about)}{_render_verdict(report)}{_render_ending(report)}</header>"
+        f"{page.render_facts(about)}{_render_verdict(report)}{_render_ending(report)}</header>"
     )
 
 
@@ -124,7 +124,7 @@ def _render_verdict(report: Report) -> str:
     lines = [event["text"] for event in (facts.verdict, facts.patience) if isinstance(event.get("text"), str)]
     # Risen, or never below that of the base: nothing that a reader should take for a success.
     doubtful = facts.verdict.get("risen_since") is not None or facts.verdict.get("best") == 0
-    return report.page.paragraph(Joined(" ", lines), "verdict warn" if doubtful else "verdict") if lines else ""
+    return report.page.render_paragraph(Joined(" ", lines), "verdict warn" if doubtful else "verdict") if lines else ""
 
 
 def _render_ending(report: Report) -> str:
@@ -136,14 +136,16 @@ def _render_ending(report: Report) -> str:
     resume = f"lora-fp8 resume {quote_path(contents.run.path)}"
     lines: list[object] = []
     if state == "running":
-        lines.append(Message("The training is in progress; this report shows it as of {time}.", time=_newest(contents)))
+        lines.append(
+            Message("The training is in progress; this report shows it as of {time}.", time=_format_newest(contents))
+        )
     elif text := facts.end.get("text"):
         lines.append(text)
     elif state == "interrupted":
         lines.append(
             Message(
                 "The training ended without a message after {time}. The log of the run may say why.",
-                time=_newest(contents),
+                time=_format_newest(contents),
             )
         )
     if state != "running" and contents.saved_step is not None and resume not in str(facts.end.get("text")):
@@ -153,10 +155,10 @@ def _render_ending(report: Report) -> str:
             )
         )
     kind = {"running": "now", "stopped": "warn"}.get(state, "bad")
-    return f'<div class="ending {kind}" role="note">{"".join(map(page.paragraph, lines))}</div>' if lines else ""
+    return f'<div class="ending {kind}" role="note">{"".join(map(page.render_paragraph, lines))}</div>' if lines else ""
 
 
-def _newest(contents: Contents) -> str:
+def _format_newest(contents: Contents) -> str:
     return format_time(contents.newest)
 
 
@@ -165,8 +167,8 @@ def render_files(report: Report) -> str:
     contents, page = report.contents, report.page
     if not contents.files:
         none = Message("No LoRA file was written.")
-        return page.section(
-            Message("Result files"), page.paragraph(none, "dim") if contents.state != "running" else "", "files"
+        return page.render_section(
+            Message("Result files"), page.render_paragraph(none, "dim") if contents.state != "running" else "", "files"
         )
     rows = [
         (
@@ -179,7 +181,7 @@ def render_files(report: Report) -> str:
         for file in contents.files
     ]
     head = (Message("File"), Message("Step"), Message("Size"), Message("Verified"), "SHA-256")
-    return page.section(Message("Result files"), page.table(head, rows, stacked=True), "files")
+    return page.render_section(Message("Result files"), page.render_table(head, rows, stacked=True), "files")
 
 
 def _render_outcome(report: Report, file: ResultFile) -> str:
@@ -197,10 +199,10 @@ def _render_mark(page: Page, ok: bool, passed: Message) -> str:
 def render_curves(report: Report) -> str:
     """Render training loss, held-out loss with the best step marked, and learning rate."""
     contents, page = report.contents, report.page
-    points = contents.log.measures["loss"].points()
+    points = contents.log.measures["loss"].list_points()
     if not points:
         missing = Message("There are no curves: no step was trained.")
-        return page.section(Message("Curves"), page.paragraph(missing, "dim"), "curves")
+        return page.render_section(Message("Curves"), page.render_paragraph(missing, "dim"), "curves")
 
     def say(text: str) -> str:
         return translate(page.language, text)
@@ -216,11 +218,11 @@ def render_curves(report: Report) -> str:
     if contents.log.validation:
         charts.append(_render_held_out(report, say, mark))
     names = {"likeness": Message("like the images"), "prompt_fit": Message("fits the prompt")}
-    scores = [(name, groups.points()) for name, groups in contents.log.scores.items() if groups.points()]
+    scores = [(name, groups.list_points()) for name, groups in contents.log.scores.items() if groups.list_points()]
     if scores:
         lines = [Line(say(names[name]), drawn, number) for number, (name, drawn) in enumerate(scores)]
         charts.append(render_chart(say(Message("Scores of the previews")), lines, empty="", x_label=step))
-    rates = thin(contents.log.measures["lr"].points())
+    rates = thin(contents.log.measures["lr"].list_points())
     charts.append(render_chart(say(Message("Learning rate")), [Line("", rates, 2)], empty="", x_label=step))
     tenth = max(1, len(points) // 10)
     first, last = (fmean(value for _, value in part) for part in (points[:tenth], points[-tenth:]))
@@ -229,13 +231,13 @@ def render_curves(report: Report) -> str:
         first=f"{first:.4g}",
         last=f"{last:.4g}",
     )
-    body = f'<div class="charts">{"".join(charts)}</div>{page.paragraph(ends, "dim")}'
-    return page.section(Message("Curves"), body + _render_validations(report), "curves")
+    body = f'<div class="charts">{"".join(charts)}</div>{page.render_paragraph(ends, "dim")}'
+    return page.render_section(Message("Curves"), body + _render_validations(report), "curves")
 
 
 def _render_held_out(report: Report, say: Callable[[str], str], mark: Mark | None) -> str:
     bands = [
-        Line(say(band) if band else say(Message("all timesteps")), groups.points(), number)
+        Line(say(band) if band else say(Message("all timesteps")), groups.list_points(), number)
         for number, (band, groups) in enumerate(sorted(report.contents.log.validation.items()))
     ]
     return render_chart(say(Message("Held-out loss")), bands, empty="", x_label=say(Message("step")), mark=mark)
@@ -247,13 +249,13 @@ def _render_validations(report: Report) -> str:
     if not validation:
         return ""
     bands = sorted(validation)
-    values = {band: dict(groups.points()) for band, groups in validation.items()}
+    values = {band: dict(groups.list_points()) for band, groups in validation.items()}
     steps = sorted({step for points in values.values() for step in points})
     rows = [
         (str(step), *(f"{values[band][step]:.4g}" if step in values[band] else "" for band in bands)) for step in steps
     ]
     head = (Message("Step"), *(band or Message("all timesteps") for band in bands))
-    return page.details(Message("Held-out losses as a table"), page.table(head, rows))
+    return page.render_details(Message("Held-out losses as a table"), page.render_table(head, rows))
 
 
 def render_previews(report: Report) -> str:
@@ -270,8 +272,8 @@ def render_previews(report: Report) -> str:
     if any("clips" in event for event in report.contents.log.facts.previews.values()):
         notes.append(Message("Of clips, the first frame is shown."))
     rows = "".join(_render_prompt(report, preview) for preview in previews)
-    body = f"{rows}{page.paragraph(Joined(' ', [*notes, *_describe_limits(report)]), 'dim')}"
-    return page.section(Message("Previews"), body, "previews")
+    body = f"{rows}{page.render_paragraph(Joined(' ', [*notes, *_describe_limits(report)]), 'dim')}"
+    return page.render_section(Message("Previews"), body, "previews")
 
 
 def _describe_limits(report: Report) -> list[str]:
@@ -323,9 +325,9 @@ def render_strengths(report: Report) -> str:
             )
             for name, files in drawing.rows
         ]
-        table = page.table(head, rows, drawing.prompt)
+        table = page.render_table(head, rows, drawing.prompt)
         body += f'<div class="strengths">{table}</div>'
-    return page.section(Message("Strengths"), body, "strengths")
+    return page.render_section(Message("Strengths"), body, "strengths")
 
 
 def render_dataset(report: Report) -> str:
@@ -356,7 +358,7 @@ def render_dataset(report: Report) -> str:
         (Message("Samples per epoch"), format_number(data.get("samples_per_epoch"))),
         (Message("Steps per epoch"), format_number(data.get("steps_per_epoch"))),
     ]
-    body = page.facts(facts)
+    body = page.render_facts(facts)
     buckets = data.get("buckets")
     if isinstance(buckets, dict) and buckets:
         most = max((count for count in buckets.values() if is_finite_number(count)), default=1) or 1
@@ -368,7 +370,7 @@ def render_dataset(report: Report) -> str:
             for size, count in buckets.items()
             if is_finite_number(count) and count >= 0
         ]
-        body += page.table((Message("Bucket (pixels)"), Message("Images")), rows)
+        body += page.render_table((Message("Bucket (pixels)"), Message("Images")), rows)
     listed = data.get("folders")
     folders = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
     if folders:
@@ -376,8 +378,8 @@ def render_dataset(report: Report) -> str:
             (page.say(row.get("name")), format_number(row.get("images")), format_number(row.get("repeats")))
             for row in folders
         ]
-        body += page.table((Message("Folder"), Message("Images"), Message("Repeats")), folder_rows)
-    return page.section(Message("Dataset"), f'<div class="columns">{body}</div>', "dataset")
+        body += page.render_table((Message("Folder"), Message("Images"), Message("Repeats")), folder_rows)
+    return page.render_section(Message("Dataset"), f'<div class="columns">{body}</div>', "dataset")
 
 
 def _format_size(size: Any) -> str:
@@ -401,16 +403,16 @@ def render_settings(report: Report) -> str:
         if why := reasons.get(key):
             meaning += f'<b class="why">{page.say(why)}</b>'
         title = page.say(words.get_title(key, page.language))
-        row = (f"{title}<code>{page.say(key)}</code>", page.value(value), page.value(default), meaning)
+        row = (f"{title}<code>{page.say(key)}</code>", page.format_value(value), page.format_value(default), meaning)
         (automatic if default == "auto" else changed).append(row)
     head = (Message("Setting"), Message("Value"), Message("Default"), Message("Meaning"))
-    body = page.table(head, changed, stacked=True) if changed else ""
+    body = page.render_table(head, changed, stacked=True) if changed else ""
     if automatic:
         about = Message("Settings whose default is auto: set by hand, or chosen for this base model and machine")
-        body += page.details(about, page.table(head, automatic, stacked=True))
+        body += page.render_details(about, page.render_table(head, automatic, stacked=True))
     if body:
-        body += page.paragraph(Message("All settings are in config.toml in the run folder."), "dim")
-    return page.section(Message("Settings that differ from their defaults"), body, "settings")
+        body += page.render_paragraph(Message("All settings are in config.toml in the run folder."), "dim")
+    return page.render_section(Message("Settings that differ from their defaults"), body, "settings")
 
 
 def render_verification(report: Report) -> str:
@@ -427,18 +429,20 @@ def render_verification(report: Report) -> str:
             else Message("{file}: all {count} checks passed.", file=file.name, count=len(judged))
         )
         rows = [_render_check(page, check) for check in checks if check.get("name") not in COSTS]
-        table = page.table((Message("Check"), Message("Outcome"), Message("Result")), rows, stacked=True)
-        body += page.paragraph(line, "bad" if failed else "good")
+        table = page.render_table((Message("Check"), Message("Outcome"), Message("Result")), rows, stacked=True)
+        body += page.render_paragraph(line, "bad" if failed else "good")
         body += (
-            table if failed or file is verified[0] else page.details(Message("Checks of {file}", file=file.name), table)
+            table
+            if failed or file is verified[0]
+            else page.render_details(Message("Checks of {file}", file=file.name), table)
         )
     if body:
         intro = Message(
             "Each file was loaded into a clean diffusers pipeline and compared with the model that was trained: its "
             "weights, its prediction and its previews."
         )
-        body = page.paragraph(intro) + body
-    return page.section(Message("Verification"), body, "verification")
+        body = page.render_paragraph(intro) + body
+    return page.render_section(Message("Verification"), body, "verification")
 
 
 def _render_check(page: Page, check: dict[str, Any]) -> tuple[str, str, str]:
@@ -484,13 +488,15 @@ def render_quantization(report: Report) -> str:
     contents, page = report.contents, report.page
     storage = contents.log.facts.model.get("storage")
     stored = Message("Storage of the base model: {line}", line=storage) if isinstance(storage, str) else ""
-    body = page.paragraph(stored, "pre") + page.paragraph(_describe_sensitivity(contents.find_newest("sensitivity")))
+    body = page.render_paragraph(stored, "pre") + page.render_paragraph(
+        _describe_sensitivity(contents.find_newest("sensitivity"))
+    )
     costs = {file.name: list(_list_costs(page, file)) for file in contents.files}
     name, rows = max(costs.items(), key=lambda entry: len(entry[1]), default=("", []))
     if rows:
         caption = Message("Measured with {file}", file=name)
-        body += page.table((Message("Measure"), Message("Result")), rows, caption, stacked=True)
-    return page.section(Message("What quantization costs"), body, "quantization")
+        body += page.render_table((Message("Measure"), Message("Result")), rows, caption, stacked=True)
+    return page.render_section(Message("What quantization costs"), body, "quantization")
 
 
 def render_warnings(report: Report) -> str:
@@ -500,11 +506,11 @@ def render_warnings(report: Report) -> str:
     items = "".join(f"<li>{page.say(text)}</li>" for text in texts[-MOST_WARNINGS:])
     more = len(texts) - MOST_WARNINGS
     rest = (
-        page.paragraph(Message("{count} earlier warnings are in the log of the run.", count=more), "dim")
+        page.render_paragraph(Message("{count} earlier warnings are in the log of the run.", count=more), "dim")
         if more > 0
         else ""
     )
-    return page.section(Message("Warnings"), f"<ul>{items}</ul>{rest}" if items else "", "warnings")
+    return page.render_section(Message("Warnings"), f"<ul>{items}</ul>{rest}" if items else "", "warnings")
 
 
 def render_environment(report: Report) -> str:
@@ -528,14 +534,16 @@ def render_environment(report: Report) -> str:
         (Message("Starts"), contents.starts if contents.starts > 1 else ""),
         (Message("Commit"), machine.get("commit", "")),
     ]
-    body = page.facts(facts)
+    body = page.render_facts(facts)
     if identity := model.get("base_sha256"):
         label = page.say(Message("SHA-256 of the base model:"))
         body += f'<p class="dim">{label} <code>{page.say(identity)}</code></p>'
     rows = [(page.say(name), page.say(version)) for name, version in versions.items()]
     if rows:
-        body += page.details(Message("Versions"), page.table((Message("Package"), Message("Version")), rows))
-    return page.section(Message("Environment"), body, "environment")
+        body += page.render_details(
+            Message("Versions"), page.render_table((Message("Package"), Message("Version")), rows)
+        )
+    return page.render_section(Message("Environment"), body, "environment")
 
 
 SECTIONS: Sequence[Callable[[Report], str]] = (

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from ...common.messages import translate
-from ...config.validation import model_at
+from ...config.validation import find_model
 from ...errors import Phrase
 
 
@@ -34,7 +34,7 @@ def get_meaning(key: str, language: str) -> str:
     """Return what a setting is, in one or two sentences: those of the page, else its declaration's."""
     texts = _load().get(key, {})
     section, _, name = key.rpartition(".")
-    model = model_at((section,) if section else ())
+    model = find_model((section,) if section else ())
     field = model.model_fields.get(name) if model else None
     declared = translate(language, Phrase(field.description)) if field is not None and field.description else ""
     return str(texts.get("help-en" if language == "en" else "help") or declared)

@@ -10,7 +10,7 @@ from .handlers import Handlers
 from .layout import Layout
 from .operations import OPERATIONS
 
-NOW: dict[str, Any] = live_panel.private_event(queue=False)
+NOW: dict[str, Any] = live_panel.make_private_event(queue=False)
 """For events that change what the window shows: they run in order (ask.js), so that a button acts on what is shown."""
 GO = "(folder) => { location.search = '?' + new URLSearchParams({folder: folder || ''}); }"
 SHOW = "(purpose) => { window.datasetPurpose = purpose; document.dispatchEvent(new Event('dataset-purpose')); }"
@@ -70,19 +70,19 @@ class Events:
             inputs_kwargs={"at": layout.at, "edit": layout.edit},
             outputs=[layout.message, layout.edit, layout.changes],
             js=SAVED,
-            **live_panel.private_event(show_progress="full", show_progress_on=[layout.changes]),
+            **live_panel.make_private_event(show_progress="full", show_progress_on=[layout.changes]),
         ).then(None, js=CHANGED)
         edited = [layout.tabs, layout.many, layout.operation, layout.first, layout.second, layout.edit, layout.changes]
         for clickable in (layout.tags, layout.findings, layout.head):
             live_panel.on_press(
-                clickable, handlers.press, CHANGED, inputs_kwargs=self.here, outputs=[layout.message, *edited]
+                clickable, handlers.handle_button, CHANGED, inputs_kwargs=self.here, outputs=[layout.message, *edited]
             )
 
     def _bind_examination(self) -> None:
         layout, handlers = self.layout, self.handlers
         gr.on(
             [gr.Timer(live_panel.SECONDS).tick],
-            handlers.paint,
+            handlers.refresh,
             inputs_kwargs=self.here | {"seen": layout.seen},
             outputs=[layout.head, layout.tags, layout.findings, layout.buckets, layout.seen],
             trigger_mode="always_last",

@@ -26,11 +26,11 @@ class Handlers:
     def __init__(self, renderer: Renderer):
         self.ui, self.say, self.renderer = renderer.ui, renderer.say, renderer
 
-    def view(self, at: dict[str, Any], family: str = "", resolution: float = 0, fresh: bool = False) -> FolderView:
+    def open_view(self, at: dict[str, Any], family: str = "", resolution: float = 0, fresh: bool = False) -> FolderView:
         """Return the open folder, if the page may still use it. Raises UserError."""
         if not at.get("folder"):
             raise UserError(self.say("dataset.choose"))
-        side = _choose_resolution(family, resolution) if family in families.available() else 0
+        side = _choose_resolution(family, resolution) if family in families.list_families() else 0
         return FolderView(self.ui, at["folder"], family, side, at["cut"], fresh)
 
     def open(self, request: gr.Request) -> list[Any]:
@@ -43,20 +43,20 @@ class Handlers:
         folder, head = None, f'<p class="empty">{escape(self.say("dataset.choose" if offered else "dataset.none"))}</p>'
         try:
             if given:
-                folder = self.ui.path(given)
+                folder = self.ui.resolve_path(given)
                 view = FolderView(self.ui, given, fresh=True)
                 head = self.renderer.render_head(view.dataset)
         except UserError as error:
             folder, head = None, self.renderer.render_error(error)
         family, resolution, cut = training.choose_examination(folder)
-        at = _make_at(folder, cut) if folder else {}
+        at = _make_state(folder, cut) if folder else {}
         of_folder = [gr.update(visible=folder is not None)] * 4
         held = [family, resolution, self._show_clip_settings(family), *cut.values()]
         return [choices, *of_folder, *held, at, _describe_purpose(at, family, resolution), head]
 
     def _show_clip_settings(self, family: str) -> Any:
         """Show the clip settings for families that train on clips."""
-        return gr.update(visible=families.traits(family)["clips"])
+        return gr.update(visible=families.get_traits(family)["clips"])
 
     def select(self, event: gr.EventData, at: dict[str, Any]) -> dict[str, Any]:
         """Keep what the workbench shows and what is selected in it."""
@@ -74,18 +74,18 @@ class Handlers:
         at = {**at, "cut": cut} if at else at
         return [at, _describe_purpose(at, family, resolution), self._show_clip_settings(family)]
 
-    def press(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
+    def handle_button(self, event: gr.EventData, at: dict[str, Any], family: str, resolution: float) -> list[Any]:
         """Handle a button of the tags or the findings: prepare an edit of all captions, or repair them."""
         click = live_panel.read_click(event)
         do, name = click.get("do", ""), click.get("name", "")
         rest = [gr.skip()] * 7
         note = gr.update(visible=False)
         try:
-            view = self.view(at, family, resolution)
+            view = self.open_view(at, family, resolution)
             dataset = view.dataset
             if do == "repair":
                 note = self._repair(dataset.folder)
-                self.view(at, family, resolution, fresh=True).examine(again=True)
+                self.open_view(at, family, resolution, fresh=True).examine(again=True)
             elif do in ("remove", "rename"):
                 edit = None
                 if do == "remove":
@@ -107,7 +107,7 @@ class Handlers:
     def preview(self, at: dict[str, Any], operation: str, first: str, second: str, scope: str) -> list[Any]:
         """Preview an edit of many captions."""
         try:
-            view = self.view(at)
+            view = self.open_view(at)
             count, make = OPERATIONS[operation]
             only = None
             if scope != "all":
@@ -124,13 +124,13 @@ class Handlers:
     def apply(self, at: dict[str, Any], edit: captions.Edit | None, progress: gr.Progress = PROGRESS) -> list[Any]:
         """Apply the previewed edit."""
 
-        def count(done: int, total: int) -> None:
+        def show_progress(done: int, total: int) -> None:
             progress((done, total), unit=self.say("dataset.captions"))
 
         try:
             if edit is None or not edit.changes:
                 raise UserError(self.say("dataset.preview_first"))
-            entry = captions.apply(self.view(at).folder, edit, progress=count)
+            entry = captions.apply(self.open_view(at).folder, edit, progress=show_progress)
         except UserError as error:
             return [self.renderer.show_error(error), None, ""]
         return [self.renderer.show_note(self.say("dataset.applied", count=entry.files)), None, ""]
@@ -138,17 +138,17 @@ class Handlers:
     def examine_again(self, at: dict[str, Any], family: str, resolution: float) -> dict[str, int]:
         """Examine the folder again. Unchanged files are not decoded again."""
         if at:
-            self.view(at, family, resolution).examine(again=True)
+            self.open_view(at, family, resolution).examine(again=True)
         return {}
 
-    def paint(self, at: dict[str, Any], family: str, resolution: float, seen: dict[str, Any]) -> list[Any]:
+    def refresh(self, at: dict[str, Any], family: str, resolution: float, seen: dict[str, Any]) -> list[Any]:
         """Handle a tick: paint what has changed of the head, the tags and the examination."""
         if not at:
             return [gr.skip()] * 5
         try:
-            view = self.view(at, family, resolution)
+            view = self.open_view(at, family, resolution)
             examination, dataset = view.examine(), view.dataset
-            now = [view.stamp(examination), dataset.read_at, examination.done, examination.problem, at, family]
+            now = [view.make_stamp(examination), dataset.read_at, examination.done, examination.problem, at, family]
             key = json.dumps([*now, resolution])
             if seen.get("key") == key:
                 return [gr.skip()] * 5
@@ -166,7 +166,7 @@ class Handlers:
         return [*sent, {**seen, "key": key}]
 
 
-def _make_at(folder: Path, cut: dict[str, Any]) -> dict[str, Any]:
+def _make_state(folder: Path, cut: dict[str, Any]) -> dict[str, Any]:
     return {"folder": str(folder), "query": "", "showing": "all", "finding": "", "chosen": [], "cut": cut}
 
 

@@ -16,7 +16,7 @@ STYLE = (Path(__file__).parent.parent.parent / "dataset.css").read_text(encoding
 PER_PAGE = 60
 
 
-def panel(**given: Any) -> gr.HTML:
+def make_styled_panel(**given: Any) -> gr.HTML:
     """Make a panel like live_panel.panel, with the styles of this page."""
     return gr.HTML(
         "", css_template=live_panel.STYLE + STYLE, js_on_load=live_panel.CLICKS, apply_default_css=False, **given
@@ -41,8 +41,8 @@ class Layout:
                 label=say("dataset.folder"), choices=[], allow_custom_value=True, elem_id="dataset-folder", scale=5
             )
             self.go = gr.Button(say("dataset.open"), elem_id="dataset-open", elem_classes="beside", size="md", scale=1)
-        self.head = panel(elem_id="dataset-head", elem_classes="note")
-        self.message = panel(elem_id="dataset-said", visible=False)
+        self.head = make_styled_panel(elem_id="dataset-head", elem_classes="note")
+        self.message = make_styled_panel(elem_id="dataset-said", visible=False)
         with gr.Tabs(elem_id="dataset-tabs") as self.tabs:
             with gr.Tab(say("dataset.tab.pictures"), id="pictures"):
                 self.many = gr.Accordion(say("dataset.many"), open=False, visible=False, elem_id="dataset-many")
@@ -50,11 +50,11 @@ class Layout:
                     self._lay_out_edits()
                 self.images = make_panel(ui, "dataset", PER_PAGE, elem_id="dataset-images")
             with gr.Tab(say("dataset.tab.tags"), id="tags", visible=False) as self.tags_tab:
-                self.tags = panel(elem_id="dataset-tags")
+                self.tags = make_styled_panel(elem_id="dataset-tags")
             with gr.Tab(say("dataset.tab.findings"), id="findings", visible=False) as self.findings_tab:
                 self._lay_out_findings()
             with gr.Tab(say("dataset.tab.buckets"), id="buckets", visible=False) as self.buckets_tab:
-                self.buckets = panel(elem_id="dataset-buckets")
+                self.buckets = make_styled_panel(elem_id="dataset-buckets")
         self.of_folder = [self.many, self.tags_tab, self.findings_tab, self.buckets_tab]
 
     def _lay_out_edits(self) -> None:
@@ -77,13 +77,13 @@ class Layout:
         with gr.Row():
             self.preview = gr.Button(say("dataset.preview"), elem_id="dataset-preview", size="md")
             self.apply = gr.Button(say("dataset.apply"), variant="primary", elem_id="dataset-apply", size="md")
-        self.changes = panel(elem_id="dataset-changes")
+        self.changes = make_styled_panel(elem_id="dataset-changes")
 
     def _lay_out_findings(self) -> None:
         say = self.say
         with gr.Row():
             self.family = gr.Dropdown(
-                [(families.get(name).title, name) for name in families.available()],
+                [(families.get(name).title, name) for name in families.list_families()],
                 value="sdxl",
                 label=say("dataset.family"),
                 elem_id="dataset-family",
@@ -94,11 +94,11 @@ class Layout:
             self.again = gr.Button(say("dataset.again"), elem_id="dataset-again", elem_classes="beside", size="md")
         with gr.Row(visible=False) as self.cutting:
             self.cut = {name: self._make_field(f"dataset.{name}") for name in dataset_folder.CUT}
-        self.findings = panel(elem_id="dataset-findings")
+        self.findings = make_styled_panel(elem_id="dataset-findings")
 
     def _make_field(self, key: str) -> Any:
         """Make a field for a training setting."""
-        setting, language = form.settings()[key], self.ui.language
+        setting, language = form.collect_settings()[key], self.ui.language
         given = {
             "label": translations.get_label(language, key),
             "value": form.to_component(setting, setting.default),

@@ -23,8 +23,8 @@ REPAIRED = ("caption_damaged", "caption_half_done", "caption_leftover")
 class Renderer:
     """Renders the open folder in the language of the page.
 
-    Buttons with `data-do` call `Handlers.press`. Those with `data-show` (a tag, a finding or an image) are answered by
-    the workbench itself, which filters by it or enlarges it.
+    Buttons with `data-do` call `Handlers.handle_button`. Those with `data-show` (a tag, a finding or an image) are
+    answered by the workbench itself, which filters by it or enlarges it.
     """
 
     def __init__(self, ui: Ui):
@@ -35,7 +35,7 @@ class Renderer:
         parts = [self.say("dataset.videos", count=len(dataset.videos))] if dataset.videos else []
         parts += [self.say("dataset.masks", count=dataset.masks, mask=dataset.mask)] if dataset.masks else []
         try:
-            history = captions.history(dataset.folder)
+            history = captions.read_history(dataset.folder)
         except UserError as error:
             return self.render_error(error)
         last = [entry for entry in history if entry.done][-1:]
@@ -73,7 +73,7 @@ class Renderer:
         head = self.say("dataset.would", count=len(edit.changes))
         rows = []
         for change in edit.changes[:MOST_CHANGES]:
-            rows.append(f"<dt>{escape(change.file)}</dt><dd>{_render_diff(*change.texts())}</dd>")
+            rows.append(f"<dt>{escape(change.file)}</dt><dd>{_render_diff(*change.decode_texts())}</dd>")
         more = len(edit.changes) - len(rows)
         rest = f'<p class="dim">{self.say("dataset.more", count=more)}</p>' if more > 0 else ""
         wrong = "".join(f'<p class="wrong">{escape(self.ui.translate(line))}</p>' for line in edit.problems[:20])

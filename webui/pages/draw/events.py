@@ -20,7 +20,7 @@ class Events:
 
     def __init__(self, layout: Layout, handlers: Handlers):
         self.layout, self.handlers = layout, handlers
-        self.now = live_panel.private_event(queue=False)
+        self.now = live_panel.make_private_event(queue=False)
 
     def bind(self) -> None:
         """Bind all events."""
@@ -34,8 +34,8 @@ class Events:
             outputs=[layout.steps, layout.base],
             **self.now,
         )
-        live_panel.repaint_on_ticks(
-            handlers.paint,
+        live_panel.refresh_on_ticks(
+            handlers.refresh,
             {"chosen": layout.chosen, "seen": layout.seen},
             [layout.drawing, layout.history, layout.seen],
         )
@@ -44,8 +44,8 @@ class Events:
         layout.start.click(handlers.start, inputs_kwargs=given, outputs=painted, trigger_mode="once", **self.now)
         asked = [*painted, layout.confirm, layout.doomed]
         pressed: dict[str, Any] = {"inputs_kwargs": {"chosen": layout.chosen}, "outputs": asked}
-        live_panel.on_press(layout.drawing, handlers.press, live_panel.ASKED, **pressed)
-        live_panel.on_press(layout.history, handlers.press, **pressed)
+        live_panel.on_press(layout.drawing, handlers.handle_button, live_panel.ASKED, **pressed)
+        live_panel.on_press(layout.history, handlers.handle_button, **pressed)
         deleted = layout.delete.click(
             handlers.delete, inputs_kwargs={"doomed": layout.doomed}, outputs=[*painted, layout.confirm], **self.now
         )

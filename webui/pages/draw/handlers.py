@@ -70,7 +70,7 @@ class Handlers:
         except (UserError, OSError, ValueError, KeyError, TypeError, IndexError):
             return gr.skip()
 
-    def paint(self, chosen: str, seen: dict[str, int]) -> list[Any]:
+    def refresh(self, chosen: str, seen: dict[str, int]) -> list[Any]:
         """Handle a tick: repaint what has changed since the window was painted."""
         sent, seen = live_panel.skip_unchanged(self._render(chosen), seen)
         return [*sent, seen]
@@ -83,7 +83,7 @@ class Handlers:
             return [runs.show_notice(self.ui.translate(str(error)), wrong=True), *[gr.skip()] * 4]
         return [runs.show_notice(self.ui.say("draw.queued")), id, *self._render(id), {}]
 
-    def press(self, event: gr.EventData, chosen: str) -> list[Any]:
+    def handle_button(self, event: gr.EventData, chosen: str) -> list[Any]:
         """Handle a button of a drawing: open it, stop its job, or ask whether to delete it."""
         click = live_panel.read_click(event)
         do, id = click.get("do", ""), click.get("id", "")

@@ -27,7 +27,7 @@ class Layout:
             with gr.Column(scale=2, min_width=300, elem_id="draw-form"):
                 self._lay_out_form()
             with gr.Column(scale=3, min_width=300):
-                self.note = live_panel.panel(elem_id="draw-note", visible=False)
+                self.note = live_panel.make_panel(elem_id="draw-note", visible=False)
                 with gr.Group(visible=False, elem_classes="ask") as self.confirm:
                     self.question = gr.Markdown(say("draw.ask_delete"))
                     with gr.Row():

@@ -54,7 +54,7 @@ def _render_state(ui: Ui, drawing: Drawing) -> str:
     elif drawing.state in ENDED:
         if record.get("grid") == "grid.png":
             for name, key in (("grid.png", "draw.save_grid"), ("drawing.json", "draw.save_record")):
-                address = escape(ui.download(drawing.folder / name))
+                address = escape(ui.make_download_link(drawing.folder / name))
                 buttons += f'<a class="button" href="{address}" download>{ui.say(key)}</a>'
         buttons += run_cards.render_button("delete", ui.say("runs.do.delete"), "danger", id=drawing.id)
     return f'{head}{lines}<div class="buttons">{buttons}</div>'
@@ -81,7 +81,7 @@ def _render_viewer(ui: Ui, drawing: Drawing) -> str:
         {
             "lora": image["lora"],
             "strength": image["strength"],
-            "address": ui.picture(drawing.folder / image["file"], SIDE),
+            "address": ui.make_picture_link(drawing.folder / image["file"], SIDE),
             "name": f"{names.get(image['lora'], '')} · {image['strength']:g}",
         }
         for image in others
@@ -90,7 +90,9 @@ def _render_viewer(ui: Ui, drawing: Drawing) -> str:
     base_name = ui.say("draw.base")
     images, labels = "", ""
     if base is not None:
-        images += f'<img src="{escape(ui.picture(drawing.folder / base["file"], SIDE))}" alt="{escape(base_name)}">'
+        images += (
+            f'<img src="{escape(ui.make_picture_link(drawing.folder / base["file"], SIDE))}" alt="{escape(base_name)}">'
+        )
         labels += f"<span>{escape(base_name)}</span>"
     if first is not None:
         images += f'<img class="drawn" src="{escape(first["address"])}" alt="{escape(first["name"])}">'
@@ -150,7 +152,9 @@ def _render_cell(ui: Ui, drawing: Drawing, image: dict[str, Any] | None, name: s
     if image is None:
         return "<td></td>"
     text = ui.say("draw.base") if image["lora"] is None else f"{name} · {image['strength']:g}"
-    picture = f'<img src="{escape(ui.picture(drawing.folder / image["file"], THUMBNAIL))}" alt="{escape(text)}">'
+    picture = (
+        f'<img src="{escape(ui.make_picture_link(drawing.folder / image["file"], THUMBNAIL))}" alt="{escape(text)}">'
+    )
     if image["lora"] is None:
         return f"<td>{picture}</td>"
     data = f'data-lora="{image["lora"]}" data-strength="{image["strength"]}"'
@@ -189,8 +193,9 @@ def render_history(ui: Ui, drawings: Sequence[Drawing], opened: Drawing | None) 
     for drawing in drawings:
         text = escape(shorten(drawing.record.get("prompt") or (drawing.job.name if drawing.job else drawing.id), 80))
         image = drawing.images[-1] if drawing.images else None
+        link = ui.make_picture_link(drawing.folder / image["file"], THUMBNAIL) if image else ""
         picture = (
-            f'<img src="{escape(ui.picture(drawing.folder / image["file"], THUMBNAIL))}" alt="" loading="lazy">'
+            f'<img src="{escape(link)}" alt="" loading="lazy">'
             if image
             else f'<span class="blank">{ui.say(f"state.{drawing.state}")}</span>'
         )

@@ -79,7 +79,7 @@ class Cards:
         return f'<div class="choice-cards" role="group" aria-label="{label}">{cards}{none}</div>'
 
     def _render_none(self) -> str:
-        settings = f'<a href="{self.ui.link("settings")}">{sanitize.escape(self.ui.say("page.settings"))}</a>'
+        settings = f'<a href="{self.ui.make_link("settings")}">{sanitize.escape(self.ui.say("page.settings"))}</a>'
         text = sanitize.escape(self.ui.say("base.mine.none", settings="{}")).replace("{}", settings)
         return f'<p class="base-none" data-groups="mine">{text}</p>'
 
@@ -93,21 +93,21 @@ class Cards:
         else:
             kind = "file" if card.path.endswith(WEIGHT_ENDINGS) else "folder"
             purpose = say(f"base.card.{kind}")
-        words = " ".join([card.path, card.title, title, purpose, self._family_title(card)])
+        words = " ".join([card.path, card.title, title, purpose, self._find_family_title(card)])
         words += " ".join(card.known.names) if card.known else ""
         data = {"do": "choose", "base": card.path, "family": card.family, "key": card.key}
         data |= {"groups": " ".join(card.groups), "words": words.lower()}
         id = f"new-{card.key}" if card.path == "demo" else ""
         return render_card(title, [("purpose", purpose)], self._list_badges(card), is_chosen, data, id)
 
-    def _family_title(self, card: base_catalogue.Card) -> str:
+    def _find_family_title(self, card: base_catalogue.Card) -> str:
         return families.get(card.family).title if card.family else ""
 
     def _list_badges(self, card: base_catalogue.Card) -> list[tuple[str, str]]:
         """List (style, text) of what decides whether a base can be used here: size, memory, gate and licence."""
         say = self.ui.say
         if card.known is None:
-            title = self._family_title(card)
+            title = self._find_family_title(card)
             return [("", title)] if card.is_mine and title else []
         badges: list[tuple[str, str]] = []
         presence = base_catalogue.find_presence(card)

@@ -65,7 +65,7 @@ class BaseParts:
 
     @property
     def painted(self) -> list[Any]:
-        """The components that `BaseHandlers.paint` gives values."""
+        """The components that `BaseHandlers.update_components` gives values."""
         return [self.state, self.login, self.notice, self.cards, self.seen]
 
 
@@ -93,7 +93,7 @@ class BaseHandlers:
         changed = [*side, *fields, *parts.painted]
         for panel in (parts.head, parts.state, parts.cards):
             panel.click(
-                self.press,
+                self.handle_button,
                 inputs_kwargs=window,
                 outputs=changed,
                 js="(...inputs) => { window.choosing(); return inputs; }",
@@ -108,13 +108,13 @@ class BaseHandlers:
         )
         gr.on(
             [live_panel.get_load_event(), gr.Timer(SECONDS).tick],
-            self.tick,
+            self.refresh,
             inputs_kwargs={"seen": parts.seen, **window},
             outputs=changed,
             **events | {"queue": False},
         )
 
-    def press(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
+    def handle_button(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
         """Handle a pressed card or button."""
         pressed = live_panel.read_click(event)
         actions: dict[str, Callable[[], None]] = {
@@ -129,13 +129,13 @@ class BaseHandlers:
             return {}
         done = self.handlers.change_draft(action)
         painter = self.handlers.painter
-        return painter.paint_side(everything) | painter.paint("simple", done) | self.paint()
+        return painter.update_side(everything) | painter.update_view("simple", done) | self.update_components()
 
     def choose(self, path: str, family: str, everything: bool) -> dict[Any, Any]:
         """Choose a base model, and its architecture if it is known. Returns values for the components."""
         done = self.handlers.change_draft(functools.partial(self._choose, path, family))
         painter = self.handlers.painter
-        return painter.paint_side(everything) | painter.paint("simple", done) | self.paint()
+        return painter.update_side(everything) | painter.update_view("simple", done) | self.update_components()
 
     def _choose(self, path: str, family: str) -> None:
         name = base_models.read_address(path) or clean(path)
@@ -155,25 +155,25 @@ class BaseHandlers:
             self.draft.put("model.family", family)
 
     def _download(self) -> None:
-        values = form.read_values(self.draft.text(), self.draft.home)
+        values = form.read_values(self.draft.load_text(), self.draft.home)
         described = self.state.describe(values)
         if described and described.missing and not described.problems:
             revision = str(values["model.revision"] or "")
             self.state.downloads.start(described.reference.name, revision, described.family)
 
     def _cancel(self) -> None:
-        values = form.read_values(self.draft.text(), self.draft.home)
+        values = form.read_values(self.draft.load_text(), self.draft.home)
         self.state.downloads.cancel(str(values["model.path"]), str(values["model.revision"] or ""))
 
     def save_token(self, token: str) -> dict[Any, Any]:
         """Handle a token for the hub; the field is emptied."""
         self.state.login.save(token or "")
-        return {self.parts.token: ""} | self.paint()
+        return {self.parts.token: ""} | self.update_components()
 
-    def tick(self, seen: str, everything: bool) -> dict[Any, Any]:
+    def refresh(self, seen: str, everything: bool) -> dict[Any, Any]:
         """Repaint what has changed: an answer has come, a download goes on, another window chose a base."""
         recognized = self._recognize_late(everything)
-        painted = self.paint()
+        painted = self.update_components()
         return recognized | (painted if painted[self.parts.seen] != seen else {self.parts.seen: gr.skip()})
 
     def _recognize_late(self, everything: bool) -> dict[Any, Any]:
@@ -192,15 +192,15 @@ class BaseHandlers:
             return {}
         done = self.handlers.change_draft(functools.partial(self._adopt, family))
         painter = self.handlers.painter
-        return painter.paint_side(everything) | painter.paint("simple", done)
+        return painter.update_side(everything) | painter.update_view("simple", done)
 
     def _read_values(self) -> dict[str, Any]:
         try:
-            return form.read_values(self.draft.text(), self.draft.home)
+            return form.read_values(self.draft.load_text(), self.draft.home)
         except UserError:
             return {}
 
-    def paint(self) -> dict[Any, Any]:
+    def update_components(self) -> dict[Any, Any]:
         """Return values for the components; none if the draft is not TOML."""
         parts, values = self.parts, self._read_values()
         if not values:

@@ -41,17 +41,17 @@ class BaseState:
         """Render the state."""
         path, family = str(values["model.path"] or ""), str(values["model.family"])
         if not path:
-            return self._wrap(self._paragraph("base.state.none"))
+            return self._wrap(self._render_paragraph("base.state.none"))
         if not base_models.is_remote(path):
             key = "base.state.demo" if path == "demo" else "base.state.local"
             recognized = family if path == "demo" else self.reader.inspect_base(path).family
-            state = self._render_problems(values, None) or self._paragraph(key, "yes")
+            state = self._render_problems(values, None) or self._render_paragraph(key, "yes")
             return self._wrap(self._render_title(path, recognized), state)
         described, known = self.describe(values), known_bases.get(path)
         title = self._render_title(path, find_family(described) or (known.family if known else ""))
         if described is None:
             host = HOSTS[sources.parse(path).kind]
-            return self._wrap(title, self._paragraph("base.state.looking", "busy", host=host))
+            return self._wrap(title, self._render_paragraph("base.state.looking", "busy", host=host))
         return self._wrap(title, self._render_remote(values, described))
 
     def _render_remote(self, values: dict[str, Any], described: sources.BaseDescription) -> str:
@@ -64,7 +64,7 @@ class BaseState:
             return licence + wrong
         if described.unanswered:
             why = self.ui.translate(described.unanswered)
-            return licence + self._paragraph("base.state.unknown", why=why) + self._wrap_buttons(again)
+            return licence + self._render_paragraph("base.state.unknown", why=why) + self._wrap_buttons(again)
         notes = "".join(f'<p class="note">{sanitize.escape(self.ui.translate(line))}</p>' for line in described.notes)
         return licence + self._render_download(values, described) + notes
 
@@ -91,7 +91,7 @@ class BaseState:
 
     def _render_problems(self, values: dict[str, Any], described: sources.BaseDescription | None) -> str:
         """Render everything that is wrong with the base, and buttons that mend it; "" if nothing is."""
-        lines = [line for key, line in self.problems.find_base(values) if line]
+        lines = [line for key, line in self.problems.list_base_problems(values) if line]
         if not lines:
             return ""
         sentences = (line.removeprefix("model.path = ").removeprefix("model.path: ") for line in dict.fromkeys(lines))
@@ -131,21 +131,21 @@ class BaseState:
     def _render_download(self, values: dict[str, Any], described: sources.BaseDescription) -> str:
         """Render that the base is complete, what is missing, or how far its download is."""
         if not described.missing:
-            return self._paragraph("base.state.complete", "yes")
+            return self._render_paragraph("base.state.complete", "yes")
         download = self.downloads.read(described.reference.name, str(values["model.revision"] or ""))
         if download and download.state in ("running", "cancelling"):
             return self._render_progress(download)
         html = ""
         if download and download.state == "cancelled":
-            html = self._paragraph("base.download.cancelled")
+            html = self._render_paragraph("base.download.cancelled")
         elif download and download.state == "failed":
             why = self.ui.translate(download.error) or self.ui.say("base.download.ended")
-            html = self._paragraph("base.download.failed", "wrong", why=why)
+            html = self._render_paragraph("base.download.failed", "wrong", why=why)
         missing = places.count_missing_bytes(described)
         key = "base.download.again" if download and download.state != "done" else "base.download"
         button = render_button(self.ui, "download", key, "main")
         free = format_size(described.free_bytes or 0)
-        html += self._paragraph("base.state.missing", missing=format_size(missing), free=free)
+        html += self._render_paragraph("base.state.missing", missing=format_size(missing), free=free)
         return html + self._wrap_buttons(button)
 
     def _render_progress(self, download: downloads.Download) -> str:
@@ -173,7 +173,7 @@ class BaseState:
             f'<p class="figures">{escape(text)}</p><p class="note">{escape(note)}</p>{self._wrap_buttons(button)}'
         )
 
-    def _paragraph(self, key: str, kind: str = "", **values: Any) -> str:
+    def _render_paragraph(self, key: str, kind: str = "", **values: Any) -> str:
         return f'<p class="{kind}">{sanitize.escape(self.ui.say(key, **values))}</p>'
 
     @staticmethod

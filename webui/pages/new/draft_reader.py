@@ -21,14 +21,14 @@ class DraftReader:
         self.ui = ui
         self.descriptions = base_models.Descriptions()
         self.counted: dict[tuple[Path, str], image_folders.Count] = {}
-        self.families = {name: families.get(name).title for name in families.available()}
+        self.families = {name: families.get(name).title for name in families.list_families()}
 
     def inspect_base(self, path: str) -> base_models.Base:
         """Inspect a base model of the draft. Returns an empty `Base` for a path that the page may not read."""
         if not path or path == "demo" or base_models.is_remote(path):
             return base_models.Base()
         try:
-            return base_models.inspect_base(self.ui.path(self.resolve_local(path)))
+            return base_models.inspect_base(self.ui.resolve_path(self.resolve_local(path)))
         except UserError:
             return base_models.Base()
 
@@ -56,7 +56,7 @@ class DraftReader:
             repeats = row.get("repeats", 1) if isinstance(row, dict) else 1
             if isinstance(path, str) and path and isinstance(repeats, (int, float)):
                 try:
-                    folder = self.ui.path(self.resolve_local(path))
+                    folder = self.ui.resolve_path(self.resolve_local(path))
                 except UserError:
                     continue  # reported by the check of paths
                 if folder.is_dir():

@@ -15,10 +15,10 @@ from .preset_section import PresetHandlers
 from .questions import PROPOSED, PROPOSING
 
 SECONDS = 2.0
-QUIET = live_panel.private_event(queue=False, trigger_mode="always_last")
+QUIET = live_panel.make_private_event(queue=False, trigger_mode="always_last")
 QUEUED = QUIET | {"queue": True}
 """For handlers that may show a message: gr.Info and gr.Warning reach the browser only through the queue."""
-SLOW = live_panel.private_event(show_progress="minimal", trigger_mode="once")
+SLOW = live_panel.make_private_event(show_progress="minimal", trigger_mode="once")
 """For handlers that take long; each says where its progress is shown."""
 OPENING = "(...inputs) => { window.opening(); return inputs; }"
 OPENED = "() => window.opened()"
@@ -119,7 +119,7 @@ class Events:
             **QUIET | {"trigger_mode": "multiple"},
         ).then(None, js=OPENED)
         live_panel.get_load_event()(
-            functools.partial(handlers.painter.repaint, "", offers=True),
+            functools.partial(handlers.painter.update_all, "", offers=True),
             inputs_kwargs=self.window,
             outputs=[*self.side, *self.everywhere, layout.source],
             js=OPENING,
@@ -131,7 +131,7 @@ class Events:
             inputs_kwargs=self.window,
             outputs=[*self.side, *self.everywhere],
         )
-        layout.everything.input(handlers.painter.paint_side, inputs_kwargs=self.window, outputs=self.side, **QUIET)
+        layout.everything.input(handlers.painter.update_side, inputs_kwargs=self.window, outputs=self.side, **QUIET)
 
     def _bind_folders(self) -> None:
         layout = self.layout
@@ -172,7 +172,7 @@ class Events:
             **QUEUED,
         )
         once = QUIET | {"trigger_mode": "once"}  # restoring twice would undo itself
-        for button, restore in ((layout.reset, handlers.reset), (layout.back, handlers.bring_back)):
+        for button, restore in ((layout.reset, handlers.reset), (layout.back, handlers.restore_draft)):
             button.click(
                 restore, inputs_kwargs=self.window, outputs=[*self.side, *self.everywhere], js=OPENING, **once
             ).then(None, js=OPENED)
@@ -190,7 +190,7 @@ class Events:
             ).then(None, js=FIRST_PROBLEM)
         layout.address.change(None, [layout.address], None, js=GO)
         gr.Timer(SECONDS).tick(
-            self.handlers.tick,
+            self.handlers.refresh,
             inputs_kwargs={"seen": layout.seen, **self.window},
             outputs=[*self.side, *layout.presets.panels.values()],
             **QUIET,

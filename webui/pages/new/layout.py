@@ -70,7 +70,7 @@ class Layout:
                 self.summary = gr.HTML(elem_id="new-summary")
                 self._lay_out_files()
                 with gr.Accordion(say("new.changes"), open=False):
-                    self.changes = live_panel.panel(elem_id="new-changes")
+                    self.changes = live_panel.make_panel(elem_id="new-changes")
 
     def _lay_out_simple(self) -> None:
         """Lay out the four steps of the simple view."""
@@ -121,10 +121,10 @@ class Layout:
             gr.Markdown(f"## {say('new.presets')}\n{say('new.presets.info')}")
             self.presets.add("all")
             self._add_field("all", "preset")
-        for section in form.sections():
+        for section in form.collect_sections():
             key = f"section.{section}" if section else "section"
             title = translations.get_label(self.ui.language, key)
-            text = translations.get_help(self.ui.language, key, form.sections()[section]).strip()
+            text = translations.get_help(self.ui.language, key, form.collect_sections()[section]).strip()
             with gr.Column(elem_id=make_id("section", section), elem_classes="setting-group"):
                 gr.Markdown(f"## {title}{f' `[{section}]`' if section else ''}\n{text}")
                 if section == "optimizer":
@@ -143,15 +143,15 @@ class Layout:
             make_id("section", section): {
                 make_id("set", setting.key): _get_search_text(setting) for setting in _list_members(section)
             }
-            for section in form.sections()
+            for section in form.collect_sections()
         }
         of_preset = texts[make_id("section", "")].pop(make_id("set", "preset"))
-        titles = " ".join(map(functools.partial(get_title, self.ui), config.preset_names())).lower()
+        titles = " ".join(map(functools.partial(get_title, self.ui), config.list_preset_names())).lower()
         texts[make_id("section", PRESETS)] = {make_id("set", "preset"): f"{of_preset} {titles}"}
         nothing, index = self.ui.say("new.search.nothing", text="{text}"), json.dumps(texts, ensure_ascii=False)
         headings = {PRESETS: self.ui.say("new.presets")} | {
             section: translations.get_label(language, f"section.{section}" if section else "section")
-            for section in form.sections()
+            for section in form.collect_sections()
         }
         links = "".join(
             f"<button type='button' data-section='{make_id('section', section)}'>{sanitize.escape(title)}</button>"
@@ -201,7 +201,7 @@ class Layout:
             self.back = gr.Button(say("new.files.back"), size="sm", visible=False, elem_id="new-back")
 
     def _add_field(self, view: str, key: str) -> None:
-        setting = form.settings()[key]
+        setting = form.collect_settings()[key]
         language = self.ui.language
         info = translations.get_help(language, key, setting.description)
         bounds = self.ui.say("new.accepts", bounds=self.ui.translate(setting.accepts)) if setting.accepts else ""
@@ -251,7 +251,7 @@ class Layout:
 
 
 def _list_members(section: str) -> list[form.Setting]:
-    return [setting for setting in form.settings().values() if setting.section == section]
+    return [setting for setting in form.collect_settings().values() if setting.section == section]
 
 
 def _get_search_text(setting: form.Setting) -> str:

@@ -37,22 +37,22 @@ class Painter:
         self.last_choice = ("", "", "")
         """The draft after the last choice of a preset, the draft before it, and the preset's kind."""
 
-    def repaint(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
+    def update_all(self, view: str, everything: bool, offers: bool = False) -> dict[Any, Any]:
         """Return values for all fields of a view ("" is every view) and the summary; with `offers` also the configs."""
-        painted = self.paint_side(everything)
+        painted = self.update_side(everything)
         for painted_view in (view,) if view else ("simple", "all", "toml"):
-            painted |= self.paint(painted_view)
+            painted |= self.update_view(painted_view)
         if offers:
             painted[self.layout.source] = gr.update(choices=self._list_sources())
         return painted
 
-    def paint(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
-        """Return values for the fields and the presets' cards of a view; see `paint_fields`."""
-        return self.paint_fields(view, done, but) | self.paint_cards(view)
+    def update_view(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
+        """Return values for the fields and the presets' cards of a view; see `update_fields`."""
+        return self.update_fields(view, done, but) | self.update_cards(view)
 
-    def paint_cards(self, *views: str) -> dict[Any, Any]:
+    def update_cards(self, *views: str) -> dict[Any, Any]:
         """Return values for the presets' cards of these views; nothing for a view without cards."""
-        text = self.draft.text()
+        text = self.draft.load_text()
         after, _, kind = self.last_choice
         panels = self.layout.presets.panels
         return {
@@ -61,7 +61,7 @@ class Painter:
             if view in panels
         }
 
-    def paint_fields(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
+    def update_fields(self, view: str, done: tuple[str, str] | None = None, but: str = "") -> dict[Any, Any]:
         """Return values for the fields of a view, or nothing if the text is not TOML.
 
         Args:
@@ -69,7 +69,7 @@ class Painter:
                 somebody may be typing there.
             but: a setting whose field is left alone.
         """
-        before, text = done or (None, self.draft.text())
+        before, text = done or (None, self.draft.load_text())
         if view == "toml":
             return {self.layout.code: text}
         try:
@@ -84,25 +84,25 @@ class Painter:
         for key, part in self.layout.parts[view].items():
             kept = key not in LISTED and key in old and form.is_same_value(old[key], values[key])
             if key != but and not kept:
-                painted[part] = self._paint_setting(view, key, values)
+                painted[part] = self._update_setting(view, key, values)
         return painted
 
     def _explain(self, key: str, origin: str, values: dict[str, Any]) -> str:
         """Return why a recipe's preset gives a setting its value, as HTML; "" for other presets."""
         family = str(values["model.family"])
-        settings = recipes.preset(
+        settings = recipes.find_preset_values(
             origin,
             family if family in self.reader.families else "",
             draws=bool(values["preview.prompts"]),
-            frames=recipes.longest_clip(values["dataset.frames"]),
+            frames=recipes.find_longest_clip(values["dataset.frames"]),
             dropout=recipes.is_dropout(values["adapter.dropout"]),
             base=str(values["model.path"] or ""),
         )
         why = next((value.why for value in settings or [] if value.key == key), "")
         return f"<br><small>{sanitize.escape(self.ui.translate(why))}</small>" if why else ""
 
-    def _paint_setting(self, view: str, key: str, values: dict[str, Any]) -> Any:
-        setting, value = form.settings()[key], values[key]
+    def _update_setting(self, view: str, key: str, values: dict[str, Any]) -> Any:
+        setting, value = form.collect_settings()[key], values[key]
         held = form.to_component(setting, value)
         if key == "preset":
             names = [str(name) for name in value] if isinstance(value, list) else []
@@ -135,9 +135,9 @@ class Painter:
             return gr.update(choices=labels, value=held or None)
         return gr.update(value=held)
 
-    def paint_side(self, everything: bool = False) -> dict[Any, Any]:
+    def update_side(self, everything: bool = False) -> dict[Any, Any]:
         """Return values for the summary, the problems beside the settings, and the list of changed settings."""
-        text = self.draft.text()
+        text = self.draft.load_text()
         findings = self.problems.find(text)
         state, summary, marks, changes = (
             self.summary.render_state(findings),
@@ -158,14 +158,14 @@ class Painter:
             ).hexdigest(),
         }
 
-    def paint_images(self, done: tuple[str, str]) -> dict[Any, Any]:
+    def update_images(self, done: tuple[str, str]) -> dict[Any, Any]:
         """Return values for the table of folders in the simple view, and for what a change proposed."""
-        painted, table = self.paint_fields("simple"), self.layout.parts["simple"]["dataset.folders"]
-        return ({table: painted[table]} if table in painted else {}) | self.paint_proposed(done)
+        painted, table = self.update_fields("simple"), self.layout.parts["simple"]["dataset.folders"]
+        return ({table: painted[table]} if table in painted else {}) | self.update_proposed(done)
 
-    def paint_proposed(self, done: tuple[str, str]) -> dict[Any, Any]:
+    def update_proposed(self, done: tuple[str, str]) -> dict[Any, Any]:
         """Return values for the fields of the simple view that the recipe has changed, the draft before and after."""
-        painted = self.paint_fields("simple", done)
+        painted = self.update_fields("simple", done)
         fields = (self.layout.parts["simple"][key] for key in PROPOSED)
         return {part: painted[part] for part in fields if part in painted}
 
@@ -176,7 +176,7 @@ class Painter:
         except UserError as error:
             return f"<p class='wrong'>{sanitize.escape(self.ui.translate(str(error)))}</p>"
         rows = []
-        for key, setting in form.settings().items():
+        for key, setting in form.collect_settings().items():
             if key in origins and key != "preset" and not form.is_same_value(values[key], setting.default):
                 label = translations.get_label(self.ui.language, f"section.{key}" if setting.kind == "table" else key)
                 before, now = (self._display(setting, value) for value in (setting.default, values[key]))
@@ -219,7 +219,7 @@ class Painter:
     def list_presets(self, named: list[str] | None = None) -> list[tuple[str, str]]:
         """List presets as (label, name): the bundled ones, those of the user, and others that are `named`."""
         own = [(path.stem, str(path)) for path in base_models.list_own_presets(self.draft.home)]
-        known = [*((f"{get_title(self.ui, name)} · {name}", name) for name in config.preset_names()), *own]
+        known = [*((f"{get_title(self.ui, name)} · {name}", name) for name in config.list_preset_names()), *own]
         return known + [(Path(name).stem, name) for name in named or [] if name not in {value for _, value in known}]
 
     def _list_sources(self) -> list[tuple[str, str]]:

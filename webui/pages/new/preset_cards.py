@@ -26,7 +26,7 @@ NONE = {"goal": "new.goal.none", "card": "new.card.none"}
 
 def get_title(ui: Ui, name: str) -> str:
     """Return what people call a preset."""
-    if gb := recipes.card_of(name):
+    if gb := recipes.parse_card(name):
         return ui.say("new.card.gb", gb=gb)
     if name in recipes.GOALS:
         return ui.say(f"new.goal.{name}")
@@ -72,7 +72,7 @@ class PresetCards:
             is_chosen = not any(name in named for name in names)
             effect = Effect() if is_chosen else self.choice.find_effect(text, kind, "")
             lines = [("effect", "" if is_chosen else self._describe_change(effect))]
-            cards.append(render_card(self.ui.say(NONE[kind]), lines, [], is_chosen, _data(kind, "")))
+            cards.append(render_card(self.ui.say(NONE[kind]), lines, [], is_chosen, _make_button_data(kind, "")))
         elif not cards:
             cards.append(f'<p class="note">{sanitize.escape(self.ui.say("new.presets.none"))}</p>')
         back = f"<p>{render_button(self.ui, 'undo', 'new.presets.undo')}</p>" if undo == kind else ""
@@ -92,15 +92,15 @@ class PresetCards:
         kept = self._list_labels(effect.kept)
         lines = [("purpose", purpose), ("effect", changes)]
         lines.append(("kept", self.ui.say("new.preset.kept", names=kept) if kept else ""))
-        data = _data(kind, name, "off" if is_chosen and kind not in NONE else "on")
+        data = _make_button_data(kind, name, "off" if is_chosen and kind not in NONE else "on")
         return render_card(get_title(self.ui, name), lines, self._list_badges(kind, name, values, fit), is_chosen, data)
 
     def _find_fit(self, name: str, values: dict[str, Any]) -> Fit | None:
         """Return how the base model fits a GPU of this size; None for other presets, no base and a demo base."""
-        family, gb = str(values["model.family"]), recipes.card_of(name)
+        family, gb = str(values["model.family"]), recipes.parse_card(name)
         if not gb or family not in recipes.read_sizes() or values["model.path"] in (None, "", "demo"):
             return None
-        frames = recipes.longest_clip(values["dataset.frames"])
+        frames = recipes.find_longest_clip(values["dataset.frames"])
         dropout = recipes.is_dropout(values["adapter.dropout"])
         return recipes.fit_card(family, gb, frames, dropout, str(values["model.path"]))
 
@@ -114,7 +114,7 @@ class PresetCards:
                 return self.ui.translate(fit.problem)
             if fit.peak is None or fit.note:
                 return self.ui.translate(fit.note)
-            return say("new.card.fits", peak=recipes.gib(fit.peak), usable=recipes.gib(fit.usable))
+            return say("new.card.fits", peak=recipes.format_gib(fit.peak), usable=recipes.format_gib(fit.usable))
         if kind == "own":
             is_saved = Path(name) in base_models.list_own_presets(self.choice.draft.home)
             return say("new.preset.saved" if is_saved else "new.preset.file")
@@ -133,7 +133,7 @@ class PresetCards:
                 badges.append(("yes", say("new.card.mine")))
         if kind == "goal" and values["model.path"] and family in self.reader.families:
             badges.append(("", self.reader.families[family]))
-            frames = recipes.longest_clip(values["dataset.frames"])
+            frames = recipes.find_longest_clip(values["dataset.frames"])
             if values["model.path"] != "demo" and (least := _find_least_card(family, frames, name, values)):
                 badges.append(("", say("base.card.vram", gb=least)))
         return badges
@@ -169,7 +169,7 @@ class PresetCards:
         return self.ui.say("new.preset.more", named=text, count=more) if more else text
 
 
-def _data(kind: str, name: str, to: str = "on") -> dict[str, str]:
+def _make_button_data(kind: str, name: str, to: str = "on") -> dict[str, str]:
     """Return what the press of a card sends. It says what is wanted, so that a double press wants the same twice."""
     return {"do": "choose", "id": kind, "name": name, "to": to}
 

@@ -19,7 +19,7 @@ from .recipe import Recipe
 
 KINDS = ("goal", "card", "bundled", "own")
 """In the order of the page: what is trained, VRAM, the other presets of the program, and those saved on this page."""
-PRECISIONS = tuple(name for name in config.preset_names() if name.startswith("precision_"))
+PRECISIONS = tuple(name for name in config.list_preset_names() if name.startswith("precision_"))
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def find_kind(name: str) -> str:
     """Return the kind of a preset, of `KINDS`; files are "own"."""
     if name in GOALS:
         return "goal"
-    if recipes.card_of(name):
+    if recipes.parse_card(name):
         return "card"
-    return "bundled" if name in config.preset_names() else "own"
+    return "bundled" if name in config.list_preset_names() else "own"
 
 
 class PresetChoice:
@@ -68,26 +68,26 @@ class PresetChoice:
             return list(dict.fromkeys([*map(str, base_models.list_own_presets(self.draft.home)), *mine]))
         demo = f"demo_{family}" if values["model.path"] == "demo" else ""
         demos = base_models.list_demo_presets()
-        bundled = (name for name in config.preset_names() if find_kind(name) == "bundled")
+        bundled = (name for name in config.list_preset_names() if find_kind(name) == "bundled")
         return [name for name in bundled if name not in demos or name in (demo, *mine)]
 
     def choose(self, kind: str, name: str, is_on: bool = True) -> None:
         """Name a preset in the draft or take it out; of a goal or GPU "" is none. A goal also chooses a GPU."""
-        values = form.read_values(self.draft.text(), self.draft.home)
+        values = form.read_values(self.draft.load_text(), self.draft.home)
         if name and name not in self.list_names(kind, values):
             return
-        self.draft.put("preset", self._name(self.read_named(values), kind, name, is_on))
+        self.draft.put("preset", self._apply_choice(self.read_named(values), kind, name, is_on))
 
     def replace(self, among: Iterable[str], name: str) -> None:
         """Name this preset in the draft instead of those `among`; "" is none."""
-        named = self.read_named(form.read_values(self.draft.text(), self.draft.home))
+        named = self.read_named(form.read_values(self.draft.load_text(), self.draft.home))
         self.draft.put("preset", _insert([other for other in named if other not in set(among)], name))
 
-    def _name(self, named: list[str], kind: str, name: str, is_on: bool) -> list[str]:
+    def _apply_choice(self, named: list[str], kind: str, name: str, is_on: bool) -> list[str]:
         """Return the presets that a draft names after a choice."""
         kept = [other for other in named if other not in self._list_rivals(kind, name)]
         after = _insert(kept, name if is_on else "")
-        has_card = any(map(recipes.card_of, after))
+        has_card = any(map(recipes.parse_card, after))
         return _insert(after, self.recipe.choose_card()) if name in GOALS and not has_card else after
 
     def _list_rivals(self, kind: str, name: str) -> tuple[str, ...]:
@@ -112,11 +112,15 @@ class PresetChoice:
             given = form.find_preset_settings(text, name, home)
             mine = {key: values[key] for key in given if origins.get(key) == name}
         else:
-            after = form.put(text, "preset", self._name(named, kind, name, True), home)
+            after = form.put(text, "preset", self._apply_choice(named, kind, name, True), home)
             # Only a goal proposes values that depend on the images.
             followed = self.recipe.find_changes(after, self.recipe.propose(text)) if kind == "goal" else {}
             changed = form.read_values(after, home) | followed
-            mine = {key: changed[key] for key in form.settings() if not form.is_same_value(changed[key], values[key])}
+            mine = {
+                key: changed[key]
+                for key in form.collect_settings()
+                if not form.is_same_value(changed[key], values[key])
+            }
             mine.pop("preset", None)
             given = form.find_preset_settings(after, name, home) if name else {}
         kept = (key for key in given if origins.get(key) == "" and not form.is_same_value(values[key], given[key]))

@@ -56,13 +56,13 @@ class PresetHandlers:
             events: arguments of the event; its handler may show a message.
         """
         self.handlers.layout.presets.panels[self.view].click(
-            self.press_preset,
+            self.handle_preset_button,
             outputs=outputs,
             js="(...inputs) => { window.choosing(); return inputs; }",
             **events | {"trigger_mode": "multiple"},
         ).then(None, js="() => { window.pressed?.shift(); window.chosen(); }")
 
-    def press_preset(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
+    def handle_preset_button(self, event: gr.EventData, everything: bool) -> dict[Any, Any]:
         """Handle a pressed card or the button that undoes the last press."""
         pressed = live_panel.read_click(event)
         do, kind, name = (pressed.get(key, "") for key in ("do", "id", "name"))
@@ -77,11 +77,11 @@ class PresetHandlers:
         done = before, after = self.handlers.change_draft(functools.partial(self.choice.choose, kind, name, is_on))
         if before != after:
             self.painter.last_choice = (after, before, kind)
-        return self.painter.paint_side(everything) | self.painter.paint(self.view, done)
+        return self.painter.update_side(everything) | self.painter.update_view(self.view, done)
 
     def undo(self, everything: bool) -> dict[Any, Any]:
         """Restore the draft from before the last press, if nothing has changed since."""
         after, before, _ = self.painter.last_choice
         self.draft.change(lambda text: before if text == after else text)
         self.painter.last_choice = ("", "", "")
-        return self.painter.repaint(self.view, everything)
+        return self.painter.update_all(self.view, everything)

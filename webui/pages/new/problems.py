@@ -85,7 +85,7 @@ class Problems:
     def find_free_name(self, values: dict[str, Any]) -> str:
         """Return a name that a new training can have, if it cannot have that of the draft; "" if it can."""
         try:
-            folder = self.ui.path(self.reader.resolve_local(str(values["output_dir"]))) / str(values["name"])
+            folder = self.ui.resolve_path(self.reader.resolve_local(str(values["output_dir"]))) / str(values["name"])
             queue = run_monitor.get_monitor(self.ui.place).queue
         except UserError:  # the page of the queue reports a damaged queue
             return ""
@@ -95,7 +95,7 @@ class Problems:
             return queue.find_free_name(folder)
         return ""
 
-    def find_base(self, values: dict[str, Any]) -> list[tuple[str, str]]:
+    def list_base_problems(self, values: dict[str, Any]) -> list[tuple[str, str]]:
         """Return (setting, message) for everything that is wrong with the draft's base model."""
         for key, path in base_models.list_paths(values):
             if key in ("model.path", "model.components"):
@@ -130,7 +130,7 @@ class Problems:
         say, family = self.ui.say, str(values["model.family"])
         for folder, contents, _, mask in counts:
             numbers = {"folder": folder.name, "count": contents.videos}
-            if contents.videos and not families.traits(family)["clips"]:
+            if contents.videos and not families.get_traits(family)["clips"]:
                 yield "dataset.folders", say("new.clips.refused", title=self.reader.families[family], **numbers)
             elif contents.videos and not clips.can_read_videos():
                 yield "dataset.folders", f"{folder.name}: {self.ui.translate(clips.NEEDED)}"
@@ -162,11 +162,11 @@ class Problems:
 
     def label(self, key: str, line: str) -> str:
         """Put the setting's name before a problem, for a list of several."""
-        return f"{self.title(key)}{': ' if self.ui.language == 'en' else '：'}{line}"
+        return f"{self.get_title(key)}{': ' if self.ui.language == 'en' else '：'}{line}"
 
-    def title(self, key: str) -> str:
+    def get_title(self, key: str) -> str:
         """Return a setting's name in the page's language."""
-        section = "section." if form.settings()[key].kind == "table" else ""
+        section = "section." if form.collect_settings()[key].kind == "table" else ""
         return translations.get_label(self.ui.language, f"{section}{key}")
 
     def _check_path(self, key: str, path: str) -> None:
@@ -177,7 +177,7 @@ class Problems:
             and ".." not in Path(path).parts
         ):
             return  # below the page's home
-        full = self.ui.path(self.reader.resolve_local(path))
+        full = self.ui.resolve_path(self.reader.resolve_local(path))
         if key in ("output_dir", "dataset.cache_dir"):
             return  # created if missing
         kind = settings.PATHS.get(key, "folder")
@@ -185,7 +185,7 @@ class Problems:
             if kind == "folder":
                 sanitize.require_folder(full, path)
             if kind == "file":
-                raise sanitize.missing_file(path)
+                raise sanitize.make_missing_file_error(path)
             raise UserError(Message("{text}: there is no such file or folder", text=sanitize.shorten(path)))
         if kind == "folder" and not full.is_dir():
             raise UserError(Message("{text}: this is a file; give a folder", text=sanitize.shorten(path)))

@@ -43,11 +43,11 @@ class Recipe:
         goal, family = self._find_goal(values), str(values["model.family"])
         if not goal or values["model.path"] == "demo":
             return {}  # a demo's preset has all values
-        pictures = self._look(values)
+        pictures = self._count_images(values)
         if not pictures.files:
             return {}
         trigger = str(values["dataset.trigger"] or "")
-        proposed = {value.key: value for value in dataset_recipe.values(goal, family, pictures, trigger)}
+        proposed = {value.key: value for value in dataset_recipe.choose_values(goal, family, pictures, trigger)}
         prompts = [] if goal == "edit" else dataset_recipe.propose_prompts(goal, family, pictures, trigger)
         if prompts:
             steps = proposed["train.steps"].value
@@ -63,7 +63,7 @@ class Recipe:
             before: what was proposed for the draft before a change.
         """
         with self.draft.lock():
-            for key, value in self.find_changes(self.draft.text(), before).items():
+            for key, value in self.find_changes(self.draft.load_text(), before).items():
                 self.draft.put(key, value)
 
     def find_changes(self, text: str, before: dict[str, Value]) -> dict[str, Any]:
@@ -93,19 +93,19 @@ class Recipe:
             if key in after:
                 changes[key] = after[key].value
             elif is_own:
-                changes[key] = form.settings()[key].default
+                changes[key] = form.collect_settings()[key].default
         return changes
 
     def choose_card(self) -> str:
         """Return the preset of this computer's GPU; "" if it has none that is known."""
         largest = max((size for _, size in self.gpus), default=0)
-        return recipes.card_name(recipes.card_for(largest)) if largest else ""
+        return recipes.format_card_name(recipes.choose_card(largest)) if largest else ""
 
     def render(self) -> str:
         """Render the recipe of the draft: the GPU that was found, a sentence, and the reason of each value."""
         escape = sanitize.escape
         parts = [f"<p>{escape(line)}</p>" for line in self._describe_gpus()]
-        text = self.draft.text()
+        text = self.draft.load_text()
         try:
             values = form.read_values(text, self.draft.home)
             origins = form.find_origins(text, self.draft.home)
@@ -114,11 +114,11 @@ class Recipe:
         goal, family = self._find_goal(values), str(values["model.family"])
         if not goal or family not in self.reader.families:
             return "".join(parts)
-        card = next((gb for name in values["preset"] if (gb := recipes.card_of(name))), 0)
-        chosen = {value.key: value for value in recipes.goal_values(goal, family)}
+        card = next((gb for name in values["preset"] if (gb := recipes.parse_card(name))), 0)
+        chosen = {value.key: value for value in recipes.list_goal_values(goal, family)}
         if card:
             frames, dropout = (
-                recipes.longest_clip(values["dataset.frames"]),
+                recipes.find_longest_clip(values["dataset.frames"]),
                 recipes.is_dropout(values["adapter.dropout"]),
             )
             fit = recipes.fit_card(family, card, frames, dropout, str(values["model.path"] or ""))
@@ -160,7 +160,7 @@ class Recipe:
             return ""
         return next((name for name in named if name in recipes.find_goals(family)), "")
 
-    def _look(self, values: dict[str, Any]) -> dataset_recipe.Pictures:
+    def _count_images(self, values: dict[str, Any]) -> dataset_recipe.Pictures:
         """Count the images of the draft's folders. Captions are read again only after files have come or gone."""
         counts = self.reader.count_folders(values)
         key = tuple((folder, repeats, contents) for folder, contents, repeats, _ in counts)
@@ -170,7 +170,7 @@ class Recipe:
                     self._looked.clear()
                 folders: list[tuple[Path, float]] = [(folder, repeats) for folder, _, repeats, _ in counts]
                 try:
-                    self._looked[key] = dataset_recipe.look(folders)
+                    self._looked[key] = dataset_recipe.scan_folders(folders)
                 except UserError:
                     return dataset_recipe.Pictures()  # the check of the draft says why
             return self._looked[key]

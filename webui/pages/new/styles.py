@@ -149,7 +149,7 @@ class Styles:
         for key, line in findings:
             wrong.setdefault(key, []).append(line)
         for view in ("new", "set"):
-            rules += self._style_table(_share_columns(values, everything, view), view)
+            rules += self._style_table(_compute_column_shares(values, everything, view), view)
         if not everything:
             hidden = [
                 key
@@ -157,20 +157,20 @@ class Styles:
                 # A setting with a value stays visible: training will warn that it has no effect.
                 if key not in wrong
                 and set_here.get(key) != ""
-                and form.is_same_value(values[key], form.settings()[key].default)
+                and form.is_same_value(values[key], form.collect_settings()[key].default)
             ]
             if hidden:
-                rules.append(f"{_select_ids('set', hidden)} {{ display: none; }}")
+                rules.append(f"{_make_selector('set', hidden)} {{ display: none; }}")
         if unasked := [key for key in form.find_unused(values) if key in SIMPLE and key not in wrong]:
             row = ", #new-clips" if set(CLIPS) <= set(unasked) else ""  # hides its frame too
-            rules.append(f"{_select_ids('new', unasked)}{row} {{ display: none; }}")
+            rules.append(f"{_make_selector('new', unasked)}{row} {{ display: none; }}")
         changed = [
             key
-            for key, setting in form.settings().items()
+            for key, setting in form.collect_settings().items()
             if key in set_here and not form.is_same_value(values[key], setting.default)
         ]
         if changed:
-            rules.append(f"{_select_ids('set', changed)} {{ box-shadow: inset 3px 0 var(--primary-600); }}")
+            rules.append(f"{_make_selector('set', changed)} {{ box-shadow: inset 3px 0 var(--primary-600); }}")
         for key, lines in wrong.items():
             if key:
                 ids = f"#{make_id('set', key)}::after, #{make_id('new', key)}::after"
@@ -182,7 +182,7 @@ class Styles:
         """Yield style rules for the table of folders in a view: its columns, or blocks if it is too narrow."""
         yield from _style_columns(shares, view)
         table, cells = f"#{make_id(view, 'dataset.folders')}", []
-        for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
+        for number, column in enumerate(form.collect_settings()["dataset.folders"].columns, 1):
             cell = f'{table} .body-cell[aria-colindex="{number}"]'
             cells.append(
                 f"{cell}::before {{ content: {_quote_css(translations.get_label(self.ui.language, column.key))}; }}"
@@ -196,12 +196,12 @@ class Styles:
         yield STACKED.format(table=table, width=width, cells=" ".join(cells))
 
 
-def _select_ids(prefix: str, keys: Iterable[str]) -> str:
+def _make_selector(prefix: str, keys: Iterable[str]) -> str:
     """Return a CSS selector of the fields of these settings."""
     return ", ".join(f"#{make_id(prefix, key)}" for key in sorted(keys))
 
 
-def _share_columns(values: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
+def _compute_column_shares(values: dict[str, Any], everything: bool, view: str) -> dict[str, float]:
     """Return the relative width of each visible column of the table of folders.
 
     A column is visible if a row sets it. Control images are also visible where the model is shown them. Prefix,
@@ -213,7 +213,7 @@ def _share_columns(values: dict[str, Any], everything: bool, view: str) -> dict[
     wanted |= {"control": "dataset.control_resolution" not in form.find_unused(values)}
     return {
         column.name: WIDE.get(column.name, 1)
-        for column in form.settings()["dataset.folders"].columns
+        for column in form.collect_settings()["dataset.folders"].columns
         if everything
         or wanted.get(column.name, True)
         or any(isinstance(row, dict) and row.get(column.name, column.default) != column.default for row in rows)
@@ -222,7 +222,7 @@ def _share_columns(values: dict[str, Any], everything: bool, view: str) -> dict[
 
 def _style_columns(shares: dict[str, float], view: str) -> Iterable[str]:
     """Yield a style rule for each column of the table of folders in a view."""
-    for number, column in enumerate(form.settings()["dataset.folders"].columns, 1):
+    for number, column in enumerate(form.collect_settings()["dataset.folders"].columns, 1):
         share = f"--share: {100 * shares.get(column.name, 0) / sum(shares.values()):.1f}%"
         style = share if column.name in shares else "display: none !important"
         yield f'#{make_id(view, "dataset.folders")} [aria-colindex="{number}"] {{ {style}; }}'

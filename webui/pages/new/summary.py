@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from lora_fp8.common.numbers import digits, format_bytes
+from lora_fp8.common.numbers import format_bytes, format_digits
 from lora_fp8.errors import UserError
 
 from ... import dataset_folder, estimate_panel, form, image_folders, sanitize
@@ -29,7 +29,7 @@ class Summary:
         if not findings:
             return f"<p class='state ready'>{sanitize.escape(self.ui.say('new.summary.ready'))}</p>"
         key, line = findings[0]
-        first = f"{self.problems.title(key)}: {line}" if key and self.ui.language == "en" else line
+        first = f"{self.problems.get_title(key)}: {line}" if key and self.ui.language == "en" else line
         text = self.ui.say(
             "new.state.one" if len(findings) == 1 else "new.state.open", count=len(findings), first=first
         )
@@ -38,7 +38,7 @@ class Summary:
     def render(self, findings: list[tuple[str, str]] | None = None) -> str:
         """Render the summary; `findings`: what `Problems.find` returned for the draft, if it is known."""
         say, escape = self.ui.say, sanitize.escape
-        text = self.draft.text()
+        text = self.draft.load_text()
         findings = self.problems.find(text) if findings is None else findings
         parts = []
         if findings:
@@ -130,17 +130,17 @@ class Summary:
             parts += [] if samples else [_render_paragraph(say("new.summary.none"))]
             return []
         if values["train.batch_size"] > samples:
-            line = say("new.summary.batch", batch=values["train.batch_size"], samples=digits(samples))
+            line = say("new.summary.batch", batch=values["train.batch_size"], samples=format_digits(samples))
             parts.append(_render_paragraph(line, "wrong"))
-        steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=digits(epochs.epochs))
+        steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=format_digits(epochs.epochs))
         facts.append((say("new.fact.steps"), steps))
         line = say(
             "new.summary.epochs",
-            samples=digits(epochs.samples),
+            samples=format_digits(epochs.samples),
             per_step=epochs.per_step,
-            steps=digits(epochs.steps),
+            steps=format_digits(epochs.steps),
             total=values["train.steps"],
-            epochs=digits(epochs.epochs),
+            epochs=format_digits(epochs.epochs),
         )
         return [line]
 
@@ -155,12 +155,12 @@ class Summary:
         seconds, run = known
         minutes = seconds * values["train.steps"] / 60
         name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
-        length = say(name, count=digits(max(count, 1)))
+        length = say(name, count=format_digits(max(count, 1)))
         facts.append((say("new.fact.time"), say("new.fact.about", amount=length)))
         return say(
             "new.summary.time",
             time=length,
-            seconds=digits(seconds),
+            seconds=format_digits(seconds),
             run=run,
         )
 
@@ -173,32 +173,35 @@ class Summary:
         if isinstance(known, str):
             return [say("new.summary.no_estimate", why=self.ui.translate(known))] if known else []
 
-        def size(num: int | None) -> str:
+        def format_known_size(num: int | None) -> str:
             if num is None:
                 return say("new.summary.unknown")
             return format_bytes(num)
 
         file_bytes = max(known["file_bytes"].values(), default=None)
         facts += [
-            (say("new.fact.ram" if known["process_bytes"] else "new.fact.vram"), size(known["peak_bytes"])),
-            (say("new.fact.cache"), size(known["cache_bytes"])),
-            (say("new.fact.file"), size(file_bytes)),
+            (
+                say("new.fact.ram" if known["process_bytes"] else "new.fact.vram"),
+                format_known_size(known["peak_bytes"]),
+            ),
+            (say("new.fact.cache"), format_known_size(known["cache_bytes"])),
+            (say("new.fact.file"), format_known_size(file_bytes)),
         ]
         lines = [
             say(
                 "new.summary.memory",
-                peak=size(known["peak_bytes"]),
-                base=size(known["base_bytes"]),
-                adapter=size(known["adapter_bytes"]),
-                optimizer=size(known["optimizer_bytes"]),
-                step=size(known["step_bytes"]),
+                peak=format_known_size(known["peak_bytes"]),
+                base=format_known_size(known["base_bytes"]),
+                adapter=format_known_size(known["adapter_bytes"]),
+                optimizer=format_known_size(known["optimizer_bytes"]),
+                step=format_known_size(known["step_bytes"]),
             ),
-            say("new.summary.memory_cpu", process=size(known["process_bytes"]))
+            say("new.summary.memory_cpu", process=format_known_size(known["process_bytes"]))
             if known["process_bytes"]
             else say("new.summary.memory_gpu"),
         ]
-        files = ", ".join(f"{layout} {size(num)}" for layout, num in known["file_bytes"].items())
-        return [*lines, say("new.summary.files", file=files, cache=size(known["cache_bytes"]))]
+        files = ", ".join(f"{layout} {format_known_size(num)}" for layout, num in known["file_bytes"].items())
+        return [*lines, say("new.summary.files", file=files, cache=format_known_size(known["cache_bytes"]))]
 
 
 def _render_paragraph(text: str, css_class: str = "") -> str:

@@ -15,7 +15,7 @@ class Events:
 
     def __init__(self, layout: Layout, handlers: Handlers):
         self.layout, self.handlers = layout, handlers
-        self.now = live_panel.private_event(queue=False)  # in order, see ask.js
+        self.now = live_panel.make_private_event(queue=False)  # in order, see ask.js
 
     def bind(self) -> None:
         """Bind all events."""
@@ -51,7 +51,7 @@ class Events:
         ]
         menus = [layout.left, layout.right, layout.prompt, layout.step, layout.moving]
         outputs = [*panels, layout.seen, *menus, layout.steps, layout.newest]
-        live_panel.repaint_on_ticks(self.handlers.paint, inputs, outputs)
+        live_panel.refresh_on_ticks(self.handlers.refresh, inputs, outputs)
         gr.on(
             [layout.amount.change, layout.log.change],
             self.handlers.redraw,
@@ -65,7 +65,7 @@ class Events:
         layout = self.layout
         live_panel.on_press(
             layout.head,
-            self.handlers.press,
+            self.handlers.handle_button,
             live_panel.ASKED,
             outputs=[layout.note, layout.confirm, layout.question, layout.how, layout.head, layout.seen],
         )
@@ -98,9 +98,9 @@ class Events:
 
     def _bind_files(self) -> None:
         layout = self.layout
-        working = live_panel.private_event(show_progress="minimal", concurrency_limit=2)
+        working = live_panel.make_private_event(show_progress="minimal", concurrency_limit=2)
         layout.export.click(
-            self.handlers.announce_export, outputs=[layout.exported], **live_panel.private_event(queue=False)
+            self.handlers.announce_export, outputs=[layout.exported], **live_panel.make_private_event(queue=False)
         ).then(
             self.handlers.write_export,
             inputs_kwargs={"step": layout.step, "layout": layout.format, "dtype": layout.dtype},

@@ -29,7 +29,7 @@ class Handlers:
     def __init__(self, ui: Ui):
         self.ui = ui
 
-    def paint(
+    def refresh(
         self,
         request: gr.Request,
         amount: float,
@@ -102,7 +102,7 @@ class Handlers:
         draw = (rendering.render_loss, rendering.render_curves)
         return [render(self.ui, events, amount, log, view.state in ENDED) for render in draw]
 
-    def press(self, request: gr.Request, event: gr.EventData) -> list[Any]:
+    def handle_button(self, request: gr.Request, event: gr.EventData) -> list[Any]:
         """Handle a button in the header; ending a run now asks first."""
         click = live_panel.read_click(event)
         do = click.get("do", "")
@@ -197,7 +197,7 @@ def refresh_header(ui: Ui, request: gr.Request) -> Any:
 def show_links(ui: Ui, head: str, paths: list[Path], base: Path, more: str = "") -> Any:
     """Show download links to files that were written."""
     rows = "".join(
-        f'<li><a href="{escape(ui.download(path))}" download>{escape(path.relative_to(base))}</a> '
+        f'<li><a href="{escape(ui.make_download_link(path))}" download>{escape(path.relative_to(base))}</a> '
         f'<span class="dim">{format_bytes(path.stat().st_size)}</span></li>'
         for path in paths
     )

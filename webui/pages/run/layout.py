@@ -20,8 +20,8 @@ class Layout:
 
     def __init__(self, ui: Ui):
         self.ui = ui
-        self.head = live_panel.panel(elem_id="head")
-        self.note = live_panel.panel(elem_id="said", visible=False)
+        self.head = live_panel.make_panel(elem_id="head")
+        self.note = live_panel.make_panel(elem_id="said", visible=False)
         with gr.Group(visible=False, elem_classes="ask") as self.confirm:
             self.question = gr.Markdown()
             with gr.Row():
@@ -35,15 +35,15 @@ class Layout:
                 with gr.Row(elem_classes="run-options"):
                     self.amount = gr.Slider(0, 0.99, value=0.9, step=0.01, label=ui.say("run.smooth"))
                     self.log = gr.Checkbox(label=ui.say("run.log"), value=False)
-                self.curves = live_panel.panel(elem_id="curves")
+                self.curves = live_panel.make_panel(elem_id="curves")
             with gr.Tab(ui.say("run.tab.files"), id="files"):
                 self._lay_out_files()
             with gr.Tab(ui.say("run.tab.log"), id="log"):
-                self.printed = live_panel.panel(elem_id="log")
+                self.printed = live_panel.make_panel(elem_id="log")
             with gr.Tab(ui.say("run.tab.warnings"), id="warnings"):
-                self.warned = live_panel.panel(elem_id="warnings")
+                self.warned = live_panel.make_panel(elem_id="warnings")
             with gr.Tab(ui.say("run.tab.config"), id="config"):
-                self.config = live_panel.panel(elem_id="config")
+                self.config = live_panel.make_panel(elem_id="config")
         self.seen, self.steps = gr.State({}), gr.State([])
         self.newest = gr.Textbox(visible="hidden", elem_id="newest")
 
@@ -51,21 +51,21 @@ class Layout:
         say = self.ui.say
         with gr.Row():
             with gr.Column(scale=3, min_width=300):
-                self.pair = live_panel.panel(elem_id="pair")
+                self.pair = live_panel.make_panel(elem_id="pair")
                 with gr.Row():
                     self.left = gr.Dropdown(label=say("run.left"), choices=[], elem_id="left")
                     self.right = gr.Dropdown(label=say("run.right"), choices=[], elem_id="right")
                     self.prompt = gr.Dropdown(label=say("run.prompt"), choices=[], elem_id="prompt")
                 self.moving = gr.Checkbox(label=say("run.moving"), value=True, visible=False, elem_id="moving")
             with gr.Column(scale=2, min_width=300):
-                self.loss = live_panel.panel(elem_id="loss")
+                self.loss = live_panel.make_panel(elem_id="loss")
         self.requests = PreviewRequests(self.ui)
-        self.samples = live_panel.panel(elem_id="samples")
-        self.grid = live_panel.panel(elem_id="grid")
+        self.samples = live_panel.make_panel(elem_id="samples")
+        self.grid = live_panel.make_panel(elem_id="grid")
 
     def _lay_out_files(self) -> None:
         say = self.ui.say
-        self.files = live_panel.panel(elem_id="files")
+        self.files = live_panel.make_panel(elem_id="files")
         with gr.Row():
             formats = [(get_choice_label(self.ui.language, "export.formats", name), name) for name in FORMATS]
             self.step = gr.Dropdown(
@@ -84,5 +84,5 @@ class Layout:
                 value="",
             )
         self.export = gr.Button(say("run.export"), elem_id="export")
-        self.exported = live_panel.panel(elem_id="exported", visible=False)
+        self.exported = live_panel.make_panel(elem_id="exported", visible=False)
         self.publishing = Publishing(self.ui)

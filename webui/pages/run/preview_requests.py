@@ -40,7 +40,7 @@ class PreviewRequests:
                 with gr.Row():
                     self.load = gr.Button(say("previews.load"), elem_id="load-prompts")
                     self.apply = gr.Button(say("previews.apply"), variant="primary", elem_id="apply-prompts")
-        self.note = live_panel.panel(elem_id="previews-note", visible=False)
+        self.note = live_panel.make_panel(elem_id="previews-note", visible=False)
 
     def bind(self, find: Any) -> None:
         """Bind the buttons.
@@ -49,7 +49,7 @@ class PreviewRequests:
             find: returns the run that a request names, as `handlers.find_run`.
         """
         self.find = find
-        now = live_panel.private_event(queue=False)
+        now = live_panel.make_private_event(queue=False)
         sample: dict[str, Block] = {"prompt": self.prompt, "negative": self.negative, "seed": self.seed}
         self.ask.click(self.request_sample, inputs_kwargs=sample, outputs=[self.note], **now)
         self.load.click(self.load_prompts, outputs=[self.prompts, self.new_negative], **now)
@@ -95,7 +95,7 @@ class PreviewRequests:
     def _open(self, request: gr.Request, must_train: bool = True) -> tuple[Run, JobView]:
         view, log = self.find(self.ui, request)
         run = Run.open(run_monitor.get_run_folder(self.ui, view))
-        if must_train and not (run.alive() and log.facts.stage == "train"):
+        if must_train and not (run.is_locked() and log.facts.stage == "train"):
             raise UserError(Message("the run is not training now; draw with it on the page “Try it”"))
         return run, view
 
@@ -132,7 +132,7 @@ def render_samples(ui: Ui, view: JobView, log: RunLog) -> str:
         text = escape(shorten(prompts[0], 200))
         about = f"{ui.say('run.at', step=event['step'])} · {ui.say('draw.seed')} {escape(event.get('seed', '?'))}"
         cards += (
-            f'<figure><img src="{escape(ui.picture(path, SIDE))}" alt="{text}" loading="lazy">'
+            f'<figure><img src="{escape(ui.make_picture_link(path, SIDE))}" alt="{text}" loading="lazy">'
             f'<figcaption>{text}<br><span class="dim">{about}</span></figcaption></figure>'
         )
     title = f"<h3>{ui.say('previews.samples')}</h3>" if cards else ""

@@ -26,7 +26,7 @@ class Publishing:
                 self.licence = gr.Textbox(label=say("run.kit_licence"), max_lines=1, placeholder="apache-2.0")
             self.description = gr.Textbox(label=say("run.kit_description"), lines=2)
             self.make = gr.Button(say("run.kit_make"), elem_id="kit")
-            self.made = live_panel.panel(elem_id="made", visible=False)
+            self.made = live_panel.make_panel(elem_id="made", visible=False)
             gr.Markdown(f"### Hugging Face\n\n{say('push.about')}")
             self.repo = gr.Textbox(
                 label=say("push.repo"),
@@ -39,8 +39,8 @@ class Publishing:
                 self.public = gr.Checkbox(label=say("push.public"), value=False, elem_id="push-public")
                 self.update = gr.Checkbox(label=say("push.update"), value=False, elem_id="push-update")
             self.push = gr.Button(say("push.push"), variant="primary", elem_id="push")
-            self.note = live_panel.panel(elem_id="push-note", visible=False)
-            self.pushed = live_panel.panel(elem_id="pushed")
+            self.note = live_panel.make_panel(elem_id="push-note", visible=False)
+            self.pushed = live_panel.make_panel(elem_id="pushed")
 
     def bind(self, find: Any, write_kit: Any) -> None:
         """Bind the buttons.
@@ -56,7 +56,7 @@ class Publishing:
             "licence": self.licence,
             "description": self.description,
         }
-        working = live_panel.private_event(show_progress="minimal", concurrency_limit=2)
+        working = live_panel.make_private_event(show_progress="minimal", concurrency_limit=2)
         self.make.click(write_kit, inputs_kwargs=texts, outputs=[self.made], **working)
         target: dict[str, Block] = {"repo": self.repo, "public": self.public, "update": self.update}
         self.push.click(self.start_push, inputs_kwargs={**target, **texts}, outputs=[self.note], **working)

@@ -24,7 +24,7 @@ ROWS = 60
 
 def render_missing(ui: Ui, problem: str) -> str:
     """Render a message in place of a run."""
-    back = f'<a href="{escape(ui.link(""))}">{ui.say("page.runs")}</a>'
+    back = f'<a href="{escape(ui.make_link(""))}">{ui.say("page.runs")}</a>'
     return f'<p class="empty">{escape(ui.translate(problem))} · {back}</p>'
 
 
@@ -40,9 +40,9 @@ def render_header(ui: Ui, view: JobView, log: RunLog) -> str:
         about.append(escape("CPU" if device == "cpu" else device))
     links = runs.render_downloads(ui, view)
     if facts.checkpoints:
-        links += f'<a class="button" href="{escape(ui.link("draw", run=str(view.id)))}">{ui.say("page.draw")}</a>'
+        links += f'<a class="button" href="{escape(ui.make_link("draw", run=str(view.id)))}">{ui.say("page.draw")}</a>'
     if facts.start and view.folder is not None:
-        about_it, address = escape(ui.say("run.report_about")), escape(ui.report(view.folder))
+        about_it, address = escape(ui.say("run.report_about")), escape(ui.make_report_link(view.folder))
         links += f'<a class="button" title="{about_it}" href="{address}" download>{ui.say("run.report")}</a>'
     # Deleting asks for the run's name, which is typed on the page of all runs.
     buttons = run_cards.render_buttons(ui, view, without=["delete"], links=links)
@@ -80,7 +80,7 @@ def _render_verdict(ui: Ui, log: RunLog) -> str:
 
 @lru_cache(maxsize=64)
 def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool, is_over: bool) -> str:
-    points = {name: groups.points() for name, groups in log.measures.items()}
+    points = {name: groups.list_points() for name, groups in log.measures.items()}
     step = ui.say("runs.step")
     none = ui.say("run.no_steps")
     made = [*_render_losses(ui, log, version, amount, logarithmic, is_over)]
@@ -100,7 +100,7 @@ def _render_curves(ui: Ui, log: RunLog, version: int, amount: float, logarithmic
 def _render_losses(
     ui: Ui, log: RunLog, version: int, amount: float, logarithmic: bool, is_over: bool
 ) -> tuple[str, ...]:
-    points = log.measures["loss"].points()
+    points = log.measures["loss"].list_points()
     step = ui.say("runs.step")
     none = ui.say("run.never_stepped" if is_over else "run.no_steps")
     loss, smoothed = thin(points), thin(smooth(points, amount))
@@ -109,7 +109,7 @@ def _render_losses(
     made = [_render_wide(render_chart(ui.say("run.loss"), lines, empty=none, log=logarithmic, x_label=step))]
     if log.validation:
         bands = [
-            Line(ui.translate(band) if band else ui.say("run.all_bands"), groups.points(), number)
+            Line(ui.translate(band) if band else ui.say("run.all_bands"), groups.list_points(), number)
             for number, (band, groups) in enumerate(sorted(log.validation.items()))
         ]
         best = log.find_best()
@@ -117,9 +117,9 @@ def _render_losses(
         title = ui.say("run.validation")
         made.append(_render_wide(render_chart(title, bands, empty=none, log=logarithmic, x_label=step, mark=mark)))
     scores = [
-        Line(ui.say(f"run.{name}"), groups.points(), number)
+        Line(ui.say(f"run.{name}"), groups.list_points(), number)
         for number, (name, groups) in enumerate(log.scores.items())
-        if groups.points()
+        if groups.list_points()
     ]
     if scores:
         made.append(_render_wide(render_chart(ui.say("run.scores"), scores, empty=none, x_label=step)))
@@ -162,12 +162,12 @@ def render_grid(ui: Ui, view: JobView, log: RunLog, moving: bool = True) -> str:
 
 def render_picture(ui: Ui, still: Path, clip: Path | None, text: str) -> str:
     """Render a preview in the grid. `text` is HTML already. A clip is still for people who prefer less motion."""
-    source = escape(ui.picture(still, SIDE))
+    source = escape(ui.make_picture_link(still, SIDE))
     if clip is None:
         return f'<img src="{source}" alt="{text}" loading="lazy">'
     return (
         f'<picture><source media="(prefers-reduced-motion: reduce)" srcset="{source}">'
-        f'<img src="{escape(ui.picture(clip, SIDE, moving=True))}" alt="{text}" loading="lazy"></picture>'
+        f'<img src="{escape(ui.make_picture_link(clip, SIDE, moving=True))}" alt="{text}" loading="lazy"></picture>'
     )
 
 
@@ -234,9 +234,9 @@ def render_slider(
             return f'<p class="empty">{escape(ui.say("run.no_such_prompt", step=format_step(ui, step)))}</p>'
         name, clip = format_step(ui, step), clips[number] if number < len(clips) else None
         file = clip if moving and clip is not None else paths[number]
-        sides.append((name, ui.picture(file, 1024, moving and clip is not None)))
+        sides.append((name, ui.make_picture_link(file, 1024, moving and clip is not None)))
         if clip is not None:
-            link = f'<a class="button" href="{escape(ui.download(clip))}" download>'
+            link = f'<a class="button" href="{escape(ui.make_download_link(clip))}" download>'
             saved.append(f"{link}{ui.say('run.download')}: {escape(name)}</a>")
     images = "".join(f'<img src="{escape(address)}" alt="{escape(name)}">' for name, address in sides)
     buttons = f'<div class="buttons">{"".join(saved)}</div>' if saved else ""
@@ -290,7 +290,7 @@ def render_file(ui: Ui, path: Path, name: Path, report: Any) -> str:
             if is_good
             else f'<p class="wrong">{ui.say("run.verify_asks")}</p>{checks}'
         )
-    link = f'<a class="button" href="{escape(ui.download(path))}" download>{ui.say("run.download")}</a>'
+    link = f'<a class="button" href="{escape(ui.make_download_link(path))}" download>{ui.say("run.download")}</a>'
     return (
         f'<section class="card"><div class="row"><h3>{escape(name)}</h3><span class="dim">{about}</span>{verdict}'
         f"{link}</div>{_render_places(ui, name)}{rows}</section>"
@@ -332,7 +332,7 @@ def render_config(ui: Ui, view: JobView) -> str:
     path = run_monitor.get_run_folder(ui, view) / "config.toml"
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-        link = f'<a class="button" href="{escape(ui.download(path))}" download>{ui.say("run.download")}</a>'
+        link = f'<a class="button" href="{escape(ui.make_download_link(path))}" download>{ui.say("run.download")}</a>'
     except OSError:  # the job has not started: its submitted config is what it will run with
         text = run_monitor.get_monitor(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
         link = ""
