@@ -5,6 +5,8 @@ attention and a feed-forward net. The figures hold for it. A model that is less 
 alike (at width 512 they are three times as large), so what carries over is how the storages compare.
 """
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ class DiT(nn.Module):
         return self.out(F.layer_norm(x, [WIDTH]))
 
 
+@functools.cache  # several tests ask for the same
 def gradients(dtype: torch.dtype = torch.float32, **settings) -> Tensor:
     """All adapter gradients of one step, as one vector."""
     torch.manual_seed(0)

@@ -217,7 +217,7 @@ def render_curves(report: Report) -> str:
     charts = [render_chart(say(Message("Training loss")), lines, empty="", x_label=step, mark=mark)]
     if contents.log.validation:
         charts.append(_render_held_out(report, say, mark))
-    names = {"likeness": Message("like the images"), "prompt_fit": Message("fits the prompt")}
+    names = {"likeness": Message("image similarity"), "prompt_fit": Message("prompt match")}
     scores = [(name, groups.list_points()) for name, groups in contents.log.scores.items() if groups.list_points()]
     if scores:
         lines = [Line(say(names[name]), drawn, number) for number, (name, drawn) in enumerate(scores)]
