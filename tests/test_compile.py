@@ -426,7 +426,7 @@ def test_what_this_machine_cannot_do_is_told(monkeypatch):
     assert "a cpu has no CUDA graphs" in memory.find_problem(graphs, cpu)
     blocks = Memory(compile="blocks")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "no no-such-compiler" in memory.find_problem(blocks, cpu)
+    assert "needs no-such-compiler, which is missing" in memory.find_problem(blocks, cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "no triton" in memory.find_problem(blocks, gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

@@ -529,7 +529,7 @@ def test_exit_3_when_no_checkpoint_is_whole(job, capsys):
         path.unlink()
     assert cli_exit(lambda: train.run(mine, resume=True, progress=False)) == 3
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and "which is incomplete" in told[0]
+    assert len(told) == 1 and "manifest.json is missing" in told[0]
 
 
 CURVE = """
