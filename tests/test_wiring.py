@@ -678,7 +678,7 @@ def test_init_from(job: Callable[..., Job], tmp_path: Path) -> None:
     save_file(tensors, wider)
     with pytest.raises(UserError, match="does not fit this base model: 1 tensors .*lora_A"):
         values(file=wider)
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="this file does not exist"):
         train.run(job(f"adapter.init_from='{tmp_path / 'none'}'", "name=third"), progress=False)
     assert not (Path(job().output_dir) / "third").exists()
 
