@@ -721,7 +721,7 @@ def test_pickles_are_not_opened(Family, folder, tmp_path):
     pickled = copy(folder, tmp_path)
     weights = pickled / Family.denoiser_name / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    with pytest.raises(UserError, match=r"holds only diffusion_pytorch_model\.bin"):
+    with pytest.raises(UserError, match=r"contains only diffusion_pytorch_model\.bin"):
         make(Family, pickled)
     (tmp_path / "model.ckpt").write_bytes(b"")
     with pytest.raises(UserError, match="only .safetensors"):
@@ -866,7 +866,7 @@ def test_a_vae_of_another_kind_is_refused(Family, folder, tmp_path, key, value):
     other = copy(folder, tmp_path)
     path = other / "vae" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {key: value}), encoding="utf-8")
-    with pytest.raises(UserError, match=f"vae/config.json says {key}"):
+    with pytest.raises(UserError, match=f"vae/config.json has {key}"):
         make(Family, other)
 
 

@@ -205,7 +205,7 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     path = tmp_path / "base" / "transformer" / "config.json"
     path.write_text(json.dumps(Family.reference_config | {"_class_name": Family.denoiser_class}), encoding="utf-8")
     with pytest.raises(
-        UserError, match=r"3 \* text_encoder.hidden_size = 48, and transformer says joint_attention_dim = 12288"
+        UserError, match=r"3 \* text_encoder.hidden_size = 48, and transformer has joint_attention_dim = 12288"
     ):
         make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
     path = tmp_path / "base" / "text_encoder" / "config.json"

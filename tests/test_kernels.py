@@ -48,13 +48,13 @@ def in_torch(monkeypatch):
         called.append("transpose_bytes")
         return qweight.t().contiguous()
 
-    def epilogue(sums, a_scale, w_scale, bias, h, b, scaling, dtype):
+    def apply_epilogue(sums, a_scale, w_scale, bias, h, b, scaling, dtype):
         called.append("epilogue")
         y = sums.float() * a_scale * (1.0 if w_scale is None else w_scale.view(1, -1))
         y = y if bias is None else y + bias.float()
         return (y if h is None else y + scaling * h.float() @ b.float().t()).to(dtype)
 
-    for one in (quantize_rows, transpose_bytes, epilogue):
+    for one in (quantize_rows, transpose_bytes, apply_epilogue):
         monkeypatch.setattr(kernels, one.__name__, one)
     monkeypatch.setattr(choose, "_find_kernels_problem", lambda device: "")
     return called

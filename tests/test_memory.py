@@ -8,7 +8,7 @@ def test_peak_is_of_what_was_used_since_the_reset():
     """In a process of its own: what other tests leave behind is given back at moments of its own choosing."""
     script = (
         "import torch; from lora_fp8.training import memory; cpu = torch.device('cpu'); told = []\n"
-        "tell = lambda: told.append(memory.peak_gib(cpu))\n"
+        "tell = lambda: told.append(memory.read_peak_gib(cpu))\n"
         "memory.reset_peak(cpu); tell(); tensor = torch.ones(2**26); tell()\n"  # a quarter of a GiB
         "del tensor; tell(); memory.reset_peak(cpu); tell(); print(*told)"
     )

@@ -441,16 +441,16 @@ REFUSED = {
     "scale missing, others have one": (
         "blocks as musubi",
         lambda f: drop(f, f"{LAYER}.scale_weight"),
-        "lacks its scale.*others",
+        "lacks its scale, although other weights",
     ),
     "scale without weight": ("older", lambda f: drop(f, WEIGHT), "scale without its weight"),
     "described, not there": ("newer", lambda f: (drop(f, WEIGHT), drop(f, f"{LAYER}.weight_scale")), "not in the file"),
     "two scales": ("older", lambda f: put(f, f"{LAYER}.weight_scale", torch.ones(())), "two scales"),
-    "scale of bf16": ("older", lambda f: put(f, WEIGHT, f[WEIGHT].bfloat16()), "has the shape BF16 and a scale"),
+    "scale of bf16": ("older", lambda f: put(f, WEIGHT, f[WEIGHT].bfloat16()), "is BF16 and has a scale"),
     "scale of no fitting shape": (
         "older",
         lambda f: put(f, f"{LAYER}.scale_weight", torch.ones(7)),
-        r"has a scale of 7",
+        r"a scale of shape 7",
     ),
     "scale that divides nothing": (
         "older",
@@ -493,8 +493,8 @@ REFUSED = {
     "quanto": ("plain", lambda f: renamed(f, f"{WEIGHT}._data", f"{WEIGHT}._scale"), "quanto"),
     "torchao": ("plain", lambda f: renamed(f, f"{LAYER}._weight_qdata", f"{LAYER}._weight_scale"), "torchao"),
     "nunchaku": ("plain", lambda f: renamed(f, f"{LAYER}.qweight", f"{LAYER}.wscales"), "nunchaku|GPTQ"),
-    "bare int8": ("plain", lambda f: put(f, WEIGHT, f[WEIGHT].to(torch.int8)), "held in I8"),
-    "e8m0": ("plain", lambda f: put(f, WEIGHT, f[WEIGHT].abs().to(torch.float8_e8m0fnu)), "held in F8_E8M0"),
+    "bare int8": ("plain", lambda f: put(f, WEIGHT, f[WEIGHT].to(torch.int8)), "is stored in I8"),
+    "e8m0": ("plain", lambda f: put(f, WEIGHT, f[WEIGHT].abs().to(torch.float8_e8m0fnu)), "is stored in F8_E8M0"),
 }
 
 

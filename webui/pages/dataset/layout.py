@@ -17,7 +17,7 @@ PER_PAGE = 60
 
 
 def make_styled_panel(**given: Any) -> gr.HTML:
-    """Make a panel like live_panel.panel, with the styles of this page."""
+    """Make a panel like live_panel.make_panel, with the styles of this page."""
     return gr.HTML(
         "", css_template=live_panel.STYLE + STYLE, js_on_load=live_panel.CLICKS, apply_default_css=False, **given
     )
