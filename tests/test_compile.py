@@ -168,7 +168,7 @@ def test_at_most_one_compilation_per_bucket(kind, compute, aot_eager):
 
 @pytest.mark.parametrize(("form", "compute", "recipe"), MODES)
 def test_frozen_layers_give_the_same_bits_and_keep_no_decoded_weight(form, compute, recipe):
-    """Compiled alone, forward and backward would share one decoding, and keep it in between (matmul.hide_from_compiler)."""
+    """Compiled alone, forward and backward would share one decoding, and keep it between (see hide_from_compiler)."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256))
     model = frozen(layers, form, compute, recipe, torch.bfloat16, ["0", "2"])

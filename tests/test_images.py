@@ -810,7 +810,8 @@ def without_heic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_what_is_known_without_pillow_heif() -> None:
     """The constants are made when the modules are imported."""
     code = "import sys; sys.modules['pillow_heif'] = None\nfrom lora_fp8.data import decoding, image_files\n"
-    code += "print(decoding._list_formats() == decoding.FORMATS, '.heic' in decoding.EXTENSIONS, *image_files.HEIC_IMAGES)\n"
+    code += "print(decoding._list_formats() == decoding.FORMATS, '.heic' in decoding.EXTENSIONS, end=' ')\n"
+    code += "print(*image_files.HEIC_IMAGES)\n"
     code += "print('.hif' in image_files.UNREADABLE)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert told == ["True", "False", ".heic", ".heif", ".hif", "True"]

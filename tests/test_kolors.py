@@ -58,7 +58,7 @@ def test_an_inpainting_model_is_refused(tmp_path):
     path = tmp_path / "unet" / "config.json"
     told = json.loads(path.read_text(encoding="utf-8")) | {"in_channels": 9}
     path.write_text(json.dumps(told), encoding="utf-8")
-    with pytest.raises(UserError, match="unet/config.json says in_channels = 9, expected 4"):
+    with pytest.raises(UserError, match="unet/config.json has in_channels = 9, expected 4"):
         make(Family, tmp_path)
 
 

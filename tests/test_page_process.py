@@ -175,4 +175,4 @@ def test_a_server_is_made_once_for_each_language(tmp_path: Path, monkeypatch: py
         assert len(pages.config["page"]) == len(app.PAGES) and pages.config["dependencies"] and pages.exited
         hidden = [one for one in pages.config["dependencies"] if one["show_progress"] == "hidden" and one["targets"]]
         assert len(hidden) > 100
-        assert all(one["show_progress_on"] == [] for one in hidden if one["backend_fn"]), "see live_panel.make_private_event"
+        assert all(one["show_progress_on"] == [] for one in hidden if one["backend_fn"]), "see make_private_event"
