@@ -104,7 +104,7 @@ def test_a_taken_port_is_told_with_its_holder(page: tuple[psutil.Process, str, P
     process, address, _ = page
     port = address.rstrip("/").rpartition(":")[2]
     line = refused(tmp_path, "--port", port)
-    assert f"--port {port}: taken by process {process.pid}" in line and "choose another port" in line
+    assert f"--port {port}: the address is used by process {process.pid}" in line and "choose another port" in line
 
 
 def test_others_need_a_password(tmp_path: Path) -> None:

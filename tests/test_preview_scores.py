@@ -59,7 +59,7 @@ def dino(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def events_of(result: Any, kind: str) -> list[dict[str, Any]]:
-    return [event for event in result.run.events() if event["event"] == kind]
+    return [event for event in result.run.read_events() if event["event"] == kind]
 
 
 def embed(model: Any, processor: Any, pictures: list[Image.Image]) -> torch.Tensor:
