@@ -367,7 +367,7 @@ def test_a_download_shows_bytes_speed_and_time_left(language: str, ui: Ui) -> No
     view = JobView(**about, sentence=Sentence("stage", {"stage": "download"}), download=figures)
     assert "width:25.0%" in run_cards.render_progress(view)
     shown = run_cards.render_figures(speaker, view)
-    for text in ("1.00 GiB / 4.00 GiB", "50.0 MiB/s", run_cards.format_duration(speaker, 180.0)):
+    for text in ("1 GiB / 4 GiB", "50 MiB/s", run_cards.format_duration(speaker, 180.0)):
         assert f"<b>{text}</b>" in shown
     sentence = {"en": "Downloading the base model", "zh-CN": "正在下载底模"}[language]
     assert sentence in run_cards.translate_sentence(speaker, view.sentence)
