@@ -191,7 +191,7 @@ def test_a_lora_is_published_after_all_that_is_missing_was_said(
     page.locator("#push-repo input, #push-repo textarea").fill("zibo")
     login.write_text(TOKEN, encoding="utf-8")
     page.click("#push")
-    expect(page.locator("#push-note .wrong")).to_contain_text("may not write")
+    expect(page.locator("#push-note .wrong")).to_contain_text("has no write access")
     picture_of(page, "publish_1_refused")
     assert [request for request in hub.seen() if request.method in ("POST", "PUT")] == []
 
