@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import os
 import re
 import subprocess
@@ -10,6 +11,9 @@ import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
@@ -415,3 +419,23 @@ def test_every_test_file_belongs_to_one_room_and_every_room_has_some():
         "pytest takes two files of one name for the same module"
     )
     assert {path.parent.name for path in (ROOT / "lora_fp8").glob("*/__init__.py")} <= rooms.keys()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_script_takes_from_the_library_exists(path: Path) -> None:
+    """Half of these lines run on a GPU only, where nobody would see a name that is gone before the day it is needed."""
+    modules, gone = {}, []
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lora_fp8", "webui"):
+            package = importlib.import_module(node.module)
+            for alias in node.names:
+                there = getattr(package, alias.name, None)
+                if there is None:
+                    there = importlib.import_module(f"{node.module}.{alias.name}")
+                if isinstance(there, ModuleType):
+                    modules[alias.asname or alias.name] = there
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if not hasattr(modules[node.value.id], node.attr):
+                gone.append(f"line {node.lineno}: {node.value.id}.{node.attr}")
+    assert gone == []

@@ -1,9 +1,10 @@
 """Stage 1: compare every function that has another code path on a GPU with float64 or with the CPU."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import bench_step
@@ -14,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lora_fp8 import adapters, precision, settings
+from lora_fp8.errors import RunFailure
 from lora_fp8.precision import formats, matmul, stream
 from lora_fp8.precision.conv import FrozenConv2d
 from lora_fp8.precision.formats import Format
 from lora_fp8.precision.linear import FrozenLinear
+from lora_fp8.stages.session import Session, explain_errors
 from lora_fp8.training import memory, optim
 from lora_fp8.training.cuda_graphs import Recorder
 from lora_fp8.training.flat import Gradients
@@ -618,10 +621,16 @@ def out_of_memory(context: Context) -> dict[str, Any]:
     """Check the advice after running out of memory, and that the device works afterwards."""
     need_cuda(context.device)
     total = torch.cuda.get_device_properties(context.device).total_memory
-    with contextlib.suppress(torch.OutOfMemoryError):
-        torch.empty(2 * total, dtype=torch.uint8, device=context.device)
+    processes = SimpleNamespace(world=1, device=context.device)
+    job = settings.Job(model=settings.Model(family="flux", path="demo"))
+    session: Any = SimpleNamespace(job=job, memory=job.memory, processes=processes)
+    session.describe_full_memory = partial(Session.describe_full_memory, session)
+    try:
+        with explain_errors(session):
+            torch.empty(2 * total, dtype=torch.uint8, device=context.device)
         return {"ok": False, "note": "twice the GPU's memory could be allocated"}
-    text = memory.out_of_memory_advice(context.device)
+    except RunFailure as error:
+        text = str(error)
     usable = torch.ones(1000, device=context.device).sum().item() == 1000
     return {"ok": usable and "GiB" in text, "note": text}
 
