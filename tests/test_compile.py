@@ -428,13 +428,12 @@ def test_what_this_machine_cannot_do_is_told(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "needs no-such-compiler, which is missing" in memory.find_problem(blocks, cpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "no triton" in memory.find_problem(blocks, gpu)
+    assert "needs triton, which is missing" in memory.find_problem(blocks, gpu)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    assert "needs a C compiler" in memory.find_problem(
-        blocks, gpu
-    )  # Triton's own first kernel would say so after the caching
+    # Triton's own first kernel would say so after the caching.
+    assert "needs a C compiler" in memory.find_problem(blocks, gpu)
     kernels = Quantize(compute="fp8", kernels="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "needs a C compiler" in precision.find_problem(kernels, gpu)
