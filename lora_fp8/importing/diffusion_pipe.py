@@ -440,9 +440,8 @@ def _set_length_and_rate(draft: Draft) -> None:
         draft.report_different("pseudo_huber_c", ours, remarks.TWICE)
     optimizer_settings.set_prodigy(draft, {name: f"optimizer.{name}" for name in optimizer_settings.OF_PRODIGY})
     keys = ["model.text_encoder_1_lr", "model.text_encoder_2_lr"]
-    general = (
-        draft.get("optimizer.lr", read_number) if draft.family == "sdxl" else 0
-    )  # it trains text encoders of SDXL only
+    # It trains text encoders of SDXL only.
+    general = draft.get("optimizer.lr", read_number) if draft.family == "sdxl" else 0
     own = {key: read_number(draft.given[key]) if draft.has(key) else general for key in keys}
     rates = {name: own[key] for name, key in zip(("CLIP-L", "CLIP-G"), keys, strict=True) if own[key]}
     why = (
