@@ -190,7 +190,7 @@ def test_matches_what_peft_matches():
     [
         ("to_qq", "did you mean 'to_q'"),
         ("to_out", "did you mean 'to_out.0'"),
-        ("zzz", "layers here end in "),
+        ("zzz", "the layers of this model end in "),
         ("o_q", "to_q"),
     ],
 )

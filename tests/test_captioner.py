@@ -333,7 +333,7 @@ def test_what_cannot_caption_is_refused_by_name(made, folder: Path, tmp_path: Pa
     refused(
         written("own", model_type="moondream9", auto_map={"AutoModel": "x.X"}), "code that comes with a model is never"
     )
-    refused(written("words", model_type="gpt2"), "does not describe pictures")
+    refused(written("words", model_type="gpt2"), "does not describe images")
     refused(written("empty", model_type="blip"), "cannot load it")
     refused(made("florence"), "Florence-2 writes sentences", kind="tags")
     refused(made("blip"), "accepted: bf16", dtype="fp8")

@@ -136,7 +136,7 @@ def test_the_message_names_the_file_and_counts(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[adapter]\nsteps = 5", "adapter.steps: unknown setting, did you mean train.steps?"),
-        ("[train]\nlearning_rate = 1e-4", "train.learning_rate: unknown setting; here it is optimizer.lr (kohya"),
+        ("[train]\nlearning_rate = 1e-4", "train.learning_rate: unknown setting; use optimizer.lr (kohya"),
         ("[train]\nseed = 1", "train.seed: unknown setting here; move `seed` before the first [section]"),
         ("[adapter]\nname = 'a'", "adapter.name: unknown setting here; move `name` before the first [section]"),
         ("[adapter]\nstep = 5", "adapter.step: unknown setting, did you mean train.steps?"),

@@ -57,8 +57,8 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     ),
     "key of another trainer": (
         f"network_dim = 32\n{FOLDER}path = 'pics'\n[train]\nlearning_rate = 1e-4",
-        "network_dim: unknown setting; here it is adapter.rank",
-        "network_dim：没有这个设置；这里对应 adapter.rank",
+        "network_dim: unknown setting; use adapter.rank",
+        "network_dim：没有这个设置；请改用 adapter.rank",
     ),
     "TOML of another trainer": (
         "pretrained_model_name_or_path = 'x'\nnetwork_module = 'networks.lora'\nnetwork_dim = 8",

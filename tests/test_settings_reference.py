@@ -107,5 +107,5 @@ def test_a_name_of_another_trainer_is_answered_with_ours(override: str, ours: st
         config.loads(LEAST, [override])
     (line,) = caught.value.problems
     key = override.split("=")[0]
-    assert line == f"{key}: unknown setting; here it is {ours} (from --set)"
-    assert translations.translate("zh-CN", line) == f"{key}：没有这个设置；这里对应 {ours}（来自 --set）"
+    assert line == f"{key}: unknown setting; use {ours} (from --set)"
+    assert translations.translate("zh-CN", line) == f"{key}：没有这个设置；请改用 {ours}（来自 --set）"

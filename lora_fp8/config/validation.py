@@ -283,7 +283,7 @@ def _suggest(location: Location) -> Message:
         return Message("{line}, did you mean {meant}?", line=unknown, meant=f"{homes[0]}.{name}")
     if ours := list_foreign_names().get(name.lower()):
         listed = ", ".join(f"{key} ({theirs})" for key, theirs in ours.items())
-        return Message("unknown setting; here it is {ours}", ours=listed)
+        return Message("unknown setting; use {ours}", ours=listed)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         meant = f"{prefix}.{near[0]}" if prefix else near[0]

@@ -298,7 +298,7 @@ class ModelFamily(Latents, Prompts):
             width, height: size of the control image in pixels.
             resolution: side in pixels of a square of the wanted area; None: as the pipeline does it.
         """
-        raise NotImplementedError(f"{self.title} is shown no control pictures")  # families with `controls` override it
+        raise NotImplementedError(f"{self.title} takes no control images")  # families with `controls` override it
 
     def image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]

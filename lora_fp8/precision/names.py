@@ -71,4 +71,4 @@ def suggest_names(target: str, names: Iterable[str]) -> str:
     near = inside[:3] or difflib.get_close_matches(target, ends, n=3)
     if near:
         return Message("did you mean {names}?", names=" or ".join(map(repr, near)))
-    return Message("layers here end in {names}", names=", ".join(list(ends)[:8]))
+    return Message("the layers of this model end in {names}", names=", ".join(list(ends)[:8]))

@@ -496,7 +496,7 @@ def _read_model_type(folder: Path, model: str) -> str:
     if not writes and not ticks:
         raise UserError(
             Message(
-                "{model}: a {kind} model does not describe pictures; choose a vision-language model or a tagger",
+                "{model}: a {kind} model does not describe images; choose a vision-language model or a tagger",
                 model=model,
                 kind=kind,
             )
