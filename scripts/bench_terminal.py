@@ -24,7 +24,6 @@ COMMANDS = ("--help", "check", "estimate")
 BARS = {"check": 2.0, "estimate": 4.0}
 """CPU seconds to reach."""
 IMPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "tokenizers", "sympy")
-RUN = "import sys; from lora_fp8.cli import main; main()"
 JOB = """
 name = "bench"
 preset = ["demo_sd15"]
@@ -40,7 +39,7 @@ def run(checkout: Path, folder: Path, words: list[str], *flags: str) -> tuple[fl
     """Run a command of a checkout. Returns its CPU seconds, and what it printed."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     answer = subprocess.run(
-        [sys.executable, *flags, "-c", RUN, *words],
+        [sys.executable, *flags, "-m", "lora_fp8", *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(checkout), "LORA_FP8_LANG": "en"},
         capture_output=True,

@@ -116,6 +116,33 @@ def test_help_loads_no_torch_and_names_every_command() -> None:
     assert answer.stdout.splitlines() == [f"{command} True []" for command in COMMANDS], answer
 
 
+ANSWER = """
+import atexit, sys, threading
+from lora_fp8 import cli
+from lora_fp8.cli import options
+
+atexit.register(print, "taken apart")
+if sys.argv[1] == "thread":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+@options.answers
+def command():
+    sys.stdout.write("x" * 100_000 + "\\n")  # more than a pipe holds
+def other():
+    print("done")
+cli.commands.main = {"other": other}.get(sys.argv[1], command)
+cli.run_program()
+"""
+
+
+@pytest.mark.parametrize(
+    "how, expected", [("answer", "x" * 100_000), ("thread", "taken apart"), ("other", "taken apart")]
+)
+def test_only_a_process_that_had_to_answer_ends_at_once(how: str, expected: str) -> None:
+    """All is printed. Where something still runs, or the command does more, Python ends the process as usual."""
+    ended = fresh(ANSWER, how)
+    assert (ended.returncode, ended.stdout.splitlines()[-1], ended.stderr) == (0, expected, "")
+
+
 def test_help_answers_at_once() -> None:
     """Compared with what its libraries take to be imported, each time beside it: a slow machine slows both."""
 

@@ -1,8 +1,9 @@
 """The command line: `lora-fp8 <command>`."""
 
-from .commands import app, main
+from .commands import app, main, run_program
 
 __all__ = [
     "app",
     "main",
+    "run_program",
 ]

@@ -24,7 +24,7 @@ from ..errors import Message, UserError, reason
 from . import base_models, dataset, drawing, images, jobs, lora_files, new, programs, remote, reports, training
 from .events import escape
 from .help import Program, explain
-from .options import print_lines
+from .options import end_process, print_lines
 
 app = Program(
     help="Train LoRAs for diffusion models on a base model frozen in FP8, and verify that the files work.",
@@ -67,8 +67,18 @@ def _read_options(
     pass
 
 
+def run_program() -> None:
+    """Run the command line as a process of its own: the entry point of `lora-fp8`."""
+    code: object = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    end_process(code)
+
+
 def main() -> None:
-    """Run the command line: the entry point of `lora-fp8`."""
+    """Run the command line in `sys.argv`."""
     run_guarded(_run)
 
 

@@ -14,7 +14,18 @@ from ..common.shell import quote_path
 from ..common.system import let_gpu_memory_grow
 from ..errors import Message, UserError
 from .events import print_event, print_json_line
-from .options import CONFIG, JSON, RUN, SET, load_config, open_run, print_json, print_lines, without_collection
+from .options import (
+    CONFIG,
+    JSON,
+    RUN,
+    SET,
+    answers,
+    load_config,
+    open_run,
+    print_json,
+    print_lines,
+    without_collection,
+)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -23,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
         app.command()(command)
 
 
-@without_collection()
+@answers
 def check(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Check config, images and base model files. No model is loaded."""
     from .. import errors
@@ -88,7 +99,7 @@ def import_config(
     print_lines(*importing.report(imported, verbose), written)
 
 
-@without_collection()
+@answers
 def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Show storage, matmul and memory of each layer. No weights are read."""
     job = load_config(config_file, overrides)
@@ -116,7 +127,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
         print_lines(layers.format_table(), *notes)
 
 
-@without_collection()
+@answers
 def estimate(
     config_file: Path = CONFIG,
     overrides: list[str] = SET,
@@ -145,7 +156,7 @@ def estimate(
         print_lines(*estimated.format_lines())
 
 
-@without_collection()
+@answers
 def timesteps(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool = JSON) -> None:
     """Show how often each noise level is trained. It also shows the default and other trainers."""
     job = load_config(config_file, overrides)
