@@ -227,6 +227,11 @@ def test_variables_of_a_script_are_put_in(tmp_path: Path, name: str, lines: list
 
 # -------------------------------------------------------------------------------------- what each of the files becomes
 
+JOINT_ATTENTION = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
+JOINT_ATTENTION += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
+FLUX_BLOCKS = [*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"]
+FLUX_BLOCKS += ["proj_out", "norm1.linear", "norm1_context.linear", "norm.linear"]
+"""The linear layers of FLUX' blocks; tests/test_import_targets.py holds them against the model."""
 WRITTEN: dict[str, dict[str, Any]] = {
     "sd_scripts_flux.toml": {
         "tracking": {"to": ["wandb"], "project": "foxes", "run_name": "red"},
@@ -244,7 +249,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 8.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 8.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -348,7 +353,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 8, "alpha": 8.0, "dropout": 0.0},
+        "adapter": {"type": "lora", "rank": 8, "alpha": 8.0, "dropout": 0.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 768,
             "buckets": True,
@@ -380,7 +385,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 1337,
         "model": {"family": "flux", "path": "./sd-models/flux1-dev.safetensors", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 768,
             "buckets": True,
@@ -470,7 +475,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "output_dir": "/data/runs/my_flux",
         "model": {"family": "flux", "path": "/models/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0, "dtype": "bf16"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0, "dtype": "bf16", "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -508,7 +513,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "output_dir": "output",
         "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "max_aspect": 8.0,
@@ -606,7 +611,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 42,
         "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8", "compute": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0, "targets": JOINT_ATTENTION},
         "dataset": {
             "caption_lines": "one",
             "resolution": 1024,
@@ -1818,6 +1823,7 @@ def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
     made = kohya(tmp_path, "")
     found = settings(made)
     # The text encoders are trained at the same rate, where the architecture has some that can be.
+    assert found["adapter"].pop("targets") == FLUX_BLOCKS
     assert found["adapter"] == {"type": "lora", "rank": 4, "alpha": 1.0, "text_encoder": True}
     assert found["optimizer"]["text_encoder_lr"] == 2e-6
     assert (found["optimizer"]["lr"], found["train"]["steps"], found["dataset"]["buckets"]) == (2e-6, 1600, False)
