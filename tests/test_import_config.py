@@ -31,7 +31,7 @@ from lora_fp8 import adapters, cli, config, families, importing
 from lora_fp8.adapters.targets import choose_layers
 from lora_fp8.data import buckets
 from lora_fp8.errors import UserError
-from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
+from lora_fp8.importing import dataset_settings, import_draft, readers, source_files, target_modules
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.settings import Adapter, Job, Optimizer, Preview, schedules, split_preview
@@ -102,7 +102,9 @@ def settings(made: importing.Import) -> dict[str, Any]:
 
 
 def entries(made: importing.Import) -> list[import_draft.Entry]:
-    return [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
+    """What is told of each key of the file."""
+    told = [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
+    return [entry for entry in told if entry.key != target_modules.WHAT]  # that is of no key
 
 
 def keys(found: list[import_draft.Entry]) -> set[str]:
@@ -647,11 +649,12 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 
 DATA = "sd_scripts_dataset.toml: datasets.0"
+LAYERS = target_modules.WHAT  # sd-scripts trains q, k and v of FLUX as one LoRA
 REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that have no counterpart although they are on
     "sd_scripts_flux.toml": (
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
-        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug",
+        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug|{LAYERS}",
         "dataset.resolution|network.network_args|dataset.max_token_length"
         "|saving.sample_sampler|saving.huggingface_token",
     ),
@@ -661,10 +664,13 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "full_fp16|huggingface_token",
     ),
     "kohya_ss_flux.json": (
-        "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
+        f"fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts|{LAYERS}",
         "wandb_api_key|max_grad_norm|huggingface_token|save_every_n_epochs",
     ),
-    "lora_scripts_preset.toml": ("data.bucket_no_upscale|data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
+    "lora_scripts_preset.toml": (
+        f"data.bucket_no_upscale|data.fp8_base|data.train_data_dir|{LAYERS}",
+        "data.max_train_epochs",
+    ),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso|conv_dim|conv_alpha",
         "max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
@@ -2146,7 +2152,7 @@ def test_the_command(
     assert answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml"
     assert answer["settings"] == settings(importing.import_file(here / "lora_scripts_preset.toml"))
     counts = [len(answer[name]) for name in ("mapped", "differs", "no_counterpart", "unknown")]
-    assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) and not counts[3]
+    assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) + 1 and not counts[3]  # and the layers
     code, out, err = ask(here / "prompts.txt")
     assert code == 2 and not out and err.count("\n") == 1 and not (tmp_path / "prompts.lora-fp8.toml").exists()
 

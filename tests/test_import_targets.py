@@ -80,7 +80,7 @@ def test_ai_toolkit_and_diffusion_pipe_adapt_every_linear_layer_of_the_blocks(tm
             assert set(ranks) == expected, tool
             # Z-Image's refiners are told: they are blocks to diffusion-pipe, and not to ai-toolkit.
             told = [entry.note for entry in made.differs if entry.key == target_modules.WHAT]
-            assert bool(told) == (family == "z_image" and tool == "diffusion-pipe")
+            assert bool(told) == (family in ("z_image", "hunyuan_video") and tool == "diffusion-pipe")
 
 
 def test_alpha_of_ai_toolkits_transformers_is_the_rank(tmp_path: Path) -> None:
@@ -112,6 +112,19 @@ def test_modules_are_as_many_as_sd_scripts_counts(tmp_path: Path, family: str, m
         state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = torch.zeros(1, inner), torch.zeros(out, 1)
     written = layouts.to_layout(state, 1.0, Family, dict(full_size(family).config), "kohya")
     assert len({key.partition(".")[0] for key in written}) == count
+
+
+def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> None:
+    """The LoRA on a layer of 3 x 3072 outputs has one A, where ours has three."""
+    plain = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'networks.lora_flux'\n"
+    for arguments, told, mapped in (("", True, False), ("network_args = ['split_qkv=True']\n", False, True)):
+        made = importing.import_file(write(tmp_path / "kohya.toml", plain + arguments), "sd-scripts")
+        assert (target_modules.WHAT in [entry.key for entry in made.differs]) == told
+        assert ("network_args" in [entry.key for entry in made.mapped]) == mapped
+    page = {"flux1_checkbox": True, "LoRA_type": "Flux1", "split_qkv": True, "pretrained_model_name_or_path": "m"}
+    made = importing.import_file(write(tmp_path / "page.json", page), "kohya_ss")
+    assert "split_qkv" in [entry.key for entry in made.mapped]
+    assert target_modules.WHAT not in [entry.key for entry in made.differs]
 
 
 def test_the_network_arguments_of_musubi_leave_the_modulation_out(tmp_path: Path) -> None:

@@ -300,6 +300,8 @@ def _set_adapter(draft: Draft) -> None:
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
         target_modules.assume_whole_blocks(draft)
+        if draft.family in target_modules.FUSED["diffusion-pipe"]:
+            target_modules.report_fused(draft)
     elif kind:
         draft.report_unmatched("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")

@@ -195,6 +195,8 @@ def set_network(draft: Draft) -> None:
         kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
     if own_network:
         target_modules.assume_whole_blocks(draft)
+        split = given.pop("split_qkv", "").lower() == "true" or common_values.is_on(draft.get("split_qkv"))
+        target_modules.report_fused(draft, split)
     _report_arguments(draft, given)
     _report_page_keys(draft, plain_page)
 

@@ -89,6 +89,26 @@ def assume_every_layer(draft: Draft) -> None:
     draft.add_difference(WHAT, OUTSIDE_BLOCKS)
 
 
+FUSED: dict[str, set[str]] = {
+    "musubi-tuner": {"flux_kontext", "flux2", "flux2_klein", "hunyuan_video"},
+    "diffusion-pipe": {"hunyuan_video"},
+}
+"""Tool -> architectures whose blocks it runs as their makers wrote them, with q, k and v in one layer."""
+FUSED_IN_SD_SCRIPTS = {"flux", "chroma", "sd3", "lumina2"}
+ONE_LORA = Template(
+    "{tool} trains q, k and v of a layer as one LoRA; this trainer gives each a LoRA of this rank, which can learn more"
+)
+EACH = Message("q, k and v have a LoRA each")
+
+
+def report_fused(draft: Draft, split: bool = False) -> None:
+    """Report that the tool trains q, k and v as one layer; `split`: sd-scripts' split_qkv is on."""
+    if split and draft.family in FUSED_IN_SD_SCRIPTS:
+        draft.report_mapped("split_qkv", {}, EACH)
+    elif draft.family in FUSED.get(draft.tool.name, FUSED_IN_SD_SCRIPTS) and not _is_of_another_kind(draft):
+        draft.add_difference(WHAT, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
+
+
 def widen_for_filter(draft: Draft, words: list[str]) -> None:
     """Write the layers of whole blocks if a filter by parts of names may select those of the modulation."""
     endings = MODULATION.get(draft.family, ())
