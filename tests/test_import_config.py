@@ -104,7 +104,7 @@ def settings(made: importing.Import) -> dict[str, Any]:
 def entries(made: importing.Import) -> list[import_draft.Entry]:
     """What is told of each key of the file."""
     told = [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
-    return [entry for entry in told if entry.key != target_modules.WHAT]  # that is of no key
+    return [entry for entry in told if entry.key != target_modules.LAYERS]  # that is of no key
 
 
 def keys(found: list[import_draft.Entry]) -> set[str]:
@@ -649,7 +649,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 
 DATA = "sd_scripts_dataset.toml: datasets.0"
-LAYERS = target_modules.WHAT  # sd-scripts trains q, k and v of FLUX as one LoRA
+LAYERS = target_modules.LAYERS  # sd-scripts trains q, k and v of FLUX as one LoRA
 REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that have no counterpart although they are on
     "sd_scripts_flux.toml": (
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"

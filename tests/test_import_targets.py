@@ -79,7 +79,7 @@ def test_ai_toolkit_and_diffusion_pipe_adapt_every_linear_layer_of_the_blocks(tm
             ranks, made = adapted(write_file(tmp_path, family), tool, family)
             assert set(ranks) == expected, tool
             # Z-Image's refiners are told: they are blocks to diffusion-pipe, and not to ai-toolkit.
-            told = [entry.note for entry in made.differs if entry.key == target_modules.WHAT]
+            told = [entry.note for entry in made.differs if entry.key == target_modules.LAYERS]
             assert bool(told) == (family in ("z_image", "hunyuan_video") and tool == "diffusion-pipe")
 
 
@@ -119,12 +119,12 @@ def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> No
     plain = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'networks.lora_flux'\n"
     for arguments, told, mapped in (("", True, False), ("network_args = ['split_qkv=True']\n", False, True)):
         made = importing.import_file(write(tmp_path / "kohya.toml", plain + arguments), "sd-scripts")
-        assert (target_modules.WHAT in [entry.key for entry in made.differs]) == told
+        assert (target_modules.LAYERS in [entry.key for entry in made.differs]) == told
         assert ("network_args" in [entry.key for entry in made.mapped]) == mapped
     page = {"flux1_checkbox": True, "LoRA_type": "Flux1", "split_qkv": True, "pretrained_model_name_or_path": "m"}
     made = importing.import_file(write(tmp_path / "page.json", page), "kohya_ss")
     assert "split_qkv" in [entry.key for entry in made.mapped]
-    assert target_modules.WHAT not in [entry.key for entry in made.differs]
+    assert target_modules.LAYERS not in [entry.key for entry in made.differs]
 
 
 def test_the_network_arguments_of_musubi_leave_the_modulation_out(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_onetrainer_adapts_the_whole_unet_with_an_empty_filter(tmp_path: Path, f
     every = {n for n, m in full_size(family).named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
     for more in ({"layer_filter": ""}, {"layer_filter_preset": "full"}):
         ranks, made = adapted(onetrainer(tmp_path, **more), "onetrainer", family)
-        assert set(ranks) == every and not [entry for entry in made.differs if entry.key == target_modules.WHAT]
+        assert set(ranks) == every and not [entry for entry in made.differs if entry.key == target_modules.LAYERS]
     ranks, _ = adapted(onetrainer(tmp_path, layer_filter="attentions"), "onetrainer", family)
     assert set(ranks) == {name for name in every if "attentions" in name}
 

@@ -13,18 +13,18 @@ from ..errors import Message, Template
 from .import_draft import Draft
 from .kohya_convolutions import BESIDE_THEM, CONVOLUTIONS, LYCORIS_BESIDE_THEM, LYCORIS_CONVOLUTIONS
 
-_OF_FLUX = ("norm1.linear", "norm1_context.linear", "norm.linear")
-_OF_QWEN = ("img_mod.1", "txt_mod.1")
+_FLUX_MODULATION = ("norm1.linear", "norm1_context.linear", "norm.linear")
+_QWEN_MODULATION = ("img_mod.1", "txt_mod.1")
 MODULATION: dict[str, tuple[str, ...]] = {
-    "flux": _OF_FLUX,
-    "flux_kontext": _OF_FLUX,
-    "hunyuan_video": _OF_FLUX,
+    "flux": _FLUX_MODULATION,
+    "flux_kontext": _FLUX_MODULATION,
+    "hunyuan_video": _FLUX_MODULATION,
     "sd3": ("norm1.linear", "norm1_context.linear"),
     "lumina2": ("norm1.linear",),
     "z_image": ("adaLN_modulation.0",),
-    "qwen_image": _OF_QWEN,
-    "qwen_image_edit": _OF_QWEN,
-    "qwen_image_edit_plus": _OF_QWEN,
+    "qwen_image": _QWEN_MODULATION,
+    "qwen_image_edit": _QWEN_MODULATION,
+    "qwen_image_edit_plus": _QWEN_MODULATION,
 }
 """Endings of the names of the layers that compute the modulation inside of blocks, by architecture."""
 
@@ -48,7 +48,7 @@ EVERYTHING = Message("with an empty layer_filter, OneTrainer adapts every layer 
 OUTSIDE_BLOCKS = Message(
     "with an empty layer_filter, OneTrainer adapts every layer of the model; this trainer adapts those of the blocks"
 )
-WHAT = "target layers"
+LAYERS = "target layers"
 """What a report calls the default; no tool has a key for it."""
 
 
@@ -62,11 +62,11 @@ def assume_whole_blocks(draft: Draft) -> None:
     if draft.family not in WHOLE_BLOCKS_OF.get(draft.tool.name, SD_SCRIPTS) or _is_of_another_kind(draft):
         return
     note = WHOLE_BLOCKS(tool=draft.tool.title.partition(" ")[0])
-    draft.assume("adapter.targets", list_layers_of_blocks(draft.family), WHAT, note)
+    draft.assume("adapter.targets", list_layers_of_blocks(draft.family), LAYERS, note)
     if draft.family == "lumina2" and draft.tool.name not in WHOLE_BLOCKS_OF:
-        draft.add_difference(WHAT, FINAL_LAYER)
+        draft.add_difference(LAYERS, FINAL_LAYER)
     if draft.family == "z_image" and draft.tool.name == "diffusion-pipe":
-        draft.add_difference(WHAT, REFINERS)
+        draft.add_difference(LAYERS, REFINERS)
 
 
 def assume_every_layer(draft: Draft) -> None:
@@ -82,11 +82,11 @@ def assume_every_layer(draft: Draft) -> None:
         targets += [*CONVOLUTIONS, *beside]
         if draft.family in ("sdxl", "kolors"):
             targets += ["add_embedding.linear_1", "add_embedding.linear_2"]
-        draft.assume("adapter.targets", targets, WHAT, EVERYTHING)
+        draft.assume("adapter.targets", targets, LAYERS, EVERYTHING)
         return
     if draft.family in MODULATION:
-        draft.assume("adapter.targets", targets, WHAT, OUTSIDE_BLOCKS)
-    draft.add_difference(WHAT, OUTSIDE_BLOCKS)
+        draft.assume("adapter.targets", targets, LAYERS, OUTSIDE_BLOCKS)
+    draft.add_difference(LAYERS, OUTSIDE_BLOCKS)
 
 
 FUSED: dict[str, set[str]] = {
@@ -98,15 +98,15 @@ FUSED_IN_SD_SCRIPTS = {"flux", "chroma", "sd3", "lumina2"}
 ONE_LORA = Template(
     "{tool} trains q, k and v of a layer as one LoRA; this trainer gives each a LoRA of this rank, which can learn more"
 )
-EACH = Message("q, k and v have a LoRA each")
+SEPARATE = Message("q, k and v have a LoRA each")
 
 
 def report_fused(draft: Draft, split: bool = False) -> None:
     """Report that the tool trains q, k and v as one layer; `split`: sd-scripts' split_qkv is on."""
     if split and draft.family in FUSED_IN_SD_SCRIPTS:
-        draft.report_mapped("split_qkv", {}, EACH)
+        draft.report_mapped("split_qkv", {}, SEPARATE)
     elif draft.family in FUSED.get(draft.tool.name, FUSED_IN_SD_SCRIPTS) and not _is_of_another_kind(draft):
-        draft.add_difference(WHAT, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
+        draft.add_difference(LAYERS, ONE_LORA(tool=draft.tool.title.partition(" ")[0]))
 
 
 def widen_for_filter(draft: Draft, words: list[str]) -> None:
@@ -134,7 +134,7 @@ FLUX_TARGETS: dict[str, tuple[str, ...]] = {
     "context": _CONTEXT,
     "context+ffs": (*_CONTEXT, *_CONTEXT_FF),
     "all+ffs": (*_JOINT, *_FF, "proj_mlp", "proj_out"),
-    "ai-toolkit": (*_JOINT, *_FF, *_OF_FLUX, "proj_mlp", "proj_out"),
+    "ai-toolkit": (*_JOINT, *_FF, *_FLUX_MODULATION, "proj_mlp", "proj_out"),
     "fal": (*_JOINT, *_FF),
     "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
     "nano": ("single_transformer_blocks.7.proj_out",),
@@ -143,7 +143,7 @@ FLUX_TARGETS: dict[str, tuple[str, ...]] = {
 FLUX2_TARGETS = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj")
 CHECKED = {"sd15", "sd2", "sdxl", "kolors", "sd3", "z_image", "lumina2", "hidream", "aura_flow", "sana"}
 CHECKED |= {"ernie_image", "wan", "wan22_5b", "ltx_video", *_QWEN}
-"""Architectures whose DEFAULT_LORA_TARGET is `ATTENTION`."""
+"""Architectures whose DEFAULT_LORA_TARGET is `ATTENTION`, their own or that of the class they derive from."""
 BY_SIMPLETUNER = Message("SimpleTuner adapts only these layers by default")
 LAST_LAYER = Message("SimpleTuner also adapts the output layer, which this trainer leaves out")
 
@@ -163,9 +163,9 @@ def set_simpletuner_targets(draft: Draft) -> None:
         else:
             draft.report_mapped(key, settings)
     elif family in ("flux2", "flux2_klein"):
-        draft.assume("adapter.targets", list(FLUX2_TARGETS), WHAT, BY_SIMPLETUNER)
+        draft.assume("adapter.targets", list(FLUX2_TARGETS), LAYERS, BY_SIMPLETUNER)
     elif family in CHECKED:
-        draft.assume("adapter.targets", _match_endings(family, ATTENTION), WHAT, BY_SIMPLETUNER)
+        draft.assume("adapter.targets", _match_endings(family, ATTENTION), LAYERS, BY_SIMPLETUNER)
 
 
 LYCORIS_ATTENTION = ("sdxl", "flux", "flux_kontext", "lumina2", "aura_flow")
