@@ -164,7 +164,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
     denoiser, _, _ = load.load_base(family, job.quantize)
-    state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights
+    state, _ = from_layout(read(file)[0], family, family.read_denoiser_config(), "diffusers")  # alpha is in the weights
     rank = next(tensor.shape[0] for name, tensor in state.items() if name.endswith("lora_A.weight"))
     names = sorted({name.rpartition(".lora_")[0] for name in state})
     adapters.inject(denoiser, Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)

@@ -506,7 +506,7 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
         if step % args.look == 0:
             with average:
                 modules.eval()
-                score = accuracy(family.pipeline(vae), family.name, 16, seed=step)
+                score = accuracy(family.make_pipeline(vae), family.name, 16, seed=step)
                 modules.train()
             log(f"step {step}: {score['right']} of {score['prompts']} right; wrong: {score['wrong'][:4]}")
             state = {
@@ -569,7 +569,7 @@ def save(family: Family, vae: AutoencoderKL, folder: Path) -> None:
     """Save the pipeline in bfloat16, with configs that load as float32 and name no path of this machine."""
     if family.name == "sd15":
         vae.register_to_config(shift_factor=None)
-    family.pipeline(vae).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    family.make_pipeline(vae).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     for path in folder.rglob("*.json"):
         if path.name in ("tokenizer.json", "vocab.json", "measured.json"):
             continue

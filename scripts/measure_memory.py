@@ -118,7 +118,7 @@ class Released:
         latents = training_memory.measure_vae(plan.family, bucket, "encode", [])[1]
         assert latents is not None
         if frames > 1:
-            latents = (latents[0], plan.family.latent_frames(frames), *latents[1:])
+            latents = (latents[0], plan.family.count_latent_frames(frames), *latents[1:])
         conds = training_memory.find_cond_shapes(plan, self.denoiser, latents)
         try:
             return training_memory.measure_step(plan.job, plan.family, self.denoiser, latents, conds, batch)
@@ -189,7 +189,7 @@ def measure(name: str, folder: Path, base: str = "") -> dict[str, Any]:
         "weights": model.count_weights(),
         "trained": mib(trained),
         "steps": steps,
-        "vae": mib(family.vae_bytes()),
+        "vae": mib(family.count_vae_bytes()),
         "encode": model.measure_encoding(),
         "decode": {str(side): mib(size) for side, size in decode.items() if size is not None},
         "decode_tiled": {str(side): mib(size) for side, size in tiles.items() if size is not None},

@@ -34,7 +34,7 @@ class Family:
         self.images, self.prompts, self.judged, self.loaded = [], [], [], []
         self.identity = {"vae": "vae-1", "text": "text-1"}
 
-    def encoder_identity(self, what):
+    def compute_encoder_identity(self, what):
         return self.identity[what]
 
     def encode_images(self, pixels_BCHW):
@@ -51,14 +51,14 @@ class Family:
     def load_vae(self):
         self.loaded.append("vae")
 
-    def in_turn(self, asks):
+    def encode_in_turn(self, asks):
         self.loaded.append("text")
         yield from enumerate(ask() for ask in asks)
 
     def free_encoders(self):
         self.loaded.append("free")
 
-    def overlong(self, prompts):
+    def find_overlong(self, prompts):
         """Reads three words."""
         self.judged += prompts
         cut = [(text, text.split()) for text in prompts if len(text.split()) > 3]

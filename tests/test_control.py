@@ -63,7 +63,7 @@ def edited(tiny):
             Family, folder = families.get(name), tiny(name)
             family = make(Family, folder)
             load_encoders(family)
-            pipeline = Family.pipeline_type().from_pretrained(
+            pipeline = Family.get_pipeline_type().from_pretrained(
                 folder, local_files_only=True, **editing.processor(Family, folder)
             )
             Family.mend_(pipeline)
@@ -256,8 +256,8 @@ def test_control_pictures_are_shown_in_the_pipelines_size(name, size, edited, mo
     monkeypatch.setattr(it.pipeline.image_processor, "preprocess", record)
     with pytest.raises(Told):
         it.pipeline(image=Image.new("RGB", size), prompt="x")
-    assert it.family.control_size(*size) == resized[-1]
-    wide, high = it.family.control_size(*size, 512)
+    assert it.family.compute_control_size(*size) == resized[-1]
+    wide, high = it.family.compute_control_size(*size, 512)
     assert abs(wide * high / 512**2 - 1) < 0.2 and wide % 16 == high % 16 == 0
     assert abs(np.log(wide / high) - np.log(resized[-1][0] / resized[-1][1])) < 0.1
 
@@ -318,7 +318,7 @@ def test_what_text_encoders_make_of_pictures_is_what_transformers_makes(name, ed
     kept = cond["prompt_embeds"]
     torch.testing.assert_close(kept, whole[-len(kept) :])
     assert (less[-len(kept) :] - kept).abs().max() > 1e-3
-    words = it.family.tokenizer("tokenizer").decode(made["input_ids"][0][-len(kept) :])
+    words = it.family.load_tokenizer("tokenizer").decode(made["input_ids"][0][-len(kept) :])
     assert words.startswith(("Picture 1: <|vision_start|>", "<|vision_start|>"))
     patches = made["image_grid_thw"].prod(dim=1) // 4
     assert len(patches) == len(pictures) and words.count("<|image_pad|>") == patches.sum()
@@ -379,8 +379,8 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
                 generator=torch.Generator().manual_seed(0),
                 output_type="latent",
                 max_sequence_length=it.family.max_sequence_length,
-                **it.family.size_inputs(width, height),
-                **it.family.guidance_inputs(guidance),
+                **it.family.make_size_inputs(width, height),
+                **it.family.make_guidance_inputs(guidance),
             )
     finally:
         handle.remove()
@@ -439,7 +439,7 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     conds = [
         cache.cond(text) | decode_preview_controls(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)
     ]
-    pipeline = it.family.pipeline(it.denoiser)
+    pipeline = it.family.make_pipeline(it.denoiser)
     prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.cond(text) for text in away])
     mine = previews.render(it.family, pipeline, prompts, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
@@ -450,8 +450,8 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
             generator=torch.Generator().manual_seed(section.seed + number),
             num_inference_steps=2,
             max_sequence_length=it.family.max_sequence_length,
-            **it.family.size_inputs(32, 16),
-            **it.family.guidance_inputs(it.family.usual_guidance()),
+            **it.family.make_size_inputs(32, 16),
+            **it.family.make_guidance_inputs(it.family.choose_guidance()),
             **guided,
         ).images[0]
         assert mine[number].size == (32, 16)
@@ -582,7 +582,7 @@ def test_a_single_file_of_kontext_is_read_as_flux_and_told_by_its_name(tiny, tmp
     save_file(bfl_tensors(whole), tmp_path / "flux1-kontext-dev.safetensors")
     for parts in ("flux_kontext", "flux"):  # the parts beside it are FLUX.1's
         one = make(Family, tmp_path / "flux1-kontext-dev.safetensors", components=str(tiny(parts)))
-        found = {key: tensor for key, tensor in one.denoiser_tensors()}
+        found = {key: tensor for key, tensor in one.read_denoiser_tensors()}
         assert found.keys() == whole.keys() and all(torch.equal(found[key], whole[key]) for key in whole)
         assert one.warnings == []
     as_flux = make(families.get("flux"), tmp_path / "flux1-kontext-dev.safetensors", components=str(tiny("flux")))

@@ -31,7 +31,7 @@ def share_below(level: float, shape: str, shift: float, scale: float) -> float:
 
 def objective_of(name: str, scheduler: dict, section: settings.Objective) -> FlowMatching:
     family = families.get(name).__new__(families.get(name))  # without files: the scheduler's config is the table's
-    family.scheduler_config = lambda: scheduler
+    family.read_scheduler_config = lambda: scheduler
     return family.make_objective(section)
 
 

@@ -80,7 +80,7 @@ def encode(section: Dataset, cache: Path) -> dict[str, list[torch.Tensor]]:
     """Latents of each image, its mask and its control image, by the image's name."""
     placed = buckets.assign(images.scan(section, (1, 1)).require(), section, resolution=64, step=16)
     family = Family()
-    family.control_size = lambda width, height, side: (32, 32)
+    family.compute_control_size = lambda width, height, side: (32, 32)
     store = Cache(cache, family, section)
     store.fill(placed, [])
     return {

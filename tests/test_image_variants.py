@@ -159,7 +159,7 @@ class Family:
     dtype = torch.float32
     prompts_see_controls = False
 
-    def encoder_identity(self, what):
+    def compute_encoder_identity(self, what):
         return what
 
     def encode_images(self, pixels_BCHW):
@@ -168,19 +168,19 @@ class Family:
     def encode_prompts(self, prompts, pictures=None):
         return [{"embeds": torch.zeros(1)} for _ in prompts]
 
-    def image_conditioning(self, original, crop, target):
+    def make_image_conditioning(self, original, crop, target):
         return {"time_ids": torch.tensor([*original, *crop, *target])}
 
     def collate(self, conds):
         return {name: torch.stack([cond[name] for cond in conds]) for name in conds[0]}
 
-    def in_turn(self, asks):
+    def encode_in_turn(self, asks):
         yield from enumerate(ask() for ask in asks)
 
     def control_size(self, width, height, resolution):
         return width // 8 * 8, height // 8 * 8
 
-    def overlong(self, texts):
+    def find_overlong(self, texts):
         return []
 
     def load_vae(self):

@@ -71,7 +71,7 @@ class FakeCache:
 
 FAMILY = SimpleNamespace(
     name="fake",
-    image_conditioning=lambda original, crop, target: {"time_ids": torch.tensor([*original, *crop, *target])},
+    make_image_conditioning=lambda original, crop, target: {"time_ids": torch.tensor([*original, *crop, *target])},
     collate=lambda conds: {name: torch.stack([cond[name] for cond in conds]) for name in conds[0]},
 )
 
@@ -313,7 +313,7 @@ def test_a_mark_around_fixed_tags_is_not_asked_for_where_nothing_is_shuffled(mon
 
 
 def test_conditioning_names_that_collide_are_an_error():
-    family = SimpleNamespace(name="odd", image_conditioning=lambda *args: {"embeds": torch.zeros(1)}, collate=None)
+    family = SimpleNamespace(name="odd", make_image_conditioning=lambda *args: {"embeds": torch.zeros(1)}, collate=None)
     loader, _ = make()
     loader.family = family
     with pytest.raises(ValueError, match="odd.*embeds"):

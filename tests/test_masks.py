@@ -236,7 +236,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
 def test_entries_without_masks_keep_the_keys_that_they_had():
     """As they were on 2026-11-22, before there were masks."""
     family = SimpleNamespace(
-        name="fake", dtype=torch.float32, prompts_see_controls=False, encoder_identity=lambda what: what
+        name="fake", dtype=torch.float32, prompts_see_controls=False, compute_encoder_identity=lambda what: what
     )
     section = Dataset(folders=[Folder(path="x")])
     still = Example(Path("a.png"), "a cat", 0, "a.png", 1, 160, 80, "0" * 64)
@@ -346,7 +346,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     mask_BHW[0, :, 5:], mask_BHW[1] = 0, 1
     objective = objective_of(kind, Objective(unmasked_weight=weight, min_snr_gamma=2.0))
     answer.requires_grad_()
-    family = SimpleNamespace(dtype=torch.float32, seq_len=lambda size: 64, prepare=lambda *_: {})
+    family = SimpleNamespace(dtype=torch.float32, count_image_tokens=lambda size: 64, prepare=lambda *_: {})
     family.predict_prepared = family.predict = lambda *_: answer
     batch = Batch(
         *(latents, noise, [torch.Generator().manual_seed(7) for _ in range(2)], {}, ["a", "b"], [], ["", ""]),

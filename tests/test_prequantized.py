@@ -159,7 +159,7 @@ def different(one: Tensors, other: Tensors) -> list[str]:
 
 
 def read(family) -> Tensors:
-    return {name: precision.to_plain(weight) for name, weight in family.denoiser_tensors()}
+    return {name: precision.to_plain(weight) for name, weight in family.read_denoiser_tensors()}
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_fused_layer_is_cut_with_its_scales(flux, tmp_path):
     """By hand, without the trainer's own table of rows: q, k, v and the MLP of FLUX's single blocks."""
     file, _, metadata = quantized(flux, "newer rows")
     family = flux.family(flux.write(tmp_path / "one.safetensors", file, metadata))
-    weights = dict(family.denoiser_tensors())
+    weights = dict(family.read_denoiser_tensors())
     codes = file["single_blocks.1.linear1.weight"].float()
     scale = file["single_blocks.1.linear1.weight_scale"]
     width = weights["single_transformer_blocks.1.attn.to_q.weight"].shape[0]
@@ -240,10 +240,10 @@ def test_blocks_are_held_where_the_storage_has_them(flux, tmp_path):
     one, meant = pair(flux, "blocks as musubi", tmp_path)
     expected = read(flux.family(meant))
     family = flux.family(one, torch.bfloat16)
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     section = settings.Quantize(override={"ff.net.2": "fp8 1x64", "ff_context.net.2": "fp8 1x128"})
     precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
-    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
+    precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     for name, layer in precision.find_frozen_layers(denoiser).items():
         decoded, weight = decode(layer.parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
         if layer.form == Format("fp8", "1x64") or layer.form == FP8_ROW and weight.shape[1] % 64:
@@ -260,11 +260,11 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
     one, meant = pair(flux, layout, tmp_path)
     expected = read(flux.family(meant))
     family = flux.family(one, torch.bfloat16)
-    assert family.file_scale() == own
-    denoiser, section = family.empty_denoiser(), settings.Quantize(modulation="bf16")
-    args = (family.keep_precise, family.dtype, family.modulation, family.file_scale())
+    assert family.read_file_scale() == own
+    denoiser, section = family.make_empty_denoiser(), settings.Quantize(modulation="bf16")
+    args = (family.keep_precise, family.dtype, family.modulation, family.read_file_scale())
     plan = precision.quantize_(denoiser, section, *args)
-    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
+    precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     layers = precision.find_frozen_layers(denoiser)
     for name, layer in layers.items():
         decoded = decode(layer.parts(), layer.form.storage, torch.float32)
@@ -277,11 +277,11 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
 def test_a_second_rounding_is_said(flux, tmp_path, changes):
     one, _ = pair(flux, "blocks as musubi", tmp_path)
     family = flux.family(one, torch.bfloat16)
-    args = (family.keep_precise, family.dtype, family.modulation, family.file_scale())
-    plan = precision.decide(family.empty_denoiser(), settings.Quantize(**changes), *args)
+    args = (family.keep_precise, family.dtype, family.modulation, family.read_file_scale())
+    plan = precision.decide(family.make_empty_denoiser(), settings.Quantize(**changes), *args)
     (told,) = [text for text in plan.warnings if "second time" in text]
     assert "1x64" in told and "scale row" in told and "2.4 %" in told
-    assert precision.decide(family.empty_denoiser(), settings.Quantize(), *args[:3]).warnings == ()
+    assert precision.decide(family.make_empty_denoiser(), settings.Quantize(), *args[:3]).warnings == ()
 
 
 @pytest.mark.parametrize("blocks", ["1x64", "1x128", "128x128"])
@@ -292,7 +292,7 @@ def test_the_blocks_of_a_file_are_read_from_its_header(tmp_path, blocks):
     codes = weight / scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     path = tmp_path / "a.safetensors"
     save_file({"x.weight": codes.to(E4M3), "x.weight_scale": scale}, path)
-    assert WeightFile(path).block_scales() == [blocks]
+    assert WeightFile(path).list_block_scales() == [blocks]
     held = WeightFile(path).read("x.weight")
     assert torch.equal(held.parts(Format("fp8", blocks))[0].view(E4M3).float(), codes.to(E4M3).float())
 
@@ -507,7 +507,7 @@ def test_what_would_be_misread_is_refused(flux, case, tmp_path):
     change(file)
     path = flux.write(tmp_path / "wrong.safetensors", file, metadata)
     with pytest.raises(UserErrors, match=words) as caught:
-        for _ in flux.family(path).denoiser_tensors():
+        for _ in flux.family(path).read_denoiser_tensors():
             pass
     (problem,) = caught.value.problems
     assert problem.startswith(f"{path}: ") and problem.endswith("as ComfyUI or kohya's tools write it")
@@ -647,7 +647,7 @@ torch.set_num_threads(1)
 model = settings.Model(family="flux", path=sys.argv[1], components=sys.argv[2])
 _checks.check_fit = lambda family: None  # the parts beside the file are a miniature's
 family = families.get("flux")(model, device="cpu", dtype=torch.bfloat16)
-denoiser = family.empty_denoiser()
+denoiser = family.make_empty_denoiser()
 precision.quantize_(denoiser, settings.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
 before = peak_memory.begin()
 tensors = family.denoiser_tensors() if sys.argv[3] == "stream" else list(family.denoiser_tensors())

@@ -120,7 +120,7 @@ def test_gradients_are_those_of_two_models(
     ours = gradients_of(session, loaded, one, monkeypatch)
 
     plain = second_model(session)
-    t_B = objective.sample_t(batch.t_generators, made.seq_len(batch.latent_hw))
+    t_B = objective.sample_t(batch.t_generators, made.count_image_tokens(batch.latent_hw))
     noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B).double()
     target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
 

@@ -398,7 +398,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     drawn = pipeline(
         prompt=PROMPTS,
         **{**Family.call_options, "num_frames": num_frames, "height": height, "width": width},
-        **family.guidance_inputs(1.0),
+        **family.make_guidance_inputs(1.0),
         max_sequence_length=family.max_sequence_length,
         num_inference_steps=3,
         generator=torch.Generator().manual_seed(0),
@@ -409,7 +409,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     with torch.no_grad():
         noisy, expected, _ = (family.unpack(packed, tuple(latent_hw)) for packed in seen[1])
         assert torch.equal(family.pack(noisy), seen[1][0])
-        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.latent_frames(num_frames) == 3
+        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.count_latent_frames(num_frames) == 3
         assert noisy.shape[-2] != noisy.shape[-1]
         told = pipeline.scheduler.timesteps[1] / pipeline.scheduler.config.num_train_timesteps
         answer = family.predict(pipeline.transformer, noisy, told.float().expand(2), cond)
@@ -431,7 +431,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
 
 
 def test_flow_is_the_schedulers_on_clips():
-    objective = families.get("wan").objective_type()({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
+    objective = families.get("wan").get_objective_type()({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
     clean, noise = torch.randn(2, 2, 4, 3, 4, 6)
     t_B = torch.tensor([0.25, 0.8])
     noisy = objective.add_noise(clean, noise, t_B)

@@ -185,7 +185,7 @@ class Cache:
     def _key(self, kind: str, **parts: Any) -> str:
         what = "vae" if kind == "latents" else "text"
         if what not in self._identities:
-            self._identities[what] = self.family.encoder_identity(what)
+            self._identities[what] = self.family.compute_encoder_identity(what)
         about = {
             "kind": kind,
             "family": self.family.name,
@@ -281,7 +281,7 @@ class Cache:
             whole_size = control.width, control.height
             usual = compute_control_box(placed.usual or placed.placement, whole_size)
             cut = usual[2] - usual[0], usual[3] - usual[1]
-            size = self.family.control_size(*cut, None if asked == "auto" else asked)
+            size = self.family.compute_control_size(*cut, None if asked == "auto" else asked)
             follows = has_same_shape(placed.placement.original_wh, whole_size)
             change = placed.change if follows else UNCHANGED
             controls.append(ControlCrop(control, compute_control_box(placed.placement, whole_size), size, change))
@@ -380,7 +380,9 @@ class Cache:
             return self._encode_caption(caption)
 
         if missing.captions:
-            for number, cond in self.family.in_turn([partial(encode_caption, caption) for caption in missing.captions]):
+            for number, cond in self.family.encode_in_turn(
+                [partial(encode_caption, caption) for caption in missing.captions]
+            ):
                 written += self._store("conds", self.caption_key(missing.captions[number]), cond)
                 done += 1
                 if log:
@@ -389,7 +391,7 @@ class Cache:
         self._image = None
         # Done each time, as tokenizing is fast: a second run warns again though everything is cached.
         texts = list(dict.fromkeys(map(get_text, captions)))
-        truncated = tuple(self.family.overlong(texts))
+        truncated = tuple(self.family.find_overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
     @torch.no_grad()
@@ -672,7 +674,7 @@ class Cache:
 
 
 def decode_preview_controls(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
-    """Decode the control images of a preview into the conditioning that `pipeline_inputs` reads.
+    """Decode the control images of a preview into the conditioning that `make_pipeline_inputs` reads.
 
     The pipeline gets the images and resizes them itself, as it will for everybody who uses the LoRA.
 

@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def latent_hw(self) -> tuple[int, ...]:
-        """Size of the latents, for `family.seq_len`: (height, width), or (frames, height, width) for clips."""
+        """Size of the latents for `family.count_image_tokens`: (height, width), or (frames, height, width) of clips."""
         return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:
@@ -358,7 +358,7 @@ class Loader:
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
         cond = self.cache.cond(self.cache.prompt(caption, self.cache.control_crops(placed), flipped))
-        image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
+        image_cond = self.family.make_image_conditioning(place.original_hw, crop, place.target_hw)
         image_cond = image_cond | self.cache.controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():
             raise ValueError(f"family {self.family.name}: {sorted(twice)} come from both the prompt and the image")

@@ -46,7 +46,7 @@ def run_transformer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: 
 
 
 def without_borders_(denoiser: Any) -> Any:
-    """Make the transformer expect the border mask as a channel of its input, in place; see `inputs`."""
+    """Make the transformer expect the border mask as a channel of its input, in place; see `make_inputs`."""
     denoiser.register_to_config(concat_padding_mask=False)
     return denoiser
 

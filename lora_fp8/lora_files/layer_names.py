@@ -241,7 +241,7 @@ def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any
 
 def _find_native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     # Only the base's own layers tell which of the underscores were dots.
-    known = _map_underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
+    known = _map_underscored(family.native_layers, tuple(family.list_layer_shapes(denoiser_config)))
     if kohya not in known:
         raise _make_unknown_error(kohya)
     return known[kohya]

@@ -60,8 +60,8 @@ class Objective(ABC):
 
         Args:
             generator_per_sample: the generators.
-            seq_len: number of image tokens that the denoiser sees (`family.seq_len`); flow matching's shift depends on
-                it.
+            seq_len: number of image tokens that the denoiser sees (`family.count_image_tokens`); flow matching's shift
+                depends on it.
             quantiles: where in the density each sample's timestep lies, for `objective.even_timesteps`, which draws
                 nothing.
 

@@ -108,5 +108,5 @@ def make_preview_prompts(preview: Preview, store: Cache) -> tuple[list[str | Pro
     control_sets = [make_whole_crops(control_set) for control_set in controls] or [()] * len(tables)
     paired = list(zip(tables, control_sets, strict=True))
     prompts = [store.prompt(table.prompts[0], control_set) for table, control_set in paired]
-    negative_text = store.family.negative_text
+    negative_text = store.family.make_negative_text
     return prompts, [store.prompt(negative_text(table.negative), control_set) for table, control_set in paired]

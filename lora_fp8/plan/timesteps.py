@@ -93,7 +93,7 @@ def describe(job: Job) -> Timesteps:
     side = resolve.get_resolution(job)
     frames = [max(job.dataset.frames)] if job.dataset.frames else []
     latents = disk_budget.find_latents_shape(family, (side, side, *frames))
-    seq_len = family.seq_len(latents[1:]) if latents else side * side // 256
+    seq_len = family.count_image_tokens(latents[1:]) if latents else side * side // 256
     own = job.objective
     chosen: dict[str, dict[str, Any]] = {Message("auto"): {}}
     if family.objective == "FlowMatching":

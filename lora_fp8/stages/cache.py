@@ -213,11 +213,11 @@ def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewProm
     control_sets = [decode_preview_controls(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     tables = settings.split_preview(preview)
     negatives = [
-        store.cond(prompt) if table.negative else family.without_negative(store.cond(prompt))
+        store.cond(prompt) if table.negative else family.make_default_negative(store.cond(prompt))
         for table, prompt in zip(tables, negative_prompts, strict=True)
     ]
     conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
-    return PreviewPrompts(tables, [family.negative_text(table.negative) for table in tables], conds, negatives)
+    return PreviewPrompts(tables, [family.make_negative_text(table.negative) for table in tables], conds, negatives)
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:

@@ -17,7 +17,7 @@ def download(session: Session) -> None:
         Stopped: a stop was requested; the next start continues the download.
     """
     family, processes = session.family, session.processes
-    if not any(processes.gather(family.missing_bytes())):
+    if not any(processes.gather(family.count_missing_bytes())):
         return
     before, session.stop.at_once = (
         session.stop.at_once,
@@ -33,7 +33,7 @@ def download(session: Session) -> None:
 def _fetch(session: Session) -> None:
     """Download with events in the run's log, and a progress bar."""
     family, run = session.family, session.run
-    run.log_event("stage", stage="download", total=family.missing_bytes())
+    run.log_event("stage", stage="download", total=family.count_missing_bytes())
 
     def report(progress: Progress) -> None:
         run.log_event("download", **progress.to_json())

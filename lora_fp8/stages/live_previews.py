@@ -116,5 +116,5 @@ class LivePreviews:
 def _choose_device(family: ModelFamily) -> torch.device:
     """Choose where to encode a prompt: the CPU if the GPU has no room beside the training."""
     free = memory.count_free_bytes(family.device)
-    needed = ENCODER_MEMORY_FACTOR * max(family.text_bytes().values())
+    needed = ENCODER_MEMORY_FACTOR * max(family.count_encoder_bytes().values())
     return family.device if free is None or needed <= free else torch.device("cpu")

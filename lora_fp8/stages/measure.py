@@ -326,7 +326,7 @@ def _measure_layer_errors(
     family: ModelFamily, denoiser: nn.Module, section: settings.Quantize, questions: Sequence[Question]
 ) -> list[layerwise.LayerError]:
     inputs = layerwise.capture_inputs(denoiser, [partial(question.ask, family, denoiser) for question in questions])
-    tensors = family.denoiser_tensors()
+    tensors = family.read_denoiser_tensors()
     return layerwise.measure_layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
 
 

@@ -39,7 +39,7 @@ def add_noise(
     batch = batch.to(device)
     latents, noise = batch.latents_BCHW, batch.noise_BCHW
     quantiles = batch.quantiles if objective.section.even_timesteps else None
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:])), quantiles)
+    t_B = objective.sample_t(batch.t_generators, family.count_image_tokens(tuple(latents.shape[2:])), quantiles)
     t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
     noise = objective.shaped(noise, batch.t_generators)
     noisy = objective.add_noise(latents, objective.perturbed(noise, batch.t_generators), t_B).to(family.dtype)

@@ -48,9 +48,9 @@ def build_clean_pipeline(
         RunFailure: the weights are not those of this denoiser.
     """
     dtype = dtype or family.dtype
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     if base is None:
-        tensors: Tensors = family.denoiser_tensors()
+        tensors: Tensors = family.read_denoiser_tensors()
     else:
         tensors = base() if callable(base) else base.items()
     wide = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # float32 in diffusers' own loading, too
@@ -81,7 +81,7 @@ def build_clean_pipeline(
         raise RunFailure(
             Message("the denoiser for verification is not clean: it contains {names}", names=", ".join(sorted(foreign)))
         )
-    return family.pipeline(denoiser.requires_grad_(False).eval(), text=text)
+    return family.make_pipeline(denoiser.requires_grad_(False).eval(), text=text)
 
 
 def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]:

@@ -56,7 +56,7 @@ def make_probe(
         text: the trained `TextEncoders`, which encode the batch's captions; None if none is trained.
     """
     latents_BCHW, noise_BCHW = batch.latents_BCHW.cpu(), batch.noise_BCHW.cpu()
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[2:])))
+    t_B = objective.sample_t(batch.t_generators, family.count_image_tokens(tuple(latents_BCHW.shape[2:])))
     noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, t_B)
     cond = {name: tensor.detach().cpu() for name, tensor in batch.cond.items()}
     captions: tuple[str, ...] = ()
