@@ -109,7 +109,7 @@ def epoch_memory(config: Path) -> dict[str, Any]:
     plan.cache.ram_bytes = 1 << 20
     process, sizes, began = psutil.Process(), [], time.process_time()
     for number in range(loader.batches_per_epoch):
-        loader.micro(number, number)
+        loader.take_batch(number, number)
         sizes.append(process.memory_info().rss / 2**20)
     seconds = time.process_time() - began
     tenth = sizes[len(sizes) // 10]

@@ -173,7 +173,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     losses = []
     with torch.no_grad():
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
-            batch = loader.micro(index, index)
+            batch = loader.take_batch(index, index)
             assert batch is not None  # only a process of several may have nothing
             losses += compute_loss(family, denoiser, objective, batch, 1.0).tolist()
     return statistics.fmean(losses)

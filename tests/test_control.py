@@ -345,7 +345,7 @@ def batch_of(edited, small_controls, tmp_path):
         examples = images.scan(section, it.family.controls).require()
         placed = buckets.assign(examples, section, resolution=24, step=8)
         cache = Cache(tmp_path / "cache", it.family, section)
-        cache.fill(placed, cache.prompts(placed, 0))
+        cache.fill(placed, cache.list_prompts(placed, 0))
         loader = Loader(buckets.group(placed), cache, it.family, section, seed=0, batch_size=len(prompts))
         return it, loader, shown
 
@@ -402,7 +402,7 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
 def test_denoiser_answers_as_inside_the_pipeline_with_control_pictures(name, prompts, num, batch_of, monkeypatch):
     """From files to the denoiser: control pictures of another shape than the picture, none of them square."""
     it, loader, shown = batch_of(name, prompts, num)
-    batch = loader.micro(0, 0)
+    batch = loader.take_batch(0, 0)
     assert len(batch) == len(prompts) and batch.latent_hw[0] != batch.latent_hw[1]
     latents = batch.cond["control_0"]
     assert latents.shape[-2:] != batch.latent_hw and latents.shape[-1] != latents.shape[-2]
@@ -437,10 +437,11 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     drawn, away = placement.make_preview_prompts(section, cache)
     cache.fill([], [*drawn, *away])
     conds = [
-        cache.cond(text) | decode_preview_controls(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)
+        cache.read_cond(text) | decode_preview_controls(each, "#ffffff")
+        for text, each in zip(drawn, shown, strict=True)
     ]
     pipeline = it.family.make_pipeline(it.denoiser)
-    prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.cond(text) for text in away])
+    prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.read_cond(text) for text in away])
     mine = previews.render(it.family, pipeline, prompts, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
     for number, picture in enumerate(pictures):
@@ -462,20 +463,20 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
 def test_mirroring_mirrors_the_control_picture_too(name, batch_of):
     """A mirrored showing is what the same files give when both are mirrored on disk."""
     it, loader, _ = batch_of(name, PROMPTS[:1], flip=True)
-    (placed,) = [item.placed for item in loader.items_of(0)[next(iter(loader.images))]]
-    flipped = loader._cond(placed, PROMPTS[0], True)
-    latents = loader.cache.latents(placed, True)
+    (placed,) = [item.placed for item in loader.group_items(0)[next(iter(loader.images))]]
+    flipped = loader._collect_cond(placed, PROMPTS[0], True)
+    latents = loader.cache.read_latents(placed, True)
     for path in (placed.example.path, placed.example.controls[0].path):
         Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     section = loader.section
     again = buckets.assign(images.scan(section).require(), section, resolution=24, step=8)
-    loader.cache.fill(again, loader.cache.prompts(again, 0))
-    plain = loader._cond(again[0], PROMPTS[0], False)
-    torch.testing.assert_close(loader.cache.latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
+    loader.cache.fill(again, loader.cache.list_prompts(again, 0))
+    plain = loader._collect_cond(again[0], PROMPTS[0], False)
+    torch.testing.assert_close(loader.cache.read_latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
     assert plain.keys() == flipped.keys()
     for key in plain:  # Lanczos is symmetrical but for rounding to 8 bits
         torch.testing.assert_close(plain[key], flipped[key], rtol=0.05, atol=0.05)
-    unlike = loader._cond(again[0], PROMPTS[0], True)
+    unlike = loader._collect_cond(again[0], PROMPTS[0], True)
     assert not torch.allclose(unlike["control_0"], plain["control_0"], rtol=0.05, atol=0.05)
 
 

@@ -447,7 +447,7 @@ def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
     scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
     flow = Family.objective == "FlowMatching"
     dynamic = scheduler.config.get("use_dynamic_shifting", False)
-    scheduler.set_timesteps(10, **({"mu": objective.mu(seq_len(family))} if dynamic else {}))
+    scheduler.set_timesteps(10, **({"mu": objective.compute_mu(seq_len(family))} if dynamic else {}))
     start = 4
     t = scheduler.timesteps[start]
     t_B = (scheduler.sigmas[start] if flow else t.long()).expand(2)
@@ -461,7 +461,7 @@ def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
         scheduler._step_index = None
     for t in scheduler.timesteps[start:]:
         t_B = t_B if flow else t.long().expand(2)  # v is another at each t, noise and velocity are not
-        x = scheduler.step(objective.target(x0, noise, t_B), t, x).prev_sample
+        x = scheduler.step(objective.compute_target(x0, noise, t_B), t, x).prev_sample
     # Diffusion samplers end a little before t = 0 (the abar of the first timestep), flow matching ends at it.
     torch.testing.assert_close(x, x0, atol=1e-5 if flow else 0.1, rtol=1e-3)
 
@@ -1170,7 +1170,7 @@ def test_the_job_asks_for_zero_terminal_snr(single):
     x0, noise = (torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
     assert t_B.tolist() == [999] and torch.equal(objective.add_noise(x0, noise, t_B), noise)
     sample = noise * scheduler.init_noise_sigma
-    answer = scheduler.step(objective.target(x0, noise, t_B), scheduler.timesteps[0], sample)
+    answer = scheduler.step(objective.compute_target(x0, noise, t_B), scheduler.timesteps[0], sample)
     torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=5e-3)
 
 

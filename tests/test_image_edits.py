@@ -85,9 +85,11 @@ def encode(section: Dataset, cache: Path) -> dict[str, list[torch.Tensor]]:
     store.fill(placed, [])
     return {
         one.example.relative: [
-            store.latents(one, False),
-            store._get("latents", store.mask_key(one, False), "mask")["mask"],
-            store._get("latents", store.control_key(store.control_crops(one)[0], False), "control")["latents"],
+            store.read_latents(one, False),
+            store._get("latents", store.make_mask_key(one, False), "mask")["mask"],
+            store._get("latents", store.make_control_key(store.list_control_crops(one)[0], False), "control")[
+                "latents"
+            ],
         ]
         for one in placed
     }

@@ -289,7 +289,7 @@ def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monk
     for width in (24, 64):
         pipeline("a cat", height=16, width=width, num_inference_steps=1, guidance_scale=0.0, output_type="latent")
         objective = FlowMatching(family.read_scheduler_config(), settings.Objective())
-        assert objective.mu(family.count_image_tokens((8, width // 2))) == pytest.approx(told[-1])
+        assert objective.compute_mu(family.count_image_tokens((8, width // 2))) == pytest.approx(told[-1])
 
 
 # -- Anima -----------------------------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_noise_levels_are_the_objectives_own(job) -> None:
         mine = job(family=family)
         loaded = families.get(family)(mine.model, device="cpu", dtype=DTYPE)
         objective = loaded.get_objective_type()(loaded.read_scheduler_config(), mine.objective)
-        t = [objective.at_level(level)[0] for level in measure.LEVELS]
+        t = [objective.convert_level(level)[0] for level in measure.LEVELS]
         assert torch.cat(t).tolist() == pytest.approx(expected)
         clean, noise = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
         left = [objective.add_noise(clean, noise, one).item() for one in t]

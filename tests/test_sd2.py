@@ -104,5 +104,5 @@ def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
         # Euler's first sigma stands for infinity and is 4096, so that a trace of the image is left in it.
         torch.testing.assert_close(scheduler.scale_model_input(sample, t), noisy, rtol=1e-3, atol=2e-3)
         assert index or (t_B[0] == 999 and torch.equal(noisy, noise))
-        answer = scheduler.step(objective.target(x0, noise, t_B), t, sample)
+        answer = scheduler.step(objective.compute_target(x0, noise, t_B), t, sample)
         torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=2e-3)

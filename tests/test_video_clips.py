@@ -355,9 +355,9 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
         (given,) = [
             pixels for pixels in seen if pixels.shape == (1, 3, 9, 32, 64) and shown(pixels) == one.example.frames
         ]
-        assert torch.equal(store.latents(one), encode(given)[0]) and store.latents(one).shape == (16, 3, 4, 8)
+        assert torch.equal(store.read_latents(one), encode(given)[0]) and store.read_latents(one).shape == (16, 3, 4, 8)
     batches = loader.Loader(placed, store, family, made.dataset, seed=0, batch_size=2)
-    shapes = sorted(tuple(batches.micro(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
+    shapes = sorted(tuple(batches.take_batch(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
     assert shapes == [(1, 16, 2, 4, 8), (2, 16, 3, 4, 8), (2, 16, 4, 8)]
     # Latents of the cache, of entries that are not there yet: reckoned and written alike.
     assert disk_budget.count_pixels(family, (64, 32, 9)) == 3 * 64 * 32
@@ -437,7 +437,7 @@ def test_flow_is_the_schedulers_on_clips():
     noisy = objective.add_noise(clean, noise, t_B)
     for i, t in enumerate(t_B):
         torch.testing.assert_close(noisy[i], (1 - t) * clean[i] + t * noise[i])
-    per_sample = objective.loss(noisy, objective.target(clean, noise, t_B), t_B)
+    per_sample = objective.compute_loss(noisy, objective.compute_target(clean, noise, t_B), t_B)
     expected = torch.nn.functional.mse_loss(noisy, noise - clean, reduction="none").mean((1, 2, 3, 4))
     torch.testing.assert_close(per_sample, expected)
 

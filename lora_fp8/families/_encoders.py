@@ -190,7 +190,7 @@ class Encoders(Facts):
                 yield make_text_layer_name(name, path), tensor.cpu()
 
     def make_trained_text_pipeline(self) -> Any:
-        """Return a pipeline that holds `load_trained_text_parts` only, for `encode_with`."""
+        """Return a pipeline that holds only what `load_trained_text_parts` returns, for `encode_with`."""
         return self._assemble(**self.load_trained_text_parts())
 
     def compute_encoder_identity(self, what: str) -> str:

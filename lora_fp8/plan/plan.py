@@ -80,7 +80,7 @@ class Plan:
         """All texts that the text encoders will encode, each once."""
         prompts, negative_prompts = self.preview_prompts
         return list(
-            dict.fromkeys([*self.cache.prompts(self.images.placed, self.job.seed), *prompts, *negative_prompts])
+            dict.fromkeys([*self.cache.list_prompts(self.images.placed, self.job.seed), *prompts, *negative_prompts])
         )
 
     @cached_property
@@ -119,7 +119,7 @@ class Plan:
         Args:
             world: number of processes that train.
         """
-        missing = self.cache.missing(self.images.placed, self.texts)
+        missing = self.cache.find_missing(self.images.placed, self.texts)
         cached = disk_budget.estimate_cache(self.cache, missing, min(self.images.buckets))
         size = self.family.count_missing_bytes()
         download = [Need(self.family.folder, Message("the base model"), size, size)] if size else []

@@ -167,7 +167,7 @@ def find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
 
 def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
     """Return the (width, height) of the control images of the example with the most control pixels."""
-    sizes = [[control.size for control in store.control_crops(placed)] for placed in members]
+    sizes = [[control.size for control in store.list_control_crops(placed)] for placed in members]
     return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
 
 
@@ -294,8 +294,8 @@ def measure_step(
     with dry_run.on_meta(), dry_run.Tally() as tally:
         noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
         answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
-        target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
-        objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
+        target_BCHW = objective.compute_target(latents_BCHW, latents_BCHW, t_B)
+        objective.compute_loss(answer_BCHW, target_BCHW, t_B).sum().backward()
     return tally.most
 
 

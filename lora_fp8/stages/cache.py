@@ -161,7 +161,7 @@ def cache(session: Session) -> Data:
 def _make_room(session: Session, limit: float, texts: Sequence[str | Prompt]) -> None:
     """Keep the cache below `limit` bytes, with what this run is going to add; warn where that is impossible."""
     store, placed = session.plan.cache, session.plan.images
-    missing = store.missing(placed.placed, texts)  # the entries that this run needs now count as used just now
+    missing = store.find_missing(placed.placed, texts)  # the entries that this run needs now count as used just now
     added = estimate_cache(store, missing, min(placed.buckets)).likely
     if store.root.is_dir():
         if deleted := cache_cleanup.shrink(store.root, limit - added):
@@ -213,10 +213,10 @@ def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewProm
     control_sets = [decode_preview_controls(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     tables = settings.split_preview(preview)
     negatives = [
-        store.cond(prompt) if table.negative else family.make_default_negative(store.cond(prompt))
+        store.read_cond(prompt) if table.negative else family.make_default_negative(store.read_cond(prompt))
         for table, prompt in zip(tables, negative_prompts, strict=True)
     ]
-    conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
+    conds = [store.read_cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
     return PreviewPrompts(tables, [family.make_negative_text(table.negative) for table in tables], conds, negatives)
 
 
@@ -265,5 +265,5 @@ def _hash_held_out(plan: Plan) -> str:
 
 def _count_pixels(store: Cache, image: bucketing.Placed) -> int:
     """Count the pixels of an image, its control images included."""
-    controls = sum(math.prod(control.size) for control in store.control_crops(image))
+    controls = sum(math.prod(control.size) for control in store.list_control_crops(image))
     return count_pixels(store.family, image.bucket) + controls

@@ -242,7 +242,7 @@ def _measure_base(session: Session, data: Data, loaded: Loaded, step: int) -> fl
     total, count = 0.0, 0
     with adapters.disabled(loaded.adapted):
         for position in positions:
-            batch = data.loader.micro(step, position)
+            batch = data.loader.take_batch(step, position)
             assert batch is not None  # one process, which has every sample
             noised = add_noise(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, loaded.text)
             noised = with_prior_targets(family, loaded, job.objective, batch, noised)

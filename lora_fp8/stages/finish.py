@@ -145,7 +145,7 @@ def _make_probes(
     for number, adapter in enumerate(states):
         if number:
             adapters.load_state_(loaded.adapted, adapter)
-        batch = data.loader.micro(0, data.heaviest)
+        batch = data.loader.take_batch(0, data.heaviest)
         probes.append(
             verify.make_probe(
                 family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text

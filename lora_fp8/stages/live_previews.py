@@ -103,13 +103,13 @@ class LivePreviews:
         session = self.session
         family, store = session.family, session.plan.cache
         texts = list_texts(preview, store)
-        if not store.missing([], texts):
+        if not store.find_missing([], texts):
             return
         device = _choose_device(family)
         with torch.random.fork_rng([family.device] if family.device.type == "cuda" else []):
             beside = make_family(session.job, device, next(iter(family.bases), None))
             report = Cache(store.root, beside, store.section, store.dtype).fill([], texts)
-        for line in report.warnings():
+        for line in report.list_warnings():
             session.warn(line)
 
 
