@@ -135,7 +135,7 @@ def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
     found = planning.plan_layers(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
     block = precision.Format("fp8", "1x64")
     fp8 = [one for one in found.quantized if one.storage == "fp8"]
-    table = {f"^{one.name}": str(block) for one in fp8 if not block.problem(one.shape)}
+    table = {f"^{one.name}": str(block) for one in fp8 if not block.find_problem(one.shape)}
     return [PLAIN_CONVOLUTIONS, config.format_toml_line("quantize.override", table)]
 
 

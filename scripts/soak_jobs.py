@@ -2,7 +2,7 @@
 
     python scripts/soak_jobs.py [--times 50] [--seed 0] [SCENARIO...]
 
-Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `view` is true within
+Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `Queue.list_jobs` is true within
 3
 seconds, that no process of an ended job is left, that nothing blocks the next job, and that an interrupted job
 continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
@@ -79,7 +79,7 @@ def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
     for stage in ("cache", "load"):
         run.log_event("stage", stage=stage)
         time.sleep(plan[stage])
-        if run.requested("stop") and not plan["deaf"]:
+        if run.take_request("stop") and not plan["deaf"]:
             raise Stopped("before the first step")
     saved = sorted(run.checkpoints.glob("step-*"))
     step, steps = int(saved[-1].name[5:]) if saved else 0, job["train"]["steps"]
@@ -91,7 +91,7 @@ def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
         time.sleep(plan["step"])
         step += 1
         run.log_event("step", step=step, loss=1 / step)
-        stopping = (stop.requested or run.requested("stop")) and not plan["deaf"]
+        stopping = (stop.requested or run.take_request("stop")) and not plan["deaf"]
         if stopping or step % job["checkpoint"]["every"] == 0 or step == steps:
             (run.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
             run.log_event("checkpoint", step=step)
@@ -174,7 +174,7 @@ class Field:
 
     def see(self, id: int) -> JobView:
         """Return the queue's view of a job."""
-        return self.queue.job(id)
+        return self.queue.get_job(id)
 
     def token(self, id: int) -> str:
         """Return the token that marks a job's processes."""
@@ -382,7 +382,7 @@ def two_workers(field: Field) -> None:
     assert all(worker.returncode == 2 for worker in several if worker.poll() is not None)
     for id in ids:
         assert field.ended(id, "done").attempts == 1
-    starts = [event["event"] for id in ids for event in field.queue.events(id)[0]].count("start")
+    starts = [event["event"] for id in ids for event in field.queue.read_events(id)[0]].count("start")
     assert starts == len(ids), starts
     field.workers = [worker for worker in several if worker.poll() is None]
 
@@ -399,7 +399,7 @@ def _true_after_death(field: Field, id: int, before: str) -> None:
 def _went_on(field: Field, id: int) -> None:
     """Check that the job ends well, and that each later attempt began at a checkpoint."""
     field.ended(id, "done", 60)
-    events, _ = field.queue.events(id)
+    events, _ = field.queue.read_events(id)
     saved = 0
     for event in events:
         if event["event"] == "checkpoint":

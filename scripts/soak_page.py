@@ -195,13 +195,13 @@ class House:
 
     def step(self) -> int:
         """Return the step that the queue knows of."""
-        return self.queue.job(self.id).step or 0
+        return self.queue.get_job(self.id).step or 0
 
     def trains(self, id: int) -> None:
         """Wait until the training has made another step."""
-        self.until(lambda: self.queue.job(id).state == "running", f"job {id} runs")
-        before = self.queue.job(id).step or 0
-        self.until(lambda: (self.queue.job(id).step or 0) > before, f"job {id} trains")
+        self.until(lambda: self.queue.get_job(id).state == "running", f"job {id} runs")
+        before = self.queue.get_job(id).step or 0
+        self.until(lambda: (self.queue.get_job(id).step or 0) > before, f"job {id} trains")
 
     def follows(self, what: str, begun: float, tab: Page | None = None, beyond: int | None = None) -> None:
         """Wait until the tab shows that the training runs, and a step after the present one."""
@@ -213,7 +213,7 @@ class House:
         begun = time.monotonic()
         self.tab.click("#head [data-do=stop]")
         self.within("stop pressed", begun, lambda seen: seen.state in ("stopping", "stopped"))
-        self.until(lambda: self.queue.job(self.id).state in ENDED, "it stops")
+        self.until(lambda: self.queue.get_job(self.id).state in ENDED, "it stops")
         begun = time.monotonic()
         assert not self.field.members(self.id), f"left over: {self.field.members(self.id)}"
         self.within("it has stopped", begun, lambda seen: seen.state == "stopped")
@@ -267,10 +267,10 @@ def worker_killed(house: House) -> None:
     house.times["another worker (not a matter of 3 s)"].append(time.monotonic() - begun)
     assert house.field.token(house.id) == token, "the job was started again"
     house.tab.click("#head [data-do=stop]")
-    house.until(lambda: house.queue.job(waits).state == "running", "who waits gets its turn")
+    house.until(lambda: house.queue.get_job(waits).state == "running", "who waits gets its turn")
     house.within("its turn", time.monotonic(), lambda seen: seen.board[str(waits)] == "running", board)
     house.queue.stop(waits)
-    house.until(lambda: house.queue.job(waits).state in ENDED, "it stops")
+    house.until(lambda: house.queue.get_job(waits).state in ENDED, "it stops")
     house.within("its end", time.monotonic(), lambda seen: seen.board[str(waits)] == "stopped", board)
     board.close()
     house.until(lambda: house.look().state == "stopped", "stopped")
@@ -292,7 +292,7 @@ def both_killed(house: House) -> None:
 
 def job_killed(house: House) -> None:
     """Kill all processes of the job, or its trainer: the tab shows it, and the job continues from its checkpoint."""
-    attempt = house.queue.job(house.id).attempts
+    attempt = house.queue.get_job(house.id).attempts
     victims = house.field.members(house.id)
     if random.random() < 0.5:
         victims = [house.field.roles(house.id)["trainer"]]
@@ -302,7 +302,7 @@ def job_killed(house: House) -> None:
 
 def rebooted(house: House) -> None:
     """Kill everything and reuse the recorded process ids; then open the page."""
-    attempt, pids = house.queue.job(house.id).attempts, house.field.members(house.id)
+    attempt, pids = house.queue.get_job(house.id).attempts, house.field.members(house.id)
     house.kill_page()
     house.kill_worker()
     procs.send(pids, signal.SIGKILL)
@@ -315,7 +315,7 @@ def rebooted(house: House) -> None:
         house.queue.store.update(house.id, pid=who.pid, start=who.start if boot == "another" else 1, boot=boot)
         noted = json.loads((house.home / "worker.json").read_bytes())
         (house.home / "worker.json").write_text(json.dumps(noted | {"pid": who.pid}), encoding="utf-8")
-        lock = Run(house.queue.job(house.id).folder).lock_file
+        lock = Run(house.queue.get_job(house.id).folder).lock_file
         lock.write_text(re.sub(r"\d+$", str(who.pid), lock.read_text(encoding="utf-8")), encoding="utf-8")
         house.start_page()
         house.tab.close()
@@ -335,7 +335,7 @@ def _told_of_death(house: House, begun: float, attempt: int) -> None:
     )
     house.trains(house.id)
     house.follows("goes on", time.monotonic())
-    assert house.queue.job(house.id).attempts == attempt + 1
+    assert house.queue.get_job(house.id).attempts == attempt + 1
 
 
 SCENARIOS = {
@@ -361,7 +361,7 @@ def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str,
                 if house.page.poll() is not None:
                     house.start_page()
                 house.tab.reload(wait_until="commit")
-                if house.queue.job(house.id).state in ENDED:
+                if house.queue.get_job(house.id).state in ENDED:
                     house.queue.requeue(house.id)
                     jobs.ensure_worker(home)
                 house.trains(house.id)

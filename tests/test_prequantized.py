@@ -190,7 +190,7 @@ def test_the_bytes_of_a_file_are_held_as_they_are(single, layout, tmp_path):
             weight = decode(encode(weight, layer.form), layer.form.storage, torch.float32)
         else:
             again += not torch.equal(decode(encode(weight), "fp8", torch.float32), weight)
-        assert torch.equal(decode(layer.parts(), layer.form.storage, torch.float32), weight), name
+        assert torch.equal(decode(layer.get_parts(), layer.form.storage, torch.float32), weight), name
         assert torch.equal(layer.weight, weight.to(torch.bfloat16).view(shape)), name
     assert again > 0.5 * len(rows)  # a second rounding would have been seen
     for name, tensor in denoiser.named_parameters():
@@ -210,10 +210,10 @@ def test_a_fused_layer_is_cut_with_its_scales(flux, tmp_path):
     for name, rows in {"attn.to_q": width, "attn.to_k": width, "attn.to_v": width, "proj_mlp": 4 * width}.items():
         weight = weights[f"single_transformer_blocks.1.{name}.weight"]
         expected = torch.stack([codes[i] * scale[i] for i in range(at, at + rows)])
-        assert torch.equal(weight.decoded(), expected)
+        assert torch.equal(weight.dequantize(), expected)
         at += rows
     assert at == len(codes)
-    held, kept = weight.parts(FP8_ROW), weights["single_transformer_blocks.1.attn.to_k.weight"].parts(FP8_ROW)
+    held, kept = weight.make_parts(FP8_ROW), weights["single_transformer_blocks.1.attn.to_k.weight"].make_parts(FP8_ROW)
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*held, *kept))  # the whole is let go
 
 
@@ -227,11 +227,11 @@ def test_a_forgotten_scale_or_one_of_other_rows_is_seen(flux, tmp_path, monkeypa
         return Quantized(codes, self.scale[: len(codes)])
 
     with monkeypatch.context() as planted:
-        planted.setattr(Quantized, "changed", scale_of_the_first_rows)
+        planted.setattr(Quantized, "change_rows", scale_of_the_first_rows)
         wrong = different(read(flux.family(one)), expected)
         assert any("to_k" in name for name in wrong) and not any("to_q" in name for name in wrong)
     with monkeypatch.context() as planted:
-        planted.setattr(Quantized, "decoded", lambda self, dtype=torch.float32: self.codes.to(dtype))
+        planted.setattr(Quantized, "dequantize", lambda self, dtype=torch.float32: self.codes.to(dtype))
         assert len(different(read(flux.family(one)), expected)) > 20
     assert not different(read(flux.family(one)), expected)
 
@@ -245,7 +245,7 @@ def test_blocks_are_held_where_the_storage_has_them(flux, tmp_path):
     precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
     precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     for name, layer in precision.find_frozen_layers(denoiser).items():
-        decoded, weight = decode(layer.parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
+        decoded, weight = decode(layer.get_parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
         if layer.form == Format("fp8", "1x64") or layer.form == FP8_ROW and weight.shape[1] % 64:
             assert torch.equal(decoded, weight), name
         else:  # a scale of ours covers several of the file's: rounded once more, from the exact value
@@ -267,7 +267,7 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
     precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     layers = precision.find_frozen_layers(denoiser)
     for name, layer in layers.items():
-        decoded = decode(layer.parts(), layer.form.storage, torch.float32)
+        decoded = decode(layer.get_parts(), layer.form.storage, torch.float32)
         assert torch.equal(decoded, expected[f"{name}.weight"]), name
     assert {layer.form.scale for layer in layers.values()} >= ({own} if own else {"row"})
     assert not [text for text in plan.warnings if "second time" in text]
@@ -294,7 +294,7 @@ def test_the_blocks_of_a_file_are_read_from_its_header(tmp_path, blocks):
     save_file({"x.weight": codes.to(E4M3), "x.weight_scale": scale}, path)
     assert WeightFile(path).list_block_scales() == [blocks]
     held = WeightFile(path).read("x.weight")
-    assert torch.equal(held.parts(Format("fp8", blocks))[0].view(E4M3).float(), codes.to(E4M3).float())
+    assert torch.equal(held.make_parts(Format("fp8", blocks))[0].view(E4M3).float(), codes.to(E4M3).float())
 
 
 @pytest.mark.parametrize("scale", ["tensor", "row", "1x64", "1x128", "128x128", "none"])
@@ -312,19 +312,19 @@ def test_a_format_takes_what_it_can_say_and_nothing_else(scale):
     }
     for size, forms in able.items():
         held = Quantized(codes, torch.rand(size, generator=generator) + 0.5)
-        parts = held.parts(form)
+        parts = held.make_parts(form)
         assert (parts is not None) == (scale in forms), size
         if parts is not None:
-            assert [(tuple(one.shape), one.dtype) for one in parts] == [*form.tensors((256, 384)).values()]
+            assert [(tuple(one.shape), one.dtype) for one in parts] == [*form.describe_tensors((256, 384)).values()]
             assert torch.equal(parts[0], codes.view(torch.uint8))
-            assert torch.equal(decode(parts, "fp8", torch.float32), held.decoded())
+            assert torch.equal(decode(parts, "fp8", torch.float32), held.dequantize())
     for size in able:  # the same value everywhere can be said by all; "none" can say 1
         for value in (1.0, 0.75):
-            parts = Quantized(codes, torch.full(size, value)).parts(form)
+            parts = Quantized(codes, torch.full(size, value)).make_parts(form)
             assert (parts is not None) == (scale != "none" or value == 1.0)
     for other in (Format("int8", "row"), Format("nf4", "64")):
-        assert Quantized(codes, torch.ones(1, 1)).parts(other) is None
-    assert Quantized(codes.to(E5M2), torch.ones(1, 1)).parts(form) is None
+        assert Quantized(codes, torch.ones(1, 1)).make_parts(other) is None
+    assert Quantized(codes.to(E5M2), torch.ones(1, 1)).make_parts(form) is None
 
 
 def test_all_codes_are_decoded_as_torch_does():
@@ -333,8 +333,8 @@ def test_all_codes_are_decoded_as_torch_does():
         codes = torch.arange(256, dtype=torch.uint8).view(kind)
         codes = codes.view(torch.uint8)[codes.float().isfinite()].view(kind)[None].repeat(3, 1)
         scale = torch.tensor([[1.0], [0.3], [2.0**-20]])
-        assert torch.equal(Quantized(codes, scale).decoded(), codes.float() * scale)
-        assert torch.equal(Quantized(codes, scale).decoded(torch.bfloat16), (codes.float() * scale).bfloat16())
+        assert torch.equal(Quantized(codes, scale).dequantize(), codes.float() * scale)
+        assert torch.equal(Quantized(codes, scale).dequantize(torch.bfloat16), (codes.float() * scale).bfloat16())
 
 
 @pytest.mark.parametrize("layout", ["older", "unscaled"])

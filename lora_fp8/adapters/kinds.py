@@ -255,7 +255,7 @@ def compute_row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Ten
         scaling: alpha / rank.
     """
     if isinstance(layer, FrozenLayer) and layer.backend != "te":  # only TransformerEngine can read its own bytes
-        parts, storage, dtype = list(fetch_parts(layer.parts())), layer.form.storage, layer.compute_dtype
+        parts, storage, dtype = list(fetch_parts(layer.get_parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
     parts = list(map(gather_whole, parts))

@@ -155,7 +155,7 @@ class Encoders(Facts):
             return math.prod(shape) * self.dtype.itemsize
         rows, columns = shape
         forms = [Format(self.text_storage, scale) for scale in settings.SCALES[self.text_storage]]
-        return next(form for form in forms if not form.problem((rows, columns))).num_bytes((rows, columns))
+        return next(form for form in forms if not form.find_problem((rows, columns))).count_bytes((rows, columns))
 
     def load_trained_text_parts(self) -> dict[str, Any]:
         """Load the trainable text encoders, unquantized, and their tokenizers, as new objects."""

@@ -169,7 +169,7 @@ def count_text_bytes(Family: type[ModelFamily], storage: str, known: KnownBase |
     if storage != "none":
         side = 4096
         form = Format(storage, settings.SCALES[storage][0])
-        size = 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
+        size = 2 * embeddings + (everything - embeddings) * form.count_bytes((side, side)) // side**2
     usual = next(iter(known_bases.list_of_family(Family.name)), None)
     if known and usual and known.sizes:
         size = round(size * _find_largest_text(known) / _find_largest_text(usual))

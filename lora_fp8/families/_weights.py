@@ -160,12 +160,12 @@ class WeightFile:
         if not codes.numel():
             return codes.to(torch.float32)
         rows = codes.shape[0] if codes.ndim else 1
-        return Quantized(codes.reshape(rows, -1), scale).decoded().reshape(codes.shape)
+        return Quantized(codes.reshape(rows, -1), scale).dequantize().reshape(codes.shape)
 
     def read_dequantized(self, name: str) -> Tensor:
         """Read a tensor as `read` does, but dequantize what is quantized to float32."""
         weight = self.read(name)
-        return weight.decoded() if isinstance(weight, Quantized) else weight
+        return weight.dequantize() if isinstance(weight, Quantized) else weight
 
     def list_block_scales(self) -> list[str]:
         """List the block that shares a scale in each blockwise e4m3 matrix: "1x64", "1x128" or "128x128"."""

@@ -777,4 +777,4 @@ def _change_weight(weight: Weight, change: Callable[[Tensor], Tensor] | None) ->
 
     if change is None:
         return weight
-    return weight.changed(change) if isinstance(weight, Quantized) else change(weight)
+    return weight.change_rows(change) if isinstance(weight, Quantized) else change(weight)

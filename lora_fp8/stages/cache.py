@@ -113,7 +113,9 @@ def cache(session: Session) -> Data:
     texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(preview, store)]))
     if processes.is_main and section.cache_limit != "none":
         _make_room(session, section.cache_limit * 2**30, texts)
-    report = store.fill(processes.share(placed.placed), processes.share(texts), log=_make_progress_log(run))
+    report = store.fill(
+        processes.select_share(placed.placed), processes.select_share(texts), log=_make_progress_log(run)
+    )
     reports = processes.gather(report)
     counts = ("encoded", "reused", "bytes")
     run.log_event("cache", **{key: sum(getattr(report, key) for report in reports) for key in counts})
@@ -225,7 +227,7 @@ def _make_progress_log(run: Run) -> Callable[[int, int], None]:
     progress = StageProgress(run, "cache")
 
     def log_progress(done: int, total: int) -> None:
-        if run.requested("stop"):
+        if run.take_request("stop"):
             raise Stopped(STOPPED_EARLY)
         progress.update(done, total)
 

@@ -26,7 +26,7 @@ def download(session: Session) -> None:
     if processes.is_main:
         _fetch(session)
     processes.wait()
-    family.fetch_weights(is_cancelled=lambda: session.run.requested("stop"))  # on a machine with another disk
+    family.fetch_weights(is_cancelled=lambda: session.run.take_request("stop"))  # on a machine with another disk
     session.stop.at_once = before
 
 
@@ -39,4 +39,4 @@ def _fetch(session: Session) -> None:
         run.log_event("download", **progress.to_json())
 
     with DownloadProgress(session.job.model.path, is_shown=session.shows_progress, report=report) as bar:
-        family.fetch_weights(bar.update, is_cancelled=lambda: run.requested("stop"))
+        family.fetch_weights(bar.update, is_cancelled=lambda: run.take_request("stop"))

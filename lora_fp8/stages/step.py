@@ -187,7 +187,7 @@ def compute_gradient_(
     sent_before = processes.sent
     asked = requests()
     flags = {name: name in asked for name in REQUESTS}
-    sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
+    sums = loaded.exchange.average_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
     sent = processes.sent - sent_before
     if sums["failed"]:
         with session.together():

@@ -77,7 +77,7 @@ def draw_turn(session: Session, loader: Loader, step: int, position: int) -> Tur
         failure = error
     own = Passes.of(batch, section)
     flags = torch.tensor([own.prior, own.class_word, failure is not None], dtype=torch.int32, device=processes.device)
-    prior, class_word, failed = processes.max_(flags).bool().tolist()
+    prior, class_word, failed = processes.reduce_max_(flags).bool().tolist()
     if failure is not None:
         raise failure
     if failed:
