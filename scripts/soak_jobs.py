@@ -2,10 +2,9 @@
 
     python scripts/soak_jobs.py [--times 50] [--seed 0] [SCENARIO...]
 
-Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `Queue.list_jobs` is true within
-3
-seconds, that no process of an ended job is left, that nothing blocks the next job, and that an interrupted job
-continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
+Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `Queue.list_jobs` is
+true within 3 seconds, that no process of an ended job is left, that nothing blocks the next job, and that an
+interrupted job continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
 
 The trainer is a stand-in that writes a run folder like the real one and learns nothing. The launcher is one that turns
 every exit code but 0 into 1, like accelerate's. So a round takes seconds. tests/test_jobs_soak.py runs a few rounds of

@@ -136,7 +136,7 @@ def test_a_right_file_passes(trained, name, layout):
     # the probe would notice a LoRA that does nothing, and the report says how much this one does
     bare = verify.build_clean_pipeline(it.family)
     answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
-    without = verify.relative_error(answer, it.probe.prediction_BCHW)
+    without = verify.compute_relative_error(answer, it.probe.prediction_BCHW)
     assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
 
 
@@ -505,10 +505,10 @@ def test_delta_error_is_that_of_the_whole_matrices():
 
 def test_psnr():
     picture = np.full((4, 6, 3), 100, np.uint8)
-    assert verify.psnr(picture, picture) == math.inf
-    assert verify.psnr(picture, picture + 1) == pytest.approx(20 * math.log10(255))
+    assert verify.compute_psnr(picture, picture) == math.inf
+    assert verify.compute_psnr(picture, picture + 1) == pytest.approx(20 * math.log10(255))
     with pytest.raises(ValueError, match="cannot be compared"):
-        verify.psnr(picture, picture.transpose(1, 0, 2))
+        verify.compute_psnr(picture, picture.transpose(1, 0, 2))
 
 
 def test_a_base_that_is_not_whole_is_an_error(trained):

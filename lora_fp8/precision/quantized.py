@@ -49,7 +49,7 @@ class Quantized:
         return apply_scale_(self.codes.to(torch.float32), self.scale).to(dtype)
 
     def make_parts(self, form: Format) -> tuple[Tensor, Tensor] | None:
-        """Return the tensors that `form.describe_tensors` names, with these codes and scales; None if they do not fit."""
+        """Return these codes and scales as `form.describe_tensors` has them; None if the format cannot store them."""
         shape = (self.codes.shape[0], self.codes.shape[1])
         if form.storage != "fp8" or form.find_problem(shape) or self.codes.dtype != torch.float8_e4m3fn:
             return None

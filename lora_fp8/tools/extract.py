@@ -179,7 +179,7 @@ def extract(
         held,
         models[0],
         layout,
-        f"extract {export_metadata.basename(tuned)} - {export_metadata.basename(base)}",
+        f"extract {export_metadata.get_basename(tuned)} - {export_metadata.get_basename(base)}",
     )
     total = sum(left_out.values()) + sum(row.energy for row in rows)
     return Report(rows, sorted(left_out), sum(left_out.values()) / total)

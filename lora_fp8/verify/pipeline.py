@@ -96,7 +96,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     state = layouts.from_layout(tensors, family, denoiser_config, layout)[0]
     (kind,), layers = layouts.find_kinds(state), kinds.group_by_layer(state)
     renamed = layouts.explain_unread_by_diffusers(family, denoiser_config, layout, kind, layers)
-    with _complaints() as complaints, quiet():
+    with _collect_complaints() as complaints, quiet():
         if renamed:
             state, scaling = layouts.from_layout(tensors, family, denoiser_config, layout)
             if layouts.explain_unread_by_diffusers(family, denoiser_config, "diffusers", kind):
@@ -111,7 +111,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
 
 
 @contextmanager
-def _complaints() -> Iterator[list[str]]:
+def _collect_complaints() -> Iterator[list[str]]:
     """Collect the warnings of diffusers and peft, whatever verbosity the caller has set."""
     complaints: list[str] = []
 

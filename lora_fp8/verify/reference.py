@@ -130,7 +130,7 @@ class Reference:
     on_check: Callable[[Check], None] = lambda check: None
 
 
-def psnr(image: Any, other: Any) -> float:
+def compute_psnr(image: Any, other: Any) -> float:
     """Return the peak signal-to-noise ratio of two 8-bit images in dB; infinity if they are identical.
 
     Raises:
@@ -154,4 +154,4 @@ def measure_preview_psnr(previews: Previews, pipeline: Any) -> float:
 
 def find_worst_psnr(images: Sequence[Any], others: Sequence[Any]) -> float:
     """Return the lowest PSNR in dB of pairs of images; infinity if all are identical."""
-    return min((psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)
+    return min((compute_psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)
