@@ -170,11 +170,11 @@ class Encoders(Facts):
         for name in self.trained_text:
             cls = self._find_text_class(name)[0]
             with torch.device("meta"):
-                encoder = cls(self._text_config(name, cls.config_class))
+                encoder = cls(self._make_text_config(name, cls.config_class))
             encoders[name] = encoder.to(self.dtype).requires_grad_(False)
         return encoders
 
-    def _text_config(self, name: str, config_class: Any) -> Any:
+    def _make_text_config(self, name: str, config_class: Any) -> Any:
         """Return the config of a text encoder of this base."""
         return config_class.from_pretrained(self.folder / name, local_files_only=True)
 

@@ -118,7 +118,7 @@ class Released(ModelFamily):
         """Return the bytes of the largest text encoder, by its published number of parameters."""
         return {"largest": count_text_bytes(type(self), self.text_storage, self.known)}
 
-    def _text_config(self, name: str, config_class: Any) -> Any:
+    def _make_text_config(self, name: str, config_class: Any) -> Any:
         """Return the published config of a text encoder."""
         return config_class(**self.published[name])
 

@@ -142,7 +142,7 @@ class Family(ModelFamily):
         from . import _anima
 
         denoiser: Any = ModelFamily.make_empty_denoiser(self)
-        return _anima.without_borders_(denoiser)
+        return _anima.expect_border_mask_(denoiser)
 
     def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
         if name != "text_conditioner":

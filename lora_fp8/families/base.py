@@ -380,12 +380,12 @@ class ModelFamily(Latents, Prompts):
     @classmethod
     def find_layers_without_adapter(cls, denoiser: nn.Module) -> set[str]:
         """Return the full names of the layers in `no_adapter`."""
-        return _with_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
+        return _resolve_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
 
     @classmethod
     def find_swapped_halves(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
         """Return the full names of the layers in `swapped_halves`."""
-        return _with_last_block(cls.swapped_halves, lambda: cls.list_layer_shapes(denoiser_config))
+        return _resolve_last_block(cls.swapped_halves, lambda: cls.list_layer_shapes(denoiser_config))
 
     @classmethod
     def list_layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
@@ -717,7 +717,7 @@ def _is_component(entry: Any) -> bool:
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
 
 
-def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
+def _resolve_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
     """Return these names, with -1 replaced by the number of the last block among `layers`."""
     with_last = set()
     for name in names:
