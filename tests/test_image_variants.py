@@ -177,7 +177,7 @@ class Family:
     def encode_in_turn(self, asks):
         yield from enumerate(ask() for ask in asks)
 
-    def control_size(self, width, height, resolution):
+    def compute_control_size(self, width, height, resolution):
         return width // 8 * 8, height // 8 * 8
 
     def find_overlong(self, texts):

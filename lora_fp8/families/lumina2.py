@@ -97,7 +97,7 @@ class Family(ModelFamily):
         "lacks": ("cap_pad_token",),
     }
 
-    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
+    make_negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         return "" if _gemma.is_negative(prompt) else BEFORE, prompt.removeprefix(_gemma.AVOIDED)

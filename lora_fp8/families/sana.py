@@ -95,7 +95,7 @@ class Family(ModelFamily):
         """Return the instruction before a prompt, which the pipeline has as the default of its call only."""
         return {"complex_human_instruction": _get_instruction()}
 
-    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
+    make_negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # A negative prompt has no instruction, but the same token limit as a prompt after one.
