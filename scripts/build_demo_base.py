@@ -118,7 +118,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
     vae = make_tiny_vae()
     log(f"autoencoder: {count_parameters(vae):,} weights")
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: lr_factor(n, steps, 100))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: compute_lr_factor(n, steps, 100))
     started = time.time()
     for step in range(1, steps + 1):
         size = pictures.SIZES[0] if rng.random() < 0.8 else rng.choice(pictures.SIZES[1:])
@@ -417,7 +417,7 @@ def count_parameters(module: nn.Module) -> int:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def lr_factor(step: int, steps: int, warm: int) -> float:
+def compute_lr_factor(step: int, steps: int, warm: int) -> float:
     """Return the learning-rate factor: linear warm-up, then half a cosine down to zero."""
     if step < warm:
         return (step + 1) / warm
@@ -469,7 +469,7 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
         log(f"{family.name} {name}: {count_parameters(module):,} weights")
     average = Average(modules)
     optimizers = make_optimizers(modules, args.lr, args.muon)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: lr_factor(n, steps, 150)) for o in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: compute_lr_factor(n, steps, 150)) for o in optimizers]
     snapshot = args.work / f"{family.name}.pt"
     first = 0
     if args.resume:
