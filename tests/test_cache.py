@@ -140,7 +140,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
         report = cache.fill(placed, [*captions, captions[1], ""])
         assert report.encoded == encoded + bool(encoded) and family.judged == [*captions, ""], "each text once"
         assert [(cut.prompt, cut.num_lost) for cut in report.truncated] == [(captions[1], 1), (captions[2], 30)]
-        (line,) = report.warnings()
+        (line,) = report.list_warnings()
         assert (
             line.startswith("2 of 4 captions and prompts exceed the limit of the text encoder, 3 tokens")
             and "up to 30" in line
@@ -151,7 +151,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
     (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
     (folder / "set" / "2.txt").write_text("two", encoding="utf-8")
     _, _, report = fill(folder, Family())
-    assert report.truncated == () and report.warnings() == []
+    assert report.truncated == () and report.list_warnings() == []
 
 
 def test_edited_picture_and_edited_caption_are_encoded_alone(folder):
