@@ -92,6 +92,11 @@ def planted(kind: str, root: Path) -> str | None:
     if kind == "caption_encoding":
         put(odd, path, "红发".encode("gb18030"))
         return "byte 0 (0xba)"
+    if kind == "caption_unreadable":
+        put(odd, path)
+        path.with_suffix(".txt").unlink()
+        os.mkfifo(path.with_suffix(".txt"))
+        return "is not a regular file"
     if kind == "caption_missing":
         odd.save(path)
         return "odd.txt"

@@ -1142,7 +1142,7 @@ def test_components_of_another_architecture_are_refused(single, tmp_path):
     Family, _, path, _ = single
     other = families.get("flux" if Family.name != "flux" else "sdxl")
     miniatures.save(other.name, tmp_path)
-    with pytest.raises(UserError, match=f"is {other.title}.*the config says model.family = '{Family.name}'"):
+    with pytest.raises(UserError, match=f"is {other.title}.*but model.family = '{Family.name}'"):
         make(Family, path, components=str(tmp_path))
 
 
@@ -1248,7 +1248,7 @@ def test_full_size_checkpoints_are_told_apart_by_their_headers(single, tmp_path,
     write_header(path, full_size_shapes(other))
     with pytest.raises(UserError) as caught:
         make(Family, path, components=str(folder))
-    assert f"is {families.get(other).title}, but the config says model.family = {Family.name!r}" in str(caught.value)
+    assert f"is {families.get(other).title}, but model.family = {Family.name!r}" in str(caught.value)
     assert f"set model.family = {other!r}" in str(caught.value)
     if Family.name != "flux":
         shapes = full_size_shapes(Family.name)

@@ -31,7 +31,7 @@ from lora_fp8 import adapters, cli, config, families, importing
 from lora_fp8.adapters.targets import choose_layers
 from lora_fp8.data import buckets
 from lora_fp8.errors import UserError
-from lora_fp8.importing import dataset_settings, import_draft, readers, source_files
+from lora_fp8.importing import dataset_settings, import_draft, readers, source_files, target_modules
 from lora_fp8.lora_files import layer_names
 from lora_fp8.objectives import Diffusion, FlowMatching
 from lora_fp8.settings import Adapter, Job, Optimizer, Preview, schedules, split_preview
@@ -102,7 +102,9 @@ def settings(made: importing.Import) -> dict[str, Any]:
 
 
 def entries(made: importing.Import) -> list[import_draft.Entry]:
-    return [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
+    """What is told of each key of the file."""
+    told = [*made.mapped, *made.differs, *made.no_counterpart, *made.unknown]
+    return [entry for entry in told if entry.key != target_modules.WHAT]  # that is of no key
 
 
 def keys(found: list[import_draft.Entry]) -> set[str]:
@@ -227,6 +229,11 @@ def test_variables_of_a_script_are_put_in(tmp_path: Path, name: str, lines: list
 
 # -------------------------------------------------------------------------------------- what each of the files becomes
 
+JOINT_ATTENTION = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
+JOINT_ATTENTION += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
+FLUX_BLOCKS = [*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"]
+FLUX_BLOCKS += ["proj_out", "norm1.linear", "norm1_context.linear", "norm.linear"]
+"""The linear layers of FLUX' blocks; tests/test_import_targets.py holds them against the model."""
 WRITTEN: dict[str, dict[str, Any]] = {
     "sd_scripts_flux.toml": {
         "tracking": {"to": ["wandb"], "project": "foxes", "run_name": "red"},
@@ -244,7 +251,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 8.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 8.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -348,7 +355,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
             "dtype": "bf16",
         },
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 8, "alpha": 8.0, "dropout": 0.0},
+        "adapter": {"type": "lora", "rank": 8, "alpha": 8.0, "dropout": 0.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 768,
             "buckets": True,
@@ -380,7 +387,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 1337,
         "model": {"family": "flux", "path": "./sd-models/flux1-dev.safetensors", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 16.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 768,
             "buckets": True,
@@ -470,7 +477,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "output_dir": "/data/runs/my_flux",
         "model": {"family": "flux", "path": "/models/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0, "dtype": "bf16"},
+        "adapter": {"type": "lora", "rank": 32, "alpha": 32.0, "dtype": "bf16", "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "buckets": True,
@@ -508,7 +515,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "output_dir": "output",
         "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0, "targets": FLUX_BLOCKS},
         "dataset": {
             "resolution": 1024,
             "max_aspect": 8.0,
@@ -606,7 +613,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
         "seed": 42,
         "model": {"family": "flux", "path": "black-forest-labs/FLUX.1-dev", "dtype": "bf16"},
         "quantize": {"storage": "fp8", "compute": "fp8"},
-        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0},
+        "adapter": {"type": "lora", "rank": 16, "alpha": 16.0, "targets": JOINT_ATTENTION},
         "dataset": {
             "caption_lines": "one",
             "resolution": 1024,
@@ -642,11 +649,12 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 
 DATA = "sd_scripts_dataset.toml: datasets.0"
+LAYERS = target_modules.WHAT  # sd-scripts trains q, k and v of FLUX as one LoRA
 REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that have no counterpart although they are on
     "sd_scripts_flux.toml": (
         f"training.fp8_base|{DATA}.subsets.0.class_tokens|{DATA}.resolution|sd_scripts_dataset.toml: general.flip_aug"
         f"|{DATA}.subsets.1.flip_aug|{DATA}.min_bucket_reso|{DATA}.max_bucket_reso|training.max_train_epochs"
-        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug",
+        f"|saving.save_every_n_epochs|{DATA}.subsets.2.is_reg|training.blocks_to_swap|{DATA}.subsets.1.color_aug|{LAYERS}",
         "dataset.resolution|network.network_args|dataset.max_token_length"
         "|saving.sample_sampler|saving.huggingface_token",
     ),
@@ -656,10 +664,13 @@ REPORTED: dict[str, tuple[str, str]] = {  # the keys that differ; those that hav
         "full_fp16|huggingface_token",
     ),
     "kohya_ss_flux.json": (
-        "fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts",
+        f"fp8_base|train_data_dir|min_bucket_reso|max_bucket_reso|save_every_n_steps|sample_prompts|{LAYERS}",
         "wandb_api_key|max_grad_norm|huggingface_token|save_every_n_epochs",
     ),
-    "lora_scripts_preset.toml": ("data.bucket_no_upscale|data.fp8_base|data.train_data_dir", "data.max_train_epochs"),
+    "lora_scripts_preset.toml": (
+        f"data.bucket_no_upscale|data.fp8_base|data.train_data_dir|{LAYERS}",
+        "data.max_train_epochs",
+    ),
     "lora_scripts_sd.toml": (
         "mixed_precision|train_data_dir|min_bucket_reso|max_bucket_reso|conv_dim|conv_alpha",
         "max_train_epochs|save_every_n_epochs|sample_every_n_epochs|sample_sampler",
@@ -1818,6 +1829,7 @@ def test_kohyas_defaults_are_written_where_ours_differ(tmp_path: Path) -> None:
     made = kohya(tmp_path, "")
     found = settings(made)
     # The text encoders are trained at the same rate, where the architecture has some that can be.
+    assert found["adapter"].pop("targets") == FLUX_BLOCKS
     assert found["adapter"] == {"type": "lora", "rank": 4, "alpha": 1.0, "text_encoder": True}
     assert found["optimizer"]["text_encoder_lr"] == 2e-6
     assert (found["optimizer"]["lr"], found["train"]["steps"], found["dataset"]["buckets"]) == (2e-6, 1600, False)
@@ -2140,7 +2152,7 @@ def test_the_command(
     assert answer["tool"] == "lora-scripts" and answer["output"] == "deep/er/x.toml"
     assert answer["settings"] == settings(importing.import_file(here / "lora_scripts_preset.toml"))
     counts = [len(answer[name]) for name in ("mapped", "differs", "no_counterpart", "unknown")]
-    assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) and not counts[3]
+    assert sum(counts) == len(expected_keys(here, "lora_scripts_preset.toml")) + 1 and not counts[3]  # and the layers
     code, out, err = ask(here / "prompts.txt")
     assert code == 2 and not out and err.count("\n") == 1 and not (tmp_path / "prompts.lora-fp8.toml").exists()
 

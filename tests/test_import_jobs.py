@@ -543,6 +543,7 @@ def test_the_report_begins_with_what_is_to_do_and_ends_with_a_verdict(tmp_path: 
         (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")
     text = "train_data_dir = 'set'\nmax_train_epochs = 2\nresolution = '512,512'\ntimestep_sampling = 'sigmoid'\n"
     text += "network_train_unet_only = true\nmixed_precision = 'bf16'\nmodel_prediction_type = 'raw'\n"
+    text += "network_args = ['split_qkv=true']\n"
     assert importing.describe_verdict(kohya(tmp_path, text)) == "same training: yes"
 
 
@@ -553,6 +554,7 @@ def test_switches_that_change_nothing_of_what_is_learned_are_no_differences(tmp_
         (tmp_path / "set/10_cat" / name).write_bytes(b"a cat")
     text = "train_data_dir = 'set'\nmax_train_epochs = 2\nresolution = '512,512'\ntimestep_sampling = 'sigmoid'\n"
     text += "network_train_unet_only = true\nmixed_precision = 'bf16'\nmodel_prediction_type = 'raw'\n"
+    text += "network_args = ['split_qkv=true']\n"
     switches = "xformers sdpa mem_eff_attn save_state save_state_on_train_end use_flash_attn no_half_vae".split()
     text += "".join(f"{name} = false\n" for name in switches)
     found = kohya(tmp_path, text)

@@ -77,7 +77,8 @@ def draw_caption_variant(caption: str, variant: int, section: settings.Dataset, 
     if section.tag_dropout:
         draw = random.Random(derive_seed("tag_dropout", seed, caption, variant)).random
         kept_out = [draw() < section.tag_dropout for _ in rest]  # one draw per tag, whichever stay
-        bound = [any(with_trigger(tag, word) == tag for word in section.triggers) for tag in rest]
+        triggers = section.triggers
+        bound = [any(with_trigger(tag, word) == tag for word in triggers) for tag in rest]
         rest = [tag for tag, out, stays in zip(rest, kept_out, bound, strict=True) if stays or not out]
     if section.shuffle_tags:
         rest = [rest[i] for i in make_permutation(len(rest), "shuffle", seed, caption, variant)]
@@ -129,7 +130,8 @@ def list_dataset_captions(examples: Iterable[Example], section: settings.Dataset
             texts.update(
                 (draw_caption_variant(caption, v, section, seed), None) for v in range(section.caption_variants)
             )
-    texts.update((with_class_word(text, section.triggers, section.class_word), None) for text in list(texts))
+    triggers = section.triggers
+    texts.update((with_class_word(text, triggers, section.class_word), None) for text in list(texts))
     if section.caption_dropout > 0:
         texts[""] = None
     return list(texts)

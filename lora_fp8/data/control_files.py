@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -26,12 +27,11 @@ def find_controls(
 ) -> list[tuple[Control, ...] | None]:
     """Return the control images of each found image; None where they have a problem, which is added to the report."""
     answers: list[tuple[Control, ...] | None] = []
+    by_folder: dict[int, list[tuple[Path, Path]]] = defaultdict(list)
+    for number, root, path, _ in images:
+        by_folder[number].append((root, path))
     for index, folder in enumerate(section.folders):
-        pictures = {
-            path: path.relative_to(root).with_suffix("").as_posix()
-            for number, root, path, _ in images
-            if number == index
-        }
+        pictures = {path: path.relative_to(root).with_suffix("").as_posix() for root, path in by_folder[index]}
         excluded = report.excluded.get(Path(os.path.expanduser(folder.path)), set())
         answers += _find_folder_controls(folder.control, pictures, excluded, num_controls, report, memory)
     return answers

@@ -33,6 +33,11 @@ KINDS = {
         Message("set dataset.follow_mask = true, crop the image and its mask yourself, or raise dataset.max_aspect"),
     ),
     "unreadable": ("problem", Template("{detail}"), Message("save the image again, or remove it")),
+    "caption_unreadable": (
+        "problem",
+        Template("caption {detail}"),
+        Message("check that it is a file that you may read, and the disk; or write it again"),
+    ),
     "caption_encoding": (
         "problem",
         Template("caption {detail}"),

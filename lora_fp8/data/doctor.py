@@ -342,7 +342,7 @@ def _check_captions(
             lines = caption_text.read_lines(caption_path, section.caption_lines)
         except OSError as error:
             line = about(caption_path.name, clips.CANNOT_BE_READ(why=reason(error)))
-            findings.add("caption_encoding", name, line)
+            findings.add("caption_unreadable", name, line)
             continue
         except ValueError as error:
             findings.add("caption_encoding", name, about(caption_path.name, error))

@@ -79,12 +79,11 @@ def find_masks(
     """
     answers: list[Mask | None] = []
     notes: dict[str, list[str]] = defaultdict(list)
+    by_folder: dict[int, list[tuple[Path, Path, Seen | None]]] = defaultdict(list)
+    for (number, root, path, _), seen_image in zip(entries, seen, strict=True):
+        by_folder[number].append((root, path, seen_image))
     for index, folder in enumerate(section.folders):
-        images = [
-            (root, path, seen_image)
-            for (number, root, path, _), seen_image in zip(entries, seen, strict=True)
-            if number == index
-        ]
+        images = by_folder[index]
         if not folder.mask:
             answers += [None] * len(images)
         elif folder.mask == "alpha":

@@ -94,12 +94,9 @@ def _find_family(family: ModelFamily, pipeline_class: str) -> type[ModelFamily] 
 def _describe_other_architecture(family: ModelFamily, path: str, what: str, other: type[ModelFamily] | None) -> str:
     values = {"path": path, "line": what, "name": repr(family.name), "title": family.title}
     if other is None:
-        return Message(
-            "{path} is {line}, but the config says model.family = {name} ({title}); choose another file", **values
-        )
+        return Message("{path} is {line}, but model.family = {name} is {title}; choose another file", **values)
     return Message(
-        "{path} is {line}, but the config says model.family = {name} ({title}); set model.family = {other} or choose "
-        "another file",
+        "{path} is {line}, but model.family = {name} is {title}; set model.family = {other} or choose another file",
         other=repr(other.name),
         **values,
     )

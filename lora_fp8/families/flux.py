@@ -99,8 +99,8 @@ class Family(ModelFamily):
     }
     caveats_by_name = {
         "kontext": Template(
-            "the name of {name} suggests FLUX.1 Kontext, an editing model, but here it is trained and drawn with no "
-            "image to edit; to use control images, set model.family = 'flux_kontext'"
+            "the name of {name} suggests FLUX.1 Kontext, an editing model, but model.family = 'flux' trains "
+            "without control images; to use them, set model.family = 'flux_kontext'"
         )
     }
 

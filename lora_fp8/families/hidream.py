@@ -93,8 +93,8 @@ class Family(ModelFamily):
     single_file = {"has": ("double_stream_blocks.0.block.attn1.to_q_t.weight", "caption_projection.0.linear.weight")}
     caveats_by_name = {
         r"(?<![a-z])e1(?![a-z0-9])": Template(
-            "the name of {name} suggests HiDream-E1, an editing model, but here it is trained and drawn with no "
-            "image to edit; for text-to-image, train on HiDream-I1-Full"
+            "the name of {name} suggests HiDream-E1, an editing model, but this trainer trains HiDream without "
+            "control images; for text-to-image, choose HiDream-I1-Full"
         )
     }
     distilled_advice = Message(

@@ -128,8 +128,8 @@ class Family(ModelFamily):
     # The second version of image-to-video has the same tensors as text-to-video.
     caveats_by_name = {
         r"i2v|image[-_. ]?to[-_. ]?video": Template(
-            "the name of {name} suggests an image-to-video model, but here it is trained and drawn without a first "
-            "image; train on a text-to-video model"
+            "the name of {name} suggests an image-to-video model, but this trainer trains without a first image; "
+            "choose a text-to-video model"
         )
     }
 

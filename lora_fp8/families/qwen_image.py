@@ -88,8 +88,8 @@ class Family(ModelFamily):
             return []
         return [
             Message(
-                "the name of {name} suggests Qwen-Image-Edit, an editing model, but here it is trained and drawn "
-                "with no image to edit; to use control images, set model.family = {family}",
+                "the name of {name} suggests Qwen-Image-Edit, an editing model, but model.family = 'qwen_image' "
+                "trains without control images; to use them, set model.family = {family}",
                 name=self.get_base_name(),
                 family=f"'{editing}'",
             )

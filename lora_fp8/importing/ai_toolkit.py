@@ -20,6 +20,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    target_modules,
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
@@ -40,6 +41,7 @@ NO_PRESERVE = Message(
     "this trainer does not preserve what the base model draws without a prompt; dataset.class_word preserves a class"
 )
 NEVER_ENLARGED = Message("ai-toolkit never enlarges images; small ones get smaller buckets")
+ALPHA_IS_RANK = Message("ai-toolkit trains transformers with alpha = rank, whatever linear_alpha is")
 AREA = {"objective.normalize_mask": True}
 
 SHORT: dict[str, Rule] = {
@@ -444,19 +446,31 @@ def _set_network(draft: Draft) -> None:
     kind = common_values.normalize_name(draft.get(key) or "lora")
     adapter_settings.set_type(draft, key, kind)
     _set_lokr(draft, kind)
+    _set_rank(draft, kind)
+    keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
+    only, without = ([read_string(part) for part in draft.get(key, read_list) or []] for key in keys)
+    target_modules.assume_whole_blocks(draft)
+    if only or without:
+        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
+
+
+def _set_rank(draft: Draft, kind: str) -> None:
+    """Set rank and alpha; of a transformer, ai-toolkit makes PEFT's LoRA, whose alpha equals the rank."""
+    is_peft = kind != "lokr" and draft.family not in ("", "sd15", "sd2", "sdxl")
     for ours, names, read in (
         ("adapter.rank", ("network.rank", "network.linear"), read_whole),
         ("adapter.alpha", ("network.linear_alpha", "network.alpha"), read_number),
     ):
         keys = [PROCESS + name for name in names]
         used = next((candidate for candidate in keys if draft.has(candidate)), keys[-1])
+        rank = draft.settings.get("adapter.rank")
+        if ours == "adapter.alpha" and is_peft and rank:
+            draft.report_mapped(keys, {ours: float(rank)}, ALPHA_IS_RANK)
+            draft.set(ours, float(rank), ALPHA_IS_RANK)
+            continue
         if draft.get(used) is not None and used not in draft.done:
             draft.report_mapped(used, {ours: read(draft.get(used))})
         draft.report_unmatched(keys, remarks.COUNTS(key=used.rsplit(".", 1)[-1]), off=True)
-    keys = [f"{PROCESS}network.network_kwargs.{name}" for name in ("only_if_contains", "ignore_if_contains")]
-    only, without = ([read_string(part) for part in draft.get(key, read_list) or []] for key in keys)
-    if only or without:
-        adapter_settings.set_filter(draft, keys, only, without, draft.settings.get("adapter.rank", Adapter().rank))
 
 
 def _set_lokr(draft: Draft, kind: str) -> None:

@@ -19,6 +19,7 @@ from . import (
     objective_settings,
     optimizer_settings,
     remarks,
+    target_modules,
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
@@ -298,6 +299,9 @@ def _set_adapter(draft: Draft) -> None:
                 draft.report_mapped("adapter.rank", {"adapter.rank": rank}, remarks.WHOLE_MATRICES)
         if rank:
             draft.set("adapter.alpha", float(rank), Message("diffusion-pipe forces alpha = rank"))
+        target_modules.assume_whole_blocks(draft)
+        if draft.family in target_modules.FUSED["diffusion-pipe"]:
+            target_modules.report_fused(draft)
     elif kind:
         draft.report_unmatched("adapter.type", Message("this trainer has no {kind}; a LoRA was written", kind=kind))
         draft.set("adapter.type", "lora")

@@ -247,6 +247,10 @@ class Draft:
         """Set one of our settings to the tool's default unless the file sets it; `key` is the tool's name for it."""
         self.assumed[setting] = (value, key, note)
 
+    def add_difference(self, what: str, note: str) -> None:
+        """Report a difference that no key of the file is about."""
+        self.lists["differs"].append(Entry(what, "", "", note))
+
     def add_todo(self, setting: str, what: str) -> None:
         """Add a TODO for one of our settings, to the file and to the report."""
         self.comments.setdefault(setting, []).append(Message("TODO: {line}", line=what))

@@ -18,6 +18,7 @@ from . import (
     objective_settings,
     optimizer_settings,
     remarks,
+    target_modules,
 )
 from .import_draft import Draft
 from .kohya_data import collect_values, list_subsets
@@ -192,6 +193,10 @@ def set_network(draft: Draft) -> None:
     if algorithm in ("lora", "dora", "loha", "lokr"):
         paged = not plain_page or draft.tool.name == "sd-scripts"
         kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
+    if own_network:
+        target_modules.assume_whole_blocks(draft)
+        split = given.pop("split_qkv", "").lower() == "true" or common_values.is_on(draft.get("split_qkv"))
+        target_modules.report_fused(draft, split)
     _report_arguments(draft, given)
     _report_page_keys(draft, plain_page)
 

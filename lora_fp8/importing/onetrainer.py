@@ -25,6 +25,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    target_modules,
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
@@ -524,11 +525,13 @@ def _set_adapter(draft: Draft) -> None:
         draft.report_mapped("lora_weight_dtype", {"adapter.dtype": "fp32" if ours == "fp32" else "bf16"})
     filters = ["layer_filter", "layer_filter_preset", "layer_filter_regex"]
     names = draft.get("layer_filter", read_string)
+    if not names and ("layer_filter" in draft.given or draft.get("layer_filter_preset") == "full"):
+        target_modules.assume_every_layer(draft)
     if names and not common_values.is_on(draft.get("layer_filter_regex")):
         rank = draft.settings.get("adapter.rank") or draft.get("lora_rank", read_whole) or Adapter().rank
-        adapter_settings.set_filter(
-            draft, filters, [name.strip() for name in names.split(",") if name.strip()], [], rank
-        )
+        words = [name.strip() for name in names.split(",") if name.strip()]
+        adapter_settings.set_filter(draft, filters, words, [], rank)
+        target_modules.widen_for_filter(draft, words)
     draft.report_unmatched(filters, NO_PART, off=not names)
 
 

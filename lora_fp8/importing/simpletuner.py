@@ -21,6 +21,7 @@ from . import (
     optimizer_settings,
     preview_settings,
     remarks,
+    target_modules,
     tracker_settings,
 )
 from .import_draft import Draft, Folder, Tool
@@ -68,7 +69,7 @@ RULES: dict[str, Rule] = {
     "lycoris_config": JOINT,
     "init_lokr_norm": map_none(remarks.BELONGS_TO(key="LoKr")),
     "peft_lora_mode": map_none(remarks.NOT_HERE, "standard"),
-    "flux_lora_target": map_none(remarks.TARGETS),
+    "flux_lora_target": JOINT,
     "fuse_qkv_projections": map_idle(Message("q, k and v share one quantized input")),
     "controlnet": JOINT,
     "control": map_none(remarks.NO_CONTROLNET),
@@ -449,7 +450,8 @@ def _set_lycoris(draft: Draft, keys: list[str], inner: dict[str, Any], kind: str
     draft.report_mapped(keys, made)
     known = {"rank_dropout", "rank_dropout_scale", "module_dropout", "rs_lora"}
     known |= {"algo", "full_matrix", "factor", "decompose_both", "linear_dim", "linear_alpha", "multiplier"}
-    if rest := sorted(inner.keys() - known):
+    unread = target_modules.set_lycoris_targets(draft, inner.get("apply_preset"))
+    if rest := sorted([*(inner.keys() - known - {"apply_preset"}), *([unread] if unread else [])]):
         note = Message("adapter.targets lists the target modules, which share one factor and one rank")
         draft.notes.append(Message("lycoris_config: {names} was not read; {line}", names=", ".join(rest), line=note))
     draft.report_unmatched(["use_dora", "lora_rank", "lora_alpha"], remarks.COUNTS(key="lycoris_config"), off=True)
@@ -471,6 +473,8 @@ def _set_adapter(draft: Draft) -> None:
         _set_lycoris(draft, keys, lycoris, own)
         return
     adapter_settings.set_type(draft, keys, kind)
+    target_modules.set_simpletuner_targets(draft)
+    draft.report_unmatched("flux_lora_target", remarks.TARGETS)
     draft.report_unmatched("use_dora", remarks.OFF, off=True)
     rank = draft.get("lora_rank", read_whole)
     draft.report_mapped("lora_rank", {"adapter.rank": rank})

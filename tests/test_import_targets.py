@@ -1,0 +1,216 @@
+"""The layers that another trainer adapts are those that an import's adapter.targets select.
+
+Judged by the other trainers' own rules, read from their sources (named in importing/target_modules.py), on diffusers'
+denoisers at full size; and by the numbers of modules that sd-scripts' files of released models have.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lora_fp8 import adapters, families, importing
+from lora_fp8.importing import target_modules
+from lora_fp8.lora_files import layouts
+from lora_fp8.settings import Adapter
+
+
+@cache
+def full_size(family: str) -> nn.Module:
+    """The denoiser of the released model, on the meta device."""
+    Family = families.get(family)
+    with torch.device("meta"):
+        return getattr(diffusers, Family.denoiser_class).from_config(dict(Family.reference_config))
+
+
+def write(path: Path, data: Any) -> Path:
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    return path
+
+
+def adapted(path: Path, tool: str, family: str) -> tuple[dict[str, int], importing.Import]:
+    """The rank of each layer that the imported config adapts, and the import."""
+    made = importing.import_file(path, tool, family)
+    section = Adapter(**made.settings["adapter"])
+    names = families.get(family).choose_adapter_layers(full_size(family), section.targets)
+    return adapters.assign_ranks(section, names)[0], made
+
+
+def all_linear(family: str, *blocks: str) -> set[str]:
+    """Every linear layer whose name begins with that of a block, except those that no LoRA of ours can be on."""
+    denoiser = full_size(family)
+    linear = {name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
+    left_out = families.get(family).find_layers_without_adapter(denoiser)
+    return {name for name in linear if name.startswith(blocks)} - set(left_out)
+
+
+JOINT = ("transformer_blocks.", "single_transformer_blocks.")
+BLOCKS = {
+    **dict.fromkeys(("flux", "flux_kontext", "hunyuan_video", "sd3"), JOINT),
+    **dict.fromkeys(("qwen_image", "qwen_image_edit", "qwen_image_edit_plus"), JOINT),
+    "z_image": ("layers.",),
+    "lumina2": ("layers.", "noise_refiner.", "context_refiner."),
+}
+"""Architecture -> beginnings of the names of its blocks, in diffusers."""
+
+
+def ai_toolkit(tmp_path: Path, family: str, **network: Any) -> Path:
+    config = {"type": "lora", "linear": 16, "linear_alpha": 8, **network}
+    process = {"type": "sd_trainer", "network": config, "model": {"name_or_path": "base"}, "datasets": []}
+    job = {"job": "extension", "config": {"name": "it", "process": [process]}}
+    return write(tmp_path / "ai.yaml", yaml.safe_dump(job))
+
+
+def diffusion_pipe(tmp_path: Path, family: str) -> Path:
+    return write(tmp_path / "pipe.toml", "[model]\ntype = 'x'\n[adapter]\ntype = 'lora'\nrank = 16\n")
+
+
+@pytest.mark.parametrize("family", sorted(target_modules.WHOLE_BLOCKS_OF["diffusion-pipe"]))
+def test_ai_toolkit_and_diffusion_pipe_adapt_every_linear_layer_of_the_blocks(tmp_path: Path, family: str) -> None:
+    expected = all_linear(family, *BLOCKS[family])
+    for tool, write_file in (("ai-toolkit", ai_toolkit), ("diffusion-pipe", diffusion_pipe)):
+        if family in target_modules.WHOLE_BLOCKS_OF[tool]:
+            ranks, made = adapted(write_file(tmp_path, family), tool, family)
+            assert set(ranks) == expected, tool
+            # Z-Image's refiners are told: they are blocks to diffusion-pipe, and not to ai-toolkit.
+            told = [entry.note for entry in made.differs if entry.key == target_modules.WHAT]
+            assert bool(told) == (family in ("z_image", "hunyuan_video") and tool == "diffusion-pipe")
+
+
+def test_alpha_of_ai_toolkits_transformers_is_the_rank(tmp_path: Path) -> None:
+    for family, kind, alpha in (("flux", "lora", 16), ("flux", "lokr", 8), ("sdxl", "lora", 8)):
+        made = importing.import_file(ai_toolkit(tmp_path, family, type=kind), "ai-toolkit", family)
+        assert made.settings["adapter"]["alpha"] == alpha, (family, kind)
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "count"),
+    [
+        ("flux", "networks.lora_flux", 304),  # 19 x 10 and 38 x 3
+        # 24 blocks of 10, and 13 with a second attention; of the last block's context, three more are never computed,
+        # and the query and the modulation cannot be trained here.
+        ("sd3", "networks.lora_sd3", None),
+        ("sdxl", "networks.lora", 722),
+    ],
+)
+def test_modules_are_as_many_as_sd_scripts_counts(tmp_path: Path, family: str, module: str, count: int | None) -> None:
+    text = f"pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = '{module}'\nnetwork_dim = 4\n"
+    ranks, _ = adapted(write(tmp_path / "kohya.toml", text), "sd-scripts", family)
+    if count is None:
+        assert set(ranks) == all_linear(family, "transformer_blocks.")
+        return
+    Family = families.get(family)
+    state = {}
+    for name in ranks:
+        out, inner, *_ = full_size(family).get_submodule(name).weight.shape
+        state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] = torch.zeros(1, inner), torch.zeros(out, 1)
+    written = layouts.to_layout(state, 1.0, Family, dict(full_size(family).config), "kohya")
+    assert len({key.partition(".")[0] for key in written}) == count
+
+
+def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> None:
+    """The LoRA on a layer of 3 x 3072 outputs has one A, where ours has three."""
+    plain = "pretrained_model_name_or_path = 'm.safetensors'\nnetwork_module = 'networks.lora_flux'\n"
+    for arguments, told, mapped in (("", True, False), ("network_args = ['split_qkv=True']\n", False, True)):
+        made = importing.import_file(write(tmp_path / "kohya.toml", plain + arguments), "sd-scripts")
+        assert (target_modules.WHAT in [entry.key for entry in made.differs]) == told
+        assert ("network_args" in [entry.key for entry in made.mapped]) == mapped
+    page = {"flux1_checkbox": True, "LoRA_type": "Flux1", "split_qkv": True, "pretrained_model_name_or_path": "m"}
+    made = importing.import_file(write(tmp_path / "page.json", page), "kohya_ss")
+    assert "split_qkv" in [entry.key for entry in made.mapped]
+    assert target_modules.WHAT not in [entry.key for entry in made.differs]
+
+
+def test_the_network_arguments_of_musubi_leave_the_modulation_out(tmp_path: Path) -> None:
+    text = "dit = 'm.safetensors'\nnetwork_module = 'networks.lora_qwen_image'\nnetwork_dim = 4\n"
+    made = importing.import_file(write(tmp_path / "musubi.toml", text), "musubi-tuner", "qwen_image")
+    assert "targets" not in made.settings["adapter"]
+
+
+SIMPLETUNER = {
+    ("flux", None): (19 * 8 + 38 * 3, ""),
+    ("flux", "context"): (19 * 4, ""),
+    ("flux", "context+ffs"): (19 * 6, ""),
+    ("flux", "all+ffs"): (19 * 12 + 38 * 5, target_modules.LAST_LAYER),
+    ("flux", "ai-toolkit"): (19 * 14 + 38 * 6, target_modules.LAST_LAYER),
+    ("flux", "tiny"): (2, ""),
+    ("chroma", None): (19 * 8 + 38 * 3, ""),
+    ("sdxl", None): (70 * 8, ""),
+    ("qwen_image", None): (60 * 4, ""),
+    ("flux2", None): (8 * 4 + 48, ""),
+}
+"""(architecture, flux_lora_target) -> how many layers of the released model it adapts, and what is told."""
+
+
+@pytest.mark.parametrize(("family", "chosen"), list(SIMPLETUNER))
+def test_simpletuner_adapts_attention_unless_told_otherwise(tmp_path: Path, family: str, chosen: str | None) -> None:
+    data = {"model_family": family, "model_type": "lora", "lora_type": "standard", "lora_rank": 8}
+    data |= {"pretrained_model_name_or_path": "m", "flux_lora_target": chosen} if chosen else {}
+    ranks, made = adapted(write(tmp_path / "simple.json", data), "simpletuner", family)
+    count, told = SIMPLETUNER[family, chosen]
+    assert len(ranks) == count
+    assert [entry.note for entry in made.differs if entry.key == "flux_lora_target"] == ([told] if told else [])
+
+
+def test_an_unknown_flux_lora_target_is_told(tmp_path: Path) -> None:
+    data = {"model_family": "flux", "lora_type": "standard", "flux_lora_target": "daisy"}
+    made = importing.import_file(write(tmp_path / "simple.json", data), "simpletuner")
+    assert "targets" not in made.settings["adapter"]
+    assert ["flux_lora_target"] == [entry.key for entry in made.no_counterpart if not entry.off]
+
+
+@pytest.mark.parametrize(
+    ("preset", "parts", "unread"),
+    [
+        (None, ("attn",), False),
+        ({"target_module": ["Attention", "FeedForward"]}, ("attn", "ff"), False),
+        ({"target_module": ["Attention"], "module_algo_map": {"Attention": {"factor": 4}}}, ("attn",), True),
+        ({"target_module": ["Transformer2DModel"]}, None, True),
+    ],
+)
+def test_simpletuners_lycoris(tmp_path: Path, preset: Any, parts: tuple[str, ...] | None, unread: bool) -> None:
+    write(tmp_path / "lycoris.json", {"algo": "lokr", "linear_dim": 8} | ({"apply_preset": preset} if preset else {}))
+    data = {"model_family": "sdxl", "lora_type": "lycoris", "lycoris_config": "lycoris.json"}
+    made = importing.import_file(write(tmp_path / "simple.json", data), "simpletuner")
+    own = families.get("sdxl").adapter_targets
+    expected = None if parts is None else [name for name in own if name.startswith(parts)]
+    assert made.settings["adapter"].get("targets") == expected
+    assert any("apply_preset" in note for note in made.notes) == unread
+
+
+def onetrainer(tmp_path: Path, **more: Any) -> Path:
+    data = {"base_model_name": "m", "training_method": "LORA", "lora_rank": 8, "lora_alpha": 8.0, **more}
+    return write(tmp_path / "one.json", data)
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd15"])
+def test_onetrainer_adapts_the_whole_unet_with_an_empty_filter(tmp_path: Path, family: str) -> None:
+    every = {n for n, m in full_size(family).named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    for more in ({"layer_filter": ""}, {"layer_filter_preset": "full"}):
+        ranks, made = adapted(onetrainer(tmp_path, **more), "onetrainer", family)
+        assert set(ranks) == every and not [entry for entry in made.differs if entry.key == target_modules.WHAT]
+    ranks, _ = adapted(onetrainer(tmp_path, layer_filter="attentions"), "onetrainer", family)
+    assert set(ranks) == {name for name in every if "attentions" in name}
+
+
+@pytest.mark.parametrize(
+    ("words", "blocks"), [("transformer_block", True), ("attn,ff.net,proj_mlp", False), ("norm1,attn", True)]
+)
+def test_a_filter_reaches_the_modulation_where_it_names_it(tmp_path: Path, words: str, blocks: bool) -> None:
+    ranks, _ = adapted(onetrainer(tmp_path, layer_filter=words), "onetrainer", "flux")
+    expected = {n for n in all_linear("flux", *JOINT) if any(word in n for word in words.split(","))}
+    assert set(ranks) == expected
+    assert any("norm" in name for name in ranks) == blocks
+
+
+def test_an_empty_filter_of_a_transformer_is_told(tmp_path: Path) -> None:
+    ranks, made = adapted(onetrainer(tmp_path, layer_filter=""), "onetrainer", "flux")
+    assert set(ranks) == all_linear("flux", *JOINT)
+    assert target_modules.OUTSIDE_BLOCKS in [entry.note for entry in made.differs]
+    assert "same training: no" in importing.report(made)[-1]
