@@ -252,14 +252,16 @@ class UserErrors(UserError):
 
     def __init__(self, problems: Sequence[str], where: str = ""):
         self._problems, self.where = list(problems), where
-        super().__init__(Joined("\n", [self._heading(), *(Message("  {line}", line=problem) for problem in problems)]))
+        super().__init__(
+            Joined("\n", [self._format_heading(), *(Message("  {line}", line=problem) for problem in problems)])
+        )
 
     @property
     def problems(self) -> list[str]:
         """What is wrong, one line each."""
         return self._problems
 
-    def _heading(self) -> Message:
+    def _format_heading(self) -> Message:
         count = len(self._problems)
         if self.where:
             return Plural("{where}: {count} problem", "{where}: {count} problems")(where=self.where, count=count)

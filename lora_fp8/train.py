@@ -158,7 +158,7 @@ def fit(session: Session, data: Data, loaded: Loaded, state: State, missed: froz
             require_finite(session, state.step + 1, gradient, norm)
             rate = optimizer.compute_effective_lr(lr)
             optimizer.step(gradients.values, lr, state.step + 1)
-            loaded.amax.end_step_(session.processes.max_)
+            loaded.amax.end_step_(session.processes.reduce_max_)
             state.step += 1
 
             progress.update(state.step, gradient.loss, rate)

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_quality import demo_job, draw_all, held_out_loss, origin, shares_obeyed, shown
+from bench_quality import (
+    compute_obeyed_shares,
+    describe_origin,
+    draw_all,
+    format_range,
+    make_demo_job,
+    measure_held_out_loss,
+)
 
 from lora_fp8 import train
 from lora_fp8.settings import Objective
@@ -124,7 +131,7 @@ def train_cell(family: str, name: str, given: Settings, seed: int, work: Path) -
         **BASE,
         **changed,
     }
-    job = demo_job(family, folder, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
+    job = make_demo_job(family, folder, *(f"{key}={json.dumps(value)}" for key, value in settings.items()))
     job = job.model_copy(update={"dataset": job.dataset.model_copy(update={"cache_dir": str(work / "cache")})})
     started = time.perf_counter()
     result = train.run(job, progress=False)
@@ -135,10 +142,10 @@ def train_cell(family: str, name: str, given: Settings, seed: int, work: Path) -
         "seed": seed,
         "settings": given,
         "lr": rate,
-        "held_out_loss": held_out_loss(family, file, work),
-        "uniform_loss": held_out_loss(family, file, work, LEVELS) if family == "flux" else None,
-        **shares_obeyed(draw_all(family, file)),
-        **origin(result, started, trained),
+        "held_out_loss": measure_held_out_loss(family, file, work),
+        "uniform_loss": measure_held_out_loss(family, file, work, LEVELS) if family == "flux" else None,
+        **compute_obeyed_shares(draw_all(family, file)),
+        **describe_origin(result, started, trained),
     }
     shutil.rmtree(folder)
     return cell
@@ -150,14 +157,14 @@ def read_cells(family: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 
-def row(name: str, cells: list[dict[str, Any]], bases: dict[int, dict[str, Any]]) -> str:
+def render_row(name: str, cells: list[dict[str, Any]], bases: dict[int, dict[str, Any]]) -> str:
     """Render one row: means over the seeds, and ranges; losses relative to the default with the same seed."""
-    columns = [name, str(len(cells)), shown([cell["held_out_loss"] for cell in cells], ".4f")]
+    columns = [name, str(len(cells)), format_range([cell["held_out_loss"] for cell in cells], ".4f")]
     for key in ("held_out_loss", "uniform_loss"):
         paired = [100 * (cell[key] / bases[cell["seed"]][key] - 1) for cell in cells if cell[key] is not None]
         if key == "held_out_loss" or paired:
-            columns.append("" if name.startswith(DEFAULT) else shown(paired, "+.1f") + " %")
-    columns += [shown([100 * cell[key] for cell in cells], ".0f") + " %" for key in ("concept", "plain")]
+            columns.append("" if name.startswith(DEFAULT) else format_range(paired, "+.1f") + " %")
+    columns += [format_range([100 * cell[key] for cell in cells], ".0f") + " %" for key in ("concept", "plain")]
     return f"| {' | '.join(columns)} |"
 
 
@@ -188,7 +195,7 @@ def render_table() -> str:
                 continue
             lines += ["", f"### {group}", "", f"| | seeds | held-out loss | change |{extra} concept | plain obeyed |"]
             lines.append("|---" * (7 if extra else 6) + "|")
-            lines += [row(name, found, bases) for name, found in rows.items() if found]
+            lines += [render_row(name, found, bases) for name, found in rows.items() if found]
     lines += ["", *(", ".join(("torch " + version[0], *version[1:])) for version in sorted(versions))]
     return "\n".join(lines) + "\n"
 

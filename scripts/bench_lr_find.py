@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from bench_quality import demo_job, held_out_loss
+from bench_quality import make_demo_job, measure_held_out_loss
 
 from lora_fp8 import train
 from lora_fp8.stages.find_rate import find_rate
@@ -40,17 +40,17 @@ def train_at(family: str, rate: float, work: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     given = [f"name=rate-{rate:g}", f"optimizer.lr={rate}", f"train.steps={STEPS}", "preview.prompts=[]"]
     given += ["export.verify=false", "export.formats=['diffusers']", "checkpoint.every=100000"]
-    job = demo_job(family, folder, *given)
+    job = make_demo_job(family, folder, *given)
     job = job.model_copy(update={"dataset": job.dataset.model_copy(update={"cache_dir": str(work / "cache")})})
     result = train.run(job, progress=False)
-    return held_out_loss(family, result.files[0], work)
+    return measure_held_out_loss(family, result.files[0], work)
 
 
 def measure(family: str, work: Path) -> dict[str, Any]:
     """Measure the grid, and the suggestion of each seed."""
     tests = []
     for seed in SEEDS:
-        found = find_rate(demo_job(family, work, "name=find", f"seed={seed}"))
+        found = find_rate(make_demo_job(family, work, "name=find", f"seed={seed}"))
         tests.append({"seed": seed, "lowest": found.lowest.lr, "ratio": found.lowest.ratio, "lr": found.suggestion})
         print(family, tests[-1], flush=True)
     losses = {}
@@ -60,7 +60,7 @@ def measure(family: str, work: Path) -> dict[str, Any]:
     return {"tests": tests, "held_out_loss": losses, "steps": STEPS, "factor": found.factor}
 
 
-def table(measured: dict[str, Any]) -> str:
+def render_table(measured: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     lines = [
         "# What `lora-fp8 lr-find` suggests, against trainings",
@@ -104,7 +104,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
     }
     args.output.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    args.output.with_suffix(".md").write_text(table(measured), encoding="utf-8")
+    args.output.with_suffix(".md").write_text(render_table(measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

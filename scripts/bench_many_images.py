@@ -93,7 +93,7 @@ def run(work: Path, *arguments: str) -> dict[str, Any]:
     return row
 
 
-def epoch_memory(config: Path) -> dict[str, Any]:
+def measure_epoch_memory(config: Path) -> dict[str, Any]:
     """Load every batch of an epoch in this process. Returns MiB after a tenth of it and at its end."""
     import psutil
     import torch
@@ -109,7 +109,7 @@ def epoch_memory(config: Path) -> dict[str, Any]:
     plan.cache.ram_bytes = 1 << 20
     process, sizes, began = psutil.Process(), [], time.process_time()
     for number in range(loader.batches_per_epoch):
-        loader.micro(number, number)
+        loader.take_batch(number, number)
         sizes.append(process.memory_info().rss / 2**20)
     seconds = time.process_time() - began
     tenth = sizes[len(sizes) // 10]
@@ -117,7 +117,7 @@ def epoch_memory(config: Path) -> dict[str, Any]:
             "ms_a_batch": round(1000 * seconds / len(sizes), 2)}  # fmt: skip
 
 
-def caption_rate(folder: Path) -> dict[str, Any]:
+def measure_caption_rate(folder: Path) -> dict[str, Any]:
     """Write a caption for each image, one edit each, as `lora-fp8 caption` does. Returns ms of CPU time."""
     from lora_fp8.data import captions
 
@@ -144,11 +144,17 @@ def measure(work: Path, count: int, large: int) -> dict[str, Any]:
     rows["first start, one step"] = run(work, "train", str(config))
     rows["second start, one step"] = run(work, "train", str(config), "--set", "name=again")
     os.environ["XDG_CACHE_HOME"] = str(work / "own")
-    epoch = epoch_memory(config)
-    return {"images": count, "large": large, "rows": rows, "epoch": epoch, "captions": caption_rate(work / "images")}
+    epoch = measure_epoch_memory(config)
+    return {
+        "images": count,
+        "large": large,
+        "rows": rows,
+        "epoch": epoch,
+        "captions": measure_caption_rate(work / "images"),
+    }
 
 
-def page(result: dict[str, Any], machine: str) -> str:
+def render_page(result: dict[str, Any], machine: str) -> str:
     """Return the table as Markdown."""
     epoch, captions = result["epoch"], result["captions"]
     lines = [
@@ -185,7 +191,7 @@ def main() -> None:
         result = measure(work, args.images, args.large)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = page(result, f"{platform.machine()} CPU, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
+    text = render_page(result, f"{platform.machine()} CPU, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}")
     print(text)
     if args.output:
         args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -63,7 +63,7 @@ def end(process: subprocess.Popen[str], home: Path) -> None:
         os.kill(worker.pid, signal.SIGTERM)
 
 
-def tick_of(address: str) -> dict[str, Any]:
+def find_tick_request(address: str) -> dict[str, Any]:
     """Return the request that the start page's timer makes."""
     config = httpx.get(f"{address}/en/config").json()
     values = {component["id"]: component["props"].get("value") for component in config["components"]}
@@ -82,17 +82,17 @@ class Clients:
         self.ticks: list[float] = []
         self.stops: list[float] = []
         self.errors: list[str] = []
-        self.request = tick_of(address)
+        self.request = find_tick_request(address)
 
     def run(self) -> None:
         """Run all clients and wait for them."""
-        threads = [threading.Thread(target=self._client, args=(number,)) for number in range(self.count)]
+        threads = [threading.Thread(target=self._run_client, args=(number,)) for number in range(self.count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _client(self, number: int) -> None:
+    def _run_client(self, number: int) -> None:
         time.sleep(1.5 * number / self.count)
         with httpx.Client(base_url=self.address, timeout=60) as client:
             rounds = 0

@@ -92,7 +92,7 @@ def train_cell(use: str, seed: int, work: Path) -> dict[str, Any]:
     }
 
 
-def table() -> str:
+def render_table() -> str:
     """Render the mean and the range over the seeds of each use."""
     cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(CELLS.glob("*.json"))]
     lines = [
@@ -111,7 +111,8 @@ def table() -> str:
             concept, plain = ([100 * cell[key] for cell in row] for key in ("concept", "plain"))
             lost = [cell["lost"] for cell in row]
             lines.append(
-                f"| {title} | {row[0]['steps']} | {len(row)} | {shown(concept)} % | {shown(plain)} % | {shown(lost)} |"
+                f"| {title} | {row[0]['steps']} | {len(row)} | {format_range(concept)} % | {format_range(plain)} % "
+                f"| {format_range(lost)} |"
             )
     if cells:
         base = statistics.fmean(100 * cell["base_plain"] for cell in cells)
@@ -120,7 +121,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def shown(values: list[float]) -> str:
+def format_range(values: list[float]) -> str:
     """Format the mean and the range."""
     return f"{statistics.fmean(values):.0f} ({min(values):.0f} to {max(values):.0f})"
 
@@ -142,7 +143,7 @@ def main() -> None:
                     cell = train_cell(use, seed, Path(work))
                 path.write_text(json.dumps(cell, indent=1) + "\n", encoding="utf-8")
                 print(json.dumps(cell), flush=True)
-    (CELLS.parent / "prior.md").write_text(table(), encoding="utf-8")
+    (CELLS.parent / "prior.md").write_text(render_table(), encoding="utf-8")
 
 
 if __name__ == "__main__":

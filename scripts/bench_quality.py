@@ -106,17 +106,17 @@ NUM_HELD_OUT, HELD_OUT_SEED, LEVELS = 16, 4242, 8
 NUM_COMPARED = 16
 
 
-def cell_path(family: str, mode: str, factor: float, seed: int) -> Path:
+def get_cell_path(family: str, mode: str, factor: float, seed: int) -> Path:
     """Return the file with the results of one training."""
     return CELLS / f"{family}-{mode}-{factor:g}-{seed}.json"
 
 
-def sheet_path(family: str, factor: float, seed: int) -> Path:
+def get_sheet_path(family: str, factor: float, seed: int) -> Path:
     """Return the path of the bf16 run's images, side by side, which other modes are compared with."""
     return CELLS / f"{family}-bf16-{factor:g}-{seed}.png"
 
 
-def demo_job(family: str, folder: Path, *overrides: str) -> Job:
+def make_demo_job(family: str, folder: Path, *overrides: str) -> Job:
     """Return the demo's job, with its run in `folder`."""
     settings = show.FOLDER / f"{family}.toml"
     places = {f"dataset.folders.{i}.path": show.FOLDER / name for i, name in enumerate(("dataset", "dataset_plain"))}
@@ -125,21 +125,21 @@ def demo_job(family: str, folder: Path, *overrides: str) -> Job:
     return config.loads(settings.read_text(encoding="utf-8"), [*given, *overrides], where=settings.name)
 
 
-def mode_settings(family: str, mode: str, folder: Path) -> list[str]:
+def make_mode_settings(family: str, mode: str, folder: Path) -> list[str]:
     """Return the overrides of a mode. A layer of a miniature that blocks do not divide gets one scale per row."""
     if "convolutions" in mode:
         return MODES[mode]
     if mode != "fp8_block":
         return [PLAIN_CONVOLUTIONS, *MODES[mode]]
-    job = demo_job(family, folder)
+    job = make_demo_job(family, folder)
     found = planning.plan_layers(job, families.get(family)(job.model, device="cpu", dtype=torch.bfloat16))
     block = precision.Format("fp8", "1x64")
     fp8 = [one for one in found.quantized if one.storage == "fp8"]
-    table = {f"^{one.name}": str(block) for one in fp8 if not block.problem(one.shape)}
+    table = {f"^{one.name}": str(block) for one in fp8 if not block.find_problem(one.shape)}
     return [PLAIN_CONVOLUTIONS, config.format_toml_line("quantize.override", table)]
 
 
-def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective | None = None) -> float:
+def measure_held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective | None = None) -> float:
     """Return the mean loss of the exported file on images that no training saw, on the published base, in float32.
 
     Args:
@@ -151,7 +151,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     drawn = folder / "held_out"
     if not drawn.exists():
         draw_held_out(drawn)
-    job = demo_job(family_name, folder, "model.dtype=fp32", "quantize.storage=none", "dataset.flip=false")
+    job = make_demo_job(family_name, folder, "model.dtype=fp32", "quantize.storage=none", "dataset.flip=false")
     section = job.dataset.model_copy(update={"folders": [Folder(path=str(drawn))]})
     job = job.model_copy(update={"dataset": section, "seed": HELD_OUT_SEED})
     family = families.get(family_name)(job.model, device="cpu", dtype=torch.float32)
@@ -164,7 +164,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     store.fill(placed, captions)
     loader = Loader(buckets, store, family, job.dataset, seed=job.seed, batch_size=8)
     denoiser, _, _ = load.load_base(family, job.quantize)
-    state, _ = from_layout(read(file)[0], family, family.denoiser_config(), "diffusers")  # alpha is in the weights
+    state, _ = from_layout(read(file)[0], family, family.read_denoiser_config(), "diffusers")  # alpha is in the weights
     rank = next(tensor.shape[0] for name, tensor in state.items() if name.endswith("lora_A.weight"))
     names = sorted({name.rpartition(".lora_")[0] for name in state})
     adapters.inject(denoiser, Adapter(rank=rank, alpha=rank, dtype="fp32"), names, seed=0)
@@ -173,7 +173,7 @@ def held_out_loss(family_name: str, file: Path, folder: Path, levels: Objective 
     losses = []
     with torch.no_grad():
         for index in range(LEVELS * loader.batches_per_epoch):  # each epoch draws other noise and other levels
-            batch = loader.micro(index, index)
+            batch = loader.take_batch(index, index)
             assert batch is not None  # only a process of several may have nothing
             losses += compute_loss(family, denoiser, objective, batch, 1.0).tolist()
     return statistics.fmean(losses)
@@ -206,7 +206,7 @@ def draw_all(family: str, file: Path) -> list[Image.Image]:
     return show.draw(pipeline, sampling, [*show.make_concept_prompts(), *show.make_plain_prompts()])
 
 
-def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
+def compute_obeyed_shares(drawn: list[Image.Image]) -> dict[str, float]:
     """Return the shares of the prompts of the concept and of the plain ones that the images of `draw_all` obey."""
     concept, plain = show.make_concept_prompts(), show.make_plain_prompts()
     obeyed = [measure.obeys(image, prompt) for image, prompt in zip(drawn[len(concept) :], plain, strict=True)]
@@ -216,7 +216,7 @@ def shares_obeyed(drawn: list[Image.Image]) -> dict[str, float]:
     }
 
 
-def origin(result: Result, started: float, trained: float) -> dict[str, Any]:
+def describe_origin(result: Result, started: float, trained: float) -> dict[str, Any]:
     """Return what a cell was measured with, and its seconds since `started`, `trained` of them in training."""
     return {
         "base_sha256": next(e for e in result.run.read_events() if e["event"] == "model")["base_sha256"],
@@ -227,7 +227,7 @@ def origin(result: Result, started: float, trained: float) -> dict[str, Any]:
     }
 
 
-def pixels(sheet: Image.Image) -> numpy.ndarray:
+def convert_to_pixels(sheet: Image.Image) -> numpy.ndarray:
     """Return a contact sheet as float64 RGB values from 0 to 255, (H, W, 3)."""
     return numpy.asarray(sheet.convert("RGB"), dtype=numpy.float64)
 
@@ -239,7 +239,7 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
     started = time.perf_counter()
     overrides = [f"name={mode}", f"seed={seed}", f"optimizer.lr_scale={factor}", "preview.prompts=[]"]
     overrides += ["export.verify=false", "export.formats=['diffusers']", "checkpoint.every=100000"]
-    job = demo_job(family, folder, *overrides, *mode_settings(family, mode, work))
+    job = make_demo_job(family, folder, *overrides, *make_mode_settings(family, mode, work))
     job = job.model_copy(update={"dataset": job.dataset.model_copy(update={"cache_dir": str(work / "cache")})})
     result = train.run(job, progress=False)
     steps = [event for event in result.run.read_events() if event["event"] == "step"]
@@ -251,27 +251,27 @@ def run_cell(family: str, mode: str, factor: float, seed: int, work: Path) -> di
     sheet = Image.new("RGB", (64 * NUM_COMPARED, 64))
     for i, image in enumerate(compared):
         sheet.paste(image, (64 * i, 0))
-    reference = sheet_path(family, factor, seed)
+    reference = get_sheet_path(family, factor, seed)
     if mode == "bf16":
         sheet.save(reference, optimize=True)
-    difference = pixels(sheet) - pixels(Image.open(reference))
+    difference = convert_to_pixels(sheet) - convert_to_pixels(Image.open(reference))
     cell = {
         "family": family,
         "mode": mode,
         "factor": factor,
         "seed": seed,
-        "held_out_loss": held_out_loss(family, result.files[0], work),
+        "held_out_loss": measure_held_out_loss(family, result.files[0], work),
         "distance": math.sqrt((difference**2).mean()),
-        **shares_obeyed(drawn),
+        **compute_obeyed_shares(drawn),
         "last_train_loss": statistics.fmean(step["loss"] for step in steps[-100:]),
         "steps": job.train.steps,
-        **origin(result, started, trained),
+        **describe_origin(result, started, trained),
     }
     shutil.rmtree(folder)
     return cell
 
 
-def table(families_shown: list[str]) -> str:
+def render_table(families_shown: list[str]) -> str:
     """Render mean and range over the seeds of every mode with a cell. Relative figures pair equal seeds and factors."""
     lines = [
         "# Quality of each storage and matmul",
@@ -299,18 +299,19 @@ def table(families_shown: list[str]) -> str:
                     if (factor, cell["seed"]) in bases
                 ]
                 lines.append(
-                    f"| {TITLES[mode]} | {factor:g} | {len(row)} | {shown([c['held_out_loss'] for c in row], '.4f')} "
-                    f"| {shown(paired, '+.2f') + ' %' if paired and mode != 'bf16' else ''} "
-                    f"| {shown([c['distance'] for c in row], '.1f') if mode != 'bf16' else ''} "
-                    f"| {shown([100 * c['concept'] for c in row], '.0f')} % "
-                    f"| {shown([100 * c['plain'] for c in row], '.0f')} % |"
+                    f"| {TITLES[mode]} | {factor:g} | {len(row)} "
+                    f"| {format_range([c['held_out_loss'] for c in row], '.4f')} "
+                    f"| {format_range(paired, '+.2f') + ' %' if paired and mode != 'bf16' else ''} "
+                    f"| {format_range([c['distance'] for c in row], '.1f') if mode != 'bf16' else ''} "
+                    f"| {format_range([100 * c['concept'] for c in row], '.0f')} % "
+                    f"| {format_range([100 * c['plain'] for c in row], '.0f')} % |"
                 )
         versions = sorted({(cell["torch"], cell["machine"], cell["date"], cell["base_sha256"][:12]) for cell in mine})
         lines += ["", *(f"torch {t}, {m}, {d}, base {b}" for t, m, d, b in versions)]
     return "\n".join(lines) + "\n"
 
 
-def shown(values: list[float], form: str) -> str:
+def format_range(values: list[float], form: str) -> str:
     """Format the mean of some values and, of more than one, their range; "" for none."""
     if not values:
         return ""
@@ -344,13 +345,13 @@ def main() -> None:
             for mode in order:
                 for factor in map(float, args.factors.split(",")):
                     for family in args.family or ["flux", "sd15"]:
-                        path = cell_path(family, mode, factor, seed)
+                        path = get_cell_path(family, mode, factor, seed)
                         if path.exists() and not args.again:
                             continue
                         cell = run_cell(family, mode, factor, seed, args.work)
                         path.write_text(json.dumps(cell, indent=1) + "\n", encoding="utf-8")
                         print(json.dumps(cell), flush=True)
-    (CELLS.parent / "quality.md").write_text(table(["sd15", "flux"]), encoding="utf-8")
+    (CELLS.parent / "quality.md").write_text(render_table(["sd15", "flux"]), encoding="utf-8")
     print(CELLS.parent / "quality.md")
 
 

@@ -73,7 +73,7 @@ FAMILIES = {"sdxl": "sdxl", "flux": "flux", "qwen": "qwen_image"}
 # -- networks of the large models' shapes ------------------------------------------------------------------------------
 
 
-def network(model: str, size: str) -> nn.Module:
+def make_network(model: str, size: str) -> nn.Module:
     """Make the denoiser on the meta device. full: the real one; small, tiny: fewer, narrower blocks of its kinds."""
     import diffusers
 
@@ -106,39 +106,42 @@ def network(model: str, size: str) -> nn.Module:
         return diffusers.QwenImageTransformer2DModel(num_attention_heads=heads, **layers)
 
 
-def inputs(model: str, pixels: int, size: str, device: torch.device) -> dict[str, Any]:
+def make_inputs(model: str, pixels: int, size: str, device: torch.device) -> dict[str, Any]:
     """Make the denoiser's inputs for a square image: the real models' token counts, shorter texts if not full."""
     side = pixels // 16
     text = {"sdxl": 77, "flux": 512, "qwen": 256}[model]
     text = min(text, {"full": 512, "small": 120, "tiny": 32}[size])
     generator = torch.Generator().manual_seed(0)
 
-    def noise(*shape: int) -> Tensor:
+    def draw_noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, BF16)
 
     if model == "sdxl":
-        added = {"text_embeds": noise(1, 1280), "time_ids": torch.full((1, 6), float(pixels), device=device)}
-        sample = noise(1, 4, 2 * side, 2 * side)
+        added = {"text_embeds": draw_noise(1, 1280), "time_ids": torch.full((1, 6), float(pixels), device=device)}
+        sample = draw_noise(1, 4, 2 * side, 2 * side)
         time_1 = torch.tensor([500], device=device)
         return {
             "sample": sample,
             "timestep": time_1,
-            "encoder_hidden_states": noise(1, text, 2048),
+            "encoder_hidden_states": draw_noise(1, text, 2048),
             "added_cond_kwargs": added,
         }
-    found = {"hidden_states": noise(1, side * side, 64), "timestep": torch.tensor([0.5], device=device, dtype=BF16)}
+    found = {
+        "hidden_states": draw_noise(1, side * side, 64),
+        "timestep": torch.tensor([0.5], device=device, dtype=BF16),
+    }
     if model == "flux":
         ids = torch.zeros(side * side, 3, device=device)
         ids[:, 1], ids[:, 2] = torch.arange(side * side) // side, torch.arange(side * side) % side
-        found |= {"encoder_hidden_states": noise(1, text, 4096), "pooled_projections": noise(1, 768)}
+        found |= {"encoder_hidden_states": draw_noise(1, text, 4096), "pooled_projections": draw_noise(1, 768)}
         found |= {"guidance": torch.tensor([3.5], device=device), "img_ids": ids}
         return found | {"txt_ids": torch.zeros(text, 3, device=device)}
     mask = torch.ones(1, text, dtype=torch.bool, device=device)
-    found |= {"encoder_hidden_states": noise(1, text, 3584), "encoder_hidden_states_mask": mask}
+    found |= {"encoder_hidden_states": draw_noise(1, text, 3584), "encoder_hidden_states_mask": mask}
     return found | {"img_shapes": [(1, side, side)]}
 
 
-def random_weights(denoiser: nn.Module, device: torch.device) -> Any:
+def make_random_weights(denoiser: nn.Module, device: torch.device) -> Any:
     """Yield (name, tensor) of each weight like a checkpoint: normal, with a size that keeps activations in bounds."""
     generator = torch.Generator(device).manual_seed(0)
     for name, meta in denoiser.state_dict().items():
@@ -157,11 +160,11 @@ def fill_(denoiser: nn.Module, model: str, size: str, device: torch.device) -> n
     """
     if device == META:
         return denoiser.to(device=device, dtype=BF16)
-    precision.fill_(denoiser, random_weights(network(model, size), device), BF16, device)
+    precision.fill_(denoiser, make_random_weights(make_network(model, size), device), BF16, device)
     return denoiser
 
 
-def adapted(denoiser: nn.Module, model: str) -> list[str]:
+def list_adapted_layers(denoiser: nn.Module, model: str) -> list[str]:
     """Return the layers that get a LoRA: the family's target modules."""
     family = families.get(FAMILIES[model])
     return [
@@ -206,14 +209,14 @@ class Candidate:
         return self.name + switches + " + checkpointing" * self.checkpointing
 
 
-def ours(**settings: Any) -> Build:
+def make_build(**settings: Any) -> Build:
     """Return a function that builds a model as this trainer does, with these settings of [quantize]."""
     section = Quantize(**settings)
 
     def build(model: str, size: str, device: torch.device) -> nn.Module:
         if device != META and (text := precision.find_problem(section, device)):
             raise UserError(text)
-        denoiser = network(model, size)
+        denoiser = make_network(model, size)
         family = families.get(FAMILIES[model])
         plan = precision.quantize_(denoiser, section, family.keep_precise, BF16, family.modulation)
         precision.set_compute_(fill_(denoiser, model, size, device), plan, section)
@@ -222,39 +225,39 @@ def ours(**settings: Any) -> Build:
     return build
 
 
-def plain(model: str, size: str, device: torch.device) -> nn.Module:
+def build_plain(model: str, size: str, device: torch.device) -> nn.Module:
     """Build the denoiser in bf16, with random weights and without adapters."""
-    denoiser = network(model, size)
+    denoiser = make_network(model, size)
     precision.quantize_(denoiser, Quantize(storage="bf16"), (), BF16)
     return fill_(denoiser, model, size, device)
 
 
 def with_adapters(denoiser: nn.Module, model: str) -> nn.Module:
     """Add the same LoRA everywhere with peft. B is not zero, or half of the backward would multiply by zero."""
-    adapters.inject(denoiser, Adapter(rank=16, alpha=16), adapted(denoiser, model), seed=0)
+    adapters.inject(denoiser, Adapter(rank=16, alpha=16), list_adapted_layers(denoiser, model), seed=0)
     for name, parameter in adapters.list_trained_parameters(denoiser):
         if "lora_B" in name and not parameter.is_meta:
             parameter.data.normal_(std=0.01, generator=torch.Generator(parameter.device).manual_seed(0))
     return denoiser
 
 
-def peft_bf16(model: str, size: str, device: torch.device) -> nn.Module:
+def build_peft_bf16(model: str, size: str, device: torch.device) -> nn.Module:
     """Build peft's LoRA on a bf16 base."""
-    return with_adapters(plain(model, size, device), model)
+    return with_adapters(build_plain(model, size, device), model)
 
 
-def layerwise_casting(model: str, size: str, device: torch.device) -> nn.Module:
+def build_layerwise_casting(model: str, size: str, device: torch.device) -> nn.Module:
     """Build diffusers' layerwise casting: FP8 storage, dequantized before each layer."""
-    denoiser = plain(model, size, device)
+    denoiser = build_plain(model, size, device)
     denoiser.enable_layerwise_casting(storage_dtype=E4M3, compute_dtype=BF16)
     return with_adapters(denoiser, model)
 
 
-def torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
+def build_torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
     """Build torchao's float8 training, which quantizes a bf16 weight at every step."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    denoiser = plain(model, size, device)
+    denoiser = build_plain(model, size, device)
     emulate = device.type == "cpu"  # as its own tests do where there are no FP8 tensor cores
     padded = model == "sdxl"  # its weight gradient, which nobody needs here, sums over 77 tokens of text
     convert_to_float8_training(
@@ -265,18 +268,18 @@ def torchao_training(model: str, size: str, device: torch.device) -> nn.Module:
     return with_adapters(denoiser, model)
 
 
-def torchao_weight_only(model: str, size: str, device: torch.device) -> nn.Module:
+def build_torchao_weights(model: str, size: str, device: torch.device) -> nn.Module:
     """Build torchao's float8 weights, dequantized in each matmul."""
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
-    denoiser = plain(model, size, device)
+    denoiser = build_plain(model, size, device)
     quantize_(denoiser, Float8WeightOnlyConfig(set_inductor_config=False))  # True would tune every row's compiler
     return with_adapters(denoiser, model)
 
 
-def kohya_cast(model: str, size: str, device: torch.device) -> nn.Module:
+def build_kohya_cast(model: str, size: str, device: torch.device) -> nn.Module:
     """Do as sd-scripts' fp8_base: cast linear weights without a scale; autocast turns them to bf16 at each use."""
-    denoiser = plain(model, size, device)
+    denoiser = build_plain(model, size, device)
     for module in denoiser.modules():
         if type(module) is nn.Linear:
             module.to(E4M3)
@@ -284,26 +287,26 @@ def kohya_cast(model: str, size: str, device: torch.device) -> nn.Module:
 
 
 OURS = [
-    ("ours bf16", ours(storage="bf16"), "bf16", 2.0),
-    ("ours fp8 row upcast", ours(storage="fp8"), "upcast", 1.0),
-    ("ours fp8 row fp8", ours(storage="fp8", compute="fp8"), "fp8", 1.0),
-    ("ours fp8 row fp8_forward", ours(storage="fp8", compute="fp8_forward"), "fp8_forward", 1.0),
-    ("ours fp8 unscaled upcast", ours(storage="fp8", scale="none"), "upcast", 1.0),
-    ("ours int8 upcast", ours(storage="int8"), "upcast", 1.03),
-    ("ours nf4 upcast", ours(storage="nf4"), "upcast", 0.52),
-    ("ours fp8 row fp8, triton", ours(storage="fp8", compute="fp8", kernels="triton"), "fp8", 1.0),
-    ("ours fp8 row upcast, torchao", ours(storage="fp8", backend="torchao"), "kept", 1.0),
+    ("ours bf16", make_build(storage="bf16"), "bf16", 2.0),
+    ("ours fp8 row upcast", make_build(storage="fp8"), "upcast", 1.0),
+    ("ours fp8 row fp8", make_build(storage="fp8", compute="fp8"), "fp8", 1.0),
+    ("ours fp8 row fp8_forward", make_build(storage="fp8", compute="fp8_forward"), "fp8_forward", 1.0),
+    ("ours fp8 unscaled upcast", make_build(storage="fp8", scale="none"), "upcast", 1.0),
+    ("ours int8 upcast", make_build(storage="int8"), "upcast", 1.03),
+    ("ours nf4 upcast", make_build(storage="nf4"), "upcast", 0.52),
+    ("ours fp8 row fp8, triton", make_build(storage="fp8", compute="fp8", kernels="triton"), "fp8", 1.0),
+    ("ours fp8 row upcast, torchao", make_build(storage="fp8", backend="torchao"), "kept", 1.0),
 ]
 PEERS = [
-    ("diffusers + peft bf16", peft_bf16, "bf16", 2.0),
-    ("diffusers layerwise casting", layerwise_casting, "kept", 1.0),
-    ("torchao float8 training", torchao_training, "cast", 2.0),
-    ("torchao float8 weight-only", torchao_weight_only, "kept", 1.0),
-    ("kohya unscaled cast", kohya_cast, "kept", 1.0),
+    ("diffusers + peft bf16", build_peft_bf16, "bf16", 2.0),
+    ("diffusers layerwise casting", build_layerwise_casting, "kept", 1.0),
+    ("torchao float8 training", build_torchao_training, "cast", 2.0),
+    ("torchao float8 weight-only", build_torchao_weights, "kept", 1.0),
+    ("kohya unscaled cast", build_kohya_cast, "kept", 1.0),
 ]
 
 
-def candidates() -> list[Candidate]:
+def list_candidates() -> list[Candidate]:
     """List every mode, with and without checkpointing and compilation; the first three also with CUDA graphs."""
     found = []
     for modes in (OURS, PEERS):
@@ -351,7 +354,7 @@ class Trainer:
         memory.apply_(self.denoiser, section)
         if candidate.compile and not candidate.ours:
             self.denoiser.compile_repeated_blocks()  # diffusers' way, as its users call it
-        self.inputs = inputs(model, pixels, size, device)
+        self.inputs = make_inputs(model, pixels, size, device)
         self.parameters = [parameter for _, parameter in adapters.list_trained_parameters(self.denoiser)]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5)
 
@@ -368,7 +371,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def timed(self) -> tuple[float, float]:
+    def time_step(self) -> tuple[float, float]:
         """Run a step. Returns (seconds, seconds of CPU time)."""
         wait(self.device)
         started, worked = time.perf_counter(), time.process_time()
@@ -376,16 +379,16 @@ class Trainer:
         wait(self.device)
         return time.perf_counter() - started, time.process_time() - worked
 
-    def base_layers(self) -> dict[str, nn.Linear]:
+    def find_base_layers(self) -> dict[str, nn.Linear]:
         """Return the linear layers that have adapters."""
         layers = {name: module.get_base_layer() for name, module in adapters.find_adapted_layers(self.denoiser).items()}
         return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
 
-    def held_bytes(self) -> int:
+    def count_held_bytes(self) -> int:
         """Bytes of the denoiser's parameters and buffers, adapters included."""
-        return sum(map(num_bytes, [*self.denoiser.parameters(), *self.denoiser.buffers()]))
+        return sum(map(count_bytes, [*self.denoiser.parameters(), *self.denoiser.buffers()]))
 
-    def optimizer_bytes(self) -> int:
+    def count_optimizer_bytes(self) -> int:
         """Bytes of the optimizer's tensors."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(value.nbytes for value in states if isinstance(value, Tensor))
@@ -416,16 +419,16 @@ class BaseGemms(TorchDispatchMode):
 
 def inspect(trainer: Trainer, row: Row, model: str, size: str) -> None:
     """Count GEMMs with base weights, decoded weights kept for backward, bytes and error, in one untimed step each."""
-    shapes = [(one.out_features, one.in_features) for one in trainer.base_layers().values()]
+    shapes = [(one.out_features, one.in_features) for one in trainer.find_base_layers().values()]
     known = {frozenset(shape) for shape in shapes}
-    row.held_bytes = trainer.held_bytes()
-    pointers = {address(one) for one in (*trainer.denoiser.parameters(), *trainer.denoiser.buffers())}
+    row.held_bytes = trainer.count_held_bytes()
+    pointers = {get_address(one) for one in (*trainer.denoiser.parameters(), *trainer.denoiser.buffers())}
     kept: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.ndim == 2 and frozenset(tensor.shape) in known and tensor.dtype == BF16:
-            if address(tensor) not in pointers:
-                kept[address(tensor)] = tensor.nbytes
+            if get_address(tensor) not in pointers:
+                kept[get_address(tensor)] = tensor.nbytes
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -440,14 +443,14 @@ def inspect(trainer: Trainer, row: Row, model: str, size: str) -> None:
         trainer.step()
         row.peak_bytes = torch.cuda.max_memory_allocated(trainer.device)
     else:
-        row.peak_bytes = row.held_bytes + trainer.optimizer_bytes() + peak_on_cpu(trainer.step)
-    row.weight_error = weight_error(trainer, model, size)
+        row.peak_bytes = row.held_bytes + trainer.count_optimizer_bytes() + measure_cpu_peak(trainer.step)
+    row.weight_error = measure_weight_error(trainer, model, size)
 
 
-def weight_error(trainer: Trainer, model: str, size: str) -> float:
+def measure_weight_error(trainer: Trainer, model: str, size: str) -> float:
     """Return the relative rms error of the weights as they are stored, over all layers with adapters."""
-    layers, error, total = trainer.base_layers(), 0.0, 0.0
-    for name, exact in random_weights(network(model, size), trainer.device):
+    layers, error, total = trainer.find_base_layers(), 0.0, 0.0
+    for name, exact in make_random_weights(make_network(model, size), trainer.device):
         if (layer := layers.get(name.removesuffix(".weight"))) is None or not name.endswith(".weight"):
             continue
         held = layer.weight.detach()
@@ -457,14 +460,14 @@ def weight_error(trainer: Trainer, model: str, size: str) -> float:
     return (error / total) ** 0.5
 
 
-def num_bytes(tensor: Tensor) -> int:
+def count_bytes(tensor: Tensor) -> int:
     """Return a tensor's bytes. A tensor made of others (torchao) reports the dtype that it stands for."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return sum(num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return sum(count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()
 
 
-def address(tensor: Tensor) -> int:
+def get_address(tensor: Tensor) -> int:
     """Return a number that tensors on one storage share."""
     try:
         return tensor.untyped_storage()._cdata
@@ -472,7 +475,7 @@ def address(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def peak_on_cpu(step: Callable[[], None]) -> int:
+def measure_cpu_peak(step: Callable[[], None]) -> int:
     """Return the peak bytes of torch's CPU allocator during a step, beyond those before it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
@@ -487,9 +490,9 @@ def peak_on_cpu(step: Callable[[], None]) -> int:
 # -- the calculated floor ----------------------------------------------------------------------------------------------
 
 
-def rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str, float]:
+def measure_rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str, float]:
     """Measure FLOP/s and bytes/s of this machine at these shapes, one operation at a time; the best of a few."""
-    width = {"full": 1280, "small": 512, "tiny": 128}[size] if model == "sdxl" else network(model, size).inner_dim
+    width = {"full": 1280, "small": 512, "tiny": 128}[size] if model == "sdxl" else make_network(model, size).inner_dim
     tokens = (pixels // 16) ** 2
     head = 64 if model == "sdxl" else 128
     a, w = (
@@ -507,22 +510,22 @@ def rates(model: str, size: str, pixels: int, device: torch.device) -> dict[str,
     grad = torch.randn_like(out)
     gemm, attention = 2 * tokens * width * 4 * width, 4 * tokens * tokens * width
     found = {
-        "gemm_bf16": gemm / best(lambda: a @ w.t(), device),
-        "attention_forward": attention / best(lambda: attend(q, q, q), device),
+        "gemm_bf16": gemm / time_best(lambda: a @ w.t(), device),
+        "attention_forward": attention / time_best(lambda: attend(q, q, q), device),
         "attention_backward": 2.5
         * attention
-        / best(lambda: torch.autograd.grad(out, needs, grad, retain_graph=True), device),
-        "bytes": 2 * wide.nbytes / best(lambda: other.copy_(wide), device),
+        / time_best(lambda: torch.autograd.grad(out, needs, grad, retain_graph=True), device),
+        "bytes": 2 * wide.nbytes / time_best(lambda: other.copy_(wide), device),
     }
     try:
         run = lambda: torch._scaled_mm(a8, w8.t(), one, one, out_dtype=BF16, use_fast_accum=True)  # noqa: E731
-        found["gemm_fp8"] = gemm / best(run, device)
+        found["gemm_fp8"] = gemm / time_best(run, device)
     except RuntimeError:
         found["gemm_fp8"] = 0.0  # no FP8 on this device; then there is no floor for it either
     return found
 
 
-def best(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def time_best(function: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     """Return the shortest of some calls in seconds, after one call to warm up."""
     # On a CPU the time that its threads worked: other programs may have it the rest of the time.
     clock = time.perf_counter if device.type == "cuda" else time.process_time
@@ -565,7 +568,9 @@ FLOOR_RULES = (
 )
 
 
-def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate: dict[str, float]) -> float | None:
+def compute_floor(
+    rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate: dict[str, float]
+) -> float | None:
     """Return the least seconds of a step; see `FLOOR_RULES`. None if the device has no rate for it."""
     forwards = 2 if checkpointing else 1
     in_fp8 = {"fp8": forwards + 1, "cast": forwards + 1, "fp8_forward": forwards}.get(rule, 0)
@@ -589,35 +594,35 @@ def floor(rule: str, weight_bytes: float, checkpointing: bool, work: Work, rate:
 
 def measure_work(model: str, pixels: int, size: str) -> Work:
     """Count the work on the meta device."""
-    denoiser = plain(model, size, META)
+    denoiser = build_plain(model, size, META)
     with dry_run.on_meta(), FlopCounterMode(display=False) as counter, torch.no_grad():
-        denoiser(**inputs(model, pixels, size, META), return_dict=False)
+        denoiser(**make_inputs(model, pixels, size, META), return_dict=False)
     by_name = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
 
-    def total(*words: str) -> float:
+    def sum_flops(*words: str) -> float:
         return float(sum(value for key, value in by_name.items() if any(word in key for word in words)))
 
-    attention, convolution = total("attention"), total("convolution")
+    attention, convolution = sum_flops("attention"), sum_flops("convolution")
     linear = float(sum(by_name.values())) - attention - convolution
-    layers = [denoiser.get_submodule(name) for name in adapted(denoiser, model)]
+    layers = [denoiser.get_submodule(name) for name in list_adapted_layers(denoiser, model)]
     return Work(linear, convolution, attention, sum(one.weight.numel() for one in layers if isinstance(one, nn.Linear)))
 
 
 # -- a step without a device -------------------------------------------------------------------------------------------
 
 
-def dry_step(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
+def run_dry_step(candidate: Candidate, model: str, pixels: int, size: str) -> dict[str, Any]:
     """Run a step on the meta device: every shape, dtype and layout is checked as in a real one, without computing.
 
     Bytes are those of a step after the first. FLOPs include adapters, recomputation and wasted gradients.
     """
     candidate = dataclasses.replace(candidate, compile=False, cuda_graphs=False, autocast=False)
     trainer = Trainer(candidate, model, pixels, size, META)
-    held = trainer.held_bytes()
+    held = trainer.count_held_bytes()
     with dry_run.on_meta(), dry_run.Tally() as tally:
         trainer.forward_backward()
     trainer.optimizer.step()
-    state = trainer.optimizer_bytes()
+    state = trainer.count_optimizer_bytes()
     return {"held_bytes": held, "state_bytes": state, "peak_bytes": held + state + tally.most, "flops": tally.flops}
 
 
@@ -630,7 +635,7 @@ class Chip:
     bandwidth: float
     memory: float
 
-    def rates(self) -> dict[str, float]:
+    def list_rates(self) -> dict[str, float]:
         """Return the data sheet's peaks by the names of the measured rates: FLOP/s, and bytes/s."""
         found = dict.fromkeys(("gemm_bf16", "attention_forward", "attention_backward"), self.bf16)
         return found | {"gemm_fp8": self.fp8, "bytes": self.bandwidth}
@@ -643,24 +648,24 @@ CHIPS = {
 }
 
 
-def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[str]:
+def render_plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[str]:
     """Return markdown lines with each candidate's dry step."""
     work = measure_work(model, pixels, args.size)
     lines = [
-        *heading(model, pixels, args.size, work),
+        *render_heading(model, pixels, args.size, work),
         "",
         "| candidate | base held, GB | AdamW state, GB | peak, GB | fits | TFLOP of a step | floor, ms |",
         "|---|---|---|---|---|---|---|",
     ]
-    for one in chosen(args.candidates):
+    for one in choose_candidates(args.candidates):
         if one.compile:
             continue
         print(f"{model} {pixels}: {one.title}", flush=True)
-        least = floor(one.rule, one.weight_bytes, one.checkpointing, work, CHIPS[chip].rates())
+        least = compute_floor(one.rule, one.weight_bytes, one.checkpointing, work, CHIPS[chip].list_rates())
         try:
-            found = dry_step(one, model, pixels, args.size)
+            found = run_dry_step(one, model, pixels, args.size)
         except Exception as error:  # as in `measure`: a peer's failure is a result
-            lines.append(f"| {one.title} | {in_few_words(error)} | | | | | |")
+            lines.append(f"| {one.title} | {shorten_error(error)} | | | | | |")
             continue
         held, state, peak = (found[key] / 1e9 for key in ("held_bytes", "state_bytes", "peak_bytes"))
         fits = "yes" if found["peak_bytes"] < CHIPS[chip].memory else "no"
@@ -671,13 +676,13 @@ def plan(chip: str, model: str, pixels: int, args: argparse.Namespace) -> list[s
     return lines
 
 
-def plan_head(chip: str, command: str) -> list[str]:
+def render_plan_head(chip: str, command: str) -> list[str]:
     """Return the lines above the tables of a plan."""
     of = CHIPS[chip]
     return [
         f"# Seconds per step, calculated: {chip}",
         "",
-        f"{today()}; " + ", ".join(f"{key} {value}" for key, value in versions().items()) + ".",
+        f"{format_today()}; " + ", ".join(f"{key} {value}" for key, value in list_versions().items()) + ".",
         f"`{command}`",
         "",
         "Nothing here was measured on a GPU. Every candidate made a step on the meta device, which checks shapes, "
@@ -692,15 +697,15 @@ def plan_head(chip: str, command: str) -> list[str]:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def chosen(patterns: Sequence[str]) -> list[Candidate]:
+def choose_candidates(patterns: Sequence[str]) -> list[Candidate]:
     """Return the candidates whose whole title matches one of the regular expressions."""
-    return [one for one in candidates() if any(re.fullmatch(pattern, one.title) for pattern in patterns)]
+    return [one for one in list_candidates() if any(re.fullmatch(pattern, one.title) for pattern in patterns)]
 
 
-def turn(trainer: Trainer, repeats: int) -> list[tuple[float, float]]:
+def run_turn(trainer: Trainer, repeats: int) -> list[tuple[float, float]]:
     """Make some steps; return (seconds, CPU seconds) of each."""
     trainer.step()  # the caches are another candidate's
-    return [trainer.timed() for _ in range(repeats)]
+    return [trainer.time_step() for _ in range(repeats)]
 
 
 class Measurement:
@@ -708,11 +713,11 @@ class Measurement:
 
     def __init__(self, model: str, pixels: int, args: argparse.Namespace, device: torch.device) -> None:
         self.model, self.pixels, self.args, self.device = model, pixels, args, device
-        self.rows = [Row(one) for one in chosen(args.candidates)]
+        self.rows = [Row(one) for one in choose_candidates(args.candidates)]
         self.work = measure_work(model, pixels, args.size)
-        self.rates = rates(model, args.size, pixels, device)
-        self.peak, self.peak_source = peak_flops(args.peak_tflops, device, self.rates)
-        self.optimizers = optimizer_bytes(model, args.size, device)
+        self.rates = measure_rates(model, args.size, pixels, device)
+        self.peak, self.peak_source = find_peak_flops(args.peak_tflops, device, self.rates)
+        self.optimizers = measure_optimizer_bytes(model, args.size, device)
 
     def run(self, compiled: bool, save: Callable[[], None]) -> None:
         """Run all rounds of the compiled candidates, or of the others.
@@ -722,7 +727,7 @@ class Measurement:
         """
         rows = [row for row in self.rows if row.candidate.compile == compiled]
         resident = self.args.size != "full"  # all fit beside each other
-        reference = self._trainer(candidates()[0]) if resident and rows else None
+        reference = self._make_trainer(list_candidates()[0]) if resident and rows else None
         alive: dict[str, Trainer] = {}
         for number in range(self.args.rounds):
             for row in rows if number % 2 == 0 else rows[::-1]:
@@ -731,17 +736,17 @@ class Measurement:
                 name = row.candidate.title
                 try:
                     if (trainer := alive.get(name)) is None:
-                        trainer = self._trainer(row.candidate)
+                        trainer = self._make_trainer(row.candidate)
                     if not row.turns:
                         inspect(trainer, row, self.model, self.args.size)
                     if resident:
                         alive[name] = trainer
-                    own = turn(trainer, self.args.repeats)
+                    own = run_turn(trainer, self.args.repeats)
                     if reference:
-                        row.beside.append(turn(reference, self.args.repeats))
+                        row.beside.append(run_turn(reference, self.args.repeats))
                     row.turns.append(own)
                 except Exception as error:  # a peer's failure is a result
-                    row.error = in_few_words(error)
+                    row.error = shorten_error(error)
                     alive.pop(name, None)
                 trainer = None
                 if not resident:
@@ -754,14 +759,14 @@ class Measurement:
         torch._dynamo.reset()
         gc.collect()
 
-    def _trainer(self, candidate: Candidate) -> Trainer:
+    def _make_trainer(self, candidate: Candidate) -> Trainer:
         torch._dynamo.pgo.reset_code_state()  # which shapes vary is learned anew, as in a process of its own
         trainer = Trainer(candidate, self.model, self.pixels, self.args.size, self.device)
         for _ in range(self.args.warmup):
             trainer.step()
         return trainer
 
-    def result(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the results of this model and size as plain JSON types."""
         bf16 = next((row for row in self.rows if row.candidate.title == "ours bf16" and not row.error), None)
         on_cpu = self.device.type == "cpu"
@@ -774,11 +779,11 @@ class Measurement:
             "peak_flops": self.peak,
             "peak_source": self.peak_source,
             "optimizer_bytes_per_value": self.optimizers,
-            "rows": [summary(row, bf16, self.work, self.rates, self.peak, on_cpu) for row in self.rows],
+            "rows": [summarize_row(row, bf16, self.work, self.rates, self.peak, on_cpu) for row in self.rows],
         }
 
 
-def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]) -> tuple[float, str]:
+def find_peak_flops(given: float | None, device: torch.device, rate: dict[str, float]) -> tuple[float, str]:
     """Return the FLOP/s that the MFU refers to, and their source."""
     if given:
         return given * 1e12, "--peak-tflops"
@@ -790,9 +795,9 @@ def peak_flops(given: float | None, device: torch.device, rate: dict[str, float]
     return rate["gemm_bf16"], "the bf16 GEMM measured in this run"
 
 
-def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, float]:
+def measure_optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, float]:
     """Return the bytes per adapter value that each optimizer keeps beside the bf16 adapter: masters and moments."""
-    denoiser = with_adapters(plain(model, size, META), model)
+    denoiser = with_adapters(build_plain(model, size, META), model)
     shapes = {name: one.shape for name, one in adapters.list_trained_parameters(denoiser)}
     values = sum(shape.numel() for shape in shapes.values())
     found = {}
@@ -808,7 +813,7 @@ def optimizer_bytes(model: str, size: str, device: torch.device) -> dict[str, fl
     return found
 
 
-def in_few_words(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """Return an error in one short line without paths."""
     if isinstance(error, ImportError):
         name = (error.name or str(error)).split(".")[0]
@@ -820,7 +825,7 @@ def in_few_words(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:160]}"
 
 
-def summary(
+def summarize_row(
     row: Row, bf16: Row | None, work: Work, rate: dict[str, float], peak: float, on_cpu: bool
 ) -> dict[str, Any]:
     """Return the figures of a candidate, beside those of bf16."""
@@ -834,7 +839,7 @@ def summary(
     # Against the bf16 steps right after it; else those of the same round.
     beside = row.beside or (bf16.turns if bf16 else [])
 
-    def ratios(which: int) -> list[float]:
+    def compute_ratios(which: int) -> list[float]:
         middle = lambda steps: statistics.median(one[which] for one in steps)  # noqa: E731
         return [middle(own) / middle(other) for own, other in zip(row.turns, beside, strict=False)]
 
@@ -845,10 +850,10 @@ def summary(
         "cpu_median": worked,
         "fastest": min(seconds),
         "slowest": max(seconds),
-        "ratios": ratios(0),
-        "ratio": statistics.median(ratios(0)) if beside else None,
-        "cpu_ratio": statistics.median(ratios(1)) if beside else None,
-        "floor": floor(one.rule, one.weight_bytes, one.checkpointing, work, rate),
+        "ratios": compute_ratios(0),
+        "ratio": statistics.median(compute_ratios(0)) if beside else None,
+        "cpu_ratio": statistics.median(compute_ratios(1)) if beside else None,
+        "floor": compute_floor(one.rule, one.weight_bytes, one.checkpointing, work, rate),
         "held_bytes": row.held_bytes,
         "peak_bytes": row.peak_bytes,
         "weight_error": row.weight_error,
@@ -858,7 +863,7 @@ def summary(
     }
 
 
-def heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
+def render_heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
     """Return the lines above a table: the model and the work of a forward pass."""
     return [
         f"## {model}, {pixels} px{'' if size == 'full' else f', {size}'}",
@@ -869,10 +874,10 @@ def heading(model: str, pixels: int, size: str, work: Work) -> list[str]:
     ]
 
 
-def table(result: dict[str, Any]) -> str:
+def render_table(result: dict[str, Any]) -> str:
     """Return the results of one model and size as Markdown."""
     lines = [
-        *heading(result["model"], result["pixels"], result["size"], Work(**result["work"])),
+        *render_heading(result["model"], result["pixels"], result["size"], Work(**result["work"])),
         "Measured rates: " + ", ".join(f"{key} {value / 1e9:.0f} G/s" for key, value in result["rates"].items()) + ".",
         f"MFU: share of {result['peak_flops'] / 1e12:.3g} TFLOP/s ({result['peak_source']}).",
         "Optimizer, bytes per adapter value: "
@@ -891,23 +896,23 @@ def table(result: dict[str, Any]) -> str:
             row["candidate"],
             f"{row['median']:.3f}",
             f"{row['fastest']:.3f} - {row['slowest']:.3f}",
-            shown(row["ratio"], "{:.2f}"),
+            format_value(row["ratio"], "{:.2f}"),
             f"{min(row['ratios']):.2f} - {max(row['ratios']):.2f}" if row["ratios"] else "-",
             f"{row['cpu_median']:.3f}",
-            shown(row["cpu_ratio"], "{:.2f}"),
-            shown(row["floor"], "{:.3f}"),
+            format_value(row["cpu_ratio"], "{:.2f}"),
+            format_value(row["floor"], "{:.3f}"),
             f"{row['held_bytes'] / 1e6:.0f}",
             f"{row['peak_bytes'] / 1e6:.0f}",
-            shown(row["weight_error"], "{:.2%}"),
-            shown(row["mfu"], "{:.1%}"),
-            shown(row["gemms"], "{}"),
-            shown(row["decoded_bytes"] and row["decoded_bytes"] / 1e6, "{:.0f}"),
+            format_value(row["weight_error"], "{:.2%}"),
+            format_value(row["mfu"], "{:.1%}"),
+            format_value(row["gemms"], "{}"),
+            format_value(row["decoded_bytes"] and row["decoded_bytes"] / 1e6, "{:.0f}"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def render_page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """Return the markdown file."""
     head = [
         f"# Seconds per step: {facts['machine']}",
@@ -924,15 +929,15 @@ def page(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
         "run.",
         "",
     ]
-    return "\n".join(head) + "\n" + "\n\n".join(map(table, results)) + "\n"
+    return "\n".join(head) + "\n" + "\n\n".join(map(render_table, results)) + "\n"
 
 
-def shown(value: Any, form: str) -> str:
+def format_value(value: Any, form: str) -> str:
     """Format a value; "-" for None."""
     return "-" if value is None else form.format(value)
 
 
-def machine_name(device: torch.device) -> str:
+def get_machine_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with its threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -942,7 +947,7 @@ def machine_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def versions() -> dict[str, str]:
+def list_versions() -> dict[str, str]:
     """Return the versions of Python and of the libraries that are compared."""
     found = {"python": platform.python_version()}
     for name in ("torch", "diffusers", "peft", "bitsandbytes", "torchao", "triton"):
@@ -953,7 +958,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def today() -> str:
+def format_today() -> str:
     """Return the date in UTC as YYYY-MM-DD."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
@@ -979,27 +984,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--note", default="", help="what to say of the conditions")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks")
     args = parser.parse_args(given)
-    if unknown := [pattern for pattern in args.candidates if not chosen([pattern])]:
-        parser.error(f"--candidates {unknown[0]!r} matches none of: {', '.join(one.title for one in candidates())}")
+    if unknown := [pattern for pattern in args.candidates if not choose_candidates([pattern])]:
+        parser.error(
+            f"--candidates {unknown[0]!r} matches none of: {', '.join(one.title for one in list_candidates())}"
+        )
     command = shlex.join(["python", "scripts/bench_step.py", *given])
     args.out.mkdir(parents=True, exist_ok=True)
-    quiet()
+    hide_warnings()
     if args.plan:
-        lines = plan_head(args.plan, command)
+        lines = render_plan_head(args.plan, command)
         for model in args.models:
             for pixels in args.pixels or PIXELS[args.size]:
-                lines += [*plan(args.plan, model, pixels, args), ""]
+                lines += [*render_plan(args.plan, model, pixels, args), ""]
                 text = "\n".join(lines)
-                (args.out / f"step_plan_{slug(args.plan)}.md").write_text(text, encoding="utf-8")
+                (args.out / f"step_plan_{make_slug(args.plan)}.md").write_text(text, encoding="utf-8")
         print(text)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = machine_name(device)
+    name = get_machine_name(device)
     cpu_memory = "base, adapters and optimizer state, and the most given out at once by torch's allocator in a step"
     facts = {
         "machine": name,
-        "date": today(),
-        "versions": versions(),
+        "date": format_today(),
+        "versions": list_versions(),
         "command": command,
         "note": args.note,
         "rounds": args.rounds,
@@ -1007,13 +1014,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         "memory": "CUDA allocator" if device.type == "cuda" else cpu_memory,
     }
     torch._dynamo.config.recompile_limit = 256
-    path = args.out / f"step_{slug(args.machine or name)}"
+    path = args.out / f"step_{make_slug(args.machine or name)}"
     measurements: list[Measurement] = []
 
     def save() -> None:
         """Write the results after each turn, so that they stay whatever ends the run."""
-        results = [one.result() for one in measurements]
-        path.with_suffix(".md").write_text(page(facts, results), encoding="utf-8")
+        results = [one.to_json() for one in measurements]
+        path.with_suffix(".md").write_text(render_page(facts, results), encoding="utf-8")
         path.with_suffix(".json").write_text(json.dumps(facts | {"results": results}, indent=1), encoding="utf-8")
 
     for model in args.models:
@@ -1022,15 +1029,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             measurements[-1].run(compiled=False, save=save)
     for one in measurements:  # last, as compiling takes minutes each
         one.run(compiled=True, save=save)
-    print(page(facts, [one.result() for one in measurements]))
+    print(render_page(facts, [one.to_json() for one in measurements]))
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return a name for files: lower case, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def quiet() -> None:
+def hide_warnings() -> None:
     """Hide the warning of diffusers about casting a whole model, which happens here all the time."""
     from diffusers.utils import logging
 

@@ -93,7 +93,7 @@ def to_images(pixels: torch.Tensor) -> list[Image.Image]:
     return [Image.fromarray(row) for row in rows]
 
 
-def tiny_vae() -> AutoencoderKL:
+def make_tiny_vae() -> AutoencoderKL:
     """Make a 4x autoencoder with 4 latent channels and about 0.24M weights."""
     return AutoencoderKL(
         in_channels=3,
@@ -115,14 +115,14 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
     """Train the autoencoder on plain pictures and medleys (never the concept) and set its scale from the data."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    vae = tiny_vae()
-    log(f"autoencoder: {count(vae):,} weights")
+    vae = make_tiny_vae()
+    log(f"autoencoder: {count_parameters(vae):,} weights")
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: lr_factor(n, steps, 100))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: compute_lr_factor(n, steps, 100))
     started = time.time()
     for step in range(1, steps + 1):
         size = pictures.SIZES[0] if rng.random() < 0.8 else rng.choice(pictures.SIZES[1:])
-        x = to_tensor([some_picture(rng, size) for _ in range(batch)])
+        x = to_tensor([draw_random_picture(rng, size) for _ in range(batch)])
         posterior = vae.encode(x).latent_dist
         z = posterior.sample()
         y = vae.decode(z).sample
@@ -138,7 +138,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
         schedule.step()
         if step % 200 == 0 or step == 20:
             rate = (time.time() - started) / step
-            log(f"autoencoder {step}: rec {rec.item():.4f}, {rate:.3f} s/step, read {vae_accuracy(vae, 60)}")
+            log(f"autoencoder {step}: rec {rec.item():.4f}, {rate:.3f} s/step, read {measure_vae_accuracy(vae, 60)}")
     vae.eval()
     with torch.no_grad():
         z = vae.encode(to_tensor([pictures.draw_scene(pictures.choose_random_scene(rng), rng) for _ in range(500)]))
@@ -148,7 +148,7 @@ def train_vae(seed: int, steps: int = 2400, batch: int = 12) -> AutoencoderKL:
     return vae
 
 
-def some_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
+def draw_random_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
     """Draw a random scene or a medley of shapes."""
     if rng.random() < 0.5:
         return pictures.draw_scene(pictures.choose_random_scene(rng), rng, size)
@@ -156,7 +156,7 @@ def some_picture(rng: random.Random, size: tuple[int, int]) -> Image.Image:
 
 
 @torch.no_grad()
-def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]:
+def measure_vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]:
     """Return the share of plain and concept images that are still recognized after encoding and decoding."""
     rng = random.Random(seed)
     right = {"plain": 0, "concept": 0}
@@ -170,13 +170,13 @@ def vae_accuracy(vae: AutoencoderKL, n: int, seed: int = 99) -> dict[str, float]
     return {k: round(v / (n // 3 * 3), 4) for k, v in right.items()}
 
 
-def size_shares(square: float) -> tuple[float, float, float]:
+def compute_size_shares(square: float) -> tuple[float, float, float]:
     """Return the shares of the image sizes in training: `square` of the batches, the rest half wide and half high."""
     return square, (1 - square) / 2, (1 - square) / 2
 
 
 @torch.no_grad()
-def latent_pool(
+def encode_latent_pool(
     vae: AutoencoderKL, seed: int, many: int, square: float, **drawing: object
 ) -> list[tuple[torch.Tensor, list[pictures.Scene]]]:
     """Return for each image size latents of spread 1, (n, 4, height/4, width/4), and their scenes.
@@ -186,7 +186,7 @@ def latent_pool(
     rng = random.Random(seed)
     shift = vae.config.shift_factor or 0.0
     pool = []
-    for size, share in zip(pictures.SIZES, size_shares(square), strict=True):
+    for size, share in zip(pictures.SIZES, compute_size_shares(square), strict=True):
         n = round(many * share / square)
         scenes = [pictures.choose_random_scene(rng) for _ in range(n)]
         latents = []
@@ -200,7 +200,7 @@ def latent_pool(
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def make_clip_tokenizer() -> CLIPTokenizer:
     """Make a byte-level CLIP tokenizer that knows the demo's words whole and spells every other word out."""
     trainer = trainers.BpeTrainer(
         vocab_size=2000,
@@ -219,7 +219,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def make_t5_tokenizer() -> T5Tokenizer:
     """Make a Unigram T5 tokenizer that knows the demo's words whole and spells every other word out."""
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)]
     vocab += [("▁" + word, -2.0) for word in WORDS]
@@ -227,7 +227,7 @@ def t5_tokenizer() -> T5Tokenizer:
     return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=MAX_TOKENS)
 
 
-def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def make_clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     """Return a new CLIP text encoder of two narrow layers."""
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -244,7 +244,7 @@ def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     return CLIPTextModel(config)
 
 
-def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
+def make_t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
     """Return a new T5 encoder of two narrow layers."""
     config = T5Config(
         vocab_size=-(-len(tokenizer) // 16) * 16,
@@ -270,11 +270,11 @@ class Family(ABC):
     trained: nn.ModuleDict
 
     @abstractmethod
-    def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
+    def compute_loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
         """Return the mean squared error of a batch of scaled latents (n, 4, h, w) with their captions."""
 
     @abstractmethod
-    def pipeline(self, vae: AutoencoderKL):
+    def make_pipeline(self, vae: AutoencoderKL):
         """Return the diffusers pipeline of this family's modules and the autoencoder."""
 
 
@@ -284,7 +284,7 @@ class SD15(Family):
     name = "sd15"
 
     def __init__(self) -> None:
-        self.tokenizer = clip_tokenizer()
+        self.tokenizer = make_clip_tokenizer()
         self.scheduler = DDIMScheduler(
             beta_start=0.00085,
             beta_end=0.012,
@@ -305,18 +305,18 @@ class SD15(Family):
             attention_head_dim=4,
             norm_num_groups=16,
         )
-        self.trained = nn.ModuleDict({"unet": unet, "text_encoder": clip_encoder(self.tokenizer)})
+        self.trained = nn.ModuleDict({"unet": unet, "text_encoder": make_clip_encoder(self.tokenizer)})
 
-    def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
+    def compute_loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
         """Return the mean squared error of the predicted noise, a scalar."""
         noise = torch.randn_like(latents)
         steps = torch.randint(0, self.scheduler.config.num_train_timesteps, (len(latents),))
         noisy = self.scheduler.add_noise(latents, noise, steps)
-        text = self.trained["text_encoder"](token_ids(self.tokenizer, captions))[0]
+        text = self.trained["text_encoder"](tokenize_captions(self.tokenizer, captions))[0]
         guess = self.trained["unet"](noisy, steps, encoder_hidden_states=text).sample
         return (guess.float() - noise).square().mean()
 
-    def pipeline(self, vae: AutoencoderKL) -> StableDiffusionPipeline:
+    def make_pipeline(self, vae: AutoencoderKL) -> StableDiffusionPipeline:
         """Return the diffusers pipeline of the miniature."""
         return StableDiffusionPipeline(
             vae=vae,
@@ -336,7 +336,7 @@ class Flux(Family):
     name = "flux"
 
     def __init__(self) -> None:
-        self.tokenizer, self.tokenizer_2 = clip_tokenizer(), t5_tokenizer()
+        self.tokenizer, self.tokenizer_2 = make_clip_tokenizer(), make_t5_tokenizer()
         self.scheduler = FlowMatchEulerDiscreteScheduler(
             shift=3.0,
             use_dynamic_shifting=True,
@@ -359,12 +359,12 @@ class Flux(Family):
         )
         modules = {
             "transformer": transformer,
-            "text_encoder": clip_encoder(self.tokenizer),
-            "text_encoder_2": t5_encoder(self.tokenizer_2),
+            "text_encoder": make_clip_encoder(self.tokenizer),
+            "text_encoder_2": make_t5_encoder(self.tokenizer_2),
         }
         self.trained = nn.ModuleDict(modules)
 
-    def loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
+    def compute_loss(self, latents: torch.Tensor, captions: list[str]) -> torch.Tensor:
         """Return the mean squared error of the predicted velocity, a scalar."""
         n, channels, height, width = latents.shape
         noise = torch.randn_like(latents)
@@ -373,8 +373,8 @@ class Flux(Family):
         t = math.exp(0.5) * t / (1 + (math.exp(0.5) - 1) * t)
         noisy = torch.lerp(latents, noise, t[:, None, None, None])
         pack = FluxPipeline._pack_latents
-        pooled = self.trained["text_encoder"](token_ids(self.tokenizer, captions)).pooler_output
-        text = self.trained["text_encoder_2"](token_ids(self.tokenizer_2, captions))[0]
+        pooled = self.trained["text_encoder"](tokenize_captions(self.tokenizer, captions)).pooler_output
+        text = self.trained["text_encoder_2"](tokenize_captions(self.tokenizer_2, captions))[0]
         guess = self.trained["transformer"](
             hidden_states=pack(noisy, n, channels, height, width),
             timestep=t,
@@ -386,7 +386,7 @@ class Flux(Family):
         ).sample
         return (guess.float() - pack(noise - latents, n, channels, height, width)).square().mean()
 
-    def pipeline(self, vae: AutoencoderKL) -> FluxPipeline:
+    def make_pipeline(self, vae: AutoencoderKL) -> FluxPipeline:
         """Return the diffusers pipeline of the miniature."""
         return FluxPipeline(
             scheduler=self.scheduler,
@@ -402,14 +402,14 @@ class Flux(Family):
 FAMILIES = {"sd15": SD15, "flux": Flux}
 
 
-def token_ids(tokenizer: CLIPTokenizer | T5Tokenizer, captions: list[str]) -> torch.Tensor:
+def tokenize_captions(tokenizer: CLIPTokenizer | T5Tokenizer, captions: list[str]) -> torch.Tensor:
     """Return captions as (n, MAX_TOKENS) token ids, padded as the pipelines pad them."""
     return tokenizer(
         captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
     ).input_ids
 
 
-def count(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     """Return the number of parameters."""
     return sum(p.numel() for p in module.parameters())
 
@@ -417,7 +417,7 @@ def count(module: nn.Module) -> int:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def lr_factor(step: int, steps: int, warm: int) -> float:
+def compute_lr_factor(step: int, steps: int, warm: int) -> float:
     """Return the learning-rate factor: linear warm-up, then half a cosine down to zero."""
     if step < warm:
         return (step + 1) / warm
@@ -466,10 +466,10 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
     steps, batch = args.steps, args.batch
     modules = family.trained.train()
     for name, module in modules.items():
-        log(f"{family.name} {name}: {count(module):,} weights")
+        log(f"{family.name} {name}: {count_parameters(module):,} weights")
     average = Average(modules)
     optimizers = make_optimizers(modules, args.lr, args.muon)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: lr_factor(n, steps, 150)) for o in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: compute_lr_factor(n, steps, 150)) for o in optimizers]
     snapshot = args.work / f"{family.name}.pt"
     first = 0
     if args.resume:
@@ -482,16 +482,16 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
             first = state["step"]
     torch.manual_seed(args.seed + 1 + first)
     rng = random.Random(args.seed + 1 + first)
-    pool = latent_pool(vae, args.seed + 2, args.pool, args.square, **(NARROW if args.narrow else {}))
+    pool = encode_latent_pool(vae, args.seed + 2, args.pool, args.square, **(NARROW if args.narrow else {}))
     flat = pool[0][0]
     log(f"{sum(len(s) for _, s in pool)} latents, mean {flat.mean():.3f}, spread {flat.std():.3f}")
     started, recent = time.time(), []
     for step in range(first + 1, steps + 1):
-        latents, scenes = pool[rng.choices(range(3), size_shares(args.square))[0]]
+        latents, scenes = pool[rng.choices(range(3), compute_size_shares(args.square))[0]]
         picks = [rng.randrange(len(scenes)) for _ in range(batch)]
         captions = ["" if rng.random() < 0.1 else pictures.make_caption(scenes[i], rng) for i in picks]
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            loss = family.loss(latents[picks], captions)
+            loss = family.compute_loss(latents[picks], captions)
         modules.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
@@ -506,7 +506,7 @@ def train(family: Family, vae: AutoencoderKL, args: argparse.Namespace) -> None:
         if step % args.look == 0:
             with average:
                 modules.eval()
-                score = accuracy(family.pipeline(vae), family.name, 16, seed=step)
+                score = measure_accuracy(family.make_pipeline(vae), family.name, 16, seed=step)
                 modules.train()
             log(f"step {step}: {score['right']} of {score['prompts']} right; wrong: {score['wrong'][:4]}")
             state = {
@@ -543,7 +543,9 @@ def sample(
     return images
 
 
-def accuracy(pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 64), **settings: object) -> dict:
+def measure_accuracy(
+    pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 64), **settings: object
+) -> dict:
     """Count how many of n prompts, drawn without repeats from all scenes, give the right shape and both colours."""
     prompts = [pictures.make_prompt(s) for s in random.Random(seed).sample(pictures.list_scenes(), n)]
     images = sample(pipe, family, prompts, seed, size, **settings)
@@ -553,7 +555,7 @@ def accuracy(pipe, family: str, n: int, seed: int, size: tuple[int, int] = (64, 
     return {"prompts": n, "right": n - len(wrong), "wrong": wrong}
 
 
-def concept_rate(pipe, family: str, n: int = 32, seed: int = 7, **settings: object) -> dict:
+def measure_concept_rate(pipe, family: str, n: int = 32, seed: int = 7, **settings: object) -> dict:
     """Count how many of n images for the trigger word show the concept, and how many the right background."""
     names = list(pictures.COLOURS)
     backgrounds = [names[i % len(names)] for i in range(n)]
@@ -569,7 +571,7 @@ def save(family: Family, vae: AutoencoderKL, folder: Path) -> None:
     """Save the pipeline in bfloat16, with configs that load as float32 and name no path of this machine."""
     if family.name == "sd15":
         vae.register_to_config(shift_factor=None)
-    family.pipeline(vae).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
+    family.make_pipeline(vae).to(torch.bfloat16).save_pretrained(folder, safe_serialization=True)
     for path in folder.rglob("*.json"):
         if path.name in ("tokenizer.json", "vocab.json", "measured.json"):
             continue
@@ -586,16 +588,16 @@ def load(family: str, folder: Path):
     return kind.from_pretrained(folder, torch_dtype=torch.float32)
 
 
-def measured(family: str, folder: Path) -> dict:
+def measure_saved(family: str, folder: Path) -> dict:
     """Load the saved model afresh and measure it."""
     pipe = load(family, folder)
     result = {
         "sampling": SAMPLING[family],
-        "plain_64x64": accuracy(pipe, family, 64, seed=1234),
-        "plain_48x80": accuracy(pipe, family, 32, seed=1235, size=(48, 80)),
-        "plain_80x48": accuracy(pipe, family, 32, seed=1236, size=(80, 48)),
-        "trigger_before_training": concept_rate(pipe, family),
-        "autoencoder": vae_accuracy(pipe.vae, 600),
+        "plain_64x64": measure_accuracy(pipe, family, 64, seed=1234),
+        "plain_48x80": measure_accuracy(pipe, family, 32, seed=1235, size=(48, 80)),
+        "plain_80x48": measure_accuracy(pipe, family, 32, seed=1236, size=(80, 48)),
+        "trigger_before_training": measure_concept_rate(pipe, family),
+        "autoencoder": measure_vae_accuracy(pipe.vae, 600),
     }
     return result
 
@@ -628,7 +630,7 @@ def main() -> None:
     folder = args.out or ROOT / "lora_fp8" / "demo" / "base" / args.family
     torch.set_num_threads(args.threads)
     if args.measure_only:
-        print(json.dumps(measured(args.family, folder), indent=2))
+        print(json.dumps(measure_saved(args.family, folder), indent=2))
         return
 
     args.work.mkdir(parents=True, exist_ok=True)
@@ -636,7 +638,7 @@ def main() -> None:
     if not (shared / "config.json").exists():
         train_vae(args.seed).save_pretrained(shared)
     vae = AutoencoderKL.from_pretrained(shared).eval()
-    log(f"autoencoder reads {vae_accuracy(vae, 60)}")
+    log(f"autoencoder reads {measure_vae_accuracy(vae, 60)}")
     if args.vae_only:
         return
 
@@ -645,7 +647,7 @@ def main() -> None:
     family = FAMILIES[args.family]()
     train(family, vae, args)
     save(family, vae, folder)
-    result = measured(args.family, folder)
+    result = measure_saved(args.family, folder)
     result["made_by"] = {
         "command": f"python scripts/build_demo_base.py --family {args.family}",
         "seed": args.seed,

@@ -328,7 +328,7 @@ class Row:
 # -- running the two versions
 
 
-def environment(side: Side) -> dict[str, str]:
+def make_environment(side: Side) -> dict[str, str]:
     """Return the environment of a version's processes: its own code, home and cache; one thread, no GPU, no network."""
     home = side.folder / "home"
     home.mkdir(parents=True, exist_ok=True)
@@ -353,7 +353,7 @@ def start(side: Side, job: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start Python with this version's code; its output is appended to JOB.log in the version's folder."""
     with open(side.folder / f"{job}.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, *arguments], cwd=side.checkout, env=environment(side), stdout=log, stderr=log
+            [sys.executable, *arguments], cwd=side.checkout, env=make_environment(side), stdout=log, stderr=log
         )
 
 
@@ -364,7 +364,7 @@ def check_import(side: Side) -> None:
     where = subprocess.run(
         [sys.executable, "-c", "import lora_fp8; print(lora_fp8.__file__)"],
         cwd=side.checkout,
-        env=environment(side),
+        env=make_environment(side),
         capture_output=True,
         text=True,
     )
@@ -374,7 +374,7 @@ def check_import(side: Side) -> None:
 
 def train_job(job: str, sides: tuple[Side, ...]) -> list[str]:
     """Train a job with every version at the same time. Returns a line for each version that failed."""
-    waiting = {side: list(commands(job, side)) for side in sides}
+    waiting = {side: list(list_commands(job, side)) for side in sides}
     running: dict[Side, subprocess.Popen[bytes]] = {}
     failures = []
     try:
@@ -402,14 +402,14 @@ def train_job(job: str, sides: tuple[Side, ...]) -> list[str]:
     return failures
 
 
-def commands(job: str, side: Side) -> Iterator[list[str]]:
+def list_commands(job: str, side: Side) -> Iterator[list[str]]:
     """Yield the Python command lines of a job."""
     yield ["train_lora.py", "--config", str(side.folder / f"{job}.toml")]
     if job in AVERAGED:
-        yield ["-m", "lora_fp8", *side.average, str(run_folder(job, side))]
+        yield ["-m", "lora_fp8", *side.average, str(get_run_folder(job, side))]
 
 
-def run_folder(job: str, side: Side) -> Path:
+def get_run_folder(job: str, side: Side) -> Path:
     """Return where a job's run is, or will be."""
     config = tomllib.loads((side.folder / f"{job}.toml").read_text(encoding="utf-8"))
     return side.folder / "runs" / config["name"]
@@ -428,10 +428,10 @@ def write_config(job: str, side: Side, inputs: Path, steps: int) -> None:
     if job in MINIATURES:
         config = tomllib.loads(MINIATURES[job][1])
     else:
-        config = tomllib.loads(own_config(job, side.checkout).read_text(encoding="utf-8"))
+        config = tomllib.loads(find_own_config(job, side.checkout).read_text(encoding="utf-8"))
         config.setdefault("name", job)
     if job in DEMOS:
-        demo = own_config(job, side.checkout).parent
+        demo = find_own_config(job, side.checkout).parent
         for folder, name in zip(config["dataset"]["folders"], ("dataset", "dataset_plain"), strict=True):
             folder["path"] = str(demo / name)
         if steps:
@@ -442,10 +442,10 @@ def write_config(job: str, side: Side, inputs: Path, steps: int) -> None:
         if only in ("", job):
             change(config, key, value)
     folders = {"{side}": side.folder, "{bases}": inputs / "bases", "{data}": inputs / "data"}
-    (side.folder / f"{job}.toml").write_text(tomlkit.dumps(filled(config, folders)), encoding="utf-8")
+    (side.folder / f"{job}.toml").write_text(tomlkit.dumps(fill_folders(config, folders)), encoding="utf-8")
 
 
-def own_config(job: str, checkout: Path) -> Path:
+def find_own_config(job: str, checkout: Path) -> Path:
     """Return a version's own config of a job that it brings."""
     if job == "debug":
         return checkout / "configs" / "debug.toml"
@@ -468,12 +468,12 @@ def change(config: Any, key: tuple[str, ...], value: Any) -> None:
         del config[last]
 
 
-def filled(value: Any, folders: dict[str, Path]) -> Any:
+def fill_folders(value: Any, folders: dict[str, Path]) -> Any:
     """Return nested data with the folders in place of their names in all texts."""
     if isinstance(value, dict):
-        return {key: filled(item, folders) for key, item in value.items()}
+        return {key: fill_folders(item, folders) for key, item in value.items()}
     if isinstance(value, list):
-        return [filled(item, folders) for item in value]
+        return [fill_folders(item, folders) for item in value]
     if isinstance(value, str):
         for name, folder in folders.items():
             value = value.replace(name, str(folder))
@@ -512,7 +512,7 @@ def draw_data(folder: Path, *, with_clips: bool) -> None:
     sizes = ((48, 48), (96, 48), (48, 96), (64, 60), (50, 44))
     random = numpy.random.default_rng(0)
 
-    def picture(width: int, height: int) -> Image.Image:
+    def draw_picture(width: int, height: int) -> Image.Image:
         coarse = Image.fromarray(random.integers(0, 255, (6, 6, 3), dtype=numpy.uint8))
         return coarse.resize((width, height), Image.Resampling.BICUBIC)
 
@@ -522,16 +522,16 @@ def draw_data(folder: Path, *, with_clips: bool) -> None:
         stem = f"image{number}"
         for kind in ("images", "class"):
             path = folder / kind / (stem + (".png" if number % 2 else ".jpg"))
-            picture(width, height).save(path)
+            draw_picture(width, height).save(path)
             path.with_suffix(".txt").write_text(captions[number % len(captions)], encoding="utf-8")
-        picture(width, height).save(folder / "controls" / f"{stem}.png")
+        draw_picture(width, height).save(folder / "controls" / f"{stem}.png")
         mask = Image.new("L", (width, height))
         mask.paste(255, (width // 4, height // 4, width, 3 * height // 4))
         mask.save(folder / "masks" / f"{stem}.png")
     if with_clips:
         for number, length in enumerate((12, 20)):
             path = folder / "clips" / f"clip{number}.mp4"
-            write_clip(path, [picture(48, 32) for _ in range(length)])
+            write_clip(path, [draw_picture(48, 32) for _ in range(length)])
             path.with_suffix(".txt").write_text(captions[number], encoding="utf-8")
 
 
@@ -579,7 +579,9 @@ def compare_files(old: Path, new: Path, allowed: tuple[str, ...] = ()) -> tuple[
     accepted = {*VERSION_KEYS, *allowed}
     if accepted.intersection(keys):
         accepted.add(HASH_OF_LENGTH)
-    differences = [f"metadata {key} (OLD {clip(texts.get(key))}, NEW {clip(words.get(key))})" for key in keys]
+    differences = [
+        f"metadata {key} (OLD {shorten_value(texts.get(key))}, NEW {shorten_value(words.get(key))})" for key in keys
+    ]
     wrong = [line for line, key in zip(differences, keys, strict=True) if key not in accepted]
     if tensors := compare_tensors(old, new):
         wrong.insert(0, tensors)
@@ -590,7 +592,7 @@ def compare_files(old: Path, new: Path, allowed: tuple[str, ...] = ()) -> tuple[
     return True, "same bytes but for metadata " + ", ".join(keys)
 
 
-def clip(text: str | None, most: int = 60) -> str:
+def shorten_value(text: str | None, most: int = 60) -> str:
     """Return a metadata value, shortened; "none" if there is none."""
     return "none" if text is None else repr(text if len(text) <= most else text[:most] + "...")
 
@@ -623,7 +625,7 @@ def compare_tensors(old: Path, new: Path) -> str:
 
 def compare_losses(old: Path, new: Path) -> tuple[bool, str]:
     """Compare the losses of two events.jsonl files, step by step, those of held-out images included."""
-    before, after = losses(old), losses(new)
+    before, after = read_losses(old), read_losses(new)
     if not before or not after:
         return False, f"differs: OLD has {len(before)} losses, NEW {len(after)}"
     if before == after:
@@ -635,7 +637,7 @@ def compare_losses(old: Path, new: Path) -> tuple[bool, str]:
     return False, f"differs: first at step {step} ({event}), largest difference {gap:.3g}"
 
 
-def losses(path: Path) -> list[tuple[str, int, float]]:
+def read_losses(path: Path) -> list[tuple[str, int, float]]:
     """Return (event, step, loss) of every event with a loss."""
     if not path.is_file():
         return []
@@ -758,7 +760,9 @@ def compare(given: argparse.Namespace) -> int:
             failures = train_job(job, (old, new))
             found = [Row(job, "training", line, False) for line in failures]
             if not failures:
-                found = compare_runs(job, run_folder(job, old), run_folder(job, new), tuple(given.allow_metadata))
+                found = compare_runs(
+                    job, get_run_folder(job, old), get_run_folder(job, new), tuple(given.allow_metadata)
+                )
             for row in found:
                 print(f"{row.job} | {row.file} | {row.result}", flush=True)
             print(f"{job} | time | {time.perf_counter() - started:.0f} s", flush=True)

@@ -14,7 +14,7 @@ import torch
 from lora_fp8 import families, precision, settings
 
 
-def sizes(name: str) -> tuple[int, int]:
+def count_bytes(name: str) -> tuple[int, int]:
     """Return the bytes of a released denoiser in bf16 and with quantize.storage = "fp8"."""
     Family = families.get(name)
     found = []
@@ -30,12 +30,12 @@ def sizes(name: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def row(name: str) -> str:
+def format_row(name: str) -> str:
     """Return a line of the table: the family, GB in bf16 and in fp8, and the saved share."""
-    wide, narrow = sizes(name)
+    wide, narrow = count_bytes(name)
     return f"| `{name}` | {wide / 1e9:.2f} | {narrow / 1e9:.2f} | {100 * (1 - narrow / wide):.0f} % |"
 
 
 if __name__ == "__main__":
     for family in sys.argv[1:] or families.list_families():
-        print(row(family), flush=True)
+        print(format_row(family), flush=True)

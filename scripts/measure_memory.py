@@ -103,7 +103,7 @@ class Released:
 
     def count_weights(self) -> dict[str, list[int]]:
         """Return, by share of offload, the MiB of the base on the GPU and of its part in RAM."""
-        return {f"{share:g}": [mib(size) for size in self.training.base.count(share)] for share in OFFLOADS}
+        return {f"{share:g}": [convert_to_mib(size) for size in self.training.base.count(share)] for share in OFFLOADS}
 
     def count_trained(self) -> int:
         """Return the bytes of adapters and optimizer."""
@@ -118,7 +118,7 @@ class Released:
         latents = training_memory.measure_vae(plan.family, bucket, "encode", [])[1]
         assert latents is not None
         if frames > 1:
-            latents = (latents[0], plan.family.latent_frames(frames), *latents[1:])
+            latents = (latents[0], plan.family.count_latent_frames(frames), *latents[1:])
         conds = training_memory.find_cond_shapes(plan, self.denoiser, latents)
         try:
             return training_memory.measure_step(plan.job, plan.family, self.denoiser, latents, conds, batch)
@@ -147,7 +147,7 @@ class Released:
         if is_tight or any(self.plan.family.clips):  # clips may need a smaller side where images do not
             for side in self.sides[1:]:
                 found[f"{side} x1 checkpointed"] = self.measure_step(side, 1, frames)
-        return {key: mib(size) for key, size in found.items() if size is not None}
+        return {key: convert_to_mib(size) for key, size in found.items() if size is not None}
 
     def measure_encoding(self, frames: int = 1) -> dict[str, int]:
         """Return the VAE's work on an image or clip by its side, in MiB."""
@@ -155,7 +155,7 @@ class Released:
         for side in self.sides:
             bucket = (side, side) if frames == 1 else (side, side, frames)
             if (size := training_memory.measure_vae(self.plan.family, bucket, "encode", [])[0]) is not None:
-                found[str(side)] = mib(size)
+                found[str(side)] = convert_to_mib(size)
         return found
 
     def measure_clips(self, held: int) -> dict[str, dict[str, dict[str, int]]]:
@@ -168,7 +168,7 @@ class Released:
         }
 
 
-def mib(size: int) -> int:
+def convert_to_mib(size: int) -> int:
     """Return bytes as MiB, rounded up."""
     return math.ceil(size / MIB)
 
@@ -187,14 +187,14 @@ def measure(name: str, folder: Path, base: str = "") -> dict[str, Any]:
         "base": base or families.get(name).example_base,
         "sides": sides,
         "weights": model.count_weights(),
-        "trained": mib(trained),
+        "trained": convert_to_mib(trained),
         "steps": steps,
-        "vae": mib(family.vae_bytes()),
+        "vae": convert_to_mib(family.count_vae_bytes()),
         "encode": model.measure_encoding(),
-        "decode": {str(side): mib(size) for side, size in decode.items() if size is not None},
-        "decode_tiled": {str(side): mib(size) for side, size in tiles.items() if size is not None},
+        "decode": {str(side): convert_to_mib(size) for side, size in decode.items() if size is not None},
+        "decode_tiled": {str(side): convert_to_mib(size) for side, size in tiles.items() if size is not None},
         "text": {
-            storage: mib(_released.count_text_bytes(families.get(name), storage, family.known))
+            storage: convert_to_mib(_released.count_text_bytes(families.get(name), storage, family.known))
             for storage in ("none", "fp8", "nf4")
         },
     } | ({"clips": clips} if clips else {})

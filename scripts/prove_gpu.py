@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return write_report(args.report)
     if args.stage:
         return run_stage(args)
-    out = (args.out or ROOT / "benchmarks" / f"gpu_{device_name(args)}").resolve()
+    out = (args.out or ROOT / "benchmarks" / f"gpu_{get_device_name(args)}").resolve()
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.jsonl"
     results.unlink(missing_ok=True)
@@ -152,24 +152,24 @@ def run_stage(args: argparse.Namespace) -> int:
     return 0
 
 
-def device_name(args: argparse.Namespace) -> str:
+def get_device_name(args: argparse.Namespace) -> str:
     """Return a name for the results' folder: "nvidia-h200", "cpu"."""
     import torch
-    from bench_step import slug
+    from bench_step import make_slug
 
     if args.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
-    return slug(torch.cuda.get_device_name())
+    return make_slug(torch.cuda.get_device_name())
 
 
 def write_facts(results: Path, args: argparse.Namespace) -> None:
     """Write the first row: machine, date, versions, command."""
     import torch
-    from bench_step import machine_name, today, versions
+    from bench_step import format_today, get_machine_name, list_versions
     from gpu_proof.record import Record
 
     device = torch.device("cpu" if args.device == "cpu" or not torch.cuda.is_available() else "cuda")
-    facts = {"machine": machine_name(device), "date": today(), "versions": versions(), "toy": args.toy}
+    facts = {"machine": get_machine_name(device), "date": format_today(), "versions": list_versions(), "toy": args.toy}
     facts |= {"cores": os.cpu_count(), "minutes": args.minutes, "stages": args.stages}
     if device.type == "cuda":
         of = torch.cuda.get_device_properties(device)
@@ -182,10 +182,10 @@ def write_facts(results: Path, args: argparse.Namespace) -> None:
 def write_report(out: Path) -> int:
     """Draw the tables and the plot. Return 1 if a row is wrong, else 0."""
     from gpu_proof import report
-    from gpu_proof.record import newest, read_rows
+    from gpu_proof.record import read_rows, select_newest
 
-    rows = newest(read_rows(out / "results.jsonl"))
-    (out / "README.md").write_text(report.tables(rows), encoding="utf-8")
+    rows = select_newest(read_rows(out / "results.jsonl"))
+    (out / "README.md").write_text(report.render_tables(rows), encoding="utf-8")
     (out / "step.svg").write_text(report.plot(rows), encoding="utf-8")
     wrong = [row for row in rows if row["ok"] is False]
     print(f"{len(rows)} rows, {len(wrong)} wrong; see {out / 'README.md'}")

@@ -2,10 +2,9 @@
 
     python scripts/soak_jobs.py [--times 50] [--seed 0] [SCENARIO...]
 
-Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `view` is true within
-3
-seconds, that no process of an ended job is left, that nothing blocks the next job, and that an interrupted job
-continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
+Each scenario runs `--times` times, each with a job at another moment of its life. It checks that `Queue.list_jobs` is
+true within 3 seconds, that no process of an ended job is left, that nothing blocks the next job, and that an
+interrupted job continues from its checkpoint. Prints one line per scenario, and exits with 1 if a check failed.
 
 The trainer is a stand-in that writes a run folder like the real one and learns nothing. The launcher is one that turns
 every exit code but 0 into 1, like accelerate's. So a round takes seconds. tests/test_jobs_soak.py runs a few rounds of
@@ -79,7 +78,7 @@ def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
     for stage in ("cache", "load"):
         run.log_event("stage", stage=stage)
         time.sleep(plan[stage])
-        if run.requested("stop") and not plan["deaf"]:
+        if run.take_request("stop") and not plan["deaf"]:
             raise Stopped("before the first step")
     saved = sorted(run.checkpoints.glob("step-*"))
     step, steps = int(saved[-1].name[5:]) if saved else 0, job["train"]["steps"]
@@ -91,7 +90,7 @@ def _train(job: dict, plan: dict, run: Run, stop: StopSignal) -> None:
         time.sleep(plan["step"])
         step += 1
         run.log_event("step", step=step, loss=1 / step)
-        stopping = (stop.requested or run.requested("stop")) and not plan["deaf"]
+        stopping = (stop.requested or run.take_request("stop")) and not plan["deaf"]
         if stopping or step % job["checkpoint"]["every"] == 0 or step == steps:
             (run.checkpoints / f"step-{step:06d}").mkdir(exist_ok=True)
             run.log_event("checkpoint", step=step)
@@ -140,7 +139,7 @@ class Field:
     def start_worker(self) -> subprocess.Popen[bytes]:
         """Start a worker with the stand-ins, and return when it has the lock."""
         worker = self.spawn_worker()
-        self.until(lambda: (found := find_worker(self.home)) is not None and found.pid == worker.pid, 20)
+        self.wait_until(lambda: (found := find_worker(self.home)) is not None and found.pid == worker.pid, 20)
         return worker
 
     def spawn_worker(self) -> subprocess.Popen[bytes]:
@@ -172,28 +171,28 @@ class Field:
         name = f"job-{self.count}-{self.random.randrange(10**6)}"
         return self.queue.submit(CONFIG.format(home=self.home, name=name, steps=steps, plan=given))
 
-    def see(self, id: int) -> JobView:
+    def view_job(self, id: int) -> JobView:
         """Return the queue's view of a job."""
-        return self.queue.job(id)
+        return self.queue.get_job(id)
 
-    def token(self, id: int) -> str:
+    def read_token(self, id: int) -> str:
         """Return the token that marks a job's processes."""
         return self.queue.store.read_row(id).token
 
-    def members(self, id: int) -> list[int]:
+    def list_members(self, id: int) -> list[int]:
         """Return the ids of a job's processes."""
-        return procs.find_members(self.token(id))
+        return procs.find_members(self.read_token(id))
 
-    def roles(self, id: int) -> dict[str, int]:
+    def find_roles(self, id: int) -> dict[str, int]:
         """Return the processes of a job by role: keeper, launcher, inner, trainer."""
-        pids = self.members(id)
+        pids = self.list_members(id)
         first = next((pid for pid in pids if procs.find_parent(pid) not in pids), 0)
         chain = [first]
         while child := next((pid for pid in pids if procs.find_parent(pid) == chain[-1]), 0):
             chain.append(child)
         return dict(zip(("keeper", "launcher", "inner", "trainer"), chain, strict=False))
 
-    def until(self, fulfilled: Callable[[], bool], seconds: float, what: object = "") -> float:
+    def wait_until(self, fulfilled: Callable[[], bool], seconds: float, what: object = "") -> float:
         """Wait for a condition. Returns how long it took."""
         begun = time.monotonic()
         while not fulfilled():
@@ -202,17 +201,17 @@ class Field:
             time.sleep(0.02)
         return time.monotonic() - begun
 
-    def running(self, id: int) -> None:
+    def wait_until_running(self, id: int) -> None:
         """Wait until the trainer has the run, then for a random moment."""
-        self.until(lambda: self.see(id).state == "running", 30, lambda: self.see(id))
+        self.wait_until(lambda: self.view_job(id).state == "running", 30, lambda: self.view_job(id))
         time.sleep(self.random.uniform(0, 1.5))
 
-    def ended(self, id: int, state: str, seconds: float = 30) -> JobView:
+    def wait_until_ended(self, id: int, state: str, seconds: float = 30) -> JobView:
         """Wait until the job has ended in this state, with no process left."""
-        self.until(lambda: self.see(id).state in ENDED, seconds, lambda: self.see(id))
-        found = self.see(id)
+        self.wait_until(lambda: self.view_job(id).state in ENDED, seconds, lambda: self.view_job(id))
+        found = self.view_job(id)
         assert found.state == state, found
-        assert not self.members(id), f"left over: {self.members(id)}"
+        assert not self.list_members(id), f"left over: {self.list_members(id)}"
         return found
 
 
@@ -223,97 +222,105 @@ class Field:
 def worker_killed(field: Field) -> None:
     """Kill the worker alone: the job continues, is taken over, and its end is recorded, also without a worker."""
     id = field.submit()
-    field.running(id)
+    field.wait_until_running(id)
     field.kill_worker()
-    field.until(lambda: (field.see(id).state == "running") == bool(field.members(id)), TRUE_WITHIN_S, "state")
+    field.wait_until(
+        lambda: (field.view_job(id).state == "running") == bool(field.list_members(id)), TRUE_WITHIN_S, "state"
+    )
     if field.random.random() < 0.5:
-        field.until(lambda: not field.members(id), 20)
+        field.wait_until(lambda: not field.list_members(id), 20)
         # Without a worker it is looked up by who asks.
-        field.until(lambda: field.see(id).state == "done", TRUE_WITHIN_S, lambda: field.see(id))
+        field.wait_until(lambda: field.view_job(id).state == "done", TRUE_WITHIN_S, lambda: field.view_job(id))
     field.start_worker()
-    assert field.ended(id, "done").attempts == 1
+    assert field.wait_until_ended(id, "done").attempts == 1
 
 
 def job_killed(field: Field) -> None:
     """Kill all processes of the job: another attempt continues from the checkpoint."""
     id = field.submit()
-    field.running(id)
-    before, done = field.token(id), field.see(id).state == "done"
-    procs.send(field.members(id), signal.SIGKILL)
+    field.wait_until_running(id)
+    before, done = field.read_token(id), field.view_job(id).state == "done"
+    procs.send(field.list_members(id), signal.SIGKILL)
     if not done:
-        _true_after_death(field, id, before)
-    _went_on(field, id)
+        _check_after_death(field, id, before)
+    _check_continued(field, id)
 
 
 def trainer_killed(field: Field) -> None:
     """Kill the trainer alone, as the kernel does when memory runs out: its keeper knows how it ended."""
     id = field.submit()
-    field.running(id)
-    if victim := field.roles(id).get("trainer"):
-        before = field.token(id)
+    field.wait_until_running(id)
+    if victim := field.find_roles(id).get("trainer"):
+        before = field.read_token(id)
         procs.send([victim], signal.SIGKILL)
-        _true_after_death(field, id, before)
+        _check_after_death(field, id, before)
         row = field.queue.store.read_row(id)
         assert row.crashes == 0 or row.exit_code in (-9, None) or row.attempts > 1, row
-    _went_on(field, id)
+    _check_continued(field, id)
 
 
 def launcher_killed(field: Field) -> None:
     """Kill the launcher alone: the processes that it started are ended before another attempt begins."""
     id = field.submit()
-    field.running(id)
-    before = field.token(id)
-    if victim := field.roles(id).get("launcher"):
+    field.wait_until_running(id)
+    before = field.read_token(id)
+    if victim := field.find_roles(id).get("launcher"):
         procs.send([victim], signal.SIGKILL)
-        field.until(lambda: field.token(id) != before or field.see(id).state in ENDED, 15, lambda: field.see(id))
-    assert not (field.token(id) != before and procs.find_members(before)), "two attempts at once"
-    _went_on(field, id)
+        field.wait_until(
+            lambda: field.read_token(id) != before or field.view_job(id).state in ENDED, 15, lambda: field.view_job(id)
+        )
+    assert not (field.read_token(id) != before and procs.find_members(before)), "two attempts at once"
+    _check_continued(field, id)
 
 
 def keeper_killed(field: Field) -> None:
     """Kill the outer keeper alone: the job continues and is watched."""
     id = field.submit()
-    field.running(id)
-    if victim := field.roles(id).get("keeper"):
+    field.wait_until_running(id)
+    if victim := field.find_roles(id).get("keeper"):
         procs.send([victim], signal.SIGKILL)
-        field.until(lambda: (field.see(id).state == "running") == bool(field.members(id)), TRUE_WITHIN_S, "state")
-    assert field.ended(id, "done").attempts == 1
+        field.wait_until(
+            lambda: (field.view_job(id).state == "running") == bool(field.list_members(id)), TRUE_WITHIN_S, "state"
+        )
+    assert field.wait_until_ended(id, "done").attempts == 1
 
 
 def both_killed(field: Field) -> None:
     """Kill worker and job, as a power loss does: the job is lost until a worker comes, then it continues."""
     id = field.submit()
-    field.running(id)
-    pids = field.members(id)
+    field.wait_until_running(id)
+    pids = field.list_members(id)
     field.kill_worker()
     procs.send(pids, signal.SIGKILL)
-    field.until(lambda: field.see(id).state in ("lost", "done", "failed"), TRUE_WITHIN_S, lambda: field.see(id))
-    assert field.see(id).state in ("lost", "done") or field.see(id).exit_code == -9, field.see(id)
+    field.wait_until(
+        lambda: field.view_job(id).state in ("lost", "done", "failed"), TRUE_WITHIN_S, lambda: field.view_job(id)
+    )
+    assert field.view_job(id).state in ("lost", "done") or field.view_job(id).exit_code == -9, field.view_job(id)
     field.start_worker()
-    _went_on(field, id)
+    _check_continued(field, id)
 
 
 def rebooted(field: Field) -> None:
     """Simulate a reboot with the process id reused: the job is lost and continues; the other process is left alone."""
     id = field.submit()
-    field.running(id)
-    pids = field.members(id)
+    field.wait_until_running(id)
+    pids = field.list_members(id)
     field.kill_worker()
     procs.send(pids, signal.SIGKILL)
     # A killed trainer is no member any more while it exits, and may still hold its lock for seconds.
-    field.until(lambda: not job_endings.is_alive(field.queue.store.read_row(id)), 30)
-    done = field.see(id).state == "done"
+    field.wait_until(lambda: not job_endings.is_alive(field.queue.store.read_row(id)), 30)
+    done = field.view_job(id).state == "done"
     stranger = subprocess.Popen(["sleep", "120"])
     try:
         other = procs.identify(stranger.pid)
         assert other is not None
         boot = "another" if field.random.random() < 0.5 else other.boot
         field.queue.store.update(id, pid=other.pid, start=other.start if boot == "another" else 1, boot=boot)
-        seen = field.see(id)
+        seen = field.view_job(id)
         assert done or boot != "another" or seen.sentence.args["cause"]["key"] == "reboot", seen
         assert seen.state not in ("running", "stopping", "starting"), seen
         field.start_worker()
-        _went_on(field, id)
+        _check_continued(field, id)
         assert stranger.poll() is None, "the worker has killed a stranger"
     finally:
         stranger.kill()
@@ -323,54 +330,54 @@ def rebooted(field: Field) -> None:
 def stopped(field: Field) -> None:
     """Stop in any stage: the job ends as asked, in time, with nothing left. Resubmitted, it runs to the end."""
     id = field.submit()
-    field.until(lambda: field.see(id).state != "queued", 20)
+    field.wait_until(lambda: field.view_job(id).state != "queued", 20)
     time.sleep(field.random.uniform(0, 4))
-    if field.see(id).state not in ENDED:
+    if field.view_job(id).state not in ENDED:
         try:
             field.queue.stop(id)
         except UserError:
-            assert field.see(id).state in ENDED  # it ended in this very moment
+            assert field.view_job(id).state in ENDED  # it ended in this very moment
         else:
-            assert field.see(id).state in ("stopping", *ENDED), field.see(id)
-        field.until(lambda: field.see(id).state in ENDED, 12, lambda: field.see(id))
-        assert not field.members(id), "left over"
-        if field.see(id).state != "done":
-            assert field.see(id).state == "stopped", field.see(id)
-            field.until(lambda: field.queue.store.read_row(id).phase == "ended", TRUE_WITHIN_S)
+            assert field.view_job(id).state in ("stopping", *ENDED), field.view_job(id)
+        field.wait_until(lambda: field.view_job(id).state in ENDED, 12, lambda: field.view_job(id))
+        assert not field.list_members(id), "left over"
+        if field.view_job(id).state != "done":
+            assert field.view_job(id).state == "stopped", field.view_job(id)
+            field.wait_until(lambda: field.queue.store.read_row(id).phase == "ended", TRUE_WITHIN_S)
             field.queue.requeue(id)
-    assert field.ended(id, "done").state == "done"
+    assert field.wait_until_ended(id, "done").state == "done"
 
 
 def deaf(field: Field) -> None:
     """Stop a trainer that ignores the request and SIGTERM: every step is reported, and then it is killed."""
     id = field.submit(steps=2000, deaf=True)
-    field.running(id)
+    field.wait_until_running(id)
     field.queue.stop(id)
     told: list[str] = []
 
-    def over() -> bool:
-        seen = field.see(id)
+    def is_over() -> bool:
+        seen = field.view_job(id)
         if seen.state == "stopping" and seen.sentence.key not in told:
             told.append(seen.sentence.key)
         return seen.state in ENDED
 
-    field.until(over, 15, lambda: field.see(id))
+    field.wait_until(is_over, 15, lambda: field.view_job(id))
     assert told[:2] == ["stop_asked", "stop_term"], told
-    assert field.ended(id, "stopped").sentence.key.startswith("stopped_hard")
+    assert field.wait_until_ended(id, "stopped").sentence.key.startswith("stopped_hard")
     field.queue.delete(id)
 
 
 def cancelled(field: Field) -> None:
     """Cancel a waiting job and a running one."""
     first, second = field.submit(), field.submit()
-    field.until(lambda: field.see(first).state != "queued", 20)
+    field.wait_until(lambda: field.view_job(first).state != "queued", 20)
     field.queue.cancel(second)
-    assert field.see(second).state == "cancelled"
+    assert field.view_job(second).state == "cancelled"
     time.sleep(field.random.uniform(0, 2))
-    if field.see(first).state not in ENDED:
+    if field.view_job(first).state not in ENDED:
         field.queue.cancel(first)
-        field.until(lambda: field.see(first).state in ENDED, 10, lambda: field.see(first))
-    assert not field.members(first) and field.see(second).attempts == 0
+        field.wait_until(lambda: field.view_job(first).state in ENDED, 10, lambda: field.view_job(first))
+    assert not field.list_members(first) and field.view_job(second).attempts == 0
 
 
 def two_workers(field: Field) -> None:
@@ -378,28 +385,28 @@ def two_workers(field: Field) -> None:
     field.kill_worker()
     ids = [field.submit(steps=3) for _ in range(2)]
     several = [field.spawn_worker() for _ in range(5)]
-    field.until(lambda: sum(worker.poll() is None for worker in several) == 1, 30, "one worker")
+    field.wait_until(lambda: sum(worker.poll() is None for worker in several) == 1, 30, "one worker")
     assert all(worker.returncode == 2 for worker in several if worker.poll() is not None)
     for id in ids:
-        assert field.ended(id, "done").attempts == 1
-    starts = [event["event"] for id in ids for event in field.queue.events(id)[0]].count("start")
+        assert field.wait_until_ended(id, "done").attempts == 1
+    starts = [event["event"] for id in ids for event in field.queue.read_events(id)[0]].count("start")
     assert starts == len(ids), starts
     field.workers = [worker for worker in several if worker.poll() is None]
 
 
-def _true_after_death(field: Field, id: int, before: str) -> None:
+def _check_after_death(field: Field, id: int, before: str) -> None:
     """Check that within 3 seconds nothing reports the killed attempt as running."""
-    field.until(
-        lambda: field.token(id) != before or field.see(id).state not in ("running", "stopping"),
+    field.wait_until(
+        lambda: field.read_token(id) != before or field.view_job(id).state not in ("running", "stopping"),
         TRUE_WITHIN_S,
-        lambda: field.see(id),
+        lambda: field.view_job(id),
     )
 
 
-def _went_on(field: Field, id: int) -> None:
+def _check_continued(field: Field, id: int) -> None:
     """Check that the job ends well, and that each later attempt began at a checkpoint."""
-    field.ended(id, "done", 60)
-    events, _ = field.queue.events(id)
+    field.wait_until_ended(id, "done", 60)
+    events, _ = field.queue.read_events(id)
     saved = 0
     for event in events:
         if event["event"] == "checkpoint":
@@ -430,7 +437,7 @@ def soak(name: str, times: int, seed: int, home: Path) -> list[str]:
                 if not field.workers or field.workers[-1].poll() is not None:
                     field.start_worker()
         if not wrong:
-            field.until(
+            field.wait_until(
                 lambda: not field.queue.store.read_rows("phase <> 'ended'"), TRUE_WITHIN_S, "the queue is empty"
             )
     finally:

@@ -89,7 +89,7 @@ class House:
             self.id = self.field.submit(STEPS, **PLAN)
             jobs.ensure_worker(home)
             self.tab = self.visit(f"run?run={self.id}")
-            self.trains(self.id)
+            self.wait_for_step(self.id)
             warm = self.visit(f"run?run={self.id}", "zh-CN")  # a browser that was here before has the scripts
             warm.wait_for_selector("#head .state", timeout=GIVEN_UP_S * 1000)
             warm.close()
@@ -123,21 +123,21 @@ class House:
         self.page.kill()
         self.page.wait()
 
-    def worker(self) -> int:
+    def find_worker(self) -> int:
         """Return the process id of the worker; 0 if none runs."""
         found = jobs.find_worker(self.home)
         return found.pid if found else 0
 
     def kill_worker(self) -> int:
         """Send SIGKILL to the worker. Returns its process id."""
-        self.until(lambda: self.worker() > 0, "a worker")
-        pid = self.worker()
+        self.wait_until(lambda: self.find_worker() > 0, "a worker")
+        pid = self.find_worker()
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def others(self) -> list[int]:
+    def list_others(self) -> list[int]:
         """List processes of this home other than the page, its worker, and what the page starts for itself."""
-        own, found = {self.page.pid, self.worker(), os.getpid()}, []
+        own, found = {self.page.pid, self.find_worker(), os.getpid()}, []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if f"LORA_FP8_HOME={self.home}".encode() in (entry / "environ").read_bytes().split(b"\0"):
@@ -150,7 +150,7 @@ class House:
         """End everything."""
         self.browser.close()
         self.kill_page()
-        if pid := self.worker():
+        if pid := self.find_worker():
             os.kill(pid, signal.SIGKILL)
         self.field.close()
 
@@ -178,11 +178,11 @@ class House:
             told["board"],
         )
 
-    def until(self, fulfilled: Callable[[], Any], what: str) -> None:
+    def wait_until(self, fulfilled: Callable[[], Any], what: str) -> None:
         """Wait until a condition holds."""
-        self.field.until(fulfilled, GIVEN_UP_S, what)
+        self.field.wait_until(fulfilled, GIVEN_UP_S, what)
 
-    def within(self, what: str, begun: float, shows: Callable[[Look], Any], tab: Page | None = None) -> None:
+    def wait_and_time(self, what: str, begun: float, shows: Callable[[Look], Any], tab: Page | None = None) -> None:
         """Wait until the tab shows it, and record how long after `begun` that was."""
         while not shows(seen := self.look(tab)):
             if time.monotonic() - begun > GIVEN_UP_S:
@@ -193,35 +193,37 @@ class House:
         if took > soak_jobs.TRUE_WITHIN_S:
             self.late.append(f"{what}: after {took:.2f} s")
 
-    def step(self) -> int:
+    def read_step(self) -> int:
         """Return the step that the queue knows of."""
-        return self.queue.job(self.id).step or 0
+        return self.queue.get_job(self.id).step or 0
 
-    def trains(self, id: int) -> None:
+    def wait_for_step(self, id: int) -> None:
         """Wait until the training has made another step."""
-        self.until(lambda: self.queue.job(id).state == "running", f"job {id} runs")
-        before = self.queue.job(id).step or 0
-        self.until(lambda: (self.queue.job(id).step or 0) > before, f"job {id} trains")
+        self.wait_until(lambda: self.queue.get_job(id).state == "running", f"job {id} runs")
+        before = self.queue.get_job(id).step or 0
+        self.wait_until(lambda: (self.queue.get_job(id).step or 0) > before, f"job {id} trains")
 
-    def follows(self, what: str, begun: float, tab: Page | None = None, beyond: int | None = None) -> None:
+    def wait_for_tab(self, what: str, begun: float, tab: Page | None = None, beyond: int | None = None) -> None:
         """Wait until the tab shows that the training runs, and a step after the present one."""
-        step = self.step() if beyond is None else beyond
-        self.within(what, begun, lambda seen: seen.state == "running" and seen.step >= step and not seen.lost, tab)
+        step = self.read_step() if beyond is None else beyond
+        self.wait_and_time(
+            what, begun, lambda seen: seen.state == "running" and seen.step >= step and not seen.lost, tab
+        )
 
     def stop_and_resume(self) -> None:
         """Stop and resume with the tab's buttons. Nothing is left in between, and it trains again."""
         begun = time.monotonic()
         self.tab.click("#head [data-do=stop]")
-        self.within("stop pressed", begun, lambda seen: seen.state in ("stopping", "stopped"))
-        self.until(lambda: self.queue.job(self.id).state in ENDED, "it stops")
+        self.wait_and_time("stop pressed", begun, lambda seen: seen.state in ("stopping", "stopped"))
+        self.wait_until(lambda: self.queue.get_job(self.id).state in ENDED, "it stops")
         begun = time.monotonic()
-        assert not self.field.members(self.id), f"left over: {self.field.members(self.id)}"
-        self.within("it has stopped", begun, lambda seen: seen.state == "stopped")
-        self.until(lambda: not self.others(), "no process is left")
+        assert not self.field.list_members(self.id), f"left over: {self.field.list_members(self.id)}"
+        self.wait_and_time("it has stopped", begun, lambda seen: seen.state == "stopped")
+        self.wait_until(lambda: not self.list_others(), "no process is left")
         begun = time.monotonic()
         self.tab.click("#head [data-do=resume]")
-        self.within("resume pressed", begun, lambda seen: seen.state in ("queued", "starting", "running"))
-        self.trains(self.id)
+        self.wait_and_time("resume pressed", begun, lambda seen: seen.state in ("queued", "starting", "running"))
+        self.wait_for_step(self.id)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,83 +232,85 @@ class House:
 
 def reload(house: House) -> None:
     """Reload the tab in the middle of a run."""
-    step, begun = house.step(), time.monotonic()
+    step, begun = house.read_step(), time.monotonic()
     house.tab.reload(wait_until="commit")
-    house.follows("reloaded", begun, beyond=step)
+    house.wait_for_tab("reloaded", begun, beyond=step)
 
 
 def second_tab(house: House) -> None:
     """Open the run in another tab in the other language; both keep updating."""
-    step, begun = house.step(), time.monotonic()
+    step, begun = house.read_step(), time.monotonic()
     other = house.visit(f"run?run={house.id}", "zh-CN")
-    house.follows("opened", begun, other, step)
+    house.wait_for_tab("opened", begun, other, step)
     for tab in (other, house.tab):
-        house.follows("goes on", time.monotonic(), tab)
+        house.wait_for_tab("goes on", time.monotonic(), tab)
     other.close()
 
 
 def page_killed(house: House) -> None:
     """Kill the page and start it again: the tab reconnects by itself, and the job is unaffected."""
-    token = house.field.token(house.id)
+    token = house.field.read_token(house.id)
     house.kill_page()
-    house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
+    house.wait_and_time("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
     house.start_page()
-    house.follows("found back", time.monotonic())
-    assert house.field.token(house.id) == token, "the job was started again"
+    house.wait_for_tab("found back", time.monotonic())
+    assert house.field.read_token(house.id) == token, "the job was started again"
 
 
 def worker_killed(house: House) -> None:
     """Kill the worker: the page starts another, the job continues, and a waiting job gets its turn."""
-    board, token = house.visit(""), house.field.token(house.id)
-    house.until(lambda: (house.look(board).board or {}).get(str(house.id)) == "running", "the board")
+    board, token = house.visit(""), house.field.read_token(house.id)
+    house.wait_until(lambda: (house.look(board).board or {}).get(str(house.id)) == "running", "the board")
     waits = house.field.submit(STEPS, **PLAN)
-    house.within("submitted", time.monotonic(), lambda seen: (seen.board or {}).get(str(waits)) == "queued", board)
+    house.wait_and_time(
+        "submitted", time.monotonic(), lambda seen: (seen.board or {}).get(str(waits)) == "queued", board
+    )
     pid, begun = house.kill_worker(), time.monotonic()
-    house.follows("goes on", begun)
-    house.until(lambda: house.worker() not in (0, pid), "another worker")
+    house.wait_for_tab("goes on", begun)
+    house.wait_until(lambda: house.find_worker() not in (0, pid), "another worker")
     house.times["another worker (not a matter of 3 s)"].append(time.monotonic() - begun)
-    assert house.field.token(house.id) == token, "the job was started again"
+    assert house.field.read_token(house.id) == token, "the job was started again"
     house.tab.click("#head [data-do=stop]")
-    house.until(lambda: house.queue.job(waits).state == "running", "who waits gets its turn")
-    house.within("its turn", time.monotonic(), lambda seen: seen.board[str(waits)] == "running", board)
+    house.wait_until(lambda: house.queue.get_job(waits).state == "running", "who waits gets its turn")
+    house.wait_and_time("its turn", time.monotonic(), lambda seen: seen.board[str(waits)] == "running", board)
     house.queue.stop(waits)
-    house.until(lambda: house.queue.job(waits).state in ENDED, "it stops")
-    house.within("its end", time.monotonic(), lambda seen: seen.board[str(waits)] == "stopped", board)
+    house.wait_until(lambda: house.queue.get_job(waits).state in ENDED, "it stops")
+    house.wait_and_time("its end", time.monotonic(), lambda seen: seen.board[str(waits)] == "stopped", board)
     board.close()
-    house.until(lambda: house.look().state == "stopped", "stopped")
+    house.wait_until(lambda: house.look().state == "stopped", "stopped")
     house.tab.click("#head [data-do=resume]")
-    house.trains(house.id)
+    house.wait_for_step(house.id)
 
 
 def both_killed(house: House) -> None:
     """Kill page and worker: the job continues alone until both are back."""
-    token = house.field.token(house.id)
+    token = house.field.read_token(house.id)
     house.kill_page()
     pid = house.kill_worker()
-    house.within("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
+    house.wait_and_time("says that the page is lost", time.monotonic(), lambda seen: seen.lost)
     house.start_page()
-    house.follows("found back", time.monotonic())
-    house.until(lambda: house.worker() not in (0, pid), "another worker")
-    assert house.field.token(house.id) == token, "the job was started again"
+    house.wait_for_tab("found back", time.monotonic())
+    house.wait_until(lambda: house.find_worker() not in (0, pid), "another worker")
+    assert house.field.read_token(house.id) == token, "the job was started again"
 
 
 def job_killed(house: House) -> None:
     """Kill all processes of the job, or its trainer: the tab shows it, and the job continues from its checkpoint."""
-    attempt = house.queue.job(house.id).attempts
-    victims = house.field.members(house.id)
+    attempt = house.queue.get_job(house.id).attempts
+    victims = house.field.list_members(house.id)
     if random.random() < 0.5:
-        victims = [house.field.roles(house.id)["trainer"]]
+        victims = [house.field.find_roles(house.id)["trainer"]]
     procs.send(victims, signal.SIGKILL)
-    _told_of_death(house, time.monotonic(), attempt)
+    _check_after_death(house, time.monotonic(), attempt)
 
 
 def rebooted(house: House) -> None:
     """Kill everything and reuse the recorded process ids; then open the page."""
-    attempt, pids = house.queue.job(house.id).attempts, house.field.members(house.id)
+    attempt, pids = house.queue.get_job(house.id).attempts, house.field.list_members(house.id)
     house.kill_page()
     house.kill_worker()
     procs.send(pids, signal.SIGKILL)
-    house.until(lambda: not house.field.members(house.id), "all are gone")
+    house.wait_until(lambda: not house.field.list_members(house.id), "all are gone")
     stranger = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"]})
     try:
         who = procs.identify(stranger.pid)
@@ -315,27 +319,27 @@ def rebooted(house: House) -> None:
         house.queue.store.update(house.id, pid=who.pid, start=who.start if boot == "another" else 1, boot=boot)
         noted = json.loads((house.home / "worker.json").read_bytes())
         (house.home / "worker.json").write_text(json.dumps(noted | {"pid": who.pid}), encoding="utf-8")
-        lock = Run(house.queue.job(house.id).folder).lock_file
+        lock = Run(house.queue.get_job(house.id).folder).lock_file
         lock.write_text(re.sub(r"\d+$", str(who.pid), lock.read_text(encoding="utf-8")), encoding="utf-8")
         house.start_page()
         house.tab.close()
         begun = time.monotonic()
         house.tab = house.visit(f"run?run={house.id}")
-        _told_of_death(house, begun, attempt)
+        _check_after_death(house, begun, attempt)
         assert stranger.poll() is None, "a stranger was killed"
     finally:
         stranger.kill()
         stranger.wait()
 
 
-def _told_of_death(house: House, begun: float, attempt: int) -> None:
+def _check_after_death(house: House, begun: float, attempt: int) -> None:
     """Check that the tab no longer shows the killed attempt as running, and then shows the next one."""
-    house.within(
+    house.wait_and_time(
         "told", begun, lambda seen: seen.state and (seen.state not in ("running", "stopping") or seen.attempt > attempt)
     )
-    house.trains(house.id)
-    house.follows("goes on", time.monotonic())
-    assert house.queue.job(house.id).attempts == attempt + 1
+    house.wait_for_step(house.id)
+    house.wait_for_tab("goes on", time.monotonic())
+    assert house.queue.get_job(house.id).attempts == attempt + 1
 
 
 SCENARIOS = {
@@ -361,16 +365,16 @@ def soak(name: str, times: int, home: Path, browser: Browser) -> tuple[dict[str,
                 if house.page.poll() is not None:
                     house.start_page()
                 house.tab.reload(wait_until="commit")
-                if house.queue.job(house.id).state in ENDED:
+                if house.queue.get_job(house.id).state in ENDED:
                     house.queue.requeue(house.id)
                     jobs.ensure_worker(home)
-                house.trains(house.id)
+                house.wait_for_step(house.id)
     finally:
         house.close()
     return house.times, wrong
 
 
-def stand_in() -> None:
+def run_stand_in() -> None:
     """Run `lora-fp8 ui` or `lora-fp8 worker` with the trainings of soak_jobs.py."""
     jobs.worker.PROGRAM = (__file__,)
     jobs.Worker = soak_jobs.StandIn
@@ -380,7 +384,7 @@ def stand_in() -> None:
 def main() -> None:
     """Run the scenarios, or play the part that the first argument names."""
     if sys.argv[1:2] in (["ui"], ["worker"]):
-        return stand_in()
+        return run_stand_in()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--only", action="append", choices=SCENARIOS, help="one scenario; may be repeated")
@@ -410,14 +414,14 @@ def main() -> None:
             }
             print(name, json.dumps(row, indent=1), flush=True)
             if given.output:
-                keep(given.output, name, row)
+                save_figures(given.output, name, row)
         browser.close()
     if failed:
         sys.exit(f"what happened is in {root}")
     shutil.rmtree(root)
 
 
-def keep(path: Path, name: str, row: dict[str, Any]) -> None:
+def save_figures(path: Path, name: str, row: dict[str, Any]) -> None:
     """Write the figures of a scenario to the file."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"scenarios": {}}
     found["scenarios"][name] = {

@@ -81,16 +81,16 @@ class Root:
         values = {**self.arguments, **self.environment}
         return re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], ""), text)
 
-    def command(self, arguments: list[str]) -> list[str]:
+    def make_command(self, arguments: list[str]) -> list[str]:
         """Return a command line that runs these arguments inside, with /proc and /dev mounted for it alone."""
-        variables = [f"{name}={value}" for name, value in {**self.environment, "HOME": self.home()}.items()]
+        variables = [f"{name}={value}" for name, value in {**self.environment, "HOME": self.get_home()}.items()]
         inside = ["chroot", f"--userspec={self.user}", str(self.path), "/usr/bin/env", "-i", *variables]
         inside += ["/bin/sh", "-c", f'cd {shlex.quote(self.folder)} && exec "$@"', "sh", *arguments]
         mounts = f"mount -t proc proc {self.path}/proc && mount --rbind /dev {self.path}/dev"
         isolate = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return [*isolate, "/bin/sh", "-c", f'{mounts} && exec "$@"', "sh", *inside]
 
-    def home(self) -> str:
+    def get_home(self) -> str:
         """Return the home folder of the user."""
         return "/root" if self.user == "root" else f"/home/{self.user}"
 
@@ -121,16 +121,16 @@ class Root:
         elif word == "RUN":
             print(f"== RUN {text}", flush=True)
             variables = [f"{name}={value}" for name, value in self.arguments.items()]
-            subprocess.run(self.command(["/usr/bin/env", *variables, "/bin/sh", "-c", text]), check=True)
+            subprocess.run(self.make_command(["/usr/bin/env", *variables, "/bin/sh", "-c", text]), check=True)
 
 
 def run_entry_point(root: Root, entry: list[str], health: str) -> None:
     """Start the entry point, wait for its health check, train in its queue, and end it as `docker stop` does."""
     root.environment["LORA_FP8_PASSWORD"] = "only for this test"
     log = tempfile.TemporaryFile()
-    process = subprocess.Popen(root.command(entry), stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(root.make_command(entry), stdout=log, stderr=subprocess.STDOUT)
     enter = ["nsenter", "--target", str(find_inner(process.pid)), "--mount", "--pid"]
-    chroot = root.command([])
+    chroot = root.make_command([])
     chroot = chroot[chroot.index("chroot") :]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:

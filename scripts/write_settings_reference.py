@@ -25,11 +25,11 @@ FILES = {"en": ROOT / "docs/settings.md", "zh-CN": ROOT / "docs/settings.zh-CN.m
 Texts = dict[str, str]
 
 
-def _both(english: str, chinese: str) -> Texts:
+def _make_texts(english: str, chinese: str) -> Texts:
     return {"en": english, "zh-CN": chinese}
 
 
-HEAD = _both(
+HEAD = _make_texts(
     """# All settings
 
 English · [简体中文](settings.zh-CN.md) · [home](../README.md)
@@ -58,43 +58,43 @@ COLUMNS = {
     "zh-CN": ("设置", "可用的值", "默认值", "起作用的条件", "其他训练器", "说明"),
 }
 KINDS = {
-    "flag": _both("`true`, `false`", "`true`、`false`"),
-    "text": _both("text", "文字"),
-    "lines": _both("list of texts", "文字列表"),
-    "numbers": _both("list of whole numbers", "整数列表"),
-    "table": _both("tables, see below", "表，见下"),
-    "toml": _both("table, an argument = its value", "表，参数名 = 值"),
+    "flag": _make_texts("`true`, `false`", "`true`、`false`"),
+    "text": _make_texts("text", "文字"),
+    "lines": _make_texts("list of texts", "文字列表"),
+    "numbers": _make_texts("list of whole numbers", "整数列表"),
+    "table": _make_texts("tables, see below", "表，见下"),
+    "toml": _make_texts("table, an argument = its value", "表，参数名 = 值"),
 }
-NUMBER = {True: _both("whole number", "整数"), False: _both("number", "数字")}
-REQUIRED = _both("required", "必填")
-LIST_OF = _both("list of ", "列表：")
-TABLE_OF = _both("table, a layer's name = ", "表，层名 = ")
-TABLES_OF = {"schedule.points": _both("table, a step or share = ", "表，步数或比例 = ")}
-PARTS = _both("table, a part's name = a path", "表，部件名 = 路径")
-OR = _both(" or ", " 或 ")
-SET = _both(" set", " 已设置")
-BETWEEN = _both("; ", "；")
+NUMBER = {True: _make_texts("whole number", "整数"), False: _make_texts("number", "数字")}
+REQUIRED = _make_texts("required", "必填")
+LIST_OF = _make_texts("list of ", "列表：")
+TABLE_OF = _make_texts("table, a layer's name = ", "表，层名 = ")
+TABLES_OF = {"schedule.points": _make_texts("table, a step or share = ", "表，步数或比例 = ")}
+PARTS = _make_texts("table, a part's name = a path", "表，部件名 = 路径")
+OR = _make_texts(" or ", " 或 ")
+SET = _make_texts(" set", " 已设置")
+BETWEEN = _make_texts("; ", "；")
 NEEDS: dict[str, dict[Any, Texts]] = {
     "family.objective": {
-        "Diffusion": _both("models that predict epsilon or v", "预测 epsilon 或 v 的模型"),
-        "FlowMatching": _both("flow-matching models", "流匹配模型"),
+        "Diffusion": _make_texts("models that predict epsilon or v", "预测 epsilon 或 v 的模型"),
+        "FlowMatching": _make_texts("flow-matching models", "流匹配模型"),
     },
-    "family.text_encoder": {True: _both("a trainable text encoder", "文本编码器可训练的架构")},
-    "family.long_captions": {True: _both("SD 1.5, SD 2, SDXL", "SD 1.5、SD 2、SDXL")},
-    "family.clip_skip": {True: _both("SD 1.5", "SD 1.5")},
-    "family.controls": {True: _both("editing models", "编辑模型")},
-    "family.clips": {True: _both("video models", "视频模型")},
-    "family.guidance": {True: _both("guidance-distilled models", "引导蒸馏模型")},
-    "family.negative": {True: _both("models that use a negative prompt", "可用负面提示词的模型")},
-    "base.single_file": {True: _both("a single file as base model", "单文件底模")},
-    "base.on_hub": {True: _both("a base model on Hugging Face", "Hugging Face 上的底模")},
-    "base.guidance": {True: _both("a base model with a guidance embedding", "有引导值输入的底模")},
-    "layers.fp8": {True: _both("layers that support FP8 matmul", "有支持 FP8 矩阵乘法的层")},
-    "layers.modulation": {True: _both("modulation layers", "有调制层")},
-    "run.several_processes": {True: _both("several processes", "多个进程")},
+    "family.text_encoder": {True: _make_texts("a trainable text encoder", "文本编码器可训练的架构")},
+    "family.long_captions": {True: _make_texts("SD 1.5, SD 2, SDXL", "SD 1.5、SD 2、SDXL")},
+    "family.clip_skip": {True: _make_texts("SD 1.5", "SD 1.5")},
+    "family.controls": {True: _make_texts("editing models", "编辑模型")},
+    "family.clips": {True: _make_texts("video models", "视频模型")},
+    "family.guidance": {True: _make_texts("guidance-distilled models", "引导蒸馏模型")},
+    "family.negative": {True: _make_texts("models that use a negative prompt", "可用负面提示词的模型")},
+    "base.single_file": {True: _make_texts("a single file as base model", "单文件底模")},
+    "base.on_hub": {True: _make_texts("a base model on Hugging Face", "Hugging Face 上的底模")},
+    "base.guidance": {True: _make_texts("a base model with a guidance embedding", "有引导值输入的底模")},
+    "layers.fp8": {True: _make_texts("layers that support FP8 matmul", "有支持 FP8 矩阵乘法的层")},
+    "layers.modulation": {True: _make_texts("modulation layers", "有调制层")},
+    "run.several_processes": {True: _make_texts("several processes", "多个进程")},
 }
 """Conditions of a `when` that are not settings."""
-MEASURED = _both(" [Measured](../benchmarks/defaults.md).", "[实测](../benchmarks/defaults.md)。")
+MEASURED = _make_texts(" [Measured](../benchmarks/defaults.md).", "[实测](../benchmarks/defaults.md)。")
 
 
 @functools.cache
@@ -108,32 +108,32 @@ def _list_measured() -> frozenset[str]:
     return frozenset("optimizer.lr_scale" if key == "rate" else key for cell in cells for key in cell["settings"])
 
 
-def reference(language: str) -> str:
+def render_reference(language: str) -> str:
     """Return the reference in a language, as Markdown."""
     parts = [HEAD[language]]
     for section, meaning in form.collect_sections().items():
         settings = [one for one in form.collect_settings().values() if one.section == section]
-        parts += _table(language, section, f"[{section}]" if section else "", meaning, settings)
+        parts += _render_table(language, section, f"[{section}]" if section else "", meaning, settings)
         for one in settings:
             if one.columns:
                 meaning = translations.get_help(language, f"section.{one.key}", one.description)
-                parts += _table(language, one.key, f"[[{one.key}]]", meaning, list(one.columns))
+                parts += _render_table(language, one.key, f"[[{one.key}]]", meaning, list(one.columns))
     return "\n".join(parts)
 
 
-def _table(language: str, section: str, title: str, meaning: str, settings: list[form.Setting]) -> list[str]:
+def _render_table(language: str, section: str, title: str, meaning: str, settings: list[form.Setting]) -> list[str]:
     key = f"section.{section}" if section else "section"
     label = translations.load_setting_texts()[key][language]
     if language != "en":
         meaning = translations.get_help(language, key, meaning)
     rows = [COLUMNS[language], ("---",) * len(COLUMNS[language])]
-    rows += [tuple(_cell(text) for text in _row(language, one)) for one in settings]
+    rows += [tuple(_escape_cell(text) for text in _make_row(language, one)) for one in settings]
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return [f"## {label}{f' `{title}`' if title else ''}\n", f"{meaning.strip()}\n", *lines, ""]
 
 
-def _row(language: str, one: form.Setting) -> tuple[str, ...]:
-    needs = BETWEEN[language].join(_need(language, *rule) for rule in one.when.items())
+def _make_row(language: str, one: form.Setting) -> tuple[str, ...]:
+    needs = BETWEEN[language].join(_format_need(language, *rule) for rule in one.when.items())
     elsewhere = BETWEEN[language].join(
         f"{tool}: `{'`, `'.join(names.split(', '))}`" for tool, names in one.also.items()
     )
@@ -142,10 +142,10 @@ def _row(language: str, one: form.Setting) -> tuple[str, ...]:
     description = one.description if language == "en" else translations.get_help(language, key, one.description)
     if one.key in _list_measured():
         description += MEASURED[language]
-    return f"`{one.name}`", _accepts(language, one), default, needs, elsewhere, description
+    return f"`{one.name}`", _format_accepted(language, one), default, needs, elsewhere, description
 
 
-def _accepts(language: str, one: form.Setting) -> str:
+def _format_accepted(language: str, one: form.Setting) -> str:
     if one.kind in KINDS:
         return KINDS[one.kind][language]
     if one.key == "model.files":
@@ -160,7 +160,7 @@ def _accepts(language: str, one: form.Setting) -> str:
     return table_of * (one.kind == "entries") + OR[language].join(filter(None, [words, number]))
 
 
-def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
+def _format_need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
     if keys in NEEDS:
         return ", ".join(NEEDS[keys][value][language] for value in accepted)
     if not accepted or " | " in keys:
@@ -169,7 +169,7 @@ def _need(language: str, keys: str, accepted: tuple[Any, ...]) -> str:
     return f"`{keys} {'!=' if isinstance(accepted, Except) else '='} {values}`"
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -181,7 +181,7 @@ def main() -> None:
     )
     check = parser.parse_args().check
     for language, path in FILES.items():
-        text = reference(language)
+        text = render_reference(language)
         if not check:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:

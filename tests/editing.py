@@ -38,7 +38,7 @@ def load_probe(path: Path) -> verify.Probe:
 
 
 def load_encoders(family: Any) -> None:
-    """VAE, tokenizers and text encoders, all at once and to stay: training has one at a time, see `in_turn`."""
+    """VAE, tokenizers and text encoders, all at once and to stay: training has one at a time, see `encode_in_turn`."""
     family.load_vae()
     parts = {name: family._load_text_part(name, family.text_storage) for name in family.text_parts}
     family._text_pipeline = family._assemble(**parts)
@@ -48,7 +48,7 @@ def shown(family: Any) -> dict[str, torch.Tensor]:
     """What a conditioning has beside the prompt: the latents of `PICTURE`, where the model cannot do without."""
     if not family.controls[0]:
         return {}
-    resized = PICTURE.resize(family.control_size(*PICTURE.size), Image.Resampling.LANCZOS)
+    resized = PICTURE.resize(family.compute_control_size(*PICTURE.size), Image.Resampling.LANCZOS)
     return {"control_0": family.encode_images(convert_image(resized))[0]}
 
 
@@ -67,7 +67,7 @@ def processor(Family: Any, folder: Any) -> dict[str, Any]:
     if "processor" not in Family.text_parts:
         return {}
     section = settings.Model(family=Family.name, path=str(folder))
-    return {"processor": Family(section, device="cpu", dtype=torch.float32).tokenizer("processor")}
+    return {"processor": Family(section, device="cpu", dtype=torch.float32).load_tokenizer("processor")}
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def made(kind: str, processes: Processes, values: int = VALUES) -> exchange.Exch
 def mean(of: exchange.Exchange, gradient: torch.Tensor, samples: int = 1, **figures: float) -> dict[str, float]:
     of.gradients.zero_()
     of.gradients.named["a"].copy_(gradient)
-    return of.mean_(samples, **figures)
+    return of.average_(samples, **figures)
 
 
 def wired() -> int:

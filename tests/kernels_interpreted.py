@@ -206,7 +206,7 @@ def test_result_and_gradients_equal_a_float64_reference(compute, scale, adapted,
     y = layer(x, (a, b, SCALING) if adapted else None)
     got = torch.autograd.grad(y, [x, layer.bias, *([a, b] if adapted else [])], grad_y)
 
-    weight = precision.decode(layer.parts(), "fp8", torch.float32).double()
+    weight = precision.decode(layer.get_parts(), "fp8", torch.float32).double()
     flat_x, flat_grad = x.detach().double().view(-1, IN), grad_y.double().view(-1, OUT)
     a64, b64 = (SCALING * a.double(), b.double()) if adapted else (torch.zeros(1, IN), torch.zeros(OUT, 1))
     a64, b64 = a64.detach().double(), b64.detach().double()

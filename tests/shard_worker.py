@@ -36,7 +36,7 @@ def count(model: torch.nn.Module, local: bool) -> int:
 def build(family: Any, case: dict, sharing: Processes | None) -> torch.nn.Module:
     denoiser, *_ = load_base(family, Quantize(**case["quantize"]), sharing=sharing)
     section = Adapter(rank=4, **case["adapter"])
-    adapters.inject(denoiser, section, family.adapter_names(denoiser, []), seed=0)
+    adapters.inject(denoiser, section, family.choose_adapter_layers(denoiser, []), seed=0)
     generator = torch.Generator().manual_seed(1)
     for _, parameter in adapters.list_trained_parameters(denoiser):
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
@@ -59,7 +59,7 @@ def answer(family: Any, denoiser: torch.nn.Module, inputs: tuple[Any, ...]) -> A
 
 def make_inputs(family: Any) -> tuple[Any, ...]:
     load_encoders(family)
-    facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
+    facts = family.make_image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
     cond = family.collate([{**cond, **facts} for cond in encode(family, ["a cat", "a dog"])])
     latents = family.encode_images(torch.zeros(2, 3, *miniatures.get_hw(family.name)))
     family.vae = None

@@ -32,7 +32,7 @@ def save(family, folder, parts):
             for parameter in part.parameters():
                 values = torch.randn(parameter.shape, generator=generator) * 0.1
                 parameter.data = values.to(torch.bfloat16).to(torch.float32)
-    families.get(family).pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
+    families.get(family).get_pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
     return folder
 
 

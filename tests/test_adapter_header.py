@@ -95,7 +95,7 @@ def test_each_way_through_gives_what_diffusers_draws(tiny, make_job, tmp_path, f
 
     made = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32)
     tensors, _ = export.read_adapter(file)
-    state, scaling = layouts.from_layout(tensors, made, made.denoiser_config())
+    state, scaling = layouts.from_layout(tensors, made, made.read_denoiser_config())
     for layer, parts in kinds.group_by_layer(state).items():
         weight = plain[f"{layer}.weight"]
         assert torch.allclose(

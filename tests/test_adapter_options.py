@@ -86,7 +86,7 @@ def test_rank_stabilized_files_have_their_strength_in_every_program(make_job, tm
     settings = (f"export.formats={list(Family.layouts)}", "export.verify=true", "train.steps=2", "optimizer.lr=1e-2")
     exact = ("export.dtype=fp32", "adapter.dtype=fp32", "model.dtype=fp32", "quantize.storage=none")
     job = make_job(tmp_path, *ranked, *settings, *exact, family=family)
-    result, sizes = train.run(job, progress=False), planning.make(job).family.denoiser_config()
+    result, sizes = train.run(job, progress=False), planning.make(job).family.read_denoiser_config()
     assert len(result.reports) == len(Family.layouts) and all(report.ok for report in result.reports)
     assert all(report.measured["delta_error"] < 1e-5 for report in result.reports)
     held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)

@@ -35,7 +35,7 @@ def test_a_file_as_published_for_comfyui_is_the_same_model(tmp_path):
     one.load_vae()
     pixels = torch.rand(1, 3, *miniatures.get_hw(Family.name))
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
-    found = dict(one.denoiser_tensors())
+    found = dict(one.read_denoiser_tensors())
     assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
 
 
@@ -55,7 +55,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
     miniatures.save(Family.name, tmp_path / "rest")
     (tmp_path / "rest" / "transformer" / "config.json").unlink()
     family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
-    assert family.denoiser_config() == told
+    assert family.read_denoiser_config() == told
     generator = torch.Generator().manual_seed(0)
     # Only the rows of a matrix matter to its conversion: one column each.
     small = {key: (*shape[:1], *(1 for _ in shape[1:])) for key, shape in shapes.items()}
@@ -65,9 +65,9 @@ def test_full_size_files_are_read_as_diffusers_reads_them(positions, tmp_path):
     theirs = convert_auraflow_transformer_checkpoint_to_diffusers(dict(tensors))
     assert mine.keys() == theirs.keys() == rows.keys()
     assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
-    assert len(Family.adapter_names(denoiser)) == 4 * 14 + 32 * 7
+    assert len(Family.choose_adapter_layers(denoiser)) == 4 * 14 + 32 * 7
     with pytest.raises(UserError):
-        Family.adapter_names(denoiser, ["^norm_out.linear"])
+        Family.choose_adapter_layers(denoiser, ["^norm_out.linear"])
 
 
 def test_an_image_beyond_the_positions_is_one_line_before_anything_is_encoded(job, monkeypatch):

@@ -119,7 +119,7 @@ def test_torchao_layers_are_torchaos_own(form):
         assert_same(layer.qweight, theirs.weight)
         assert torch.equal(layer.weight, theirs.weight.dequantize()) and torch.equal(layer.bias, theirs.bias)
         # Its bytes mean what our own decoding makes of them, so that both bases can be compared.
-        assert torch.equal(precision.decode(layer.parts(), storage, BF16), layer.weight)
+        assert torch.equal(precision.decode(layer.get_parts(), storage, BF16), layer.weight)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
     assert not any(parameter.requires_grad for parameter in model.parameters())
     # torchao's defaults have all of the process tuned otherwise; older versions lowered float32 matmuls too.
@@ -148,7 +148,7 @@ def test_layers_are_built_in_fp8_unpadded_and_the_output_layer_stays_precise(bac
     for _ in range(2):  # before there is a weight, and with it
         assert type(model["proj_out"]) is nn.Linear and model["proj_out"].weight.dtype == BF16
         for layer in (model["to_q"], model["odd"]):
-            codes, scale = layer.parts()
+            codes, scale = layer.get_parts()
             assert codes.shape == (layer.out_features, layer.in_features) and codes.itemsize == 1
             assert scale.shape == (layer.out_features, 1) and scale.dtype == torch.float32
             assert not any(one.dtype == BF16 and one.ndim == 2 for one in held_by(layer))
@@ -226,7 +226,7 @@ def test_torchao_keeps_the_bytes_of_a_quantized_file():
     precision.fill_(model, [("0.weight", weight)], BF16)
     held = model[0].qweight
     assert torch.equal(held.qdata.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(held.scale, weight.scale)
-    assert torch.equal(held.dequantize(), weight.decoded(BF16))
+    assert torch.equal(held.dequantize(), weight.dequantize(BF16))
     x = torch.ones(2, 64, dtype=BF16, requires_grad=True)
     model(x).sum().backward()
     assert x.grad is not None
@@ -601,7 +601,7 @@ def test_the_delayed_recipes_history_is_saved_and_previews_leave_no_trace_in_it(
 def test_te_refuses_a_checkpoint_without_its_history(te, job, monkeypatch):
     model, _ = filled(nn.Sequential(nn.Linear(64, 64)), te_section(recipe="delayed"))
     amax = precision.make_amax_history(model)
-    tensors = amax.tensors()
+    tensors = amax.copy_tensors()
     assert sorted(tensors) == [
         f"amax.0.scaling_{way}.{kind}" for way in ("bwd", "fwd") for kind in ("amax_history", "scale")
     ]

@@ -435,14 +435,14 @@ def test_every_family_has_a_released_model_to_estimate(family: str, use: Callabl
     base = BaseDescription(sources.parse(Family.example_base), unanswered="no connection")
     model = Job.model_validate({"model": {"family": family, "path": "org/x"}, "dataset": {"folders": []}}).model
     released = _released.make(Family, model, base, device="cpu", dtype=torch.bfloat16)
-    config = dict(released.empty_denoiser().config)
-    assert released.vae_bytes() > 100 << 20
-    assert max(released.text_bytes().values()) > 100 << 20
-    assert all(all(side > 0 for side in shape) for shape in released.longest_cond(config).values())
+    config = dict(released.make_empty_denoiser().config)
+    assert released.count_vae_bytes() > 100 << 20
+    assert max(released.count_encoder_bytes().values()) > 100 << 20
+    assert all(all(side > 0 for side in shape) for shape in released.estimate_longest_cond(config).values())
     assert released.make_objective(Job.model_fields["objective"].get_default(call_default_factory=True))
     if Family.trained_text:
         widths = {name: about.width for name, about in Family.trained_text.items()}
-        assert {n: encoder.config.hidden_size for n, encoder in released.empty_trained_text().items()} == widths
+        assert {n: encoder.config.hidden_size for n, encoder in released.make_empty_trained_text().items()} == widths
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -462,12 +462,12 @@ def test_an_estimate_before_the_download_is_that_of_the_files(
     assert "the base model" in "\n".join(before.format_lines())
     assert remote.layers == local.layers
     # What encoders and layers are cached and compared by is the same before and after, so nothing is encoded twice.
-    assert [remote.family.encoder_identity(part) for part in ("vae", "text")] == [
-        local.family.encoder_identity(part) for part in ("vae", "text")
+    assert [remote.family.compute_encoder_identity(part) for part in ("vae", "text")] == [
+        local.family.compute_encoder_identity(part) for part in ("vae", "text")
     ]
-    assert remote.family.base_identity() == local.family.base_identity()
+    assert remote.family.compute_base_identity() == local.family.compute_base_identity()
     assert hub.downloads() == []
-    for load in (remote.family.load_vae, lambda: list(remote.family.denoiser_tensors())):
+    for load in (remote.family.load_vae, lambda: list(remote.family.read_denoiser_tensors())):
         with pytest.raises(UserError, match="is not downloaded yet"):
             load()
 

@@ -28,7 +28,7 @@ def bench() -> ModuleType:
 
 
 def named(bench: ModuleType, title: str):
-    return next(one for one in bench.candidates() if one.title == title)
+    return next(one for one in bench.list_candidates() if one.title == title)
 
 
 def table_rows(text: str) -> dict[str, list[str]]:
@@ -77,8 +77,8 @@ def test_what_a_decoding_layer_keeps_and_a_needless_gradient_are_seen(bench):
 def test_floor_equals_an_independent_count(bench, model):
     """Forward and backward on the meta device, attention as plain matrix products, counted by torch."""
     work = bench.measure_work(model, 64, "tiny")
-    denoiser = bench.plain(model, "tiny", META).requires_grad_(False)
-    given = bench.inputs(model, 64, "tiny", META)
+    denoiser = bench.build_plain(model, "tiny", META).requires_grad_(False)
+    given = bench.make_inputs(model, 64, "tiny", META)
     for key in ("hidden_states", "encoder_hidden_states", "pooled_projections", "sample"):
         if key in given:
             given[key].requires_grad_()
@@ -110,18 +110,21 @@ def test_floor_equals_an_independent_count(bench, model):
     rate = {"gemm_bf16": 1.0, "gemm_fp8": 1.0, "attention_forward": math.inf, "attention_backward": math.inf}
     rate["bytes"] = math.inf
     convolutions = forward.get("convolution", 0) + both.get("convolution_backward", 0)
-    assert bench.floor("bf16", 2.0, False, work, rate) == linear(both) + missing + convolutions
+    assert bench.compute_floor("bf16", 2.0, False, work, rate) == linear(both) + missing + convolutions
     # The plain products' backward has four GEMMs for two; the fused kernel's a fifth, which makes the scores again.
     assert both["bmm"] == 3 * work.attention
     rate |= {"gemm_bf16": math.inf, "attention_forward": 1.0, "attention_backward": 1.0}
-    assert bench.floor("bf16", 2.0, False, work, rate) == 3.5 * work.attention
+    assert bench.compute_floor("bf16", 2.0, False, work, rate) == 3.5 * work.attention
 
 
 def test_floor_of_bytes_and_of_fp8(bench):
     work = bench.Work(linear=100.0, convolution=0.0, attention=0.0, parameters=7)
     endless = dict.fromkeys(("gemm_bf16", "gemm_fp8", "attention_forward", "attention_backward"), math.inf)
     moved = {
-        rule: [bench.floor(rule, 1.0, checkpointing, work, endless | {"bytes": 7.0}) for checkpointing in (False, True)]
+        rule: [
+            bench.compute_floor(rule, 1.0, checkpointing, work, endless | {"bytes": 7.0})
+            for checkpointing in (False, True)
+        ]
         for rule in ("bf16", "upcast", "kept", "fp8", "fp8_forward", "cast")
     }
     assert moved == {
@@ -133,9 +136,9 @@ def test_floor_of_bytes_and_of_fp8(bench):
         "cast": [6, 9],
     }
     rate = endless | {"bytes": math.inf, "gemm_fp8": 2.0, "gemm_bf16": 1.0}
-    assert bench.floor("fp8", 1.0, False, work, rate) == 100
-    assert bench.floor("fp8_forward", 1.0, True, work, rate) == 200
-    assert bench.floor("fp8", 1.0, False, work, rate | {"gemm_fp8": 0.0}) is None
+    assert bench.compute_floor("fp8", 1.0, False, work, rate) == 100
+    assert bench.compute_floor("fp8_forward", 1.0, True, work, rate) == 200
+    assert bench.compute_floor("fp8", 1.0, False, work, rate | {"gemm_fp8": 0.0}) is None
 
 
 STEP = """
@@ -161,7 +164,7 @@ def test_peak_is_what_the_kernel_says(bench):
     names = {}
     exec(STEP, names)
     peak = 2 * 4 * 2**24
-    assert bench.peak_on_cpu(names["step"]) == peak
+    assert bench.measure_cpu_peak(names["step"]) == peak
     # In a process of its own: this one holds the garbage of other tests, and may free it while the step runs.
     done = subprocess.run([sys.executable, "-c", STEP + KERNEL], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -171,11 +174,11 @@ def test_peak_is_what_the_kernel_says(bench):
 @pytest.mark.parametrize("name", ["ours bf16", "ours fp8 row upcast", "ours fp8 row upcast + checkpointing"])
 def test_a_dry_step_takes_the_bytes_of_a_real_one(bench, name):
     one = named(bench, name)
-    dry = bench.dry_step(one, "flux", 256, "tiny")
+    dry = bench.run_dry_step(one, "flux", 256, "tiny")
     trainer = bench.Trainer(one, "flux", 256, "tiny", CPU)
     trainer.step()
-    assert dry["held_bytes"] == trainer.held_bytes()
-    real = trainer.held_bytes() + trainer.optimizer_bytes() + bench.peak_on_cpu(trainer.step)
+    assert dry["held_bytes"] == trainer.count_held_bytes()
+    real = trainer.count_held_bytes() + trainer.count_optimizer_bytes() + bench.measure_cpu_peak(trainer.step)
     assert dry["peak_bytes"] == pytest.approx(real, rel=0.1)
 
 

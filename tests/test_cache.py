@@ -34,7 +34,7 @@ class Family:
         self.images, self.prompts, self.judged, self.loaded = [], [], [], []
         self.identity = {"vae": "vae-1", "text": "text-1"}
 
-    def encoder_identity(self, what):
+    def compute_encoder_identity(self, what):
         return self.identity[what]
 
     def encode_images(self, pixels_BCHW):
@@ -51,14 +51,14 @@ class Family:
     def load_vae(self):
         self.loaded.append("vae")
 
-    def in_turn(self, asks):
+    def encode_in_turn(self, asks):
         self.loaded.append("text")
         yield from enumerate(ask() for ask in asks)
 
     def free_encoders(self):
         self.loaded.append("free")
 
-    def overlong(self, prompts):
+    def find_overlong(self, prompts):
         """Reads three words."""
         self.judged += prompts
         cut = [(text, text.split()) for text in prompts if len(text.split()) > 3]
@@ -110,10 +110,10 @@ def test_latents_and_conds_are_what_the_encoders_gave(folder):
         values_HWC = np.asarray(image).astype(np.float32) / 127.5 - 1
         for flipped in (False, True):
             expected_HWC = (values_HWC[:, ::-1] if flipped else values_HWC)[::8, ::8] * 2
-            latents_CHW = cache.latents(one, flipped)
+            latents_CHW = cache.read_latents(one, flipped)
             assert latents_CHW.shape == (3, one.placement.bucket_wh[1] // 8, one.placement.bucket_wh[0] // 8)
             np.testing.assert_allclose(latents_CHW.permute(1, 2, 0), expected_HWC, atol=1e-6)
-        cond = cache.cond(one.example.caption)
+        cond = cache.read_cond(one.example.caption)
         assert cond["embeds"].tolist() == [[len(one.example.caption), pytest.approx(0.1)]]
         assert cond["mask"].tolist() == [True, False]
     # The safetensors library reads an entry, and its header says what it is.
@@ -126,7 +126,7 @@ def test_second_fill_encodes_nothing_and_needs_no_encoders(folder):
     family = Family()
     family.encode_images = family.encode_prompts = None
     cache, placed, captions = make(folder, family)
-    assert not cache.missing(placed, captions)
+    assert not cache.find_missing(placed, captions)
     report = cache.fill(placed, captions)
     assert (report.encoded, report.reused, report.bytes) == (0, 6, 0) and family.loaded == []
 
@@ -140,7 +140,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
         report = cache.fill(placed, [*captions, captions[1], ""])
         assert report.encoded == encoded + bool(encoded) and family.judged == [*captions, ""], "each text once"
         assert [(cut.prompt, cut.num_lost) for cut in report.truncated] == [(captions[1], 1), (captions[2], 30)]
-        (line,) = report.warnings()
+        (line,) = report.list_warnings()
         assert (
             line.startswith("2 of 4 captions and prompts exceed the limit of the text encoder, 3 tokens")
             and "up to 30" in line
@@ -151,7 +151,7 @@ def test_texts_that_are_cut_are_told_each_time_also_when_all_is_cached(folder):
     (folder / "set" / "1.txt").write_text("one", encoding="utf-8")
     (folder / "set" / "2.txt").write_text("two", encoding="utf-8")
     _, _, report = fill(folder, Family())
-    assert report.truncated == () and report.warnings() == []
+    assert report.truncated == () and report.list_warnings() == []
 
 
 def test_edited_picture_and_edited_caption_are_encoded_alone(folder):
@@ -160,7 +160,7 @@ def test_edited_picture_and_edited_caption_are_encoded_alone(folder):
     Image.open(path).point(lambda value: value ^ 1).save(path)
     family = Family()
     cache, placed, captions = make(folder, family)
-    missing = cache.missing(placed, captions)
+    missing = cache.find_missing(placed, captions)
     assert [one.example.relative for one, _ in missing.images] == ["1.png"] and missing.captions == []
     cache.fill(placed, captions)
     assert family.calls == (1, 0)
@@ -220,8 +220,8 @@ def test_equal_pictures_share_an_entry(folder):
 
 def test_dtype_is_kept_and_integers_are_left(folder):
     cache, placed, _ = fill(folder, Family(), dtype=torch.bfloat16)
-    assert cache.latents(placed[0]).dtype == torch.bfloat16
-    cond = cache.cond(placed[0].example.caption)
+    assert cache.read_latents(placed[0]).dtype == torch.bfloat16
+    cond = cache.read_cond(placed[0].example.caption)
     assert cond["embeds"].dtype == torch.bfloat16 and cond["mask"].dtype == torch.bool
 
 
@@ -248,24 +248,24 @@ def without_metadata(data):
 def test_damaged_entry_is_refused_when_read_and_encoded_again_when_filled(folder, damage):
     cache, placed, _ = fill(folder, Family())
     for kind, path in (
-        ("latents", cache.path("latents", cache.image_key(placed[1], False))),
-        ("conds", cache.path("conds", cache.caption_key(placed[1].example.caption))),
+        ("latents", cache.get_entry_path("latents", cache.make_image_key(placed[1], False))),
+        ("conds", cache.get_entry_path("conds", cache.make_caption_key(placed[1].example.caption))),
     ):
         before = path.read_bytes()
         path.write_bytes(damage(before))
         with pytest.raises(RunFailure, match="1.png" if kind == "latents" else "picture 1"):
-            cache.latents(placed[1]) if kind == "latents" else cache.cond(placed[1].example.caption)
+            cache.read_latents(placed[1]) if kind == "latents" else cache.read_cond(placed[1].example.caption)
         family = Family()
         again, placed, report = fill(folder, family)
         assert family.calls == ((1, 0) if kind == "latents" else (0, 1)) and report.reused == 5
         assert path.read_bytes() == before
-    again.latents(placed[1])
+    again.read_latents(placed[1])
 
 
 def test_filling_reads_no_contents_and_what_is_rotten_is_encoded_again_after_it_was_read(folder, monkeypatch):
     """Reading a large cache takes minutes. One byte that rotted is met in the training, and once only."""
     cache, placed, _ = fill(folder, Family())
-    path = cache.path("latents", cache.image_key(placed[1], False))
+    path = cache.get_entry_path("latents", cache.make_image_key(placed[1], False))
     before = path.read_bytes()
     path.write_bytes(rotten(before))
     with monkeypatch.context() as patched:
@@ -273,16 +273,16 @@ def test_filling_reads_no_contents_and_what_is_rotten_is_encoded_again_after_it_
         cache, placed, report = fill(folder, Family())
     assert report.reused == 6
     with pytest.raises(RunFailure, match=r"1.png.*resume the run"):
-        cache.latents(placed[1])
+        cache.read_latents(placed[1])
     assert not path.exists()
-    assert torch.equal(cache.latents(placed[0]), fill(folder, Family())[0].latents(placed[0]))
+    assert torch.equal(cache.read_latents(placed[0]), fill(folder, Family())[0].read_latents(placed[0]))
     assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("damage", [torn, wrong_size, without_metadata, lambda data: data + b"x", lambda data: b"[]"])
 def test_an_entry_that_is_not_whole_is_encoded_again_before_it_is_read(folder, damage):
     cache, placed, _ = fill(folder, Family())
-    path = cache.path("latents", cache.image_key(placed[1], False))
+    path = cache.get_entry_path("latents", cache.make_image_key(placed[1], False))
     before = path.read_bytes()
     path.write_bytes(damage(before))
     family = Family()
@@ -292,7 +292,7 @@ def test_an_entry_that_is_not_whole_is_encoded_again_before_it_is_read(folder, d
 
 def test_entry_of_another_key_is_not_believed(folder):
     cache, placed, _ = fill(folder, Family())
-    first, second = (cache.path("latents", cache.image_key(one, False)) for one in placed[:2])
+    first, second = (cache.get_entry_path("latents", cache.make_image_key(one, False)) for one in placed[:2])
     first.write_bytes(second.read_bytes())
     family = Family()
     fill(folder, family)
@@ -362,20 +362,20 @@ def test_picture_edited_between_scan_and_fill_is_noticed(folder):
 def test_reading_what_was_never_filled_is_a_clear_failure(folder):
     cache, placed, _ = make(folder, Family())
     with pytest.raises(RunFailure, match=r"0\.png is no longer in the cache"):
-        cache.latents(placed[0])
+        cache.read_latents(placed[0])
 
 
 def test_memory_is_bounded_and_least_recently_used_goes_first(folder, monkeypatch):
     filled, placed, _ = fill(folder, Family())
-    size = filled.latents(placed[0]).nbytes
+    size = filled.read_latents(placed[0]).nbytes
     cache = Cache(filled.root, Family(), filled.section, ram_bytes=2 * size + size // 2)
     reads = []
     original = Cache._read
     monkeypatch.setattr(Cache, "_read", lambda self, kind, key: reads.append(key) or original(self, kind, key))
     first, second, third = placed[0], placed[1], placed[2]
     for one in (first, second, first, third, first, second):
-        cache.latents(one)
-    keys = [cache.image_key(one, False) for one in (first, second, third, second)]
+        cache.read_latents(one)
+    keys = [cache.make_image_key(one, False) for one in (first, second, third, second)]
     assert reads == keys, "the first stays, the second made room for the third"
     assert cache._ram_used <= cache.ram_bytes
 
@@ -400,7 +400,7 @@ def age(folder, days):
 
 def test_prune_deletes_what_no_run_used_and_nothing_else(folder):
     cache, placed, _ = fill(folder, Family())
-    unused = cache.path("latents", cache.image_key(placed[0], False))
+    unused = cache.get_entry_path("latents", cache.make_image_key(placed[0], False))
     age(folder, 40)
     path = folder / "set" / "0.png"
     Image.open(path).point(lambda value: value ^ 1).save(path)
@@ -447,15 +447,15 @@ def test_reading_an_entry_is_use_and_is_noted_once_an_hour(folder):
     filled, placed, _ = fill(folder, Family())
     age(folder, 40)
     training = Cache(filled.root, Family(), filled.section)
-    training.latents(placed[1])
-    training.cond(placed[2].example.caption)
+    training.read_latents(placed[1])
+    training.read_cond(placed[2].example.caption)
     old = {entry.path for entry in cache_cleanup.list_entries(filled.root) if entry.used < time.time() - 86400}
-    used = {filled.path("latents", filled.image_key(placed[1], False))}
-    used |= {filled.path("conds", filled.caption_key(placed[2].example.caption))}
+    used = {filled.get_entry_path("latents", filled.make_image_key(placed[1], False))}
+    used |= {filled.get_entry_path("conds", filled.make_caption_key(placed[2].example.caption))}
     assert len(old) == 4 and not old & used
     age(folder, 1 / 48)
     before = {path: path.stat().st_mtime_ns for path in entries(folder)}
-    Cache(filled.root, Family(), filled.section).latents(placed[1])
+    Cache(filled.root, Family(), filled.section).read_latents(placed[1])
     assert before == {path: path.stat().st_mtime_ns for path in entries(folder)}
 
 
@@ -467,7 +467,9 @@ def test_a_cache_that_may_only_be_read_can_be_used(folder, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "utime", refused)
-    assert torch.equal(Cache(filled.root, Family(), filled.section).latents(placed[0]), filled.latents(placed[0]))
+    assert torch.equal(
+        Cache(filled.root, Family(), filled.section).read_latents(placed[0]), filled.read_latents(placed[0])
+    )
 
 
 def test_a_cache_that_cannot_take_what_is_missing_is_the_users_mistake(folder, tmp_path, no_privilege):

@@ -167,10 +167,10 @@ def train_case(
     if storage == "fp8":  # the base as training saw it, as a plain diffusers folder
         seen = folder / "decoded"
         shutil.copytree(base, seen)
-        denoiser = model.empty_denoiser()
+        denoiser = model.make_empty_denoiser()
         precision.quantize_(denoiser, job.quantize, model.keep_precise, torch.bfloat16, model.modulation)
-        precision.fill_(denoiser, model.denoiser_tensors(), dtype=torch.bfloat16)
-        plain = getattr(diffusers, model.denoiser_class).from_config(model.denoiser_config()).to(torch.bfloat16)
+        precision.fill_(denoiser, model.read_denoiser_tensors(), dtype=torch.bfloat16)
+        plain = getattr(diffusers, model.denoiser_class).from_config(model.read_denoiser_config()).to(torch.bfloat16)
         plain.load_state_dict(precision.dequantize_state_dict(denoiser))
         shutil.rmtree(seen / model.denoiser_name)
         plain.save_pretrained(seen / model.denoiser_name)

@@ -49,8 +49,8 @@ def test_the_same_code_gives_the_same_bytes_and_another_learning_rate_does_not(s
     script.check_import(again)
     script.write_config(JOB, again, kept / "inputs", 0)
     assert script.train_job(JOB, (again,)) == []
-    old = script.run_folder(JOB, script.Side("OLD", ROOT, kept / "old"))
-    same = script.compare_runs(JOB, old, script.run_folder(JOB, again))
+    old = script.get_run_folder(JOB, script.Side("OLD", ROOT, kept / "old"))
+    same = script.compare_runs(JOB, old, script.get_run_folder(JOB, again))
     assert len(same) >= 3 and all(row.equal for row in same), same
 
 

@@ -368,7 +368,7 @@ def test_every_family_names_its_repeated_blocks(aot_eager, tiny):
     for name in families.list_families():
         denoiser = families.get(name)(
             Model(family=name, path=str(tiny(name))), device=torch.device("cpu"), dtype=torch.float32
-        ).empty_denoiser()
+        ).make_empty_denoiser()
         aot_eager.clear()
         lines = memory.apply_(denoiser, Memory(compile="blocks")).format_lines()
         assert aot_eager and lines[1].startswith("compiled: ")

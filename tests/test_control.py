@@ -63,7 +63,7 @@ def edited(tiny):
             Family, folder = families.get(name), tiny(name)
             family = make(Family, folder)
             load_encoders(family)
-            pipeline = Family.pipeline_type().from_pretrained(
+            pipeline = Family.get_pipeline_type().from_pretrained(
                 folder, local_files_only=True, **editing.processor(Family, folder)
             )
             Family.mend_(pipeline)
@@ -256,8 +256,8 @@ def test_control_pictures_are_shown_in_the_pipelines_size(name, size, edited, mo
     monkeypatch.setattr(it.pipeline.image_processor, "preprocess", record)
     with pytest.raises(Told):
         it.pipeline(image=Image.new("RGB", size), prompt="x")
-    assert it.family.control_size(*size) == resized[-1]
-    wide, high = it.family.control_size(*size, 512)
+    assert it.family.compute_control_size(*size) == resized[-1]
+    wide, high = it.family.compute_control_size(*size, 512)
     assert abs(wide * high / 512**2 - 1) < 0.2 and wide % 16 == high % 16 == 0
     assert abs(np.log(wide / high) - np.log(resized[-1][0] / resized[-1][1])) < 0.1
 
@@ -318,7 +318,7 @@ def test_what_text_encoders_make_of_pictures_is_what_transformers_makes(name, ed
     kept = cond["prompt_embeds"]
     torch.testing.assert_close(kept, whole[-len(kept) :])
     assert (less[-len(kept) :] - kept).abs().max() > 1e-3
-    words = it.family.tokenizer("tokenizer").decode(made["input_ids"][0][-len(kept) :])
+    words = it.family.load_tokenizer("tokenizer").decode(made["input_ids"][0][-len(kept) :])
     assert words.startswith(("Picture 1: <|vision_start|>", "<|vision_start|>"))
     patches = made["image_grid_thw"].prod(dim=1) // 4
     assert len(patches) == len(pictures) and words.count("<|image_pad|>") == patches.sum()
@@ -345,7 +345,7 @@ def batch_of(edited, small_controls, tmp_path):
         examples = images.scan(section, it.family.controls).require()
         placed = buckets.assign(examples, section, resolution=24, step=8)
         cache = Cache(tmp_path / "cache", it.family, section)
-        cache.fill(placed, cache.prompts(placed, 0))
+        cache.fill(placed, cache.list_prompts(placed, 0))
         loader = Loader(buckets.group(placed), cache, it.family, section, seed=0, batch_size=len(prompts))
         return it, loader, shown
 
@@ -379,8 +379,8 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
                 generator=torch.Generator().manual_seed(0),
                 output_type="latent",
                 max_sequence_length=it.family.max_sequence_length,
-                **it.family.size_inputs(width, height),
-                **it.family.guidance_inputs(guidance),
+                **it.family.make_size_inputs(width, height),
+                **it.family.make_guidance_inputs(guidance),
             )
     finally:
         handle.remove()
@@ -402,7 +402,7 @@ def ask_the_pipeline(it, batch, prompts, shown, monkeypatch, guidance):
 def test_denoiser_answers_as_inside_the_pipeline_with_control_pictures(name, prompts, num, batch_of, monkeypatch):
     """From files to the denoiser: control pictures of another shape than the picture, none of them square."""
     it, loader, shown = batch_of(name, prompts, num)
-    batch = loader.micro(0, 0)
+    batch = loader.take_batch(0, 0)
     assert len(batch) == len(prompts) and batch.latent_hw[0] != batch.latent_hw[1]
     latents = batch.cond["control_0"]
     assert latents.shape[-2:] != batch.latent_hw and latents.shape[-1] != latents.shape[-2]
@@ -437,10 +437,11 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
     drawn, away = placement.make_preview_prompts(section, cache)
     cache.fill([], [*drawn, *away])
     conds = [
-        cache.cond(text) | decode_preview_controls(each, "#ffffff") for text, each in zip(drawn, shown, strict=True)
+        cache.read_cond(text) | decode_preview_controls(each, "#ffffff")
+        for text, each in zip(drawn, shown, strict=True)
     ]
-    pipeline = it.family.pipeline(it.denoiser)
-    prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.cond(text) for text in away])
+    pipeline = it.family.make_pipeline(it.denoiser)
+    prompts = PreviewPrompts(split_preview(section), ["", ""], conds, [cache.read_cond(text) for text in away])
     mine = previews.render(it.family, pipeline, prompts, 0)
     guided = {"negative_prompt": ""} if it.family.uses_negative else {}
     for number, picture in enumerate(pictures):
@@ -450,8 +451,8 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
             generator=torch.Generator().manual_seed(section.seed + number),
             num_inference_steps=2,
             max_sequence_length=it.family.max_sequence_length,
-            **it.family.size_inputs(32, 16),
-            **it.family.guidance_inputs(it.family.usual_guidance()),
+            **it.family.make_size_inputs(32, 16),
+            **it.family.make_guidance_inputs(it.family.choose_guidance()),
             **guided,
         ).images[0]
         assert mine[number].size == (32, 16)
@@ -462,20 +463,20 @@ def test_previews_with_control_pictures_are_the_pipelines(name, edited, small_co
 def test_mirroring_mirrors_the_control_picture_too(name, batch_of):
     """A mirrored showing is what the same files give when both are mirrored on disk."""
     it, loader, _ = batch_of(name, PROMPTS[:1], flip=True)
-    (placed,) = [item.placed for item in loader.items_of(0)[next(iter(loader.images))]]
-    flipped = loader._cond(placed, PROMPTS[0], True)
-    latents = loader.cache.latents(placed, True)
+    (placed,) = [item.placed for item in loader.group_items(0)[next(iter(loader.images))]]
+    flipped = loader._collect_cond(placed, PROMPTS[0], True)
+    latents = loader.cache.read_latents(placed, True)
     for path in (placed.example.path, placed.example.controls[0].path):
         Image.open(path).transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     section = loader.section
     again = buckets.assign(images.scan(section).require(), section, resolution=24, step=8)
-    loader.cache.fill(again, loader.cache.prompts(again, 0))
-    plain = loader._cond(again[0], PROMPTS[0], False)
-    torch.testing.assert_close(loader.cache.latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
+    loader.cache.fill(again, loader.cache.list_prompts(again, 0))
+    plain = loader._collect_cond(again[0], PROMPTS[0], False)
+    torch.testing.assert_close(loader.cache.read_latents(again[0], False), latents, rtol=1e-4, atol=1e-4)
     assert plain.keys() == flipped.keys()
     for key in plain:  # Lanczos is symmetrical but for rounding to 8 bits
         torch.testing.assert_close(plain[key], flipped[key], rtol=0.05, atol=0.05)
-    unlike = loader._cond(again[0], PROMPTS[0], True)
+    unlike = loader._collect_cond(again[0], PROMPTS[0], True)
     assert not torch.allclose(unlike["control_0"], plain["control_0"], rtol=0.05, atol=0.05)
 
 
@@ -582,7 +583,7 @@ def test_a_single_file_of_kontext_is_read_as_flux_and_told_by_its_name(tiny, tmp
     save_file(bfl_tensors(whole), tmp_path / "flux1-kontext-dev.safetensors")
     for parts in ("flux_kontext", "flux"):  # the parts beside it are FLUX.1's
         one = make(Family, tmp_path / "flux1-kontext-dev.safetensors", components=str(tiny(parts)))
-        found = {key: tensor for key, tensor in one.denoiser_tensors()}
+        found = {key: tensor for key, tensor in one.read_denoiser_tensors()}
         assert found.keys() == whole.keys() and all(torch.equal(found[key], whole[key]) for key in whole)
         assert one.warnings == []
     as_flux = make(families.get("flux"), tmp_path / "flux1-kontext-dev.safetensors", components=str(tiny("flux")))

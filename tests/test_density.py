@@ -31,7 +31,7 @@ def share_below(level: float, shape: str, shift: float, scale: float) -> float:
 
 def objective_of(name: str, scheduler: dict, section: settings.Objective) -> FlowMatching:
     family = families.get(name).__new__(families.get(name))  # without files: the scheduler's config is the table's
-    family.scheduler_config = lambda: scheduler
+    family.read_scheduler_config = lambda: scheduler
     return family.make_objective(section)
 
 
@@ -54,7 +54,11 @@ def test_training_draws_the_noise_levels_that_the_peers_draw(name: str) -> None:
 @pytest.mark.parametrize("name", ["z_image", "wan", "chroma"])
 def test_the_schedulers_own_shift_and_a_number_are_there_to_be_chosen(name: str) -> None:
     scheduler, _ = PEERS[name]
-    own = FlowMatching(scheduler, settings.Objective()).model_shift(TOKENS)
-    assert objective_of(name, scheduler, settings.Objective(shift="scheduler")).shift(TOKENS) == own
-    assert objective_of(name, scheduler, settings.Objective(shift=5.0)).shift(TOKENS) == 5.0
-    assert objective_of(name, scheduler, settings.Objective()).shift(TOKENS) == families.get(name).train_shift != own
+    own = FlowMatching(scheduler, settings.Objective()).compute_model_shift(TOKENS)
+    assert objective_of(name, scheduler, settings.Objective(shift="scheduler")).compute_shift(TOKENS) == own
+    assert objective_of(name, scheduler, settings.Objective(shift=5.0)).compute_shift(TOKENS) == 5.0
+    assert (
+        objective_of(name, scheduler, settings.Objective()).compute_shift(TOKENS)
+        == families.get(name).train_shift
+        != own
+    )

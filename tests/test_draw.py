@@ -75,7 +75,7 @@ def test_it_draws_what_diffusers_draws(trained, tmp_path, layout, tiny):
     family = make_family(job)
     pipeline = build_clean_pipeline(family, None)
     load(pipeline, moved, family)
-    conds = dict(family.in_turn([lambda: family.encode_prompts(["a dog", ""])]))[0]
+    conds = dict(family.encode_in_turn([lambda: family.encode_prompts(["a dog", ""])]))[0]
     prompts = PreviewPrompts([job.preview], [""], conds[:1], conds[1:])
     for image in record["images"]:
         (name,) = pipeline.get_list_adapters()["unet"]

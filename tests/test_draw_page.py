@@ -33,7 +33,7 @@ def test_a_form_becomes_a_job_beside_the_trainings(ui: Ui, tmp_path: Path) -> No
     form = {**FORM, "source": str(run), "steps": [0, 250], "prompt": "-o=/etc; $(x)", "seed": "7", "guidance": "3.5"}
     first, second = (drawings.start(ui, {**form, "where": where}) for where in ("beside", "turn"))
     assert (first, second) == ("000001", "000002")
-    views = {view.command[1]: view for view in jobs.Queue(ui.place.home).view(shell=False)}
+    views = {view.command[1]: view for view in jobs.Queue(ui.place.home).list_jobs(shell=False)}
     view = views[f"--out={ui.place.home / 'drawings' / '000001'}"]
     assert view.command[2:] == (
         *("--prompt=-o=/etc; $(x)", "--seed=7", "--guidance=3.5", "--strength=1", "--base"),
@@ -75,7 +75,7 @@ def test_checkpoints_that_somebody_has_chosen_stay_when_the_pages_own_choice_is_
 def test_what_cannot_be_drawn_is_refused_and_leaves_nothing(ui: Ui, given: dict, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         drawings.start(ui, {**FORM, **given})
-    assert jobs.Queue(ui.place.home).view(shell=False) == []
+    assert jobs.Queue(ui.place.home).list_jobs(shell=False) == []
     folder = drawings.get_folder(ui.place)
     assert not folder.exists() or list(folder.iterdir()) == []
 

@@ -57,9 +57,9 @@ def test_every_family_can_be_reckoned(
     found = estimate.estimate(planning.make(job))
     assert (found.step_bytes is None) == (name in ROUTED) == bool(found.notes), found.notes
     assert found.vae_encode_bytes and found.base_bytes and found.text_bytes and found.vae_bytes
-    expected = family.longest_cond(dict(family.empty_denoiser().config))
+    expected = family.estimate_longest_cond(dict(family.make_empty_denoiser().config))
     load_encoders(family)
-    texts = [LONG if not family.overlong([LONG]) else LONG[: len(LONG) // 2], "a cat"]
+    texts = [LONG if not family.find_overlong([LONG]) else LONG[: len(LONG) // 2], "a cat"]
     for cond in encode(family, texts[:1]) + encode(family, texts[1:]):
         assert cond.keys() == expected.keys()
         for key, tensor in cond.items():
@@ -104,7 +104,7 @@ def test_a_step_takes_what_was_reckoned(
     found = estimate.estimate(planning.make(job))
 
     denoiser, _, _ = load.load_base(family, job.quantize)
-    names = family.adapter_names(denoiser)
+    names = family.choose_adapter_layers(denoiser)
     adapters.inject(denoiser, job.adapter, names, seed=0)
     if checkpointing:
         denoiser.enable_gradient_checkpointing()
@@ -114,8 +114,8 @@ def test_a_step_takes_what_was_reckoned(
     family.load_vae()
     latents = family.encode_images(torch.zeros(2, 3, side, side))
     family.free_encoders()
-    shapes = family.longest_cond(dict(denoiser.config))
-    facts = family.image_conditioning((side, side), (0, 0), (side, side))
+    shapes = family.estimate_longest_cond(dict(denoiser.config))
+    facts = family.make_image_conditioning((side, side), (0, 0), (side, side))
     one = {key: torch.zeros(shape, dtype=dtype) for key, shape in shapes.items()} | facts
     objective = family.make_objective(job.objective)
 

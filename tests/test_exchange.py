@@ -302,13 +302,13 @@ def test_stopped_and_resumed_ends_with_the_bytes_of_one_that_was_not(make_job, t
 def test_a_loss_that_is_not_finite_on_one_stops_all_with_its_file(make_job, tmp_path):
     job = make_job(tmp_path, *SMALL, IN_FP8, "train.steps=10", "train.batch_size=2")  # four batches are an epoch
     planted = """
-real_micro = loader.Loader.micro
-def micro(self, step, *more):
-    batch = real_micro(self, step, *more)
+real_take = loader.Loader.take_batch
+def take_batch(self, step, *more):
+    batch = real_take(self, step, *more)
     if os.environ["RANK"] == "1" and step >= 3 and batch is not None:
         batch.latents_BCHW.fill_(float('nan'))
     return batch
-loader.Loader.micro = micro
+loader.Loader.take_batch = take_batch
 """
     codes, errors = end(start(job, tmp_path, planted=planted))
     assert codes == [3, 0], errors

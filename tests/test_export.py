@@ -219,7 +219,7 @@ def test_a_config_may_leave_out_what_diffusers_has_a_default_for(full_size):
     assert whole.keys() == short.keys() and all(torch.equal(whole[key], short[key]) for key in whole)
     assert layouts.explain_unread_by_diffusers(flux, {"in_channels": 64}, "kohya") is None
     left = {key: value for key, value in SDXL.items() if "block_types" in key}
-    assert layer_names.sgm_blocks(left) == layer_names.sgm_blocks(full_size("sdxl").config)
+    assert layer_names.map_sgm_blocks(left) == layer_names.map_sgm_blocks(full_size("sdxl").config)
     state = random_state(adapted(full_size("sdxl"), lambda path: path.endswith("attn1.to_q")))
     assert len(layouts.to_layout(state, 1.0, sdxl, sdxl.reference_config, "kohya")) == len(state) // 2 * 3
 
@@ -491,7 +491,9 @@ def test_nothing_private_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "canary_user"))
     homes = ("/home/canary_user", "/Users/canary_user/", "C:\\Users\\canary_user", "~canary_user", "~")
     monkeypatch.chdir(tmp_path)
-    assert {export_metadata.basename(home) for home in (*homes, f"{tmp_path}/canary_user", "canary_user/.")} == {"~"}
+    assert {export_metadata.get_basename(home) for home in (*homes, f"{tmp_path}/canary_user", "canary_user/.")} == {
+        "~"
+    }
     for path in write(tmp_path):
         raw = path.read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])

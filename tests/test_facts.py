@@ -39,7 +39,7 @@ def family_of(name, guidance_embeds):
     """A family object without files, whose denoiser's config says nothing but this."""
     Family = families.get(name)
     family = Family.__new__(Family)
-    family.denoiser_config = lambda: {"guidance_embeds": guidance_embeds}
+    family.read_denoiser_config = lambda: {"guidance_embeds": guidance_embeds}
     return family
 
 
@@ -59,14 +59,14 @@ def test_prompt_tokens(name, facts, family):
     encode = getattr(pipeline, "encode_prompt", None)
     default = inspect.signature(encode).parameters.get("max_sequence_length") if encode else None
     # Without a length of ours, `encode_prompt` is called without one.
-    told = family.trained_length() or (default and default.default) or None
+    told = family.get_trained_length() or (default and default.default) or None
     assert told == facts.get("prompt_tokens")
 
 
 @pytest.mark.parametrize("name", ["flux"])
 def test_prompt_tokens_of_schnell(name):
     # Its model card; black-forest-labs/flux src/flux/util.py: load_t5(max_length=256 if is_schnell else 512)
-    assert family_of(name, guidance_embeds=False).trained_length() == 256
+    assert family_of(name, guidance_embeds=False).get_trained_length() == 256
 
 
 def test_sizes(facts, family):
@@ -83,8 +83,8 @@ def test_tokens(facts, family):
         return  # a UNet, which has no tokens of its own
     width, height, frames, tokens = facts["tokens"]
     latents_hw = height // facts["latent_pixels"], width // facts["latent_pixels"]
-    clip = (family.latent_frames(frames),) if frames > 1 else ()
-    assert family.seq_len((*clip, *latents_hw)) == tokens
+    clip = (family.count_latent_frames(frames),) if frames > 1 else ()
+    assert family.count_image_tokens((*clip, *latents_hw)) == tokens
 
 
 def test_clips_and_control_images(facts, family):

@@ -86,9 +86,9 @@ def make(Family, path, dtype=torch.float32, **settings):
 
 
 def load_denoiser(family, storage="none"):
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     precision.quantize_(denoiser, Quantize(storage=storage), family.keep_precise, family.dtype, family.modulation)
-    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype, "cpu")
+    precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype, "cpu")
     return denoiser.eval()
 
 
@@ -107,14 +107,14 @@ def denoiser(family):
 @pytest.fixture(scope="session")
 def pipeline(Family, folder):
     """diffusers' own pipeline of the same miniature, loaded by diffusers."""
-    pipeline = Family.pipeline_type().from_pretrained(folder, local_files_only=True, **processor(Family, folder))
+    pipeline = Family.get_pipeline_type().from_pretrained(folder, local_files_only=True, **processor(Family, folder))
     pipeline.set_progress_bar_config(disable=True)
     Family.mend_(pipeline)
     return pipeline
 
 
 def conditioning(family, prompts=PROMPTS):
-    facts = family.image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, miniatures.get_hw(family.name)) | shown(family)
+    facts = family.make_image_conditioning(ORIGINAL_HW, CROP_TOP_LEFT, miniatures.get_hw(family.name)) | shown(family)
     return family.collate([{**cond, **facts} for cond in encode(family, prompts)])
 
 
@@ -129,21 +129,21 @@ def some_latents(family, num=2):
 
 def called(family, *, told_sizes=True, **options):
     """The options that this pipeline's call knows, and those that this family always gives."""
-    accepted = inspect.signature(family.pipeline_type().__call__).parameters
+    accepted = inspect.signature(family.get_pipeline_type().__call__).parameters
     height, width = miniatures.get_hw(family.name)
     sizes = {"original_size": ORIGINAL_HW, "crops_coords_top_left": CROP_TOP_LEFT, "target_size": (height, width)}
     facts = sizes if told_sizes else {}
     facts["max_sequence_length"] = getattr(family, "max_sequence_length", None)
     facts = {name: value for name, value in facts.items() if name in accepted and value is not None}
-    return {**facts, **image(family), **family.size_inputs(width, height), **family.call_options, **options}
+    return {**facts, **image(family), **family.make_size_inputs(width, height), **family.call_options, **options}
 
 
 def seq_len(family):
-    return family.seq_len(tuple(some_latents(family).shape[-2:]))
+    return family.count_image_tokens(tuple(some_latents(family).shape[-2:]))
 
 
 def some_t(family, num=2):
-    objective = family.objective_type()(family.scheduler_config(), Objective())
+    objective = family.get_objective_type()(family.read_scheduler_config(), Objective())
     return objective.sample_t([torch.Generator().manual_seed(i) for i in range(num)], seq_len(family))
 
 
@@ -205,13 +205,13 @@ LONG = "a photo of the red dog and the blue cat, " * 100 + "seen from above"
 def test_what_is_cut_from_a_long_prompt_is_what_the_encoders_do_not_read(Family, folder, family):
     """Judged by the encoders: another end in place of the lost one changes nothing, another word before it does."""
     fresh = make(Family, folder)
-    (cut,) = fresh.overlong([PROMPTS[0], LONG])
+    (cut,) = fresh.find_overlong([PROMPTS[0], LONG])
     assert fresh._text_pipeline is None, "tokenizers are enough"
     assert cut.prompt == LONG and LONG.endswith(cut.lost) and cut.num_lost > 100
     kept = LONG.removesuffix(cut.lost)
-    assert fresh.overlong([kept, ""]) == [] and fresh.overlong([]) == []
+    assert fresh.find_overlong([kept, ""]) == [] and fresh.find_overlong([]) == []
     word = cut.lost.split()[0]
-    (again,) = fresh.overlong([f"{kept} {word}"])
+    (again,) = fresh.find_overlong([f"{kept} {word}"])
     assert again.lost.strip() == word and again.num_lost <= len(word) and again.limit == cut.limit
     other = " " * cut.lost.startswith(" ") + "z " * 100
     texts = LONG, kept + other, kept.rsplit(maxsplit=1)[0] + " z" + cut.lost
@@ -238,7 +238,7 @@ def test_flux_reads_as_many_tokens_as_the_model_was_trained_with(tmp_path):
 def test_conditioning_in_bf16_is_the_pipelines_and_can_be_stored(Family, folder, tmp_path):
     family = make(Family, folder, dtype=torch.bfloat16)
     load_encoders(family)
-    pipeline = Family.pipeline_type().from_pretrained(folder, dtype=torch.bfloat16, **processor(Family, folder))
+    pipeline = Family.get_pipeline_type().from_pretrained(folder, dtype=torch.bfloat16, **processor(Family, folder))
     encoders = [name for name in Family.text_parts if "tokenizer" not in name and "processor" not in name]
     assert encoders
     for name in encoders:
@@ -301,7 +301,7 @@ def test_latents_go_to_the_vae_as_in_the_pipeline(Family, family, pipeline, monk
 
     monkeypatch.setattr(type(pipeline.scheduler), "step", record)
     options = called(family, num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt")
-    output = pipeline(prompt=PROMPTS[0], **options, **family.guidance_inputs(1.0))
+    output = pipeline(prompt=PROMPTS[0], **options, **family.make_guidance_inputs(1.0))
     picture = torch.as_tensor(output[0]).float().reshape(1, 3, *miniatures.get_hw(Family.name))
     latents = family.unpack(ends[-1], tuple(some_latents(family).shape[-2:]))
     assert latents.shape == some_latents(family, 1).shape
@@ -410,7 +410,7 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
     try:
         for call in calls:
             options["generator"].manual_seed(0)
-            pipeline(prompt=call, **options, **family.guidance_inputs(guidance))
+            pipeline(prompt=call, **options, **family.make_guidance_inputs(guidance))
     finally:
         if handle:
             handle.remove()
@@ -441,13 +441,13 @@ def test_denoiser_answers_as_inside_the_diffusers_pipeline(Family, family, denoi
 
 def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
     """With the true target as the model's answer, the scheduler that the model ships must find the image again."""
-    objective = family.objective_type()(family.scheduler_config(), Objective())
+    objective = family.get_objective_type()(family.read_scheduler_config(), Objective())
     x0 = some_latents(family)
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(1))
     scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)
     flow = Family.objective == "FlowMatching"
     dynamic = scheduler.config.get("use_dynamic_shifting", False)
-    scheduler.set_timesteps(10, **({"mu": objective.mu(seq_len(family))} if dynamic else {}))
+    scheduler.set_timesteps(10, **({"mu": objective.compute_mu(seq_len(family))} if dynamic else {}))
     start = 4
     t = scheduler.timesteps[start]
     t_B = (scheduler.sigmas[start] if flow else t.long()).expand(2)
@@ -461,7 +461,7 @@ def test_objective_is_the_pipelines_scheduler(Family, family, pipeline):
         scheduler._step_index = None
     for t in scheduler.timesteps[start:]:
         t_B = t_B if flow else t.long().expand(2)  # v is another at each t, noise and velocity are not
-        x = scheduler.step(objective.target(x0, noise, t_B), t, x).prev_sample
+        x = scheduler.step(objective.compute_target(x0, noise, t_B), t, x).prev_sample
     # Diffusion samplers end a little before t = 0 (the abar of the first timestep), flow matching ends at it.
     torch.testing.assert_close(x, x0, atol=1e-5 if flow else 0.1, rtol=1e-3)
 
@@ -470,7 +470,7 @@ def test_quantized_base_stays_close(Family, family, denoiser):
     quantized = load_denoiser(family, storage="fp8")
     names = {n for n, m in quantized.named_modules() if isinstance(m, precision.FrozenLinear)}
     assert names
-    for name in Family.adapter_names(quantized):  # every linear that learns is held in FP8
+    for name in Family.choose_adapter_layers(quantized):  # every linear that learns is held in FP8
         assert name in names or not isinstance(quantized.get_submodule(name), torch.nn.Linear)
     for name, module in quantized.named_modules():
         if isinstance(module, torch.nn.Linear) and any(precision.name_matches(name, e) for e in Family.keep_precise):
@@ -484,7 +484,7 @@ def test_quantized_base_stays_close(Family, family, denoiser):
 
 def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline):
     """Cached conditioning and no text encoders must draw what the whole pipeline draws from the prompt."""
-    options = family.guidance_inputs(Family.default_guidance) | {"num_inference_steps": 3, "output_type": "pt"}
+    options = family.make_guidance_inputs(Family.default_guidance) | {"num_inference_steps": 3, "output_type": "pt"}
     accepted = inspect.signature(type(pipeline).__call__).parameters
     worded = Family.uses_negative and "negative_prompt" in accepted  # others guide away from the empty prompt
     negative = {"negative_prompt": "blue"} if worded else {}
@@ -492,11 +492,11 @@ def test_previews_are_the_pipelines_pictures(Family, family, denoiser, pipeline)
     expected = pipeline(
         prompt=PROMPTS[0], **called(family, told_sizes=False, **options, **negative, generator=generator)
     )
-    cond, bad = encode(family, [PROMPTS[0], family.negative_text("blue" if worded else "")])
-    mine = family.pipeline(denoiser)
-    inputs = family.pipeline_inputs(cond | shown_to_pipeline(family), bad if Family.uses_negative else None)
+    cond, bad = encode(family, [PROMPTS[0], family.make_negative_text("blue" if worded else "")])
+    mine = family.make_pipeline(denoiser)
+    inputs = family.make_pipeline_inputs(cond | shown_to_pipeline(family), bad if Family.uses_negative else None)
     height, width = miniatures.get_hw(Family.name)
-    options |= {**family.size_inputs(width, height), **family.call_options}
+    options |= {**family.make_size_inputs(width, height), **family.call_options}
     picture = mine(**inputs, **options, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(torch.as_tensor(picture[0]), torch.as_tensor(expected[0]), rtol=1e-3, atol=1e-4)
 
@@ -510,7 +510,7 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
     height, width = miniatures.get_hw(Family.name)
     sizes = {"width": width, "height": height}  # smaller than a config may ask for
     section = Preview(prompts=["x"], steps=2).model_copy(update=sizes)
-    pipeline = family.pipeline(denoiser)
+    pipeline = family.make_pipeline(denoiser)
     assert pipeline.vae.dtype == torch.float32
     prompts = PreviewPrompts([section], [""], [cond | shown_to_pipeline(family)], [negative])
     (drawn,) = previews.render(family, pipeline, prompts, 0)
@@ -519,7 +519,7 @@ def test_previews_in_bf16_decode_in_float32(Family, folder):
 
 def test_encoders_come_and_go(Stored, stored):
     family = make(Stored, stored)
-    with pytest.raises(RuntimeError, match="in_turn"):
+    with pytest.raises(RuntimeError, match="encode_in_turn"):
         encode(family, ["a"])
     with pytest.raises(RuntimeError, match="load_vae"):
         family.encode_images(torch.zeros(1, 3, *miniatures.get_hw(Stored.name)))
@@ -527,7 +527,7 @@ def test_encoders_come_and_go(Stored, stored):
     assert not any(p.requires_grad for p in family.vae.parameters())
     family.free_encoders()
     assert family.vae is None
-    with pytest.raises(RuntimeError, match="in_turn"):
+    with pytest.raises(RuntimeError, match="encode_in_turn"):
         encode(family, ["a"])
 
 
@@ -541,7 +541,7 @@ PUBLISHED = tomllib.loads((Path(__file__).parent / "data" / "facts.toml").read_t
 def test_adapter_targets_at_full_size(Family):
     with torch.device("meta"):
         denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
-    names = Family.adapter_names(denoiser)
+    names = Family.choose_adapter_layers(denoiser)
     facts, modules = PUBLISHED[Family.name], dict(denoiser.named_modules())
     assert len(names) == len(set(names)) == facts["layers"]
     assert [layer for layer in (*facts["precise"], *facts.get("modulation", ())) if layer not in modules] == []
@@ -553,18 +553,18 @@ def test_adapter_targets_at_full_size(Family):
 
 
 def test_chosen_targets_match_endings_of_whole_segments(Family, denoiser):
-    names = Family.adapter_names(denoiser, ["to_q"])
+    names = Family.choose_adapter_layers(denoiser, ["to_q"])
     assert names and all(name.endswith(".to_q") for name in names)
     with pytest.raises(UserError, match="'o_q'"):
-        Family.adapter_names(denoiser, ["to_q", "o_q"])
+        Family.choose_adapter_layers(denoiser, ["to_q", "o_q"])
 
 
 def test_the_last_layer_of_flux_is_not_a_single_blocks_proj_out():
     Family = families.get("flux")
     with torch.device("meta"):
         denoiser = diffusers.FluxTransformer2DModel.from_config({**Family.reference_config, "num_layers": 1})
-    assert "proj_out" not in Family.adapter_names(denoiser, ["proj_out"])
-    assert Family.adapter_names(denoiser, ["^proj_out"]) == ["proj_out"]
+    assert "proj_out" not in Family.choose_adapter_layers(denoiser, ["proj_out"])
+    assert Family.choose_adapter_layers(denoiser, ["^proj_out"]) == ["proj_out"]
     held = [n for n, m in denoiser.named_modules() if isinstance(m, torch.nn.Linear)]
     precise = {n for n in held if any(precision.name_matches(n, e) for e in Family.keep_precise)}
     assert {"proj_out", "x_embedder", "norm_out.linear"} < precise
@@ -585,7 +585,7 @@ def test_the_last_layer_of_flux_is_not_a_single_blocks_proj_out():
 def test_sdxl_sizes_are_height_before_width(tmp_path):
     Family = families.get("sdxl")
     miniatures.save(Family.name, tmp_path)
-    facts = make(Family, tmp_path).image_conditioning((40, 56), (4, 6), (16, 24))
+    facts = make(Family, tmp_path).make_image_conditioning((40, 56), (4, 6), (16, 24))
     assert facts["time_ids"].tolist() == [40, 56, 4, 6, 16, 24]
 
 
@@ -593,10 +593,10 @@ def test_flux_without_guidance_embedding(tmp_path):
     """FLUX.1-schnell: no guidance input, and the setting is reported as unused."""
     Family = families.get("flux")
     miniatures.save(Family.name, tmp_path)
-    assert make(Family, tmp_path).facts_of_base() == {"base.guidance": True}
-    assert make(Family, tmp_path).architecture_name() == "flux-1-dev"
+    assert make(Family, tmp_path).list_base_facts() == {"base.guidance": True}
+    assert make(Family, tmp_path).get_architecture_name() == "flux-1-dev"
     schnell = diffusers.FluxTransformer2DModel.from_config(
-        {**make(Family, tmp_path).denoiser_config(), "guidance_embeds": False}
+        {**make(Family, tmp_path).read_denoiser_config(), "guidance_embeds": False}
     )
     schnell.save_pretrained(tmp_path / "transformer")
     family = make(Family, tmp_path)
@@ -604,15 +604,15 @@ def test_flux_without_guidance_embedding(tmp_path):
     with torch.no_grad():
         answer = family.predict(load_denoiser(family), some_latents(family), some_t(family), conditioning(family))
     assert answer.isfinite().all()
-    assert family.facts_of_base() == {"base.guidance": False}
-    assert family.architecture_name() == "flux-1-schnell", "sai_model_spec.py of sd-scripts"
+    assert family.list_base_facts() == {"base.guidance": False}
+    assert family.get_architecture_name() == "flux-1-schnell", "sai_model_spec.py of sd-scripts"
 
 
 def test_guidance_is_reported_where_nothing_reads_it(Family, family, folder):
     def unused(*given):
-        return find_unused_settings(config.loads(least(Family, folder), given), family.facts_of_base())
+        return find_unused_settings(config.loads(least(Family, folder), given), family.list_base_facts())
 
-    takes_it = family.denoiser_config().get("guidance_embeds", False)
+    takes_it = family.read_denoiser_config().get("guidance_embeds", False)
     assert takes_it <= Family.embeds_guidance, "else the declaration's `when` would call it unused"
     told = [line for line in unused("objective.guidance=2.0") if line.startswith("objective.guidance has no effect")]
     assert len(told) == (not takes_it) and unused() == []
@@ -650,7 +650,7 @@ def test_more_than_two_overrides_have_a_reason_in_the_guide(Family):
 
 def test_traits_are_those_of_the_family(Family):
     assert families.get_traits(Family.name) == {
-        "objective": "FlowMatching" if issubclass(Family.objective_type(), FlowMatching) else "Diffusion",
+        "objective": "FlowMatching" if issubclass(Family.get_objective_type(), FlowMatching) else "Diffusion",
         "text_encoder": bool(Family.trained_text),
         "controls": Family.controls[1] > 0,
         "clips": Family.clips[1] > 0,
@@ -712,7 +712,7 @@ def test_truncated_and_padded_weights_are_refused(Stored, stored, tmp_path):
         # Damaged after the family was made, before it is read: an error as well, and no SIGBUS.
         weights.write_bytes(whole[:-100])
         with pytest.raises(UserError, match="damaged"):
-            list(sound.denoiser_tensors())
+            list(sound.read_denoiser_tensors())
             load_encoders(sound)
         weights.write_bytes(whole)
 
@@ -909,9 +909,13 @@ def test_demo_names_the_bundled_base(Family):
 
 def test_identities_follow_the_contents(Family, folder, tmp_path):
     one, moved = make(Family, folder), make(Family, copy(folder, tmp_path))
-    before = (one.base_identity(), one.encoder_identity("vae"), one.encoder_identity("text"))
+    before = (one.compute_base_identity(), one.compute_encoder_identity("vae"), one.compute_encoder_identity("text"))
     assert len(set(before)) == 3 and all(len(digest) == 64 for digest in before)
-    assert before == (moved.base_identity(), moved.encoder_identity("vae"), moved.encoder_identity("text"))
+    assert before == (
+        moved.compute_base_identity(),
+        moved.compute_encoder_identity("vae"),
+        moved.compute_encoder_identity("text"),
+    )
     changed = {
         f"{Family.denoiser_name}/diffusion_pytorch_model.safetensors": 0,
         "vae/diffusion_pytorch_model.safetensors": 1,
@@ -928,7 +932,11 @@ def test_identities_follow_the_contents(Family, folder, tmp_path):
         content = bytearray(path.read_bytes())
         content[-2] ^= 1
         path.write_bytes(content)
-        after = (moved.base_identity(), moved.encoder_identity("vae"), moved.encoder_identity("text"))
+        after = (
+            moved.compute_base_identity(),
+            moved.compute_encoder_identity("vae"),
+            moved.compute_encoder_identity("text"),
+        )
         assert [a != b for a, b in zip(before, after, strict=True)] == [i == which for i in range(3)], relative
         before = after
 
@@ -1046,10 +1054,10 @@ def test_the_book_keeps_large_files_only_that_have_lain_still_and_not_for_ever(b
 
 
 def test_the_base_of_a_second_run_is_not_read_again(book, Family, folder):
-    first = make(Family, folder).base_identity()
+    first = make(Family, folder).compute_base_identity()
     num_read = len(book.reads)
     book.new_process()
-    assert make(Family, folder).base_identity() == first and len(book.reads) == num_read > 0
+    assert make(Family, folder).compute_base_identity() == first and len(book.reads) == num_read > 0
 
 
 # -- single files: the original layouts ------------------------------------------------------------------------------
@@ -1105,8 +1113,8 @@ def test_a_single_file_is_the_same_model(single):
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     for mine, theirs in zip(one.encode_prompts(PROMPTS), whole.encode_prompts(PROMPTS), strict=True):
         assert all(torch.equal(mine[k], theirs[k]) for k in theirs)
-    assert one.pipeline(None).vae is one.vae
-    assert one.base_identity() != one.encoder_identity("vae") != one.encoder_identity("text")
+    assert one.make_pipeline(None).vae is one.vae
+    assert one.compute_base_identity() != one.compute_encoder_identity("vae") != one.compute_encoder_identity("text")
 
 
 def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path):
@@ -1115,11 +1123,11 @@ def test_a_single_denoiser_alone_takes_the_rest_from_components(single, tmp_path
     tensors = load_file(path)
     bare = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix) or Family.name == "flux"}
     prefixed = {prefix + k: v for k, v in bare.items()}
-    expected = dict(make(Family, folder).denoiser_tensors())
+    expected = dict(make(Family, folder).read_denoiser_tensors())
     for name, content in {"bare": bare, "prefixed": prefixed}.items():
         save_file(content, tmp_path / f"{name}.safetensors")
         family = make(Family, tmp_path / f"{name}.safetensors", components=str(folder))
-        found = dict(family.denoiser_tensors())
+        found = dict(family.read_denoiser_tensors())
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[k], expected[k]) for k in expected)
         load_encoders(family)
@@ -1141,7 +1149,7 @@ def test_components_of_another_architecture_are_refused(single, tmp_path):
 def test_v_prediction_marks_in_a_single_file(single, tmp_path):
     Family, _, path, rest = single
     save_file({**load_file(path), "v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}, tmp_path / "v.safetensors")
-    scheduler = make(Family, tmp_path / "v.safetensors", components=str(rest)).scheduler_config()
+    scheduler = make(Family, tmp_path / "v.safetensors", components=str(rest)).read_scheduler_config()
     assert scheduler["prediction_type"] == "v_prediction"
     if Family.objective == "Diffusion":
         assert scheduler["rescale_betas_zero_snr"] is True and scheduler["timestep_spacing"] == "trailing"
@@ -1156,13 +1164,13 @@ def test_the_job_asks_for_zero_terminal_snr(single):
     family = Family(model, device="cpu", dtype=torch.float32, prediction="v", zero_snr=True)
     section = Objective(prediction="v", zero_terminal_snr=True)
     objective = family.make_objective(section)
-    scheduler = family.pipeline(None).scheduler
+    scheduler = family.make_pipeline(None).scheduler
     scheduler.set_timesteps(10)
     t_B = scheduler.timesteps[:1].long()
     x0, noise = (torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
     assert t_B.tolist() == [999] and torch.equal(objective.add_noise(x0, noise, t_B), noise)
     sample = noise * scheduler.init_noise_sigma
-    answer = scheduler.step(objective.target(x0, noise, t_B), scheduler.timesteps[0], sample)
+    answer = scheduler.step(objective.compute_target(x0, noise, t_B), scheduler.timesteps[0], sample)
     torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=5e-3)
 
 
@@ -1171,24 +1179,29 @@ def test_the_job_names_what_a_file_does_not(single, tmp_path):
     Family, _, path, rest = single
     diffusion = Family.objective == "Diffusion"
     unmarked = make(Family, path, components=str(rest))
-    assert unmarked.predicts() == ("epsilon" if diffusion else "flow") and unmarked.assumes_prediction() is diffusion
+    assert (
+        unmarked.get_prediction() == ("epsilon" if diffusion else "flow") and unmarked.assumes_prediction() is diffusion
+    )
     if not diffusion:
         return
     model, section = Model(family=Family.name, path=str(path), components=str(rest)), Objective
     v = Family(model, device="cpu", dtype=torch.float32, prediction="v")
-    assert v.predicts() == "v" and not v.assumes_prediction()
-    assert v.pipeline(None).scheduler.config.prediction_type == "v_prediction"
-    assert Family.objective_type()(v.scheduler_config(), section(prediction="v")).prediction_type == "v_prediction"
+    assert v.get_prediction() == "v" and not v.assumes_prediction()
+    assert v.make_pipeline(None).scheduler.config.prediction_type == "v_prediction"
+    assert (
+        Family.get_objective_type()(v.read_scheduler_config(), section(prediction="v")).prediction_type
+        == "v_prediction"
+    )
     with pytest.raises(ValueError, match="made without objective.prediction = 'v'"):
-        Family.objective_type()(unmarked.scheduler_config(), section(prediction="v"))
+        Family.get_objective_type()(unmarked.read_scheduler_config(), section(prediction="v"))
     marked = tmp_path / "marked.safetensors"
     save_file({**load_file(path), "v_pred": torch.zeros(1)}, marked)
-    assert make(Family, marked, components=str(rest)).predicts() == "v"
+    assert make(Family, marked, components=str(rest)).get_prediction() == "v"
     model = Model(family=Family.name, path=str(marked), components=str(rest))
-    assert Family(model, device="cpu", dtype=torch.float32, prediction="epsilon").predicts() == "epsilon"
+    assert Family(model, device="cpu", dtype=torch.float32, prediction="epsilon").get_prediction() == "epsilon"
     stated = tmp_path / "stated.safetensors"
     save_file(load_file(path), stated, {"modelspec.prediction_type": "v"})
-    assert make(Family, stated, components=str(rest)).predicts() == "v"
+    assert make(Family, stated, components=str(rest)).get_prediction() == "v"
 
 
 @pytest.mark.parametrize("name", ["NoobAI-XL-Vpred-v1.0", "mix_v-prediction", "it_v_pred", "MyVpredMerge"])
@@ -1247,7 +1260,7 @@ def test_full_size_checkpoints_are_told_apart_by_their_headers(single, tmp_path,
             make(Family, path, components=str(tmp_path / "rest"))
         monkeypatch.setattr("lora_fp8.families._checks.check_fit", lambda family: None)
         family = make(Family, path, components=str(tmp_path / "rest"))
-        expected = family.empty_denoiser().state_dict()
+        expected = family.make_empty_denoiser().state_dict()
         conversion = family.convert_checkpoint(_files.read_header(path))
         assert conversion.keys() == expected.keys()
         assert all(shapes[key] == tuple(expected[name].shape) for name, (key, _) in conversion.items())

@@ -18,7 +18,7 @@ from lora_fp8.verify import compute_delta_error
 def made(folder, name, layout, scaling=0.5, dtype="bf16", every=9):
     """A LoRA file on some layers of the released model, and what was trained."""
     Family = families.get(name)
-    shapes = Family.layer_shapes(Family.reference_config)
+    shapes = Family.list_layer_shapes(Family.reference_config)
     chosen = [n for n in shapes if any(n.endswith(f".{target}") for target in Family.adapter_targets)][::every]
     generator = torch.Generator().manual_seed(3)
     state = {}

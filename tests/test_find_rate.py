@@ -37,7 +37,7 @@ def test_each_step_is_compared_with_the_base_on_the_same_draws(
     for step, point in enumerate(found.points, 1):
         losses = []
         for position in (2 * step - 2, 2 * step - 1):
-            batch = data.loader.micro(step, position)
+            batch = data.loader.take_batch(step, position)
             assert batch is not None
             with torch.no_grad():
                 losses.append(compute_loss(session.family, plain, objective, batch, 1.0))

@@ -103,7 +103,7 @@ def test_after_a_resume_the_gaps_have_no_moments(name: str) -> None:
     for unit in resumed._units:
         gaps = torch.ones(unit.values.numel(), dtype=torch.bool)
         for segment in unit.segments:
-            segment.of(gaps).fill_(False)
+            segment.select_from(gaps).fill_(False)
         state = unit.optimizer.state[unit.stepped]
         for key in ("state1", "state2"):
             if key in state and state[key].dtype == torch.uint8:

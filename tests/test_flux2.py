@@ -65,7 +65,7 @@ def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name,
         assert [other for other in families.list_families() if families.get(other).recognises(header)] == [name]
     miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
-    family.denoiser_config = lambda: dict(Family.reference_config)
+    family.read_denoiser_config = lambda: dict(Family.reference_config)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         key: torch.randint(0, 2**31, (rows, *(1 for _ in rest)), generator=generator, dtype=torch.int32)
@@ -74,7 +74,7 @@ def test_a_file_is_recognised_by_one_family_and_read_as_diffusers_reads_it(name,
     conversion = family.convert_checkpoint(shapes)
     mine = {new: change(tensors[key]) if change else tensors[key] for new, (key, change) in conversion.items()}
     theirs = CONVERTERS[name](dict(tensors))
-    assert mine.keys() == theirs.keys() == family.empty_denoiser().state_dict().keys()
+    assert mine.keys() == theirs.keys() == family.make_empty_denoiser().state_dict().keys()
     assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
 
 
@@ -84,7 +84,7 @@ def test_a_lora_in_the_original_naming_is_one_to_diffusers(name):
     Family = families.get(name)
     with torch.device("meta"):
         denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config)
-    layers = Family.adapter_names(denoiser)
+    layers = Family.choose_adapter_layers(denoiser)
     state = {}
     for native, members in dict(naming.to_native(Family.native_layers, layer) for layer in layers).items():
         state[f"diffusion_model.{native}.lora_A.weight"] = torch.zeros(1, 1)
@@ -134,8 +134,8 @@ def test_ideogram4_is_told_what_it_was_captioned_with(tmp_path):
     shown = [line[1:].strip() for line in lines if line.startswith("#   ")]
     example = " ".join(shown[2:])
     assert json.loads(example)["high_level_description"] and shown[0].startswith("lora-fp8")
-    assert family.caption_caveats([example, ""]) == []
-    (told,) = family.caption_caveats([example, "mychar at a window", "mychar, smiling"])
+    assert family.list_caption_caveats([example, ""]) == []
+    (told,) = family.list_caption_caveats([example, "mychar at a window", "mychar, smiling"])
     assert told.startswith("2 of 3 captions are not JSON")
 
 
@@ -154,13 +154,13 @@ def test_ideogram4_reads_prompts_to_the_limit_that_its_pipeline_refuses_beyond(t
 
 def test_ideogram4_draws_its_t_as_the_pipeline_places_its_steps():
     """Quantiles of many draws against the pipeline's own schedule, at 1024 x 768 pixels."""
-    objective = families.get("ideogram4").objective_type()({}, settings.Objective())
+    objective = families.get("ideogram4").get_objective_type()({}, settings.Objective())
     drawn = objective.sample_t([torch.Generator().manual_seed(i) for i in range(4000)], 64 * 48)
     mu = pipeline_ideogram4._resolution_aware_mu(1024, 768, base_mu=0.0)
     steps = pipeline_ideogram4._logit_normal_sigmas(10, mu, std=1.5)[1:]
     quantiles = torch.quantile(drawn, torch.linspace(0.9, 0.1, 9))
     torch.testing.assert_close(quantiles, steps, atol=0.02, rtol=0)
-    part = families.get("ideogram4").objective_type()({}, settings.Objective(t_min=0.2, t_max=0.7))
+    part = families.get("ideogram4").get_objective_type()({}, settings.Objective(t_min=0.2, t_max=0.7))
     cut_off = part.sample_t([torch.Generator().manual_seed(i) for i in range(2000)], 64 * 48)
     cut_off = cut_off.quantile(torch.tensor([0.0, 0.5, 1.0]))
     left = drawn[(drawn > 0.2) & (drawn < 0.7)].median()
@@ -180,7 +180,7 @@ def test_a_single_file_is_the_same_model(name, tmp_path):
     miniatures.save(Family.name, tmp_path / "base")
     tensors = written(Family, tmp_path / "base", tmp_path / "one.safetensors")
     family = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    found = {new: weight for new, weight in family.denoiser_tensors()}
+    found = {new: weight for new, weight in family.read_denoiser_tensors()}
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[new], tensors[new]) for new in tensors)
 
@@ -192,7 +192,7 @@ def test_the_last_norm_gets_no_adapter():
         denoiser = diffusers.Flux2Transformer2DModel.from_config(Family.reference_config)
     assert "norm_out.linear" in dict(denoiser.named_modules())
     with pytest.raises(UserError, match="norm_out"):
-        Family.adapter_names(denoiser, ["^norm_out.linear"])
+        Family.choose_adapter_layers(denoiser, ["^norm_out.linear"])
 
 
 def test_klein_is_read_in_both_sizes(tmp_path):
@@ -214,24 +214,24 @@ def test_klein_is_read_in_both_sizes(tmp_path):
     held = json.loads(vae_config.read_text(encoding="utf-8"))
     vae_config.write_text(json.dumps(held | {"latent_channels": 32}), encoding="utf-8")  # as the released one has
     family = make(Family, tmp_path / "nine.safetensors", components=str(tmp_path / "base"))
-    expected = family.empty_denoiser().state_dict()
+    expected = family.make_empty_denoiser().state_dict()
     assert sum(tensor.numel() for tensor in expected.values()) == pytest.approx(9e9, rel=0.02)
     assert family.convert_checkpoint(shapes).keys() == expected.keys()
-    assert family.architecture_name() == "Flux.2-klein-9b"
+    assert family.get_architecture_name() == "Flux.2-klein-9b"
     path.write_text(json.dumps({"hidden_size": 2560}), encoding="utf-8")
-    assert make(Family, tmp_path / "base").architecture_name() == "Flux.2-klein-4b"
+    assert make(Family, tmp_path / "base").get_architecture_name() == "Flux.2-klein-4b"
 
 
 def test_distilled_klein_is_told_and_drawn_without_guidance(tmp_path):
     Family = families.get("flux2_klein")
     miniatures.save(Family.name, tmp_path)
-    assert make(Family, tmp_path).warnings == [] and make(Family, tmp_path).usual_guidance() == 4.0
+    assert make(Family, tmp_path).warnings == [] and make(Family, tmp_path).choose_guidance() == 4.0
     index = tmp_path / "model_index.json"
     told = json.loads(index.read_text(encoding="utf-8")) | {"is_distilled": True}
     index.write_text(json.dumps(told), encoding="utf-8")
     family = make(Family, tmp_path)
-    assert "is_distilled" in family.warnings[0] and family.usual_guidance() == 1.0
-    assert family.pipeline(None).config.is_distilled
+    assert "is_distilled" in family.warnings[0] and family.choose_guidance() == 1.0
+    assert family.make_pipeline(None).config.is_distilled
 
 
 @pytest.mark.parametrize("mark", ["folder", "config", "file"])
@@ -245,7 +245,7 @@ def test_distilled_ernie_is_told_and_drawn_without_guidance(mark, tmp_path):
         path.write_text(json.dumps(told), encoding="utf-8")
     family = make(Family, folder)
     if mark == "file":
-        assert family.warnings == [] and family.usual_guidance() == 4.0
+        assert family.warnings == [] and family.choose_guidance() == 4.0
         written(Family, folder, tmp_path / "ernie-image-turbo.safetensors")
         family = make(Family, tmp_path / "ernie-image-turbo.safetensors", components=str(folder))
-    assert "ERNIE-Image-Turbo" in family.warnings[0] and family.usual_guidance() == 1.0
+    assert "ERNIE-Image-Turbo" in family.warnings[0] and family.choose_guidance() == 1.0

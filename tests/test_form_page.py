@@ -382,7 +382,7 @@ def test_masks_beside_pictures_are_told_and_are_no_pictures(
     edit = page.handlers.preview(at, "add_first", "zibo", "", "all")[1]
     assert {change.file for change in edit.changes} == {"a.txt", "deep/b.txt", "c-mask.txt"}
     routes.ACTIONS["caption"](ui, routes.Given({"folder": str(folder), "model": "some/model"}))
-    assert f"--mask={name}" in jobs.Queue(ui.place.home).view(shell=False)[0].command
+    assert f"--mask={name}" in jobs.Queue(ui.place.home).list_jobs(shell=False)[0].command
     report = page.handlers.open_view(at, "sd15").examine()
     wait_until(lambda: not report.running)
     assert report.report["counts"]["masked"] == 2 and set(report.list_files("caption_missing")) == theirs - {"a.png"}

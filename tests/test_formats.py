@@ -145,9 +145,9 @@ def test_the_unscaled_cast_is_what_kohyas_fp8_base_does(std, error):
 def test_tensors_have_the_shapes_and_bytes_that_are_announced(form):
     weight = torch.randn(256, 384)
     parts = encode(weight, form)
-    announced = form.tensors((256, 384))
+    announced = form.describe_tensors((256, 384))
     assert [(tuple(part.shape), part.dtype) for part in parts] == list(announced.values())
-    assert form.num_bytes((256, 384)) == sum(part.nbytes for part in parts)
+    assert form.count_bytes((256, 384)) == sum(part.nbytes for part in parts)
     empty = encode(weight.to("meta"), form)
     assert [(p.shape, p.dtype) for p in empty] == [(p.shape, p.dtype) for p in parts]
     for dtype in (torch.float32, torch.bfloat16):
@@ -162,7 +162,7 @@ def test_tensors_have_the_shapes_and_bytes_that_are_announced(form):
 def test_int8_is_the_nearest_step(form):
     weight = torch.randn(64, 256) * torch.logspace(-5, 3, 64)[:, None]
     qweight, scale = encode(weight, form)
-    rows, columns = form.block((64, 256))
+    rows, columns = form.get_block((64, 256))
     blocks = weight.double().view(64 // rows, rows, 256 // columns, columns)
     amax = blocks.abs().amax(dim=(1, 3))
     assert torch.allclose(scale.double(), amax / 127, rtol=3e-7, atol=0)
@@ -174,7 +174,7 @@ def test_int8_is_the_nearest_step(form):
 def test_a_block_does_not_touch_the_others(form):
     weight = torch.randn(256, 384) * 0.02
     plain = round_trip(weight, form, torch.float32)
-    rows, columns = form.block((256, 384))
+    rows, columns = form.get_block((256, 384))
     weight[rows : 2 * rows, columns : 2 * columns] *= 1000
     decoded = round_trip(weight, form, torch.float32)
     changed = decoded != plain
@@ -237,16 +237,16 @@ def test_extreme_values_in_every_format(form):
     ids=str,
 )
 def test_a_shape_that_does_not_fit_is_refused(form, shape):
-    assert form.problem(shape)
+    assert form.find_problem(shape)
     with pytest.raises(ValueError, match=r"^layer: .*"):
         encode(torch.randn(shape), form, "layer")
-    assert not form.problem((256, 256))
+    assert not form.find_problem((256, 256))
 
 
 def test_every_scale_of_the_config_is_a_format():
     declared = {Format(storage, scale) for storage, scales in settings.SCALES.items() for scale in scales}
     assert declared == set(FORMS)
-    assert all(settings.SCALES[form.storage] and form.tensors((128, 128)) for form in FORMS)
+    assert all(settings.SCALES[form.storage] and form.describe_tensors((128, 128)) for form in FORMS)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_decoding_in_pieces_is_decoding_by_the_definition(form, dtype, monkeypat
     qweight[:2] = codes[torch.randperm(256)]  # every code there is
     qweight[-1] = codes
     values = qweight.view(torch.int8 if form.storage == "int8" else torch.float8_e4m3fn).float()
-    rows, columns = form.block((384, 256))
+    rows, columns = form.get_block((384, 256))
     factors = scale.repeat_interleave(rows, dim=0).repeat_interleave(columns, dim=1)
     expected = (values * factors).to(dtype)
     finite = values.isfinite()  # e4m3's two NaNs are never written: encode refuses what is not finite

@@ -28,7 +28,7 @@ def test_both_languages_have_all_families() -> None:
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "sana", "flux", "z_image"])
 def test_the_figures_are_those_of_the_layers(name: str) -> None:
     """One of each make: UNets, and transformers with and without convolutions."""
-    row = fp8_sizes.row(name)
+    row = fp8_sizes.format_row(name)
     assert row in table("fp8.md")
     saved = row.split("|")[4].strip()
     if name in ("sd15", "sdxl"):

@@ -85,7 +85,7 @@ def test_patches_are_what_the_filters_are_multiplied_by() -> None:
     conv = nn.Conv2d(64, 32, 3, stride=2, padding=1)
     layer = FrozenConv2d.from_conv(conv, torch.float32)
     x = torch.randn(2, 64, 9, 7)
-    rows_MK = layer.input_rows(x)
+    rows_MK = layer.make_input_rows(x)
     y = rows_MK @ layer.weight.flatten(1).T + layer.bias
     wanted = layer(x)
     assert torch.allclose(y, wanted.permute(0, 2, 3, 1).flatten(0, 2), atol=1e-4)
@@ -244,7 +244,7 @@ def test_autocast_computes_in_its_dtype() -> None:
     x = torch.randn(1, 64, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
-    weight = precision.decode(layer.parts(), "fp8", torch.bfloat16).view(layer.weight_shape)
+    weight = precision.decode(layer.get_parts(), "fp8", torch.bfloat16).view(layer.weight_shape)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, F.conv2d(x.bfloat16(), weight, layer.bias.bfloat16()))
     with pytest.raises(RuntimeError, match="FrozenConv2d computes in torch.float32 but was given torch.bfloat16"):

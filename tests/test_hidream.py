@@ -18,8 +18,8 @@ def hidream(tmp_path):
     miniatures.save(Family.name, tmp_path)
     family = Family(settings.Model(family="hidream", path=str(tmp_path)), device="cpu", dtype=torch.float32)
     load_encoders(family)
-    denoiser = family.empty_denoiser()
-    precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
+    denoiser = family.make_empty_denoiser()
+    precision.fill_(denoiser, family.read_denoiser_tensors(), torch.float32, "cpu")
     return family, denoiser
 
 
@@ -72,7 +72,7 @@ def test_what_is_distilled_is_told(tmp_path):
     path.write_text(json.dumps({"_class_name": "FlowMatchLCMScheduler", "shift": 6.0}), encoding="utf-8")
     distilled = make(Family, tmp_path)
     (warning,) = distilled.warnings
-    assert "distilled" in warning and distilled.usual_guidance() == 1.0
+    assert "distilled" in warning and distilled.choose_guidance() == 1.0
     # a single file beside these components is what its name says
     save_file(load_file(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"), tmp_path / "one.safetensors")
     for name, words, guidance in (
@@ -83,6 +83,6 @@ def test_what_is_distilled_is_told(tmp_path):
     ):
         (tmp_path / "one.safetensors").replace(tmp_path / f"{name}.safetensors")
         one = make(Family, tmp_path / f"{name}.safetensors", components=str(tmp_path))
-        assert len(one.warnings) == len(words) and one.usual_guidance() == guidance
+        assert len(one.warnings) == len(words) and one.choose_guidance() == guidance
         assert all(word in warning for word, warning in zip(words, one.warnings, strict=True))
         (tmp_path / f"{name}.safetensors").replace(tmp_path / "one.safetensors")

@@ -26,18 +26,18 @@ def test_text_is_cut_into_tokens_as_the_file_says(tmp_path):
     path.write_text(json.dumps(settings), encoding="utf-8")
     text = "the main cat, détail\n\n by detailing  aspects"
     expected = Tokenizer.from_file(str(tmp_path / "tokenizer" / "tokenizer.json")).encode(text).ids
-    assert hunyuan(tmp_path).tokenizer("tokenizer")(text).input_ids == expected
+    assert hunyuan(tmp_path).load_tokenizer("tokenizer")(text).input_ids == expected
 
 
 def test_a_model_without_guidance_embedding(tmp_path):
     miniatures.save("hunyuan_video", tmp_path)
-    assert hunyuan(tmp_path).facts_of_base() == {"base.guidance": True}
-    plain = {**hunyuan(tmp_path).denoiser_config(), "guidance_embeds": False}
+    assert hunyuan(tmp_path).list_base_facts() == {"base.guidance": True}
+    plain = {**hunyuan(tmp_path).read_denoiser_config(), "guidance_embeds": False}
     diffusers.HunyuanVideoTransformer3DModel.from_config(plain).save_pretrained(tmp_path / "transformer")
     family = hunyuan(tmp_path)
-    assert family.facts_of_base() == {"base.guidance": False}
-    denoiser = family.empty_denoiser()
-    precision.fill_(denoiser, family.denoiser_tensors(), torch.float32, "cpu")
+    assert family.list_base_facts() == {"base.guidance": False}
+    denoiser = family.make_empty_denoiser()
+    precision.fill_(denoiser, family.read_denoiser_tensors(), torch.float32, "cpu")
     load_encoders(family)
     cond = family.collate(family.encode_prompts(["a cat"]))
     noisy = torch.randn(1, 4, 4, 6)

@@ -80,14 +80,16 @@ def encode(section: Dataset, cache: Path) -> dict[str, list[torch.Tensor]]:
     """Latents of each image, its mask and its control image, by the image's name."""
     placed = buckets.assign(images.scan(section, (1, 1)).require(), section, resolution=64, step=16)
     family = Family()
-    family.control_size = lambda width, height, side: (32, 32)
+    family.compute_control_size = lambda width, height, side: (32, 32)
     store = Cache(cache, family, section)
     store.fill(placed, [])
     return {
         one.example.relative: [
-            store.latents(one, False),
-            store._get("latents", store.mask_key(one, False), "mask")["mask"],
-            store._get("latents", store.control_key(store.control_crops(one)[0], False), "control")["latents"],
+            store.read_latents(one, False),
+            store._get("latents", store.make_mask_key(one, False), "mask")["mask"],
+            store._get("latents", store.make_control_key(store.list_control_crops(one)[0], False), "control")[
+                "latents"
+            ],
         ]
         for one in placed
     }

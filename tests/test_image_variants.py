@@ -159,7 +159,7 @@ class Family:
     dtype = torch.float32
     prompts_see_controls = False
 
-    def encoder_identity(self, what):
+    def compute_encoder_identity(self, what):
         return what
 
     def encode_images(self, pixels_BCHW):
@@ -168,19 +168,19 @@ class Family:
     def encode_prompts(self, prompts, pictures=None):
         return [{"embeds": torch.zeros(1)} for _ in prompts]
 
-    def image_conditioning(self, original, crop, target):
+    def make_image_conditioning(self, original, crop, target):
         return {"time_ids": torch.tensor([*original, *crop, *target])}
 
     def collate(self, conds):
         return {name: torch.stack([cond[name] for cond in conds]) for name in conds[0]}
 
-    def in_turn(self, asks):
+    def encode_in_turn(self, asks):
         yield from enumerate(ask() for ask in asks)
 
-    def control_size(self, width, height, resolution):
+    def compute_control_size(self, width, height, resolution):
         return width // 8 * 8, height // 8 * 8
 
-    def overlong(self, texts):
+    def find_overlong(self, texts):
         return []
 
     def load_vae(self):
@@ -223,12 +223,12 @@ def filled(folder, **more):
 def test_masks_and_control_images_follow_the_image(folder):
     cache, section, placed, _ = filled(folder, **ALL)
     for image in placed:
-        sizes = {tuple(control.size for control in cache.control_crops(v)) for v in list_variants(image, section)}
+        sizes = {tuple(control.size for control in cache.list_control_crops(v)) for v in list_variants(image, section)}
         assert len(sizes) == 1  # they share their batches
         for variant in list_variants(image, section):
             for flipped in (False, True) if section.flip else (False,):
-                picture, mask = cache.latents(variant, flipped), cache.mask(variant, flipped)
-                (control,) = cache.controls(variant, flipped).values()
+                picture, mask = cache.read_latents(variant, flipped), cache.read_mask(variant, flipped)
+                (control,) = cache.read_controls(variant, flipped).values()
                 plain = buckets.fit(Image.open(image.example.path), variant.placement, Change(variant.change.angle))
                 red = torch.from_numpy(np.asarray(plain, dtype=np.float32)[..., 0]) / 255
                 assert (mask - red).abs().max() < 0.06, variant
@@ -240,17 +240,17 @@ def test_masks_and_control_images_follow_the_image(folder):
 
 def test_the_cache_holds_each_variant_once_and_the_image_under_its_old_key(folder):
     cache, _, placed, report = filled(folder)
-    keys = [cache.image_key(image, False) for image in placed]
+    keys = [cache.make_image_key(image, False) for image in placed]
     assert report.encoded == 3 * 3 + 3  # image, control, mask; caption
     more, section, same_images, report = filled(folder, **ALL)
-    assert [more.image_key(image, False) for image in same_images] == keys
+    assert [more.make_image_key(image, False) for image in same_images] == keys
     assert (report.encoded, report.reused) == (3 * 3 * 7, 12)
     _, _, _, report = filled(folder, color_jitter=0.3, image_variants=4)
     assert (report.encoded, report.reused) == (3 * 2 * 3, 12)  # masks have no colours
     # A square image that is not zoomed has one crop: variants that show the same are one entry.
     plain = section.model_copy(update={"zoom": 0.0, "rotate": 0.0, "color_jitter": 0.0})
     square = next(image for image in placed if image.example.width == 400)
-    assert len({more.image_key(variant, False) for variant in list_variants(square, plain)}) == 1
+    assert len({more.make_image_key(variant, False) for variant in list_variants(square, plain)}) == 1
 
 
 def test_an_image_is_decoded_once_for_all_its_variants(folder, monkeypatch):
@@ -271,30 +271,30 @@ def test_samples_draw_variants_evenly_and_their_conditioning_tells_the_crop(fold
     cache, section, placed, _ = filled(folder, **(ALL | {"image_variants": 4}))
     loader = Loader(buckets.group(placed), cache, cache.family, section, seed=3, batch_size=2)
     again = Loader(buckets.group(placed), cache, cache.family, section, seed=3, batch_size=1)
-    known = {cache.image_key(v, False): (image, v) for image in placed for v in list_variants(image, section)}
-    latents = {key: cache.latents(variant, False) for key, (_, variant) in known.items()}
+    known = {cache.make_image_key(v, False): (image, v) for image in placed for v in list_variants(image, section)}
+    latents = {key: cache.read_latents(variant, False) for key, (_, variant) in known.items()}
     drawn = Counter()
     by_uid = {}
     for micro in range(loader.batches_per_epoch * 80):
-        batch = loader.micro(micro, micro)
+        batch = loader.take_batch(micro, micro)
         for row, uid in enumerate(batch.uids):
             (key,) = [k for k, tensor in latents.items() if torch.equal(tensor, batch.latents_BCHW[row].cpu())]
             image, variant = known[key]
             assert image.example.path == batch.paths[row]
             assert batch.cond["time_ids"][row].tolist()[2:4] == list(variant.placement.crop_top_left)
-            assert torch.equal(batch.mask_BHW[row], cache.mask(variant, False))
-            assert torch.equal(batch.cond["control_0"][row], cache.controls(variant, False)["control_0"])
+            assert torch.equal(batch.mask_BHW[row], cache.read_mask(variant, False))
+            assert torch.equal(batch.cond["control_0"][row], cache.read_controls(variant, False)["control_0"])
             drawn[list_variants(image, section).index(variant)] += 1
             by_uid[batch.epoch, uid] = key
     assert sum(drawn.values()) == 240 and all(40 <= drawn[number] <= 85 for number in range(4))
     for micro in range(again.batches_per_epoch * 3):  # neither the batch size nor the order decides
-        batch = again.micro(micro, micro)
+        batch = again.take_batch(micro, micro)
         assert torch.equal(batch.latents_BCHW[0], latents[by_uid[batch.epoch, batch.uids[0]]])
     plain = Loader(buckets.group(placed), cache, cache.family, disable_image_variants(section), seed=3, batch_size=1)
     for micro in range(plain.batches_per_epoch * 3):
-        batch = plain.micro(micro, micro)
+        batch = plain.take_batch(micro, micro)
         (image,) = [image for image in placed if image.example.path == batch.paths[0]]
-        assert torch.equal(batch.latents_BCHW[0], cache.latents(image, False))
+        assert torch.equal(batch.latents_BCHW[0], cache.read_latents(image, False))
 
 
 def test_held_out_images_are_measured_as_they_are(job):

@@ -60,7 +60,7 @@ class Site:
         return wait_until(ended, lambda: "does not end")
 
     def jobs(self) -> list[jobs.JobView]:
-        return [job for job in jobs.Queue(self.place.home).view() if str(self.set) in job.command]
+        return [job for job in jobs.Queue(self.place.home).list_jobs() if str(self.set) in job.command]
 
     def everything(self) -> set[Path]:
         """Every file below the site's folder, without what an earlier test's examination writes in the background."""
@@ -286,13 +286,13 @@ def test_folders_outside_of_the_roots_are_refused(site: Site, action: str) -> No
     outside.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(outside)
-    count = len(jobs.Queue(site.place.home).view())
+    count = len(jobs.Queue(site.place.home).list_jobs())
     for folder in FOLDERS:
         status = 200 if action == "state" and not folder else 400
         given = {"name": "a.png", "caption": "x", "model": "a/b"}
         told = site.ask(action, folder=folder.format(site.folder), status=status, **given)
         assert status == 200 or told["error"]
-    assert len(jobs.Queue(site.place.home).view()) == count and not list(outside.iterdir())
+    assert len(jobs.Queue(site.place.home).list_jobs()) == count and not list(outside.iterdir())
 
 
 def test_a_typed_folder_may_be_in_quotes_and_must_exist(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_a_tagger_is_queued_with_its_options(site: Site, monkeypatch: pytest.Mon
 
 def test_the_download_of_a_model_is_shown(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = ['{"event": "stage"}', '{"event": "download", "bytes": 1073741824, "total": 2147483648, "speed": 1}']
-    monkeypatch.setattr(jobs.Queue, "log_tail", lambda queue, number: lines)
+    monkeypatch.setattr(jobs.Queue, "read_log_tail", lambda queue, number: lines)
     job = site.ask("caption", model="org/model")["job"]
     assert (job["done"] / job["total"], job["note"]) == (0.5, "downloading the model: 1 GiB of 2 GiB")
     lines += ['{"event": "captioner"}', '{"event": "caption", "done": 3, "total": 4}']

@@ -1471,7 +1471,7 @@ def test_ranks_by_block(tmp_path: Path, family: str, count: int) -> None:
     made = bring(f'network_args = ["block_dims={told}", "block_alphas={halves}"]')
     assert "network_args" in keys(made.mapped) and not find_problems(made)
     section = Adapter(**settings(made)["adapter"])
-    names = Family.adapter_names(unet)
+    names = Family.choose_adapter_layers(unet)
     ranks, _ = adapters.assign_ranks(section, names)
     name_of, _ = layer_names.get_rule(Family, dict(unet.config), "kohya")
     assert len(names) > 100 and ranks == {name: dims[block_of(name_of(name)[0], family == "sdxl")] for name in names}
@@ -1525,7 +1525,7 @@ def test_chosen_blocks_of_flux(tmp_path: Path, args: list[str], double: set[int]
     """At every layer of a FLUX.1 of full depth."""
     with torch.device("meta"):
         model = diffusers.FluxTransformer2DModel(num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6))
-    names = families.get("flux").adapter_names(model)
+    names = families.get("flux").choose_adapter_layers(model)
     made = kohya(tmp_path, f"network_dim = 8\nnetwork_args = {json.dumps(args)}")
     assert not find_problems(made)
     if double is None:
@@ -1598,7 +1598,7 @@ def test_parts_of_names_that_are_trained(here: Path, tmp_path: Path, only: list[
     Family = families.get("flux")
     with torch.device("meta"):
         model = getattr(diffusers, Family.denoiser_class)(**miniatures.get_config(Family.name))
-    names = Family.adapter_names(model)
+    names = Family.choose_adapter_layers(model)
     data = read(here / "ai_toolkit_flux.yaml")
     network = data["config"]["process"][0]["network"]
     network["network_kwargs"] = {"only_if_contains": only, "ignore_if_contains": without}
@@ -1641,7 +1641,7 @@ def test_the_huber_loss_of_kohyas_scripts(tmp_path: Path, kind: str, given: str,
         objective, times_B = Diffusion(scheduler, section), t_B
     else:
         objective, times_B = FlowMatching({}, section), t_B / 1000
-    mine_B = objective.loss(error_B.view(-1, 1, 1, 1), torch.zeros(len(t_B), 1, 1, 1), times_B)
+    mine_B = objective.compute_loss(error_B.view(-1, 1, 1, 1), torch.zeros(len(t_B), 1, 1, 1), times_B)
     torch.testing.assert_close(mine_B, wanted_B, rtol=1e-4, atol=1e-6)
 
 

@@ -38,7 +38,7 @@ def adapted(path: Path, tool: str, family: str) -> tuple[dict[str, int], importi
     """The rank of each layer that the imported config adapts, and the import."""
     made = importing.import_file(path, tool, family)
     section = Adapter(**made.settings["adapter"])
-    names = families.get(family).adapter_names(full_size(family), section.targets)
+    names = families.get(family).choose_adapter_layers(full_size(family), section.targets)
     return adapters.assign_ranks(section, names)[0], made
 
 
@@ -46,7 +46,7 @@ def all_linear(family: str, *blocks: str) -> set[str]:
     """Every linear layer whose name begins with that of a block, except those that no LoRA of ours can be on."""
     denoiser = full_size(family)
     linear = {name for name, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
-    left_out = families.get(family).without_adapter(denoiser)
+    left_out = families.get(family).find_layers_without_adapter(denoiser)
     return {name for name in linear if name.startswith(blocks)} - set(left_out)
 
 

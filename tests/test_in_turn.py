@@ -48,7 +48,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
     asks = [partial(encode, family, [prompt]) for prompt in PROMPTS]
 
     def encoded() -> None:
-        found = dict(family.in_turn(asks))
+        found = dict(family.encode_in_turn(asks))
         assert sorted(found) == list(range(len(PROMPTS)))
         for number, (cond,) in found.items():
             assert cond.keys() == expected[number].keys()
@@ -57,7 +57,7 @@ def test_captions_are_encoded_with_one_text_encoder_at_a_time(
     encoded()
     assert len(loaded) == len(set(loaded)) == SEVERAL.get(name, 1)
     # The largest, and not the sum: what the estimate says.
-    assert most[0] == pytest.approx(max(family.text_bytes().values()), rel=0.03)
+    assert most[0] == pytest.approx(max(family.count_encoder_bytes().values()), rel=0.03)
     family.free_encoders()
     gc.collect()
     assert not alive
@@ -82,7 +82,7 @@ def test_what_is_kept_of_an_answer_is_what_was_read(tiny: Callable[[str], Path])
     output = type("Output", (), {"hidden_states": states, "__getitem__": lambda self, key: states[key]})()
     answer = _in_turn.Answer(output, torch.device("cpu"))
     assert torch.equal(answer.hidden_states[-2], states[28]) and torch.equal(answer[0], states[0])
-    assert answer.rest() == 2 * states[0].nbytes and answer.output is None
+    assert answer.drop_unread() == 2 * states[0].nbytes and answer.output is None
     assert torch.equal(answer.hidden_states[-2], states[28])
     with pytest.raises(RuntimeError, match="after another encoder"):
         answer.hidden_states[-1]

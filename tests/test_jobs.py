@@ -88,12 +88,12 @@ def test_a_job_is_what_the_file_said_when_it_was_submitted(queue: Queue, tmp_pat
     text = TEXT.format(name="zibo").replace('"demo"', '"base"').replace("name =", 'preset = ["./mine.toml"]\nname =', 1)
     id = queue.submit(text, overrides=["train.steps=9"], source=jobs.Source(folder=tmp_path))
     preset.write_text("[adapter]\nrank = 8\n", encoding="utf-8")
-    stored = config.loads(queue.config(id), folder=Path("/nowhere"))
+    stored = config.loads(queue.read_config(id), folder=Path("/nowhere"))
     assert (stored.adapter.rank, stored.train.steps, stored.preset) == (7, 9, [])
     assert stored.output_dir == str(tmp_path / "runs") and stored.dataset.cache_dir == str(tmp_path / "cache")
     assert stored.model.path == str(tmp_path / "base")
     assert [f.path for f in stored.dataset.folders] == [str(tmp_path / "pictures"), os.path.expanduser("~/more")]
-    assert queue.job(id).folder == tmp_path / "runs" / "zibo"
+    assert queue.get_job(id).folder == tmp_path / "runs" / "zibo"
     # Ids on the hub and the bundled base are no paths.
     for name in ("demo", "owner/model"):
         job = config.loads(TEXT.format(name="x"), [f"model.path='{name}'"])
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_told_before_anything_is_queued(queue: Queue, add: Call
     (tmp_path / "runs/there/checkpoints/step-000004").mkdir()
     with pytest.raises(UserError, match="this folder already contains a run"):
         add("there")
-    assert len(queue.view(shell=False)) == 1
+    assert len(queue.list_jobs(shell=False)) == 1
     # The index holds where two who asked at the same time have both seen nothing.
     row = queue.store.read_row(first)
     with pytest.raises(UserError, match="another job already uses this folder"):
@@ -177,7 +177,7 @@ def test_only_listed_commands_can_be_queued(queue: Queue) -> None:
         with pytest.raises(UserError, match="cannot be queued"):
             queue.submit_command(name, [])
     id = queue.submit_command("verify", ["$(touch x); a b.safetensors", "--json"])
-    assert queue.job(id).command == ("verify", "$(touch x); a b.safetensors", "--json")
+    assert queue.get_job(id).command == ("verify", "$(touch x); a b.safetensors", "--json")
 
 
 def test_fifty_submit_at_once(tmp_path: Path) -> None:
@@ -211,25 +211,25 @@ def test_fifty_submit_at_once(tmp_path: Path) -> None:
 
 
 def waiting(queue: Queue) -> list[str]:
-    return [job.name for job in queue.view() if job.state == "queued"]
+    return [job.name for job in queue.list_jobs() if job.state == "queued"]
 
 
 def test_the_order_of_the_queue(queue: Queue, add: Callable[..., int]) -> None:
     ids = {name: add(name, priority=priority) for name, priority in (("a", 0), ("b", 0), ("c", 5), ("d", 0))}
     assert waiting(queue) == ["c", "a", "b", "d"]
     queue.move(ids["d"], 2)
-    assert waiting(queue) == ["c", "d", "a", "b"] and queue.job(ids["d"]).place == 2
+    assert waiting(queue) == ["c", "d", "a", "b"] and queue.get_job(ids["d"]).place == 2
     queue.move(ids["b"], 1)  # before one of a higher priority
-    assert waiting(queue) == ["b", "c", "d", "a"] and queue.job(ids["b"]).priority == 5
+    assert waiting(queue) == ["b", "c", "d", "a"] and queue.get_job(ids["b"]).priority == 5
     queue.move(ids["c"], 99)
-    assert waiting(queue) == ["b", "d", "a", "c"] and queue.job(ids["c"]).priority == 0
+    assert waiting(queue) == ["b", "d", "a", "c"] and queue.get_job(ids["c"]).priority == 0
     queue.set_priority(ids["a"], 9)
     add("e")
     assert waiting(queue) == ["a", "b", "d", "c", "e"]
     queue.cancel(ids["d"])
     with pytest.raises(UserError, match="not waiting"):
         queue.move(ids["d"], 1)
-    assert queue.job(ids["d"]).state == "cancelled" and waiting(queue) == ["a", "b", "c", "e"]
+    assert queue.get_job(ids["d"]).state == "cancelled" and waiting(queue) == ["a", "b", "c", "e"]
 
 
 def test_again_and_copies(queue: Queue, add: Callable[..., int], tmp_path: Path) -> None:
@@ -241,9 +241,9 @@ def test_again_and_copies(queue: Queue, add: Callable[..., int], tmp_path: Path)
     row = queue.store.read_row(id)
     assert (row.phase, row.wanted, row.crashes, row.killed) == ("queued", "run", 0, 0)
     copy = queue.clone(id, ["train.steps=77"])
-    assert queue.job(copy).name == "zibo-2" and queue.job(copy).priority == 3
-    assert config.loads(queue.config(copy)).train.steps == 77
-    assert queue.job(queue.rerun(copy)).name == "zibo-3"
+    assert queue.get_job(copy).name == "zibo-2" and queue.get_job(copy).priority == 3
+    assert config.loads(queue.read_config(copy)).train.steps == 77
+    assert queue.get_job(queue.rerun(copy)).name == "zibo-3"
     over(queue, id, "done")
     with pytest.raises(UserError, match="is done"):
         queue.requeue(id)
@@ -255,7 +255,7 @@ def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
     queue: Queue, add: Callable[..., int], tmp_path: Path
 ) -> None:
     ids = [add(name) for name in ("kept", "gone", "alien", "linked", "alive")]
-    folders = [queue.job(id).folder for id in ids]
+    folders = [queue.get_job(id).folder for id in ids]
     for folder in folders[:3]:
         Run.create(folder, "x = 1").close()
     folders[2].joinpath(".lora-fp8-run").unlink()
@@ -274,7 +274,7 @@ def test_deleting_takes_the_run_only_when_asked_and_only_a_run(
         queue.delete(ids[4], with_run=True)
     held.close()
     assert folders[0].joinpath("config.toml").exists() and folders[2].exists()
-    assert {job.id for job in queue.view(shell=False)} == set(ids[2:])
+    assert {job.id for job in queue.list_jobs(shell=False)} == set(ids[2:])
 
 
 # ------------------------------------------------------------------------------------------------------------- the home
@@ -526,19 +526,19 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
 
 def test_events_are_followed_by_offset(queue: Queue, add: Callable[..., int]) -> None:
     id = add("x")
-    assert queue.events(id, 0) == ([], 0)
-    log = queue.job(id).folder / "events.jsonl"
+    assert queue.read_events(id, 0) == ([], 0)
+    log = queue.get_job(id).folder / "events.jsonl"
     log.parent.mkdir(parents=True)
     log.write_text('{"event": "start"}\n{"event": "ste', encoding="utf-8")
-    events, offset = queue.events(id)
+    events, offset = queue.read_events(id)
     assert events == [{"event": "start"}] and offset == 19
     with open(log, "a", encoding="utf-8") as file:
         file.write('p"}\nnonsense\n7\n{"event": "\u2028"}\n')
-    events, offset = queue.events(id, offset)
+    events, offset = queue.read_events(id, offset)
     assert events == [{"event": "step"}, {"event": "\u2028"}] and offset == log.stat().st_size
-    assert queue.events(id, offset) == ([], offset)
+    assert queue.read_events(id, offset) == ([], offset)
     log.write_text('{"event": "anew"}\n', encoding="utf-8")
-    assert queue.events(id, offset) == ([{"event": "anew"}], 18)
+    assert queue.read_events(id, offset) == ([{"event": "anew"}], 18)
 
 
 def test_the_time_left_is_of_this_process() -> None:
@@ -564,13 +564,13 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
     run.log_event("step", step=3, loss=0.5)
     run.log_event("stage", stage="train", steps=10)  # of another program: it must not take the list of all runs down
     run.log_event("step", step="four")
-    (seen,) = queue.view()
+    (seen,) = queue.list_jobs()
     assert (seen.id, seen.state, seen.step, seen.steps) == (str(folder), "running", 3, 10)
     assert seen.sentence.text == "step 3 of 10"
     queue.stop(str(folder))
-    assert run.requested("stop") and queue.job(str(folder)).state == "stopping"
+    assert run.take_request("stop") and queue.get_job(str(folder)).state == "stopping"
     run.close()  # as if killed
-    assert queue.job(str(folder)).state == "lost"
+    assert queue.get_job(str(folder)).state == "lost"
     with pytest.raises(UserError, match="no training is running"):
         queue.stop(str(folder))
     for event, fields, state in (
@@ -583,10 +583,10 @@ def test_runs_of_a_shell_are_shown_as_they_are(queue: Queue, tmp_path: Path) -> 
         run.log_event(event, **fields)
         (run.export / "x.safetensors").touch()
         run.close()
-        assert queue.job(str(folder)).state == state
-    assert queue.job(str(folder)).resumable is False
+        assert queue.get_job(str(folder)).state == state
+    assert queue.get_job(str(folder)).resumable is False
     with pytest.raises(UserError, match="not a run folder"):
-        queue.job(str(tmp_path))
+        queue.get_job(str(tmp_path))
 
 
 def test_the_reason_of_a_failed_run_is_in_the_readers_language(queue: Queue, add: Callable[..., int]) -> None:
@@ -594,7 +594,7 @@ def test_the_reason_of_a_failed_run_is_in_the_readers_language(queue: Queue, add
     folder = queue.home.parent / "runs/failed"
     with contextlib.closing(Run.create(folder, "")) as run:
         run.log_event("error", kind="UserError", text=reason)
-    (seen,) = Queue(queue.home, roots=[folder.parent]).view()
+    (seen,) = Queue(queue.home, roots=[folder.parent]).list_jobs()
     assert seen.state == "failed" and reason in seen.sentence.text
     for text in (seen.sentence.text, Sentence.parse(json.dumps(seen.sentence.to_json())).text):
         assert translate("zh-CN", reason) in translate("zh-CN", text) and "no such folder" not in translate(
@@ -605,11 +605,11 @@ def test_the_reason_of_a_failed_run_is_in_the_readers_language(queue: Queue, add
 def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: Callable[..., int]) -> None:
     """What goes on there is told once: two cards with a button to stop it would be two trainings."""
     first = add("a")
-    folder = queue.job(first).folder
-    Run.create(folder, queue.config(first)).close()
+    folder = queue.get_job(first).folder
+    Run.create(folder, queue.read_config(first)).close()
     (folder / "checkpoints" / "step-000002").mkdir()
     over(queue, first, "stopped")
-    assert queue.job(first).resumable
+    assert queue.get_job(first).resumable
     config = (folder / "config.toml").read_bytes()
     (folder / "config.toml").write_bytes(b"\xff" + config)
     with pytest.raises(UserError, match="not UTF-8"):
@@ -619,7 +619,7 @@ def test_a_job_whose_run_another_job_goes_on_with_has_ended(queue: Queue, add: C
     queue.store.update(second, phase="launched", token="t", boot=procs.read_boot_id(), launched=time.time())
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for views in ({view.id: view for view in queue.view()}, {first: queue.job(first)}):
+        for views in ({view.id: view for view in queue.list_jobs()}, {first: queue.get_job(first)}):
             assert views[first].state == "stopped" and not views[first].resumable
 
 
@@ -627,16 +627,16 @@ def test_a_job_that_a_shell_goes_on_with(queue: Queue, add: Callable[..., int]) 
     """Its row has ended; what is true is what its folder says."""
     id = add("x")
     over(queue, id, "stopped")
-    folder = queue.job(id).folder
+    folder = queue.get_job(id).folder
     run = Run.create(folder, "x = 1")
     run.log_event("start")
     run.log_event("stage", stage="train", step=4, steps=9)
-    for seen in (queue.job(id), queue.job(str(folder)), *queue.view()):
+    for seen in (queue.get_job(id), queue.get_job(str(folder)), *queue.list_jobs()):
         assert (seen.id, seen.state, seen.step) == (id, "running", 4)
     queue.stop(id)
-    assert run.requested("stop") and queue.job(id).state == "stopping"
+    assert run.take_request("stop") and queue.get_job(id).state == "stopping"
     run.close()
-    assert queue.job(id).state == "stopped"
+    assert queue.get_job(id).state == "stopped"
     with pytest.raises(UserError, match="neither running nor queued"):
         queue.stop(id)
 
@@ -651,9 +651,9 @@ def test_a_hundred_jobs_are_seen_in_a_moment(queue: Queue, add: Callable[..., in
             lines = [json.dumps({"event": "step", "step": i, "loss": 0.1, "t": 1.0}) for i in range(200)]
             (folder / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
             over(queue, id)
-    assert len(queue.view()) == 100
+    assert len(queue.list_jobs()) == 100
     with cProfile.Profile() as profile:
-        queue.view()
+        queue.list_jobs()
     calls = sum(entry.callcount for entry in profile.getstats())
     print(calls, "calls")
     assert calls < 500 * 100
@@ -728,7 +728,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
     try:
         for _ in range(3):
             one.tick()
-        found = {job.name: job for job in queue.view()}
+        found = {job.name: job for job in queue.list_jobs()}
         assert {name: job.assigned for name, job in found.items() if job.assigned} == {"two": "1,2", "any": "0"}
         text = found["nowhere"].sentence.text
         assert text.startswith("waiting for GPUs 7") and "0; 1,2" in text
@@ -752,7 +752,7 @@ def test_a_job_for_each_group_and_none_for_those_that_are_not_there(
         said = Sentence(**json.loads(queue.store.read_row(found["two"].id).sentence))
         assert said.text.startswith("the processes disappeared without a message")
         assert said.text.endswith("; attempt 2 of 3 is next")
-        assert queue.job(found["two"].id).attempts == 2
+        assert queue.get_job(found["two"].id).attempts == 2
     finally:
         finish(queue)
         one._lock.close()
@@ -774,10 +774,10 @@ def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
     try:
         one.tick()
         one.tick()
-        assigned = {job.id: job.assigned for job in queue.view()}
+        assigned = {job.id: job.assigned for job in queue.list_jobs()}
         # One of each: the next drawing waits for the first, and the command in turn goes before the trainings.
         assert assigned == {in_turn: "0", drawings[0]: "beside", drawings[1]: "", training: "", waiting: ""}
-        sentences = {id: queue.job(id).sentence for id in (drawings[1], training, waiting)}
+        sentences = {id: queue.get_job(id).sentence for id in (drawings[1], training, waiting)}
         assert {id: (sentence.key, sentence.args["id"]) for id, sentence in sentences.items()} == {
             drawings[1]: ("after", drawings[0]),
             training: ("after", in_turn),
@@ -788,7 +788,7 @@ def test_a_command_may_run_beside_the_groups_and_without_their_gpus(
         assert {f"CUDA_VISIBLE_DEVICES={worker.system.NO_GPUS}", "OMP_NUM_THREADS=4"} <= set(environment)
         finish(queue)
         one.tick()
-        assert {id for id in (training, drawings[1]) if queue.job(id).assigned} == {training, drawings[1]}
+        assert {id for id in (training, drawings[1]) if queue.get_job(id).assigned} == {training, drawings[1]}
     finally:
         finish(queue)
         one._lock.close()
@@ -802,7 +802,7 @@ def test_images_are_counted_before_the_run_has_a_log(
     one.take_lock()
     try:
         one.tick()
-        assert (queue.job(training).state, queue.job(training).work) == ("starting", None)
+        assert (queue.get_job(training).state, queue.get_job(training).work) == ("starting", None)
         (pid,) = procs.find_members(queue.store.read_row(training).token)
         environment = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8").split("\0")
         (place,) = [line.partition("=")[2] for line in environment if line.startswith(f"{progress.COUNT}=")]
@@ -810,12 +810,14 @@ def test_images_are_counted_before_the_run_has_a_log(
         count = progress.show_images()
         for done in (1, 2, 3):
             count(done, 2000)
-        assert queue.job(training).work == {"stage": "images", "done": 1, "total": 2000}, "every two seconds at most"
+        assert queue.get_job(training).work == {"stage": "images", "done": 1, "total": 2000}, (
+            "every two seconds at most"
+        )
         count(2000, 2000)
-        assert queue.job(training).work == {"stage": "images", "done": 2000, "total": 2000}
-        with (queue.job(training).folder / "events.jsonl").open("a", encoding="utf-8") as log:
+        assert queue.get_job(training).work == {"stage": "images", "done": 2000, "total": 2000}
+        with (queue.get_job(training).folder / "events.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps({"t": time.time(), "event": "start"}) + "\n")
-        assert (queue.job(training).stage, queue.job(training).work) == ("start", None)
+        assert (queue.get_job(training).stage, queue.get_job(training).work) == ("start", None)
         Path(place).write_text('{"done": "many"}', encoding="utf-8")
         assert run_events.read_count(Path(place).parent) is None
     finally:
@@ -874,8 +876,8 @@ def test_a_run_folder_that_cannot_be_made_fails_the_job_and_not_the_queue(
     one = jobs.Worker(queue.home, ["cpu"], report=lambda line: None)
     try:
         one.tick()
-        assert queue.job(bad).state == "failed" and str(tmp_path / "file") in queue.job(bad).sentence.text
-        assert queue.job(good).state == "starting"
+        assert queue.get_job(bad).state == "failed" and str(tmp_path / "file") in queue.get_job(bad).sentence.text
+        assert queue.get_job(good).state == "starting"
     finally:
         finish(queue)
 
@@ -912,7 +914,7 @@ worker.run(idle_s=0.5)
     lines = done.stdout.splitlines()
     assert any("trying again" in line for line in lines[: lines.index("room")]), lines
     assert not any("started" in line for line in lines[: lines.index("room")])
-    assert queue.job(1).attempts == 1 and queue.job(1).state == "failed"
+    assert queue.get_job(1).attempts == 1 and queue.get_job(1).state == "failed"
 
 
 @pytest.fixture
@@ -1020,9 +1022,9 @@ def test_the_queue_from_a_shell(
         assert code == 2 and err.count("\n") == 1, err
     assert ask("submit", "nothing.toml", "--no-worker")[0] == 2 and ask("jobs", "--watch", "--json")[0] == 2
     assert ask("jobs", "delete", 2)[0] == 0
-    assert len(Queue(home).view()) == 1
+    assert len(Queue(home).list_jobs()) == 1
     run = Run.create(tmp_path / "runs/shell", "x = 1")
-    assert ask("stop", "runs/shell")[0] == 0 and run.requested("stop")
+    assert ask("stop", "runs/shell")[0] == 0 and run.take_request("stop")
     assert "stopping" in ask("jobs")[1]
     run.close()
     assert "no training is running" in ask("stop", "runs/shell")[1]
@@ -1032,7 +1034,7 @@ def test_the_queue_from_a_shell(
     (tmp_path / "runs/shell/checkpoints/step-000002").mkdir()
     assert ask("submit", "runs/shell", "--no-worker")[0] == 0
     queue = Queue(home)
-    found = queue.job(3)
+    found = queue.get_job(3)
     assert found.name == "shell" and found.folder == tmp_path / "runs/shell" and found.saved_step == 2
     command = jobs.Worker(home, ["cpu"], report=print).make_command(queue.store.read_row(3), "cpu", tmp_path)
     assert command[-2:] == ["resume", str(tmp_path / "runs/shell")]
@@ -1055,9 +1057,9 @@ def test_a_queued_command_runs_and_its_end_is_known(
     (tmp_path / "torch.py").write_text("raise SystemExit('the wrong torch')", encoding="utf-8")
     assert ask("jobs", "run", "verify", "--json", "--", str(tmp_path / "missing.safetensors"))[0] == 0
     queue = Queue(home)
-    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.job(1))
-    found = queue.job(1)
-    assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.log_tail(1)
-    assert "~/missing.safetensors" in found.sentence.text and "~/missing.safetensors" in queue.log_tail(1)[-1]
+    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.get_job(1))
+    found = queue.get_job(1)
+    assert (found.state, found.exit_code, found.sentence.key) == ("failed", 2, "input"), queue.read_log_tail(1)
+    assert "~/missing.safetensors" in found.sentence.text and "~/missing.safetensors" in queue.read_log_tail(1)[-1]
     log = (queue.store.get_folder(1) / "log.txt").read_text(encoding="utf-8")
     assert "~/missing.safetensors" in log and str(tmp_path) not in log, "a log that is shown to others names nobody"

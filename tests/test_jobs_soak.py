@@ -58,27 +58,27 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
     worker = jobs.ensure_worker(queue.home, idle_s=1)
 
     def until(fulfilled: Callable[[], bool]) -> None:
-        wait_until(fulfilled, lambda: (queue.view(), queue.log_tail(id)))
+        wait_until(fulfilled, lambda: (queue.list_jobs(), queue.read_log_tail(id)))
 
     try:
-        until(lambda: (queue.job(id).step or 0) >= 2)
+        until(lambda: (queue.get_job(id).step or 0) >= 2)
         procs.send([worker.pid], signal.SIGKILL)
         until(lambda: not procs.identify(worker.pid))  # it holds its lock until it has ended
-        assert queue.job(id).state == "running" and Run(queue.job(id).folder).is_locked()
+        assert queue.get_job(id).state == "running" and Run(queue.get_job(id).folder).is_locked()
         queue.stop(id)
         worker = jobs.ensure_worker(queue.home, idle_s=1)
-        until(lambda: queue.job(id).state in jobs.ENDED)
-        stopped = queue.job(id)
-        last = queue.events(id)[0][-1]
+        until(lambda: queue.get_job(id).state in jobs.ENDED)
+        stopped = queue.get_job(id)
+        last = queue.read_events(id)[0][-1]
         assert stopped.state == "stopped" and stopped.exit_code == 75 and stopped.resumable
         assert last["event"] == "stopped" and f"step {stopped.saved_step}" in last["text"]
         assert 2 <= stopped.saved_step < 400 and stopped.sentence.args == {"step": stopped.saved_step}
         assert procs.find_members(queue.store.read_row(id).token) == []
-        until(lambda: queue.job(wrong).state in jobs.ENDED)
-        refused = queue.job(wrong)
+        until(lambda: queue.get_job(wrong).state in jobs.ENDED)
+        refused = queue.get_job(wrong)
         assert (refused.state, refused.exit_code, refused.attempts) == ("failed", 2, 1)
         assert str(tmp_path / "none") in refused.sentence.text and refused.sentence.text in "\n".join(
-            ["invalid settings or input: " + "\n".join(queue.log_tail(wrong))]
+            ["invalid settings or input: " + "\n".join(queue.read_log_tail(wrong))]
         )
         # So many steps as are left take too long for a test: the end comes sooner now.
         run = Run(stopped.folder)
@@ -86,12 +86,12 @@ def test_a_real_training_is_stopped_goes_on_and_is_done(
         run.write_config(run.config_file.read_text(encoding="utf-8").replace("steps = 400", f"steps = {steps}"))
         queue.requeue(id)
         jobs.ensure_worker(queue.home, idle_s=1)
-        until(lambda: queue.job(id).state in jobs.ENDED)
+        until(lambda: queue.get_job(id).state in jobs.ENDED)
     finally:
         for row in queue.store.read_rows("token <> ''"):
             procs.send(procs.find_members(row.token), signal.SIGKILL)
         end_worker(queue.home)
-    done = queue.job(id)
-    assert done.state == "done" and done.step == steps and done.attempts == 2, queue.log_tail(id)
+    done = queue.get_job(id)
+    assert done.state == "done" and done.step == steps and done.attempts == 2, queue.read_log_tail(id)
     assert (run.path / "log.1.txt").exists() and "resuming from" in (run.path / "log.txt").read_text(encoding="utf-8")
-    assert all((run.path / file).exists() for file in queue.events(id)[0][-1]["files"])
+    assert all((run.path / file).exists() for file in queue.read_events(id)[0][-1]["files"])

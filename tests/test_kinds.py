@@ -109,7 +109,7 @@ def test_rows_decoded_in_pieces_are_those_decoded_at_once(form, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK_ELEMENTS", 5000)
     whole = layer.weight
     seen = 0
-    for rows, piece in formats.decode_rows(layer.parts(), layer.form.storage, torch.float32):
+    for rows, piece in formats.decode_rows(layer.get_parts(), layer.form.storage, torch.float32):
         assert rows.start == seen and torch.equal(piece, whole[rows])
         seen = rows.stop
     assert seen == 384

@@ -141,8 +141,8 @@ def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
     """Of DoRA diffusers' own conversion keeps every tensor; of the others ComfyUI's formula judges."""
     Family = families.get(name)
     family = Family(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
-    denoiser, sizes = family.empty_denoiser(), family.denoiser_config()
-    names = Family.adapter_names(denoiser)
+    denoiser, sizes = family.make_empty_denoiser(), family.read_denoiser_config()
+    names = Family.choose_adapter_layers(denoiser)
     few = names[:: max(1, len(names) // 5)][:6]
     for kind in KINDS:
         able = [one for one in Family.layouts if layouts.explain_unsupported(kind, names, Family, sizes, one) is None]
@@ -160,7 +160,7 @@ def test_each_kind_in_each_layout_that_carries_it_and_back(tiny, name):
                 assert (got - wanted).norm() < 1e-6 * wanted.norm()
             if kind == "dora":
                 options = {"unet_config": denoiser.config} if name == "sdxl" else {}
-                read = Family.pipeline_type().lora_state_dict(dict(file), **options)
+                read = Family.get_pipeline_type().lora_state_dict(dict(file), **options)
                 assert (read[0] if isinstance(read, tuple) else read).keys() == file.keys()
                 assert all(torch.equal(back[key], state[key]) for key in state if "magnitude" in key)
                 continue
@@ -183,7 +183,7 @@ def test_comfyui_knows_flux_layers_by_diffusers_names():
     Family = families.get("flux")
     with torch.device("meta"):
         denoiser = diffusers.FluxTransformer2DModel.from_config(Family.reference_config)
-    names = Family.adapter_names(denoiser)
+    names = Family.choose_adapter_layers(denoiser)
     state, scaling = adapter_of_kind(denoiser, names[:1], "lokr")
     file = layouts.to_layout(state, scaling, Family, dict(denoiser.config), "diffusers")
     assert {key.rpartition(".")[0] for key in file} == {f"transformer.{names[0]}"}
@@ -267,7 +267,7 @@ def test_a_wrong_strength_and_a_lost_length_are_found(job):
     family = families.get("sd15")(made.model, device="cpu", dtype=torch.float32)
     file = result.files[0]
     tensors, metadata = safetensors_file.read(file)
-    sizes = family.denoiser_config()
+    sizes = family.read_denoiser_config()
     state, scaling = layouts.from_layout(tensors, family, sizes)
     assert verify.check(file, family, verify.Reference(export.Adapter(state, scaling))).ok
     changed = {key: tensor * 1.02 if key.endswith("lokr_w1") else tensor for key, tensor in tensors.items()}

@@ -24,9 +24,9 @@ def test_the_part_that_is_read_is_found_in_any_writing(tmp_path, text):
     """Wide letters and blanks in a row are others to the tokenizer than to the prompt. Judged by its own tokens."""
     miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
-    (cut,) = family.overlong([text])
+    (cut,) = family.find_overlong([text])
     kept = text.removesuffix(cut.lost)
-    tokenizer = family.tokenizer("tokenizer")
+    tokenizer = family.load_tokenizer("tokenizer")
     whole = tokenizer([text], max_length=256, truncation=True)["input_ids"][0]
     assert len(whole) == 256 and whole[:2] == tokenizer.get_prefix_tokens()
     assert tokenizer([kept])["input_ids"][0] == whole and cut.limit == 254

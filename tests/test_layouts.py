@@ -54,7 +54,7 @@ def read_by_diffusers(name, tensors, denoiser):
     Family = families.get(name)
     options = {"unet_config": denoiser.config} if name == "sdxl" else {}
     try:
-        converted = Family.pipeline_type().lora_state_dict(dict(tensors), **options)
+        converted = Family.get_pipeline_type().lora_state_dict(dict(tensors), **options)
     except (KeyError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     converted, alphas = converted if isinstance(converted, tuple) else (converted, None)
@@ -78,7 +78,7 @@ def test_diffusers_reads_what_is_said_to_be_read_and_nothing_else(name, layout):
     """At full size, every adapted layer, of several ranks: no key is left over, and each delta is the trained one."""
     Family = families.get(name)
     denoiser, denoiser_config = full_size(name)
-    names = Family.adapter_names(denoiser)
+    names = Family.choose_adapter_layers(denoiser)
     ranks = {module: 1 + i % 3 for i, module in enumerate(names)}
     state = random_lora(denoiser, names, ranks.__getitem__)
     tensors = layouts.to_layout(state, 0.75, Family, denoiser_config, layout)
@@ -97,7 +97,7 @@ def test_diffusers_reads_some_of_the_layers_where_that_is_said(name):
     Family = families.get(name)
     denoiser, denoiser_config = full_size(name)
     of_kind: dict[str, list[str]] = {}
-    for module in Family.adapter_names(denoiser):
+    for module in Family.choose_adapter_layers(denoiser):
         of_kind.setdefault(re.sub(r"\.\d+\.", ".N.", module), []).append(module)
     for kind, modules in of_kind.items():
         names = modules if Family.converter_blocks else modules[:2]
@@ -117,7 +117,7 @@ def test_every_layout_to_every_other_and_back_loses_nothing(name):
     Family = families.get(name)
     denoiser, denoiser_config = full_size(name)
     generator = torch.Generator().manual_seed(7)
-    names = Family.adapter_names(denoiser)
+    names = Family.choose_adapter_layers(denoiser)
     chosen = [n for n in names if torch.rand((), generator=generator) < 0.34 and len(names) > 3][:40]
     ranks = {n: 1 + int(torch.randint(3, (), generator=generator)) for n in chosen}
     state = random_lora(denoiser, chosen, ranks.__getitem__)
@@ -242,7 +242,7 @@ def test_comfyui_resolves_every_key(name):
     """Its rule: `diffusion_model.` and the layer's name; or `lora_unet_` and the name with _ for every dot."""
     Family = families.get(name)
     denoiser, denoiser_config = full_size(name)
-    state = random_lora(denoiser, Family.adapter_names(denoiser))
+    state = random_lora(denoiser, Family.choose_adapter_layers(denoiser))
     patterns, count = COMFYUI[name]
     tensors = layouts.to_layout(state, 0.5, Family, denoiser_config, "comfy")
     ends = Counter(re.sub(r".*(\.lora_[AB]\.weight)$", r"\1", key) for key in tensors)
@@ -287,13 +287,13 @@ def test_scale_and_shift_change_places_with_the_weights_they_are_for(tiny, name)
     """Other trainers' files may hold these layers; the single file's conversion, held against diffusers', judges."""
     native, ours = SWAPPED[name]
     family = families.get(name)(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
-    sizes = family.denoiser_config()
-    rows, columns = family.layer_shapes(sizes)[ours]
+    sizes = family.read_denoiser_config()
+    rows, columns = family.list_layer_shapes(sizes)[ours]
     a, b = torch.randn(2, columns), torch.randn(rows, 2)
     file = {f"diffusion_model.{native}.lora_A.weight": a, f"diffusion_model.{native}.lora_B.weight": b}
     state, scaling = layouts.from_layout(file, family, sizes)
     header = {}
-    for key, tensor in family.empty_denoiser().state_dict().items():
+    for key, tensor in family.make_empty_denoiser().state_dict().items():
         its, members = naming.to_native(family.native_layers, key) or (key, (key,))
         header[its] = (tensor.shape[0] * len(members), *tensor.shape[1:]) if tensor.ndim else ()
     key, change = family.convert_checkpoint(header)[f"{ours}.weight"]

@@ -181,8 +181,8 @@ def test_it_trains_stops_resumes_in_the_queue_and_the_page_answers(windows: Path
     # The queue takes the stopped run to its end, in a worker that has no fork and sees no /proc.
     run("-m", "lora_fp8", "submit", "runs/ring")
     queue = jobs.Queue(windows / "home")
-    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.job(1))
-    assert queue.job(1).state == "done", (queue.job(1), queue.log_tail(1, 30))
+    wait_until(lambda: queue.store.read_row(1).phase == "ended", lambda: queue.get_job(1))
+    assert queue.get_job(1).state == "done", (queue.get_job(1), queue.read_log_tail(1, 30))
     last = f"checkpoints/step-{STEPS:06}"
     for folder in ("export", last):
         whole, resumed = (windows / run / "ring" / folder for run in ("whole", "runs"))
@@ -192,10 +192,13 @@ def test_it_trains_stops_resumes_in_the_queue_and_the_page_answers(windows: Path
     # A job that is cancelled is asked by the file, as a signal would kill it, and saves.
     run("-m", "lora_fp8", "submit", "job.toml", "--set", "train.steps=100000", "--set", "output_dir='cancelled'")
     log = windows / "cancelled/ring/events.jsonl"
-    wait_until(lambda: log.exists() and '"event": "step"' in log.read_text(encoding="utf-8"), lambda: queue.job(2))
+    wait_until(lambda: log.exists() and '"event": "step"' in log.read_text(encoding="utf-8"), lambda: queue.get_job(2))
     run("-m", "lora_fp8", "jobs", "cancel", "2")
-    wait_until(lambda: queue.store.read_row(2).phase == "ended", lambda: queue.job(2))
-    assert queue.job(2).state == "stopped" and queue.job(2).saved_step, (queue.job(2), queue.log_tail(2, 30))
+    wait_until(lambda: queue.store.read_row(2).phase == "ended", lambda: queue.get_job(2))
+    assert queue.get_job(2).state == "stopped" and queue.get_job(2).saved_step, (
+        queue.get_job(2),
+        queue.read_log_tail(2, 30),
+    )
     assert read_worker(windows / "home").is_running()
 
     page = subprocess.Popen(

@@ -147,7 +147,7 @@ def test_prompts_that_cannot_be_encoded_leave_the_former_ones(job, monkeypatch):
 
 def test_a_prompt_is_encoded_on_the_cpu_where_the_gpu_has_no_room(job, monkeypatch, tiny):
     family = live_previews.make_family(job(*SMALL))
-    largest = max(family.text_bytes().values())
+    largest = max(family.count_encoder_bytes().values())
     for free, expected in ((None, "meta"), (2 * largest, "meta"), (largest, "cpu")):
         monkeypatch.setattr(live_previews.memory, "count_free_bytes", lambda device, free=free: free)
         family.device = live_previews.torch.device("meta")

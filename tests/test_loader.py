@@ -48,30 +48,30 @@ class FakeCache:
     def __init__(self, captions=()):
         self.captions = set(captions)
 
-    def latents(self, placed, flipped):
+    def read_latents(self, placed, flipped):
         width, height = placed.placement.bucket_wh
         return torch.full((4, height // 8, width // 8), placed.example.index + (0.5 if flipped else 0.0))
 
-    def cond(self, caption):
+    def read_cond(self, caption):
         assert not self.captions or caption in self.captions, f"{caption!r} was never encoded"
         return {"embeds": torch.tensor([float(len(caption)), float(hash(caption) % 1000)])}
 
-    def control_crops(self, placed):
+    def list_control_crops(self, placed):
         return ()
 
-    def prompt(self, text, shown, flipped):
+    def make_prompt(self, text, shown, flipped):
         return text
 
-    def controls(self, placed, flipped):
+    def read_controls(self, placed, flipped):
         return {}
 
-    def mask(self, placed, flipped):
+    def read_mask(self, placed, flipped):
         return None
 
 
 FAMILY = SimpleNamespace(
     name="fake",
-    image_conditioning=lambda original, crop, target: {"time_ids": torch.tensor([*original, *crop, *target])},
+    make_image_conditioning=lambda original, crop, target: {"time_ids": torch.tensor([*original, *crop, *target])},
     collate=lambda conds: {name: torch.stack([cond[name] for cond in conds]) for name in conds[0]},
 )
 
@@ -88,7 +88,7 @@ def seen(loader, epoch, world=1):
     found = {}
     for micro in range(epoch * loader.batches_per_epoch, (epoch + 1) * loader.batches_per_epoch):
         for rank in range(world):
-            batch = loader.micro(99, micro, rank, world)
+            batch = loader.take_batch(99, micro, rank, world)
             for i in range(len(batch) if batch else 0):
                 assert batch.uids[i] not in found
                 found[batch.uids[i]] = (
@@ -118,14 +118,14 @@ def test_each_sample_is_seen_its_repeats_an_epoch(batch_size, world):
     for epoch in range(3):
         counts, totals = Counter(), 0
         for micro in range(epoch * loader.batches_per_epoch, (epoch + 1) * loader.batches_per_epoch):
-            shares = [loader.micro(1, micro, rank, world) for rank in range(world)]
+            shares = [loader.take_batch(1, micro, rank, world) for rank in range(world)]
             sizes = [len(share) if share else 0 for share in shares]
-            assert sum(sizes) == loader.total(micro) <= batch_size and max(sizes) - min(sizes) <= 1
-            totals += loader.total(micro)
+            assert sum(sizes) == loader.count_samples(micro) <= batch_size and max(sizes) - min(sizes) <= 1
+            totals += loader.count_samples(micro)
             for share in filter(None, shares):
                 assert (
                     share.weights == [0.5] * len(share)
-                    and share.total == loader.total(micro)
+                    and share.total == loader.count_samples(micro)
                     and share.epoch == epoch
                     and share.micro_index == micro
                 )
@@ -142,12 +142,12 @@ def test_repeats_need_not_be_whole():
         loader, examples = make(batch_size, sizes=sizes, repeats=(repeats,))
         counts, epochs, micro = Counter(), 100, 0
         lengths, ends = Counter(), []
-        while (position := loader.position(micro))[0] < epochs:
-            items = loader.batch_at(micro)
+        while (position := loader.find_position(micro))[0] < epochs:
+            items = loader.list_batch_items(micro)
             assert 0 < len(items) <= batch_size and len({item.placed.bucket for item in items}) == 1
             epoch = position[0]
             uids = [item.uid for item in items]
-            assert position == loader.position(micro) and len(set(uids)) == len(uids)
+            assert position == loader.find_position(micro) and len(set(uids)) == len(uids)
             counts.update(item.placed.example.uid for item in items)
             lengths[epoch] += len(items)
             ends.append(epoch)
@@ -159,10 +159,12 @@ def test_repeats_need_not_be_whole():
         assert loader.samples_per_epoch == pytest.approx(exact)
         assert micro == pytest.approx(epochs * loader.batches_per_epoch), "the pattern repeats within 100 epochs"
         fresh = make(batch_size, sizes=sizes, repeats=(repeats,))[0]
-        assert fresh.position(micro - 1) == loader.position(micro - 1), "a resumed run finds its place at once"
-        assert fresh.batch_at(micro - 1) == loader.batch_at(micro - 1)
+        assert fresh.find_position(micro - 1) == loader.find_position(micro - 1), (
+            "a resumed run finds its place at once"
+        )
+        assert fresh.list_batch_items(micro - 1) == loader.list_batch_items(micro - 1)
         other = make(batch_size, seed=1, sizes=sizes, repeats=(repeats,))[0]
-        first = [{item.uid for items in part.items_of(0).values() for item in items} for part in (loader, other)]
+        first = [{item.uid for items in part.group_items(0).values() for item in items} for part in (loader, other)]
         assert first[0] != first[1], "which images come first is drawn from the seed"
 
 
@@ -170,21 +172,21 @@ def test_the_heaviest_batch_is_found_in_whichever_epoch_it_is():
     loader, examples = make(4, sizes=[(64, 64)] * 9 + [(192, 64)], repeats=(1,) * 9 + (0.125,))
     wide = examples[-1].uid
     heaviest = loader.find_heaviest(lambda placed: 1000 if placed.example.uid == wide else 1)
-    assert [item.placed.example.uid for item in loader.batch_at(heaviest)] == [wide]
-    assert loader.position(heaviest)[0] == 3, "in the middle of its eight epochs"
+    assert [item.placed.example.uid for item in loader.list_batch_items(heaviest)] == [wide]
+    assert loader.find_position(heaviest)[0] == 3, "in the middle of its eight epochs"
 
 
 def test_the_fewest_repeats_give_a_batch_now_and_then():
     loader, _ = make(2, sizes=[(64, 64)], repeats=(0.01,))
-    assert loader.batches_per_epoch == 0.01 and loader.batches_in(0) == 0
-    assert [loader.position(micro) for micro in range(2)] == [(49, 0), (149, 0)]
-    assert loader.find_heaviest(lambda placed: 1) == 0 and len(loader.micro(1, 0)) == 1
+    assert loader.batches_per_epoch == 0.01 and loader.count_epoch_batches(0) == 0
+    assert [loader.find_position(micro) for micro in range(2)] == [(49, 0), (149, 0)]
+    assert loader.find_heaviest(lambda placed: 1) == 0 and len(loader.take_batch(1, 0)) == 1
 
 
 def test_a_rank_without_samples_gets_none_and_still_knows_the_total():
     loader, _ = make(batch_size=1)
-    assert loader.micro(1, 0, 0, 2) is not None and loader.micro(1, 0, 1, 2) is None
-    assert loader.total(0) == 1
+    assert loader.take_batch(1, 0, 0, 2) is not None and loader.take_batch(1, 0, 1, 2) is None
+    assert loader.count_samples(0) == 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -205,28 +207,30 @@ def test_what_a_sample_sees_does_not_depend_on_the_rest_of_the_dataset():
 def test_any_micro_batch_can_be_asked_for_in_any_order():
     loader, _ = make(3, flip=True)
     last = 6 * loader.batches_per_epoch
-    forward = [loader.micro(1, m) for m in range(last)]
+    forward = [loader.take_batch(1, m) for m in range(last)]
     fresh, _ = make(3, flip=True)
     order = list(range(last))
     random.Random(0).shuffle(order)
     for micro in order:
-        batch = fresh.micro(1, micro)
+        batch = fresh.take_batch(1, micro)
         assert batch.uids == forward[micro].uids and torch.equal(batch.noise_BCHW, forward[micro].noise_BCHW)
-        assert fresh.position(micro) == divmod(micro, fresh.batches_per_epoch)
+        assert fresh.find_position(micro) == divmod(micro, fresh.batches_per_epoch)
 
 
 def test_a_prepared_batch_is_the_one_that_would_be_made_and_is_given_once(monkeypatch):
     loader, _ = make(3, flip=True)
-    plain = loader.micro(2, 1)
+    plain = loader.take_batch(2, 1)
     loader.prepare(2, 1)
-    monkeypatch.setattr(loader.cache, "latents", lambda *_: pytest.fail("it was made already"))
-    batch = loader.micro(2, 1)
+    monkeypatch.setattr(loader.cache, "read_latents", lambda *_: pytest.fail("it was made already"))
+    batch = loader.take_batch(2, 1)
     monkeypatch.undo()
     assert batch.uids == plain.uids and torch.equal(batch.noise_BCHW, plain.noise_BCHW)
-    drawn = [torch.rand(3, generator=given.t_generators[0]) for given in (plain, batch, loader.micro(2, 1))]
+    drawn = [torch.rand(3, generator=given.t_generators[0]) for given in (plain, batch, loader.take_batch(2, 1))]
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
     loader.prepare(2, 1)
-    assert loader.micro(2, 2).uids == make(3, flip=True)[0].micro(2, 2).uids  # another one is asked for instead
+    assert (
+        loader.take_batch(2, 2).uids == make(3, flip=True)[0].take_batch(2, 2).uids
+    )  # another one is asked for instead
 
 
 def test_epochs_seeds_and_repeats_differ():
@@ -238,7 +242,8 @@ def test_epochs_seeds_and_repeats_differ():
     assert len({tuple(noise) for noise in noises}) == len(noises) == 3 * 26
     assert len({tuple(time) for time in times}) == len(times)
     orders = [
-        [item.uid for m in range(9) for item in loader.batch_at(e * loader.batches_per_epoch + m)] for e in (0, 1)
+        [item.uid for m in range(9) for item in loader.list_batch_items(e * loader.batches_per_epoch + m)]
+        for e in (0, 1)
     ]
     assert orders[0] != orders[1]
 
@@ -246,7 +251,7 @@ def test_epochs_seeds_and_repeats_differ():
 def test_a_dataset_of_one_never_sees_the_same_noise_twice():
     """With accumulation a small dataset shows one image several times within one optimizer step."""
     loader, _ = make(1, sizes=[(64, 64)])
-    noises = [loader.micro(1, micro).noise_BCHW for micro in range(50)]
+    noises = [loader.take_batch(1, micro).noise_BCHW for micro in range(50)]
     assert len({tuple(noise.flatten()[:4].tolist()) for noise in noises}) == 50
 
 
@@ -313,11 +318,11 @@ def test_a_mark_around_fixed_tags_is_not_asked_for_where_nothing_is_shuffled(mon
 
 
 def test_conditioning_names_that_collide_are_an_error():
-    family = SimpleNamespace(name="odd", image_conditioning=lambda *args: {"embeds": torch.zeros(1)}, collate=None)
+    family = SimpleNamespace(name="odd", make_image_conditioning=lambda *args: {"embeds": torch.zeros(1)}, collate=None)
     loader, _ = make()
     loader.family = family
     with pytest.raises(ValueError, match="odd.*embeds"):
-        loader.micro(1, 0)
+        loader.take_batch(1, 0)
 
 
 def test_no_examples_is_the_users_error():
@@ -355,7 +360,7 @@ def test_batches_of_an_epoch():
 
 
 def test_to_moves_tensors_and_keeps_the_rest():
-    batch = make(3)[0].micro(4, 0)
+    batch = make(3)[0].take_batch(4, 0)
     moved = batch.to("meta")
     assert {moved.latents_BCHW.device.type, moved.noise_BCHW.device.type, moved.cond["embeds"].device.type} == {"meta"}
     assert (moved.uids, moved.step, batch.latents_BCHW.device.type) == (batch.uids, 4, "cpu")
@@ -370,9 +375,9 @@ def test_even_quantiles_go_round_by_the_golden_ratio_whatever_the_processes(batc
     def quantiles(loader, epoch):
         count = loader.batches_per_epoch
         for index in range(epoch * count, (epoch + 1) * count):
-            shares = [loader.micro(0, index, rank, world) for rank in range(world)]
+            shares = [loader.take_batch(0, index, rank, world) for rank in range(world)]
             lists = [share.quantiles if share else [] for share in shares]
-            yield from (lists[n % world][n // world] for n in range(loader.total(index)))
+            yield from (lists[n % world][n // world] for n in range(loader.count_samples(index)))
 
     drawn = [quantile for epoch in range(3) for quantile in quantiles(loader, epoch)]
     assert len(drawn) == 3 * loader.samples_per_epoch and 0 <= min(drawn) and max(drawn) < 1

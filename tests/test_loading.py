@@ -28,10 +28,10 @@ import peak_memory
 torch.set_num_threads(1)
 
 family = families.get("flux")(settings.Model(family="flux", path=sys.argv[1]), device="cpu", dtype=torch.bfloat16)
-denoiser = family.empty_denoiser()
+denoiser = family.make_empty_denoiser()
 plan = precision.quantize_(denoiser, settings.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
 before = peak_memory.begin()
-tensors = family.denoiser_tensors() if sys.argv[2] == "stream" else list(family.denoiser_tensors())
+tensors = family.read_denoiser_tensors() if sys.argv[2] == "stream" else list(family.read_denoiser_tensors())
 precision.fill_(denoiser, tensors, torch.bfloat16)
 held = sum(tensor.nbytes for tensor in [*denoiser.parameters(), *denoiser.buffers()])
 print(json.dumps({"held": held, "planned": plan.num_bytes, "peak": peak_memory.peak() - before}))

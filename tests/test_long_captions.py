@@ -46,7 +46,7 @@ def opened(name: str, base: Path, **given: Any) -> ModelFamily:
     family = make(name, base, **given)
     pads = {"sd15": (), "sd2": ("tokenizer",), "sdxl": ("tokenizer_2",)}[name]
     for tokenizer in pads:
-        family.tokenizer(tokenizer).pad_token = "!"
+        family.load_tokenizer(tokenizer).pad_token = "!"
     load_encoders(family)
     return family
 
@@ -95,7 +95,7 @@ def test_captions_are_encoded_in_chunks_of_75_tokens(name: str, count: int, tiny
         with torch.no_grad():
             close(found, expected(family, caption, count))
         assert len(found["prompt_embeds"]) == 75 * count + 2 == family.longest_prompt
-    shapes = family.longest_cond(dict(family.empty_denoiser().config))  # type: ignore[call-overload]
+    shapes = family.estimate_longest_cond(dict(family.make_empty_denoiser().config))  # type: ignore[call-overload]
     assert {key: tuple(tensor.shape) for key, tensor in found.items()} == shapes
 
 
@@ -108,7 +108,9 @@ def test_the_default_is_the_pipelines_own_encoding(name: str, tiny: Any) -> None
         CAPTIONS[2], device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
     )
     assert torch.equal(found["prompt_embeds"], own[0][0])
-    identities = [make(name, tiny(name), **given).encoder_identity("text") for given in ({}, {"caption_tokens": 75})]
+    identities = [
+        make(name, tiny(name), **given).compute_encoder_identity("text") for given in ({}, {"caption_tokens": 75})
+    ]
     assert identities[0] == identities[1] and re.fullmatch("[0-9a-f]{64}", identities[0])
 
 
@@ -116,8 +118,8 @@ def test_no_two_settings_share_a_cache(tiny: Any) -> None:
     given: list[dict[str, Any]] = [{}, {"caption_tokens": 150}, {"caption_tokens": 225}, {"clip_skip": 2}]
     given += [{"caption_tokens": 225, "clip_skip": 2}, {"text_storage": "int8"}, {"prompt_weights": True}]
     made = [make("sd15", tiny("sd15"), **one) for one in given]
-    assert len({family.encoder_identity("text") for family in made}) == len(given)
-    assert len({family.encoder_identity("vae") for family in made}) == 1
+    assert len({family.compute_encoder_identity("text") for family in made}) == len(given)
+    assert len({family.compute_encoder_identity("vae") for family in made}) == 1
 
 
 def test_a_pipeline_is_as_before_after_encoding(tiny: Any) -> None:
@@ -135,11 +137,11 @@ def test_a_pipeline_is_as_before_after_encoding(tiny: Any) -> None:
 def test_what_is_cut_at_225_tokens_is_told(tiny: Any) -> None:
     for name in LONG:
         family = make(name, tiny(name), caption_tokens=225)
-        (cut,) = family.overlong(CAPTIONS)
-        tokens = len(family.tokenizer("tokenizer")(OVER, add_special_tokens=False)["input_ids"])
+        (cut,) = family.find_overlong(CAPTIONS)
+        tokens = len(family.load_tokenizer("tokenizer")(OVER, add_special_tokens=False)["input_ids"])
         assert (cut.prompt, cut.limit, cut.num_lost) == (OVER, 225, tokens - 225)
         assert OVER.endswith(cut.lost) and cut.caption_tokens == 0
-        middle, over = make(name, tiny(name)).overlong(CAPTIONS)
+        middle, over = make(name, tiny(name)).find_overlong(CAPTIONS)
         assert (middle.prompt, middle.caption_tokens, over.caption_tokens) == (CAPTIONS[2], 150, 225)
         (line,) = warn_of_truncation([middle, over], 4)
         assert "the limit of the text encoder, 75 tokens" in line and "set model.caption_tokens = 225, shorten" in line

@@ -29,10 +29,11 @@ def plain_fit(session: Any, data: Any, loaded: Any, state: Any, missed: frozense
         optimizer.zero_grad()
         losses = []
         for position in range(step * ACCUMULATE, (step + 1) * ACCUMULATE):
-            batch = data.loader.micro(step + 1, position)
+            batch = data.loader.take_batch(step + 1, position)
             errors = compute_loss(session.family, loaded.denoiser, loaded.objective, batch, job.objective.guidance)
             weights = [
-                job.dataset.folders[item.placed.example.folder_index].weight for item in data.loader.batch_at(position)
+                job.dataset.folders[item.placed.example.folder_index].weight
+                for item in data.loader.list_batch_items(position)
             ]
             losses.append(errors * torch.tensor(weights))
         torch.cat(losses).mean().backward()

@@ -59,7 +59,7 @@ def test_a_decoder_that_takes_the_last_step_is_told_when(last_step, num_frames):
         drawn[output_type] = pipeline(
             prompt="a cat",
             **{**Family.call_options, "num_frames": num_frames, "decode_noise_scale": 0.0},
-            **family.size_inputs(width, height),
+            **family.make_size_inputs(width, height),
             guidance_scale=1.0,
             num_inference_steps=2,
             max_sequence_length=family.max_sequence_length,
@@ -79,7 +79,7 @@ def test_previews_with_such_a_decoder(last_step):
     negatives = family.encode_prompts(["blurry"])
     family.free_encoders()
     section = settings.Preview(prompts=["x"], steps=2, width=96, height=64, frames=9)
-    pipeline = family.pipeline(load_denoiser(family, "fp8"))
+    pipeline = family.make_pipeline(load_denoiser(family, "fp8"))
     pipeline.vae.decoder.register_forward_pre_hook(lambda module, given: told.append(given))
     (frames,) = previews.draw_clips(family, pipeline, PreviewPrompts([section], ["blurry"], conds, negatives), 64)
     assert len(frames) == 9 and frames[0].size == (96, 64)

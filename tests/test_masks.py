@@ -208,12 +208,12 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
     cache = Cache(tmp_path / "cache", family, section)
     assert cache.fill([placed], ["a"]).encoded == 5 and family.calls == (2, 1)
     half = torch.tensor([1, 1, 1, 0.5, 0, 0, 0]).expand(5, 7)
-    assert cache.mask(placed).shape == cache.latents(placed).shape[-2:]
-    torch.testing.assert_close(cache.mask(placed), half, atol=0.04, rtol=0)
-    torch.testing.assert_close(cache.mask(placed, True), half.flip(-1), atol=0.04, rtol=0)
+    assert cache.read_mask(placed).shape == cache.read_latents(placed).shape[-2:]
+    torch.testing.assert_close(cache.read_mask(placed), half, atol=0.04, rtol=0)
+    torch.testing.assert_close(cache.read_mask(placed, True), half.flip(-1), atol=0.04, rtol=0)
     again = Cache(tmp_path / "cache", Family(), section)
     assert (report := again.fill([placed], ["a"])).encoded == 0 and report.reused == 5
-    torch.testing.assert_close(again.mask(placed, True), cache.mask(placed, True), atol=0, rtol=0)
+    torch.testing.assert_close(again.read_mask(placed, True), cache.read_mask(placed, True), atol=0, rtol=0)
     assert mask_files.warn_of_outside_masks([placed]) == []
     # Of a mask that is white to the left of the crop, or to its right, nothing is left; of a black one that is no news.
     for white, left in (((0, 0, 16, 80), 0), ((144, 0, 160, 80), 0), ((0, 0, 32, 80), 1), (None, 0)):
@@ -236,7 +236,7 @@ def test_a_mask_is_cut_and_mirrored_as_its_picture(folder, tmp_path, kind):
 def test_entries_without_masks_keep_the_keys_that_they_had():
     """As they were on 2026-11-22, before there were masks."""
     family = SimpleNamespace(
-        name="fake", dtype=torch.float32, prompts_see_controls=False, encoder_identity=lambda what: what
+        name="fake", dtype=torch.float32, prompts_see_controls=False, compute_encoder_identity=lambda what: what
     )
     section = Dataset(folders=[Folder(path="x")])
     still = Example(Path("a.png"), "a cat", 0, "a.png", 1, 160, 80, "0" * 64)
@@ -245,16 +245,16 @@ def test_entries_without_masks_keep_the_keys_that_they_had():
     object.__setattr__(masked, "mask", Mask(Path("m.png"), "1" * 64))
     placed, moving, covered = buckets.assign([still, clip, masked], section, resolution=48, step=8)
     cache = Cache("nowhere", family, section)
-    assert (cache.image_key(placed, False), cache.image_key(placed, True)) == (
+    assert (cache.make_image_key(placed, False), cache.make_image_key(placed, True)) == (
         "68138950e615a8b19629c831b8c26f40dd30c73b1cfc3ad2acca6c97595302d6",
         "6f6bebb745893b385de3f6eb3f9a4be84abe6f1ae17fc7ea0ef14df4ebeb2a29",
     )
-    assert cache.image_key(moving, False) == "5ee8b2ec4917e5eafbe1561dff38292011b4b43d0a48c545b245969defd050f8"
-    assert cache.caption_key("a cat") == "9db46675eecbe85570626f3ffab14c29bd3581502f7b9c6e7d08a3773928ec3d"
-    assert cache.image_key(covered, True) == cache.image_key(placed, True), "the picture is not encoded anew"
-    greys = cache.mask_key(covered, False)
+    assert cache.make_image_key(moving, False) == "5ee8b2ec4917e5eafbe1561dff38292011b4b43d0a48c545b245969defd050f8"
+    assert cache.make_caption_key("a cat") == "9db46675eecbe85570626f3ffab14c29bd3581502f7b9c6e7d08a3773928ec3d"
+    assert cache.make_image_key(covered, True) == cache.make_image_key(placed, True), "the picture is not encoded anew"
+    greys = cache.make_mask_key(covered, False)
     object.__setattr__(masked, "mask", Mask(Path("m.png"), "1" * 64, alpha=True))
-    assert greys != cache.mask_key(covered, False), "of one file either the greys are meant or the transparency"
+    assert greys != cache.make_mask_key(covered, False), "of one file either the greys are meant or the transparency"
 
 
 # -- in training
@@ -265,7 +265,7 @@ class Alone:
 
     world, is_main = 1, True
 
-    def share(self, items):
+    def select_share(self, items):
         return items
 
     def gather(self, mine):
@@ -297,13 +297,13 @@ def test_every_sample_of_a_batch_has_its_own_mask_and_an_edited_one_is_other_dat
         return plan.job, data, counted["encoded"], event["masked"]
 
     plain, without, _, masked = cached()
-    assert masked == 0 and all(without.loader.micro(0, i).mask_BHW is None for i in range(6))
+    assert masked == 0 and all(without.loader.take_batch(0, i).mask_BHW is None for i in range(6))
     folders = f"dataset.folders=[{{path='{pictures}', mask='{tmp_path / 'masks'}'}}]"
     made, data, encoded, masked = cached(folders)
     assert (encoded, masked) == (4, 2), "masks of two, as they are and mirrored, and nothing else"
     seen = set()
     for number in range(4 * data.loader.batches_per_epoch):
-        batch = data.loader.micro(0, number)
+        batch = data.loader.take_batch(0, number)
         stems = [path.stem for path in batch.paths]
         if not white.keys() & set(stems):
             assert batch.mask_BHW is None
@@ -346,7 +346,7 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
     mask_BHW[0, :, 5:], mask_BHW[1] = 0, 1
     objective = objective_of(kind, Objective(unmasked_weight=weight, min_snr_gamma=2.0))
     answer.requires_grad_()
-    family = SimpleNamespace(dtype=torch.float32, seq_len=lambda size: 64, prepare=lambda *_: {})
+    family = SimpleNamespace(dtype=torch.float32, count_image_tokens=lambda size: 64, prepare=lambda *_: {})
     family.predict_prepared = family.predict = lambda *_: answer
     batch = Batch(
         *(latents, noise, [torch.Generator().manual_seed(7) for _ in range(2)], {}, ["a", "b"], [], ["", ""]),
@@ -364,20 +364,20 @@ def test_the_loss_is_torchs_own_weighted_by_the_mask(kind, shape, weight):
         target = objective.scheduler.get_velocity(latents, noise, t_B)
     counts = (weight + (1 - weight) * mask_BHW).view(2, *[1] * (len(shape) - 3), 6, 10).expand(shape)
     ours = [
-        mse_loss(answer[i], target[i], reduction="none", weight=counts[i]).mean() * objective.weight(t_B)[i]
+        mse_loss(answer[i], target[i], reduction="none", weight=counts[i]).mean() * objective.compute_weight(t_B)[i]
         for i in range(2)
     ]
     torch.testing.assert_close(losses_B, torch.stack(ours))
     outside = gradient[0][..., 5:]
     assert outside.eq(0).all() if weight == 0 else outside.ne(0).all()
     assert gradient[0][..., :5].ne(0).sum() > 0 and gradient[1].ne(0).all()
-    plain_B = objective.loss(answer, target, t_B)
+    plain_B = objective.compute_loss(answer, target, t_B)
     torch.testing.assert_close(losses_B[1], plain_B[1], rtol=0, atol=0)
     # The held-out loss counts the same.
     loaded = SimpleNamespace(objective=objective, denoiser=denoiser, text=None)
-    data = SimpleNamespace(held_out=SimpleNamespace(micro=lambda step, number: batch))
+    data = SimpleNamespace(held_out=SimpleNamespace(take_batch=lambda step, number: batch))
     session = SimpleNamespace(family=family, job=SimpleNamespace(objective=SimpleNamespace(guidance=1.0)))
-    objective.loss = lambda *given, **named: type(objective).loss(objective, *given, **named).sum()
+    objective.compute_loss = lambda *given, **named: type(objective).compute_loss(objective, *given, **named).sum()
     assert validate._measure_loss(session, data, loaded, 0, t_B) == losses_B.sum().item()
 
 

@@ -86,7 +86,7 @@ def test_result_and_gradient_equal_a_float64_reference(form, compute, recipe, dt
     y = layer(x)
     (grad_x,) = torch.autograd.grad(y, x, grad_y)
 
-    weight = precision.decode(layer.parts(), layer.form.storage, torch.float32).double()
+    weight = precision.decode(layer.get_parts(), layer.form.storage, torch.float32).double()
     used_dtype = weight if dtype is torch.float32 else weight.to(dtype).double()
     flat_x, flat_grad = x.detach().double().view(-1, IN), grad_y.double().view(-1, OUT)
     if compute == "upcast":
@@ -335,11 +335,11 @@ def test_amax_history_survives_a_checkpoint():
     model(x).float().sum().backward()
     history = AmaxHistory(model)
     history.end_step_()
-    tensors = history.tensors()
+    tensors = history.copy_tensors()
     assert {tensor.shape for tensor in tensors.values()} == {(2, 16)} and len(tensors) == 4
     twin = stack("fp8 row", "fp8", "delayed")
     AmaxHistory(twin).load_(tensors)
-    assert all(torch.equal(t, tensors[name]) and t.any() for name, t in AmaxHistory(twin).tensors().items())
+    assert all(torch.equal(t, tensors[name]) and t.any() for name, t in AmaxHistory(twin).copy_tensors().items())
     with pytest.raises(UserError, match=r"no amax history of 4 layers \(first: 0\)"):
         AmaxHistory(twin).load_({})
 
@@ -424,7 +424,7 @@ def test_fastest_stops_when_asked_to(error):
 
 def test_gradient_and_forward_use_the_one_stored_copy():
     layer = layer_of("fp8 row", "fp8", "current")
-    assert sum(tensor.nbytes for tensor in layer.state_dict().values()) == FP8_ROW.num_bytes((OUT, IN)) + 4 * OUT
+    assert sum(tensor.nbytes for tensor in layer.state_dict().values()) == FP8_ROW.count_bytes((OUT, IN)) + 4 * OUT
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_forward"])

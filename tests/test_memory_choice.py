@@ -165,14 +165,14 @@ def test_previews_in_tiles_are_those_of_diffusers(
     encoded_in_tiles = family.encode_images(pixels)
     theirs.disable_tiling()
 
-    pipeline = family.pipeline(tiled=True)
+    pipeline = family.make_pipeline(tiled=True)
     drawn = pipeline.vae.decode(scaled.to(torch.bfloat16).to(torch.float32), return_dict=False)[0]
     exact = family.decode_latents(latents, tiled=True)
     assert torch.equal(_latents.as_clip(exact), _latents.as_clip(wanted)) and not torch.equal(exact, plain)
     assert not torch.equal(drawn, wanted), "the pipeline's latents are rounded"
     assert torch.equal(pipeline.vae.decode(scaled, return_dict=False)[0], wanted)
     assert torch.equal(family.encode_images(pixels), latents) and not torch.equal(latents, encoded_in_tiles)
-    assert torch.equal(family.pipeline().vae.decode(scaled, return_dict=False)[0], plain.view_as(wanted))
+    assert torch.equal(family.make_pipeline().vae.decode(scaled, return_dict=False)[0], plain.view_as(wanted))
 
 
 def test_the_estimate_is_of_what_would_be_chosen(tiny: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_ddim_step_with_the_true_target_stays_on_the_noising_path(prediction_t
     for t, before in [(999, 949), (499, 449), (99, 49)]:
         t_B, before_B = torch.full((2,), t), torch.full((2,), before)
         x_t = objective.add_noise(x0, noise, t_B)
-        stepped = sampler.step(objective.target(x0, noise, t_B), t, x_t).prev_sample
+        stepped = sampler.step(objective.compute_target(x0, noise, t_B), t, x_t).prev_sample
         torch.testing.assert_close(stepped, objective.add_noise(x0, noise, before_B), rtol=1e-4, atol=1e-4)
 
 
@@ -108,15 +108,15 @@ def test_min_snr_weighs_the_error_of_x0_with_the_clamped_snr(prediction_type):
         x_t = a * x0.double() + s * noise.double()
         guess_noise = (x_t - a * guess_x0.double()) / s
         guess = guess_noise if prediction_type == "epsilon" else a * guess_noise - s * guess_x0.double()
-        loss_B = objective.loss(guess, objective.target(x0.double(), noise.double(), t_B), t_B)
+        loss_B = objective.compute_loss(guess, objective.compute_target(x0.double(), noise.double(), t_B), t_B)
         expected = torch.clamp(abar / (1 - abar), max=5.0) * (guess_x0 - x0).double().square().mean((1, 2, 3))
         torch.testing.assert_close(loss_B.double(), expected, rtol=2e-3, atol=1e-7)
 
 
 def test_min_snr_is_finite_where_no_signal_is_left():
     objective = Diffusion({**SD, "rescale_betas_zero_snr": True}, settings.Objective(min_snr_gamma=5.0))
-    assert objective.snr(torch.tensor([999])) < 1e-6
-    assert objective.weight(torch.tensor([999, 998])).tolist() == [1.0, 1.0]
+    assert objective.compute_snr(torch.tensor([999])) < 1e-6
+    assert objective.compute_weight(torch.tensor([999, 998])).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("config_", [FLUX, SD3])
@@ -130,7 +130,7 @@ def test_an_euler_step_with_the_true_target_stays_on_the_line(config_):
         x_t = objective.add_noise(x0, noise, here)
         expected = sampler.scale_noise(x0, sampler.timesteps[i].expand(2), noise)
         sampler._step_index = i
-        stepped = sampler.step(objective.target(x0, noise, here), sampler.timesteps[i], x_t).prev_sample
+        stepped = sampler.step(objective.compute_target(x0, noise, here), sampler.timesteps[i], x_t).prev_sample
         torch.testing.assert_close(stepped, objective.add_noise(x0, noise, there), rtol=1e-5, atol=1e-5)
         sampler._step_index = None
         torch.testing.assert_close(x_t, expected, rtol=1e-5, atol=1e-6)
@@ -143,7 +143,7 @@ def test_the_dynamic_shift_is_the_samplers(seq_len, time_shift_type):
     sampler = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config)
     objective = FlowMatching(scheduler_config, settings.Objective())
     mu = calculate_shift(seq_len, 256, 4096, 0.6, 1.3)
-    assert objective.mu(seq_len) == pytest.approx(mu)
+    assert objective.compute_mu(seq_len) == pytest.approx(mu)
     plain = torch.linspace(1.0, 0.1, 10)
     sampler.set_timesteps(sigmas=plain.tolist(), mu=mu)
     torch.testing.assert_close(objective.warp(plain, seq_len), sampler.sigmas[:-1])
@@ -169,7 +169,7 @@ def test_flow_timesteps_follow_their_density():
     share = torch.histc(uniform_B, 4, 0, 1) / count
     torch.testing.assert_close(share, torch.full((4,), 0.25), atol=0.03, rtol=0)
     # The shift moves the median from 1/2 to s / (1 + s).
-    s = math.exp(FlowMatching(FLUX, settings.Objective()).mu(1024))
+    s = math.exp(FlowMatching(FLUX, settings.Objective()).compute_mu(1024))
     shifted_B = FlowMatching(FLUX, settings.Objective()).sample_t(generators(count), seq_len=1024)
     assert shifted_B.median().item() == pytest.approx(s / (1 + s), abs=0.02)
 
@@ -178,7 +178,7 @@ def test_flow_timesteps_follow_their_density():
 def test_the_loss_is_one_float32_mean_per_sample(objective):
     pred, target = (x.bfloat16() for x in pair())
     t_B = objective.sample_t(generators(2), seq_len=96)
-    loss_B = objective.loss(pred, target, t_B)
+    loss_B = objective.compute_loss(pred, target, t_B)
     expected = torch.stack(
         [torch.nn.functional.mse_loss(p.float(), t.float()) for p, t in zip(pred, target, strict=True)]
     )
@@ -195,11 +195,13 @@ def test_the_loss_is_one_float32_mean_per_sample(objective):
         section = settings.Objective(loss=kind, huber_delta=0.7, min_snr_gamma=1.0, unmasked_weight=0.25)
         ours = type(objective)(SD if isinstance(objective, Diffusion) else FLUX, section)
         counts = 0.25 + 0.75 * mask[:, None]
-        wanted = (2 * judge(pred.float(), target.float()) * counts).flatten(1).mean(1) * ours.weight(t_B)
-        torch.testing.assert_close(ours.loss(pred, target, t_B, mask), wanted)
+        wanted = (2 * judge(pred.float(), target.float()) * counts).flatten(1).mean(1) * ours.compute_weight(t_B)
+        torch.testing.assert_close(ours.compute_loss(pred, target, t_B, mask), wanted)
         near = target + 1e-3 * torch.sign(pred.detach() - target).float()  # below the delta: the square, for huber
         scale = 1.0 if kind == "huber" else 1 / 0.7
-        small = ours.loss(near, target, t_B) / (objective.loss(near, target, t_B) * ours.weight(t_B))
+        small = ours.compute_loss(near, target, t_B) / (
+            objective.compute_loss(near, target, t_B) * ours.compute_weight(t_B)
+        )
         torch.testing.assert_close(small, torch.full_like(small, scale), rtol=1e-3, atol=0)
 
 
@@ -212,7 +214,7 @@ def test_the_huber_schedules_are_those_of_sd_scripts(schedule: str) -> None:
     for kind, torchs in (("huber", "huber_loss"), ("smooth_l1", "smooth_l1_loss"), ("pseudo_huber", ""),
                          ("pseudo_smooth_l1", "")):  # fmt: skip
         section = settings.Objective(loss=kind, huber_delta=c, huber_schedule=schedule, huber_scale=scale)
-        loss_B = Diffusion(SD, section).loss(pred, target, t_B)
+        loss_B = Diffusion(SD, section).compute_loss(pred, target, t_B)
         for i, t in enumerate(t_B.tolist()):
             sigma = math.sqrt((1 - abar[t]) / abar[t])
             d = {"constant": c, "exponential": scale * math.exp(math.log(c) * t / 1000)}.get(
@@ -229,7 +231,7 @@ def test_the_huber_schedules_are_those_of_sd_scripts(schedule: str) -> None:
 
 def test_a_flow_has_the_exponential_huber_schedule_by_its_own_time() -> None:
     section = settings.Objective(loss="pseudo_huber", huber_delta=0.2, huber_schedule="exponential")
-    delta_B = FlowMatching(FLUX, section).delta(torch.tensor([0.0, 0.5, 1.0]))
+    delta_B = FlowMatching(FLUX, section).compute_huber_delta(torch.tensor([0.0, 0.5, 1.0]))
     torch.testing.assert_close(delta_B, torch.tensor([1.0, 0.2**0.5, 0.2]))
 
 
@@ -238,16 +240,16 @@ def test_the_noise_offset_is_one_normal_number_for_each_channel_of_a_sample():
     objective = Diffusion(SD, settings.Objective(noise_offset=0.1))
     drawn = generators(2)
     t_B = objective.sample_t(drawn, seq_len=24)
-    shaped = objective.shaped(noise, drawn)
+    shaped = objective.shape_noise(noise, drawn)
     offset = (shaped - noise).flatten(2)
     torch.testing.assert_close(offset, offset[:, :, :1].expand_as(offset), atol=1e-6, rtol=0)
     assert len(offset[:, :, 0].unique()) == 8
     # It is part of what is added and of what is asked for, as in the paper's loss.
     latents, _ = pair(1)
-    torch.testing.assert_close(objective.target(latents, shaped, t_B), shaped)
-    many = objective.shaped(torch.zeros(1, 4, 1, 1).expand(4000, 4, 1, 1), generators(4000))
+    torch.testing.assert_close(objective.compute_target(latents, shaped, t_B), shaped)
+    many = objective.shape_noise(torch.zeros(1, 4, 1, 1).expand(4000, 4, 1, 1), generators(4000))
     assert many.std().item() == pytest.approx(0.1, rel=0.03) and many.mean().item() == pytest.approx(0, abs=0.003)
-    assert Diffusion(SD, settings.Objective()).shaped(noise, generators(2)) is noise
+    assert Diffusion(SD, settings.Objective()).shape_noise(noise, generators(2)) is noise
 
 
 @pytest.mark.parametrize("timesteps", ["uniform", "logit_normal"])

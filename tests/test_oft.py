@@ -149,8 +149,8 @@ def test_from_training_to_a_verified_file(make_job, tmp_path, family, layout):
     assert json.loads(metadata["ss_network_args"]) == {"algo": "diag-oft"}
     assert (metadata["ss_network_module"], metadata["ss_network_dim"]) == ("lycoris.kohya", "8")
     held = kinds.group_by_layer(checkpoint.read_latest(result.run.checkpoints)[0].adapter)
-    name_of, _ = layer_names.get_rule(Family, built.denoiser_config(), layout)
-    shapes = Family.layer_shapes(built.denoiser_config())
+    name_of, _ = layer_names.get_rule(Family, built.read_denoiser_config(), layout)
+    shapes = Family.list_layer_shapes(built.read_denoiser_config())
     for module, parts in list(held.items())[::7]:  # as ComfyUI reads them, with the file's alpha
         stem, weight = name_of(module)[0], torch.randn(shapes[module])
         blocks, alpha = tensors[f"{stem}.oft_blocks"], float(tensors[f"{stem}.alpha"])
@@ -202,8 +202,8 @@ def test_each_layout_that_carries_it_and_back(tiny, name):
     """The layouts of LoHa, which likewise cannot be joined or have rows swapped; ComfyUI's formula judges."""
     Family = families.get(name)
     family = Family(settings.Model(family=name, path=str(tiny(name))), device="cpu", dtype=torch.float32)
-    denoiser, sizes = family.empty_denoiser(), family.denoiser_config()
-    names = Family.adapter_names(denoiser)
+    denoiser, sizes = family.make_empty_denoiser(), family.read_denoiser_config()
+    names = Family.choose_adapter_layers(denoiser)
     able = [
         layout for layout in Family.layouts if layouts.explain_unsupported("oft", names, Family, sizes, layout) is None
     ]

@@ -68,7 +68,7 @@ def loader(Family, tmp_path):
     """The family on its miniature, with the released denoiser's config in place of its own."""
     miniatures.save(Family.name, tmp_path)
     family = Family(settings.Model(family=Family.name, path=str(tmp_path)), device="cpu", dtype=torch.float32)
-    family.denoiser_config = lambda: dict(Family.reference_config)
+    family.read_denoiser_config = lambda: dict(Family.reference_config)
     return family
 
 
@@ -119,7 +119,7 @@ def test_the_sizes_of_sana_are_read_from_the_file(variant, told, tmp_path):
     wide = json.loads(encoder.read_text(encoding="utf-8")) | {"hidden_size": denoiser.config.caption_channels}
     encoder.write_text(json.dumps(wide), encoding="utf-8")  # the miniature's is too narrow for these denoisers
     family = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    found = family.empty_denoiser()
+    found = family.make_empty_denoiser()
     assert {name: tuple(tensor.shape) for name, tensor in found.state_dict().items()} == shapes
     assert {key: found.config[key] for key in expected} == expected
 
@@ -156,6 +156,6 @@ def test_a_single_file_is_the_same_model(name, tmp_path):
     written |= {key: torch.zeros(shape) for key, shape in BESIDE.get(name, {}).items()}
     save_file(written, tmp_path / "one.safetensors")
     model = settings.Model(family=name, path=str(tmp_path / "one.safetensors"), components=str(tmp_path / "base"))
-    found = dict(Family(model, device="cpu", dtype=torch.float32).denoiser_tensors())
+    found = dict(Family(model, device="cpu", dtype=torch.float32).read_denoiser_tensors())
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[ours], tensors[ours]) for ours in tensors)

@@ -212,7 +212,7 @@ def test_a_run_below_a_linked_folder_works(tmp_path):
     run = Run.create(with_link, CONFIG)
     run.log_event("start")
     run.request("save")
-    assert run.requested("save")
+    assert run.take_request("save")
     run.close()
     Run.create(with_link, CONFIG, resume=True).close()
     assert ownership.remove(with_link) == [] and (tmp_path / "runs").is_symlink()

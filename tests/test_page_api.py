@@ -112,7 +112,7 @@ def test_a_job_is_submitted_seen_and_stopped(client: Client, place: Place) -> No
     (row,) = [job for job in client.predict(api_name="/list") if job["id"] == id]
     assert (row["name"], row["priority"], row["state"]) == ("cat", 3, "queued")
     # The queue itself, as the command line sees it.
-    assert jobs.Queue(place.home).job(id).name == "cat"
+    assert jobs.Queue(place.home).get_job(id).name == "cat"
     assert client.predict(str(id), api_name="/stop")["state"] in jobs.ENDED
     assert client.predict(str(id), api_name="/status")["state"] in jobs.ENDED
 
@@ -139,7 +139,7 @@ def test_files_are_exported_and_downloaded(client: Client, place: Place, address
     assert (got.status_code, got.content) == (200, b"12345")
     assert httpx.get(address + told["files"][0]["download"]).status_code == 401
     id = client.predict(str(run), ["comfy"], api_name="/export")["job"]
-    assert jobs.Queue(place.home).job(id).command == ("export", "--format", "comfy", "--", str(run))
+    assert jobs.Queue(place.home).get_job(id).command == ("export", "--format", "comfy", "--", str(run))
     with pytest.raises(AppError, match="export.formats"):
         client.predict(str(run), ["zip"], api_name="/export")
 
@@ -230,7 +230,7 @@ def test_the_same_functions_are_tools_of_an_mcp_server(place: Place) -> None:
             assert wrong and "dataset.folders.0.path: /etc: the page may not use" in told and "Traceback" not in told
             wrong, told = await ask("submit", config=text)
             id = json.loads(told)["id"]
-            assert jobs.Queue(place.home).job(id).name == "by-mcp"
+            assert jobs.Queue(place.home).get_job(id).name == "by-mcp"
             assert json.loads((await ask("stop", id=str(id)))[1])["state"] in jobs.ENDED
             wrong, told = await ask("events", id=str(root / "shell"), offset=0)
             assert json.loads(told)["events"][0]["event"] == "stage"

@@ -207,7 +207,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site, some: Callable[...,
     site.ask("caption", model="nobody/nothing", prompt="plain", trigger="plain")
     site.call(site.find("new-start", "click"), {})
     before, known = files(site.folder), options(site.lines())
-    assert {"--model", "--prompt", "--trigger"} <= known and len(jobs.Queue(site.place.home).view()) == 2
+    assert {"--model", "--prompt", "--trigger"} <= known and len(jobs.Queue(site.place.home).list_jobs()) == 2
 
     payloads = [text.format(site.canary) for text in PAYLOADS]
     settings = {f"{view}-{key.replace('.', '-')}" for key in form.collect_settings() for view in ("set", "new")}
@@ -257,7 +257,7 @@ def test_what_is_typed_into_any_field_stays_text(site: Site, some: Callable[...,
             ]
             if not [key for key in wrong if _take(tables, key)] and not left:
                 break
-    queued = [job for job in jobs.Queue(site.place.home).view() if job.kind == "train"]
+    queued = [job for job in jobs.Queue(site.place.home).list_jobs() if job.kind == "train"]
     assert len(queued) > len(payloads) / 2, "some payloads are fit to be prompts"
     assert all(job.folder.is_relative_to(site.place.home / "runs") for job in queued)
 

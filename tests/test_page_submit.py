@@ -69,7 +69,7 @@ def test_every_path_outside_is_refused(place: Place, key: str, path: str) -> Non
         submission.check_config(place, tomlkit.dumps(data))
     with pytest.raises(UserError):
         submission.submit_training(place, tomlkit.dumps(data))
-    assert jobs.Queue(place.home).view() == []
+    assert jobs.Queue(place.home).list_jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_learning_rate_test_is_queued_with_the_draft_and_starts_no_training(
     monkeypatch.setattr(jobs, "ensure_worker", lambda home: None)
     text = TEXT.format(folder=f"{place.given[0]}/cats") + "[optimizer]\nlr = 3e-4\n"
     ids = [submission.submit_rate_test(place, text) for _ in range(2)]
-    (view,) = (view for view in jobs.Queue(place.home).view() if view.id == ids[0])
+    (view,) = (view for view in jobs.Queue(place.home).list_jobs() if view.id == ids[0])
     assert (view.kind, view.name, view.command[:2]) == ("command", "lr-find cat", ("lr-find", "--"))
     file = Path(view.command[2])
     assert file.parent == place.home / "lr-find" and list(file.parent.iterdir()) == [file]
@@ -96,7 +96,7 @@ def test_a_learning_rate_test_is_queued_with_the_draft_and_starts_no_training(
     assert job == submission.check_config(place, text) and job.optimizer.lr == 3e-4
     with pytest.raises(UserError, match=r"path.*may not use this path"):
         submission.submit_rate_test(place, TEXT.format(folder="/etc"))
-    assert sorted(view.id for view in jobs.Queue(place.home).view()) == ids and not (place.home / "runs").exists()
+    assert sorted(view.id for view in jobs.Queue(place.home).list_jobs()) == ids and not (place.home / "runs").exists()
 
 
 def test_what_the_check_finds_is_told_as_always(place: Place) -> None:

@@ -23,7 +23,7 @@ class Told:
     def log_event(self, event: str, **fields) -> None:
         self.events.setdefault(event, []).append(fields)
 
-    def requested(self, what: str) -> bool:
+    def take_request(self, what: str) -> bool:
         return self.stop and what == "stop"
 
 
@@ -33,7 +33,7 @@ class Rank:
     def __init__(self, rank: int, other: FillReport | None = None):
         self.rank, self.world, self.is_main, self.other = rank, 2, rank == 0, other
 
-    def share(self, items):
+    def select_share(self, items):
         return items[self.rank :: self.world]
 
     def gather(self, mine):
@@ -64,9 +64,9 @@ def test_two_processes_encode_half_each_and_tell_the_sum(job, tmp_path: Path):
 
 def test_a_stop_is_heard_while_caching(job, tmp_path: Path):
     class Alone(Rank):
-        def share(self, items):
+        def select_share(self, items):
             return items
 
     with pytest.raises(Stopped, match="cached images and captions are kept"):
         cached(job("train.batch_size=2", f"dataset.cache_dir='{tmp_path / 'cache'}'"), Told(stop=True), Alone(0))
-    assert hasattr(Run, "requested")  # what Told stands for
+    assert hasattr(Run, "take_request")  # what Told stands for

@@ -159,7 +159,7 @@ def different(one: Tensors, other: Tensors) -> list[str]:
 
 
 def read(family) -> Tensors:
-    return {name: precision.to_plain(weight) for name, weight in family.denoiser_tensors()}
+    return {name: precision.to_plain(weight) for name, weight in family.read_denoiser_tensors()}
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_the_bytes_of_a_file_are_held_as_they_are(single, layout, tmp_path):
             weight = decode(encode(weight, layer.form), layer.form.storage, torch.float32)
         else:
             again += not torch.equal(decode(encode(weight), "fp8", torch.float32), weight)
-        assert torch.equal(decode(layer.parts(), layer.form.storage, torch.float32), weight), name
+        assert torch.equal(decode(layer.get_parts(), layer.form.storage, torch.float32), weight), name
         assert torch.equal(layer.weight, weight.to(torch.bfloat16).view(shape)), name
     assert again > 0.5 * len(rows)  # a second rounding would have been seen
     for name, tensor in denoiser.named_parameters():
@@ -202,7 +202,7 @@ def test_a_fused_layer_is_cut_with_its_scales(flux, tmp_path):
     """By hand, without the trainer's own table of rows: q, k, v and the MLP of FLUX's single blocks."""
     file, _, metadata = quantized(flux, "newer rows")
     family = flux.family(flux.write(tmp_path / "one.safetensors", file, metadata))
-    weights = dict(family.denoiser_tensors())
+    weights = dict(family.read_denoiser_tensors())
     codes = file["single_blocks.1.linear1.weight"].float()
     scale = file["single_blocks.1.linear1.weight_scale"]
     width = weights["single_transformer_blocks.1.attn.to_q.weight"].shape[0]
@@ -210,10 +210,10 @@ def test_a_fused_layer_is_cut_with_its_scales(flux, tmp_path):
     for name, rows in {"attn.to_q": width, "attn.to_k": width, "attn.to_v": width, "proj_mlp": 4 * width}.items():
         weight = weights[f"single_transformer_blocks.1.{name}.weight"]
         expected = torch.stack([codes[i] * scale[i] for i in range(at, at + rows)])
-        assert torch.equal(weight.decoded(), expected)
+        assert torch.equal(weight.dequantize(), expected)
         at += rows
     assert at == len(codes)
-    held, kept = weight.parts(FP8_ROW), weights["single_transformer_blocks.1.attn.to_k.weight"].parts(FP8_ROW)
+    held, kept = weight.make_parts(FP8_ROW), weights["single_transformer_blocks.1.attn.to_k.weight"].make_parts(FP8_ROW)
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in (*held, *kept))  # the whole is let go
 
 
@@ -227,11 +227,11 @@ def test_a_forgotten_scale_or_one_of_other_rows_is_seen(flux, tmp_path, monkeypa
         return Quantized(codes, self.scale[: len(codes)])
 
     with monkeypatch.context() as planted:
-        planted.setattr(Quantized, "changed", scale_of_the_first_rows)
+        planted.setattr(Quantized, "change_rows", scale_of_the_first_rows)
         wrong = different(read(flux.family(one)), expected)
         assert any("to_k" in name for name in wrong) and not any("to_q" in name for name in wrong)
     with monkeypatch.context() as planted:
-        planted.setattr(Quantized, "decoded", lambda self, dtype=torch.float32: self.codes.to(dtype))
+        planted.setattr(Quantized, "dequantize", lambda self, dtype=torch.float32: self.codes.to(dtype))
         assert len(different(read(flux.family(one)), expected)) > 20
     assert not different(read(flux.family(one)), expected)
 
@@ -240,12 +240,12 @@ def test_blocks_are_held_where_the_storage_has_them(flux, tmp_path):
     one, meant = pair(flux, "blocks as musubi", tmp_path)
     expected = read(flux.family(meant))
     family = flux.family(one, torch.bfloat16)
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     section = settings.Quantize(override={"ff.net.2": "fp8 1x64", "ff_context.net.2": "fp8 1x128"})
     precision.quantize_(denoiser, section, family.keep_precise, family.dtype, family.modulation)
-    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
+    precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     for name, layer in precision.find_frozen_layers(denoiser).items():
-        decoded, weight = decode(layer.parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
+        decoded, weight = decode(layer.get_parts(), layer.form.storage, torch.float32), expected[f"{name}.weight"]
         if layer.form == Format("fp8", "1x64") or layer.form == FP8_ROW and weight.shape[1] % 64:
             assert torch.equal(decoded, weight), name
         else:  # a scale of ours covers several of the file's: rounded once more, from the exact value
@@ -260,14 +260,14 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
     one, meant = pair(flux, layout, tmp_path)
     expected = read(flux.family(meant))
     family = flux.family(one, torch.bfloat16)
-    assert family.file_scale() == own
-    denoiser, section = family.empty_denoiser(), settings.Quantize(modulation="bf16")
-    args = (family.keep_precise, family.dtype, family.modulation, family.file_scale())
+    assert family.read_file_scale() == own
+    denoiser, section = family.make_empty_denoiser(), settings.Quantize(modulation="bf16")
+    args = (family.keep_precise, family.dtype, family.modulation, family.read_file_scale())
     plan = precision.quantize_(denoiser, section, *args)
-    precision.fill_(denoiser, family.denoiser_tensors(), family.dtype)
+    precision.fill_(denoiser, family.read_denoiser_tensors(), family.dtype)
     layers = precision.find_frozen_layers(denoiser)
     for name, layer in layers.items():
-        decoded = decode(layer.parts(), layer.form.storage, torch.float32)
+        decoded = decode(layer.get_parts(), layer.form.storage, torch.float32)
         assert torch.equal(decoded, expected[f"{name}.weight"]), name
     assert {layer.form.scale for layer in layers.values()} >= ({own} if own else {"row"})
     assert not [text for text in plan.warnings if "second time" in text]
@@ -277,11 +277,11 @@ def test_auto_holds_the_bytes_of_the_file(flux, tmp_path, layout, own):
 def test_a_second_rounding_is_said(flux, tmp_path, changes):
     one, _ = pair(flux, "blocks as musubi", tmp_path)
     family = flux.family(one, torch.bfloat16)
-    args = (family.keep_precise, family.dtype, family.modulation, family.file_scale())
-    plan = precision.decide(family.empty_denoiser(), settings.Quantize(**changes), *args)
+    args = (family.keep_precise, family.dtype, family.modulation, family.read_file_scale())
+    plan = precision.decide(family.make_empty_denoiser(), settings.Quantize(**changes), *args)
     (told,) = [text for text in plan.warnings if "second time" in text]
     assert "1x64" in told and "scale row" in told and "2.4 %" in told
-    assert precision.decide(family.empty_denoiser(), settings.Quantize(), *args[:3]).warnings == ()
+    assert precision.decide(family.make_empty_denoiser(), settings.Quantize(), *args[:3]).warnings == ()
 
 
 @pytest.mark.parametrize("blocks", ["1x64", "1x128", "128x128"])
@@ -292,9 +292,9 @@ def test_the_blocks_of_a_file_are_read_from_its_header(tmp_path, blocks):
     codes = weight / scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     path = tmp_path / "a.safetensors"
     save_file({"x.weight": codes.to(E4M3), "x.weight_scale": scale}, path)
-    assert WeightFile(path).block_scales() == [blocks]
+    assert WeightFile(path).list_block_scales() == [blocks]
     held = WeightFile(path).read("x.weight")
-    assert torch.equal(held.parts(Format("fp8", blocks))[0].view(E4M3).float(), codes.to(E4M3).float())
+    assert torch.equal(held.make_parts(Format("fp8", blocks))[0].view(E4M3).float(), codes.to(E4M3).float())
 
 
 @pytest.mark.parametrize("scale", ["tensor", "row", "1x64", "1x128", "128x128", "none"])
@@ -312,19 +312,19 @@ def test_a_format_takes_what_it_can_say_and_nothing_else(scale):
     }
     for size, forms in able.items():
         held = Quantized(codes, torch.rand(size, generator=generator) + 0.5)
-        parts = held.parts(form)
+        parts = held.make_parts(form)
         assert (parts is not None) == (scale in forms), size
         if parts is not None:
-            assert [(tuple(one.shape), one.dtype) for one in parts] == [*form.tensors((256, 384)).values()]
+            assert [(tuple(one.shape), one.dtype) for one in parts] == [*form.describe_tensors((256, 384)).values()]
             assert torch.equal(parts[0], codes.view(torch.uint8))
-            assert torch.equal(decode(parts, "fp8", torch.float32), held.decoded())
+            assert torch.equal(decode(parts, "fp8", torch.float32), held.dequantize())
     for size in able:  # the same value everywhere can be said by all; "none" can say 1
         for value in (1.0, 0.75):
-            parts = Quantized(codes, torch.full(size, value)).parts(form)
+            parts = Quantized(codes, torch.full(size, value)).make_parts(form)
             assert (parts is not None) == (scale != "none" or value == 1.0)
     for other in (Format("int8", "row"), Format("nf4", "64")):
-        assert Quantized(codes, torch.ones(1, 1)).parts(other) is None
-    assert Quantized(codes.to(E5M2), torch.ones(1, 1)).parts(form) is None
+        assert Quantized(codes, torch.ones(1, 1)).make_parts(other) is None
+    assert Quantized(codes.to(E5M2), torch.ones(1, 1)).make_parts(form) is None
 
 
 def test_all_codes_are_decoded_as_torch_does():
@@ -333,8 +333,8 @@ def test_all_codes_are_decoded_as_torch_does():
         codes = torch.arange(256, dtype=torch.uint8).view(kind)
         codes = codes.view(torch.uint8)[codes.float().isfinite()].view(kind)[None].repeat(3, 1)
         scale = torch.tensor([[1.0], [0.3], [2.0**-20]])
-        assert torch.equal(Quantized(codes, scale).decoded(), codes.float() * scale)
-        assert torch.equal(Quantized(codes, scale).decoded(torch.bfloat16), (codes.float() * scale).bfloat16())
+        assert torch.equal(Quantized(codes, scale).dequantize(), codes.float() * scale)
+        assert torch.equal(Quantized(codes, scale).dequantize(torch.bfloat16), (codes.float() * scale).bfloat16())
 
 
 @pytest.mark.parametrize("layout", ["older", "unscaled"])
@@ -507,7 +507,7 @@ def test_what_would_be_misread_is_refused(flux, case, tmp_path):
     change(file)
     path = flux.write(tmp_path / "wrong.safetensors", file, metadata)
     with pytest.raises(UserErrors, match=words) as caught:
-        for _ in flux.family(path).denoiser_tensors():
+        for _ in flux.family(path).read_denoiser_tensors():
             pass
     (problem,) = caught.value.problems
     assert problem.startswith(f"{path}: ") and problem.endswith("as ComfyUI or kohya's tools write it")
@@ -647,10 +647,10 @@ torch.set_num_threads(1)
 model = settings.Model(family="flux", path=sys.argv[1], components=sys.argv[2])
 _checks.check_fit = lambda family: None  # the parts beside the file are a miniature's
 family = families.get("flux")(model, device="cpu", dtype=torch.bfloat16)
-denoiser = family.empty_denoiser()
+denoiser = family.make_empty_denoiser()
 precision.quantize_(denoiser, settings.Quantize(), family.keep_precise, torch.bfloat16, family.modulation)
 before = peak_memory.begin()
-tensors = family.denoiser_tensors() if sys.argv[3] == "stream" else list(family.denoiser_tensors())
+tensors = family.read_denoiser_tensors() if sys.argv[3] == "stream" else list(family.read_denoiser_tensors())
 precision.fill_(denoiser, tensors, torch.bfloat16)
 held = sum(tensor.nbytes for tensor in [*denoiser.parameters(), *denoiser.buffers()])
 print(json.dumps({"held": held, "peak": peak_memory.peak() - before}))

@@ -81,7 +81,7 @@ def prepare(job: Job, number: int = 0) -> tuple[Session, load.Loaded, Batch, Bat
     """The session and model of a job, all in float64, with adapters that change the predictions; and a batch, twice."""
     session = Session(planning.make(job), UnwrittenRun(None), processes.Processes())
     data = cache.cache(session)
-    one, same = (data.loader.micro(0, number) for _ in range(2))  # before the cache is asked in another dtype
+    one, same = (data.loader.take_batch(0, number) for _ in range(2))  # before the cache is asked in another dtype
     assert one is not None and same is not None
     loaded = load.load(session)
     draw = torch.Generator().manual_seed(11)
@@ -120,9 +120,9 @@ def test_gradients_are_those_of_two_models(
     ours = gradients_of(session, loaded, one, monkeypatch)
 
     plain = second_model(session)
-    t_B = objective.sample_t(batch.t_generators, made.seq_len(batch.latent_hw))
+    t_B = objective.sample_t(batch.t_generators, made.count_image_tokens(batch.latent_hw))
     noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B).double()
-    target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
+    target = objective.compute_target(batch.latents_BCHW, batch.noise_BCHW, t_B)
 
     def predict(model: nn.Module, cond: dict[str, Tensor]) -> Tensor:
         return made.predict_prepared(model, made.prepare(model, noisy, t_B, cond, section.guidance), noisy)
@@ -224,9 +224,9 @@ def test_the_area_of_a_mask_can_be_divided_by() -> None:
     t = torch.tensor([10, 500])
     area = (0.2 + 0.8 * mask).mean(dim=(1, 2))
     torch.testing.assert_close(
-        divided.loss(prediction, target, t, mask), plain.loss(prediction, target, t, mask) / area
+        divided.compute_loss(prediction, target, t, mask), plain.compute_loss(prediction, target, t, mask) / area
     )
-    empty = divided.loss(prediction, target, t, torch.zeros(2, 8, 8), unmasked_weight=0.0)
+    empty = divided.compute_loss(prediction, target, t, torch.zeros(2, 8, 8), unmasked_weight=0.0)
     assert not empty.any()
 
 

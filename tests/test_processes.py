@@ -92,7 +92,7 @@ def previewed(images, *given, **more):
     return [] if numbers is None else [list(numbers)]
 
 os.environ.setdefault("RANK", "0")
-noting(loader.Loader, "micro", "samples", samples)
+noting(loader.Loader, "take_batch", "samples", samples)
 noting(previews, "draw_clips", "previews", previewed)
 noting(optim.AdapterOptimizer, "step", "weights", weights)
 exec(os.environ["PLANTED"])
@@ -376,13 +376,13 @@ def test_what_goes_wrong_on_another_process_is_told_by_the_main_one(make_job, tm
         tmp_path,
         2,
         planted=f"""
-real_micro = loader.Loader.micro
-def micro(self, step, *more):
-    batch = real_micro(self, step, *more)
+real_take = loader.Loader.take_batch
+def take_batch(self, step, *more):
+    batch = real_take(self, step, *more)
     if os.environ["RANK"] == "1" and step >= 3 and batch is not None:
         {planted}
     return batch
-loader.Loader.micro = micro
+loader.Loader.take_batch = take_batch
 """,
     )
     assert done.returncode and left_over(tmp_path) == []

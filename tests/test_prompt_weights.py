@@ -97,7 +97,7 @@ def test_states_are_multiplied(name: str, count: int, tiny: Any) -> None:
             wanted = expected(family, plain, count)
         weights = [1.0]
         for text, weight in parse_weights(prompt):
-            weights += [weight] * len(family.tokenizer("tokenizer")(text, add_special_tokens=False)["input_ids"])
+            weights += [weight] * len(family.load_tokenizer("tokenizer")(text, add_special_tokens=False)["input_ids"])
         weights = [*weights[: 75 * count + 1], *[1.0] * (75 * count + 2)][: 75 * count + 2]
         wanted["prompt_embeds"] = wanted["prompt_embeds"] * torch.tensor(weights)[:, None]
         assert got.keys() == wanted.keys()
@@ -115,9 +115,9 @@ def test_prompts_without_weights_are_as_ever(tiny: Any) -> None:
 
 def test_the_notation_does_not_count_as_tokens(tiny: Any) -> None:
     prompt = "(cat) " * 30
-    assert make("sd15", tiny("sd15")).overlong([prompt]) and not make(
+    assert make("sd15", tiny("sd15")).find_overlong([prompt]) and not make(
         "sd15", tiny("sd15"), prompt_weights=True
-    ).overlong([prompt])
+    ).find_overlong([prompt])
 
 
 @pytest.mark.parametrize(

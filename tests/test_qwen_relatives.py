@@ -82,7 +82,7 @@ def test_a_single_file_is_read_as_diffusers_reads_it(name, tmp_path):
     if name == "z_image":
         tensors[f"{PREFIX}norm_final.weight"] = torch.zeros(48)  # some files have it, and no network
     save_file(tensors, tmp_path / "one.safetensors")
-    found = dict(make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base")).denoiser_tensors())
+    found = dict(make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base")).read_denoiser_tensors())
     theirs = CONVERTERS[name](dict(tensors))
     assert found.keys() == theirs.keys() == expected.keys()
     assert all(torch.equal(found[key], theirs[key]) and torch.equal(found[key], expected[key]) for key in expected)
@@ -92,7 +92,7 @@ def test_a_single_file_is_read_as_diffusers_reads_it(name, tmp_path):
 def test_adapted_layers_are_called_as_diffusers_converter_of_loras_expects(name):
     Family = families.get(name)
     denoiser = full_size(Family)
-    layers = Family.adapter_names(denoiser)
+    layers = Family.choose_adapter_layers(denoiser)
     assert len(layers) == {"qwen_image": 60 * 12 - 4, "z_image": 30 * 7, "krea2": 28 * 8, "anima": 28 * 10}[name]
     if name == "z_image":  # its converter knows the layers of diffusers only: see `layouts` of the family
         native = layers
@@ -128,7 +128,11 @@ def test_the_last_block_of_qwen_image_makes_nothing_of_the_text(tmp_path):
     family.predict(denoiser, torch.randn(1, 16, 4, 6), torch.full((1,), 0.5), cond).square().sum().backward()
     layers = {name: module for name, module in denoiser.named_modules() if name.endswith(Family.adapter_targets)}
     silent = {name for name, layer in layers.items() if layer.weight.grad is None or not layer.weight.grad.any()}
-    assert silent == Family.without_adapter(denoiser) == layers.keys() - set(Family.adapter_names(denoiser))
+    assert (
+        silent
+        == Family.find_layers_without_adapter(denoiser)
+        == layers.keys() - set(Family.choose_adapter_layers(denoiser))
+    )
 
 
 def test_the_template_is_as_long_as_the_pipelines_count_it():
@@ -152,7 +156,7 @@ def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
     Family = families.get(name)
     miniatures.save(Family.name, tmp_path)
     base = make(Family, tmp_path)
-    assert base.warnings == [] and base.guidance_inputs(base.usual_guidance())["guidance_scale"] > 0
+    assert base.warnings == [] and base.make_guidance_inputs(base.choose_guidance())["guidance_scale"] > 0
     if name == "z_image":
         edit(tmp_path / "scheduler" / "scheduler_config.json", shift=3.0)
     else:
@@ -161,7 +165,7 @@ def test_distilled_models_are_told_and_drawn_without_guidance(name, tmp_path):
     warning, *more = turbo.warnings
     assert len(more) == (name == "z_image") and all("model.training_adapter" in line for line in more)
     assert "Turbo" in warning and "distill" in warning and "\n" not in warning
-    assert turbo.guidance_inputs(turbo.usual_guidance()) == {"guidance_scale": 0.0}
+    assert turbo.make_guidance_inputs(turbo.choose_guidance()) == {"guidance_scale": 0.0}
 
 
 @pytest.mark.parametrize("name", ["z_image", "krea2", "flux2_klein"])
@@ -181,11 +185,11 @@ def test_the_name_of_a_single_file_says_more_than_its_components(name, component
     for called, distilled in (named | {"drawing": components == "distilled"}).items():
         save_file(original, tmp_path / f"{called}.safetensors")
         family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path))
-        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+        assert [bool(family.warnings), family.choose_guidance() == 1.0] == [distilled] * 2, called
         if name != "z_image":
             assert family._assemble().config.is_distilled is distilled
         if name == "krea2":
-            assert (family.scheduler_config()["base_shift"] == krea2.TURBO_MU) is distilled
+            assert (family.read_scheduler_config()["base_shift"] == krea2.TURBO_MU) is distilled
 
 
 @pytest.mark.parametrize("name", ["z_image", "krea2", "flux2_klein", "ernie_image"])
@@ -206,7 +210,7 @@ def test_a_de_distilled_folder_or_repository_is_not_distilled(name, tmp_path):
         shutil.copytree(turbo, place)
         family = make(Family, place)
         assert not family.is_distilled() and family.warnings == [], place
-        assert family.usual_guidance() == Family.default_guidance
+        assert family.choose_guidance() == Family.default_guidance
     copied = shutil.copytree(turbo, tmp_path / "models--x--Some-Turbo" / "snapshots" / "de-turbo")
     assert make(Family, copied).is_distilled(), "the repository's name counts, not the commit's"
 
@@ -218,13 +222,13 @@ def test_anima_turbo_is_told_by_its_name(tmp_path):
     places = {"Anima-Turbo": True, "Anima-De-Turbo": False, "models--someone--Anima-Turbo/snapshots/0a1b": True}
     for called, distilled in places.items():
         family = make(Family, shutil.copytree(tmp_path / "base", tmp_path / called))
-        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+        assert [bool(family.warnings), family.choose_guidance() == 1.0] == [distilled] * 2, called
     weights = load_file(tmp_path / "base" / "transformer" / "diffusion_pytorch_model.safetensors")
     original = native_tensors(Family, weights)
     for called, distilled in {"anima-turbo-v1.1": True, "anima-base-v1.0": False, "anima_de_turbo": False}.items():
         save_file(original, tmp_path / f"{called}.safetensors")
         family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path / "base"))
-        assert [bool(family.warnings), family.usual_guidance() == 1.0] == [distilled] * 2, called
+        assert [bool(family.warnings), family.choose_guidance() == 1.0] == [distilled] * 2, called
 
 
 @pytest.mark.parametrize("name", ["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"])
@@ -242,12 +246,12 @@ def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
     }.items():
         save_file(weights, tmp_path / f"{called}.safetensors")
         family = make(Family, tmp_path / f"{called}.safetensors", components=str(tmp_path))
-        assert all(torch.equal(tensor, weights[key]) for key, tensor in family.denoiser_tensors())
+        assert all(torch.equal(tensor, weights[key]) for key, tensor in family.read_denoiser_tensors())
         assert bool(family.warnings) == (meant != name), called
         if meant not in (name, "qwen_image"):
             assert f"model.family = {meant!r}" in family.warnings[0]
         if name == "qwen_image_edit_plus" and "25" in called:
-            assert family.empty_denoiser().zero_cond_t == ("2511" in called)
+            assert family.make_empty_denoiser().zero_cond_t == ("2511" in called)
     if name != "qwen_image":
         miniatures.save("qwen_image", tmp_path / "text")
         with pytest.raises(UserError, match=r"lacks processor/ \(preprocessor_config.json"):
@@ -260,7 +264,7 @@ def test_qwen_image_edit_is_told_by_its_name(name, tmp_path):
         else:
             edit(tmp_path / "transformer" / "config.json", zero_cond_t=False)
             family = make(Family, tmp_path / "edit.safetensors", components=str(tmp_path))
-            assert family.empty_denoiser().zero_cond_t is True
+            assert family.make_empty_denoiser().zero_cond_t is True
     with pytest.raises(UserError, match=f"set model.family = {name!r}"):
         make(families.get("krea2"), tmp_path)
 
@@ -284,8 +288,8 @@ def test_krea2_turbo_is_trained_with_the_shift_that_it_draws_with(tmp_path, monk
     monkeypatch.setattr(scheduler, "set_timesteps", recorded)
     for width in (24, 64):
         pipeline("a cat", height=16, width=width, num_inference_steps=1, guidance_scale=0.0, output_type="latent")
-        objective = FlowMatching(family.scheduler_config(), settings.Objective())
-        assert objective.mu(family.seq_len((8, width // 2))) == pytest.approx(told[-1])
+        objective = FlowMatching(family.read_scheduler_config(), settings.Objective())
+        assert objective.compute_mu(family.count_image_tokens((8, width // 2))) == pytest.approx(told[-1])
 
 
 # -- Anima -----------------------------------------------------------------------------------------------------------
@@ -307,7 +311,7 @@ def test_anima_is_drawn_as_diffusers_modular_pipeline_draws_it(tmp_path, monkeyp
     modular.set_progress_bar_config(disable=True)
     monkeypatch.setattr(transformer_cosmos, "transforms", Torchvision, raising=False)
     assert modular.transformer.config.concat_padding_mask
-    mine = Family.pipeline_type().from_pretrained(tmp_path)
+    mine = Family.get_pipeline_type().from_pretrained(tmp_path)
     mine.set_progress_bar_config(disable=True)
     height, width = miniatures.get_hw(Family.name)
     for prompt in PROMPTS:
@@ -337,7 +341,7 @@ def test_the_conditioner_of_anima_comes_from_the_file_that_holds_it(tmp_path):
     for part in ("transformer", "text_conditioner"):
         (tmp_path / "base" / part / stem).unlink()
     one = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    found = dict(one.denoiser_tensors())
+    found = dict(one.read_denoiser_tensors())
     assert found.keys() == transformer.keys() and all(torch.equal(found[key], transformer[key]) for key in found)
     load_encoders(one)
     loaded = one.text_pipeline.text_conditioner.state_dict()

@@ -123,7 +123,7 @@ def test_a_folder_of_run_with_a_pipe_in_it_is_listed(tmp_path: Path) -> None:
     (tmp_path / "runs" / "x").mkdir(parents=True)
     os.mkfifo(tmp_path / "runs" / "x" / "events.jsonl")
     os.mkfifo(tmp_path / "runs" / "x" / "status.json")
-    assert jobs.Queue(tmp_path / "home", [tmp_path / "runs"]).view() == []
+    assert jobs.Queue(tmp_path / "home", [tmp_path / "runs"]).list_jobs() == []
 
 
 @pytest.mark.parametrize(

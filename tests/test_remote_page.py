@@ -78,7 +78,7 @@ def test_a_job_is_started_again_stopped_and_fetched(ui: Ui, tmp_path: Path, monk
     assert words.read_text(encoding="utf-8").splitlines() == ["train config.toml"]
 
     assert "its files are being fetched" in press(ui, "fetch")
-    (queued,) = Queue(tmp_path / "home").view()
+    (queued,) = Queue(tmp_path / "home").list_jobs()
     assert queued.gpus == BESIDE and queued.command == ("remote", "fetch", "--", "x")
     assert "Fetch x from the other machine" in runs.render_board(ui, "all", 0)
     assert 'href="/en/run' not in remote_jobs.render(ui) and "not here yet" in press(ui, "forget")
@@ -109,6 +109,6 @@ def test_what_goes_wrong_stays_on_the_card(ui: Ui, tmp_path: Path, monkeypatch: 
         patch.setattr(control, "fetch_view", lost)
         wait_until(lambda: "&lt;b&gt;no route&lt;/b&gt;" in remote_jobs.render(ui), lambda: remote_jobs.render(ui))
     handle.update(job, output=str(tmp_path / "elsewhere" / "x"))
-    assert 'class="toast wrong"' in press(ui, "fetch") and Queue(tmp_path / "home").view() == []
+    assert 'class="toast wrong"' in press(ui, "fetch") and Queue(tmp_path / "home").list_jobs() == []
     for do, name in (("delete", "x"), ("fetch", "../x"), ("fetch", "y" * 300), ("cancel", "a\0b")):
         assert 'class="toast wrong"' in press(ui, do, name)

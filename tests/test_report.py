@@ -321,11 +321,11 @@ def test_report_of_a_job(job, spoiled, family: str) -> None:
     session = cached(mine)
     loaded = session.family
     asked = measure.make_questions(session, 2)
-    plain = loaded.empty_denoiser().to_empty(device="cpu").to(DTYPE).eval()
-    plain.load_state_dict(dict(loaded.denoiser_tensors()))
+    plain = loaded.make_empty_denoiser().to_empty(device="cpu").to(DTYPE).eval()
+    plain.load_state_dict(dict(loaded.read_denoiser_tensors()))
     rounded = copy.deepcopy(plain)
     for layer in session.plan.layers.quantized:
-        weight = dict(loaded.denoiser_tensors())[f"{layer.name}.weight"]
+        weight = dict(loaded.read_denoiser_tensors())[f"{layer.name}.weight"]
         matrix = precision.round_trip(weight.flatten(1), layer.form, DTYPE)
         rounded.get_submodule(layer.name).weight.data = matrix.view(weight.shape)
     for label, error in found.prediction.items():
@@ -342,8 +342,8 @@ def test_noise_levels_are_the_objectives_own(job) -> None:
     for family, expected in (("sd15", [100, 300, 500, 699, 899]), ("flux", [0.1, 0.3, 0.5, 0.7, 0.9])):
         mine = job(family=family)
         loaded = families.get(family)(mine.model, device="cpu", dtype=DTYPE)
-        objective = loaded.objective_type()(loaded.scheduler_config(), mine.objective)
-        t = [objective.at_level(level)[0] for level in measure.LEVELS]
+        objective = loaded.get_objective_type()(loaded.read_scheduler_config(), mine.objective)
+        t = [objective.convert_level(level)[0] for level in measure.LEVELS]
         assert torch.cat(t).tolist() == pytest.approx(expected)
         clean, noise = torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
         left = [objective.add_noise(clean, noise, one).item() for one in t]

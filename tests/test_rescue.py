@@ -33,7 +33,7 @@ def queue(tmp_path: Path) -> jobs.Queue:
     for number, status in ((1, 0), (2, -9)):
         folder = Path(made.store.read_row(number).folder)
         (folder / "export").mkdir(parents=True)
-        (folder / "config.toml").write_text(made.config(number), encoding="utf-8")
+        (folder / "config.toml").write_text(made.read_config(number), encoding="utf-8")
         (folder / "events.jsonl").write_text('{"event": "start", "t": 1}\n', encoding="utf-8")
         attempt = made.store.get_folder(number) / "attempt-1"
         attempt.mkdir()
@@ -70,7 +70,7 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    before = {job.id: job for job in queue.view()}
+    before = {job.id: job for job in queue.list_jobs()}
     rows = {row.id: row for row in queue.store.read_rows()}
     queue.store.close()
     with sqlite3.connect(queue.store.file) as database:
@@ -93,7 +93,7 @@ def test_a_damaged_queue_names_the_way_out_and_comes_back(
         assert (end.value.code or 0) == code and words in told and "Traceback" not in told
     assert (queue.home / "queue.db.damaged-1").read_bytes() == damaged
     again = jobs.Queue(queue.home)
-    after = {job.id: job for job in again.view()}
+    after = {job.id: job for job in again.list_jobs()}
     assert after.keys() == before.keys()
     for id in (3, 4, 5):
         assert after[id].state == before[id].state and after[id].place == before[id].place
@@ -143,17 +143,17 @@ def test_a_queue_in_use_is_not_rescued(queue: jobs.Queue) -> None:
 )
 def test_an_odd_row_is_one_line_and_the_others_are_shown(queue: jobs.Queue, values: dict) -> None:
     queue.store.update(4, **values)
-    lines = cli_jobs._format_table(queue.view())
+    lines = cli_jobs._format_table(queue.list_jobs())
     assert len(lines) == 5 and all("Traceback" not in line for line in lines)
-    assert {job.id for job in queue.view()} == {1, 2, 3, 4, 5}
-    json.dumps([job.to_json() for job in queue.view()])
-    queue.job(4)
+    assert {job.id for job in queue.list_jobs()} == {1, 2, 3, 4, 5}
+    json.dumps([job.to_json() for job in queue.list_jobs()])
+    queue.get_job(4)
 
 
 def test_text_that_is_no_utf8_hides_no_other_job(queue: jobs.Queue) -> None:
     with sqlite3.connect(queue.store.file) as database:
         database.execute("UPDATE jobs SET name = CAST(x'ff41' AS TEXT) WHERE id = 4")
-    assert [job.name for job in queue.view() if job.id == 4] == ["\ufffdA"]
+    assert [job.name for job in queue.list_jobs() if job.id == 4] == ["\ufffdA"]
 
 
 class Ended:
@@ -178,7 +178,7 @@ def test_a_worker_ends_jobs_whose_entries_are_damaged_and_goes_on(
     started = []
     monkeypatch.setattr(worker.subprocess, "Popen", lambda command, **_: started.append(command) or Ended())
     made.tick()
-    assert queue.job(4).state == "failed" and "damaged" in queue.job(4).sentence.text
+    assert queue.get_job(4).state == "failed" and "damaged" in queue.get_job(4).sentence.text
     assert len(started) == 1 and started[0][-2:] == ["verify", "z"]
     assert queue.store.read_row(other).phase == "launched"
 
@@ -214,15 +214,15 @@ def test_files_of_a_run_with_names_that_no_disk_takes_are_missing_files(tmp_path
 
 
 def test_who_has_the_queue_open_goes_on_with_the_rescued_one(queue: jobs.Queue) -> None:
-    assert len(queue.view()) == 5
+    assert len(queue.list_jobs()) == 5
     for name in ("queue.db-wal", "queue.db-shm"):
         (queue.home / name).unlink(missing_ok=True)
     queue.store.file.write_bytes(b"not a database" * 100)
     with pytest.raises(jobs.Damaged):
         jobs.Queue(queue.home)
     rescue.rescue(queue.home)
-    assert len(queue.view()) == 5 and queue.submit_command("verify", ["z"]) == 6
-    assert len(jobs.Queue(queue.home).view()) == 6
+    assert len(queue.list_jobs()) == 5 and queue.submit_command("verify", ["z"]) == 6
+    assert len(jobs.Queue(queue.home).list_jobs()) == 6
 
 
 def test_the_page_shows_the_way_out_of_a_damaged_queue(queue: jobs.Queue, tmp_path: Path) -> None:

@@ -478,12 +478,12 @@ def test_a_signal_does_not_cut_an_exchange_in_two():
 def test_requests_are_seen_and_save_and_preview_are_cleared_by_it(tmp_path):
     run = Run.create(tmp_path / "r", CONFIG)
     reader = Run.open(tmp_path / "r")
-    assert not any(run.requested(what) for what in ("stop", "save", "preview"))
+    assert not any(run.take_request(what) for what in ("stop", "save", "preview"))
     for what in ("stop", "save", "preview"):
         reader.request(what)
-    assert [run.requested("save"), run.requested("save")] == [True, False]
-    assert [run.requested("preview"), run.requested("preview")] == [True, False]
-    assert [run.requested("stop"), run.requested("stop")] == [True, True]
+    assert [run.take_request("save"), run.take_request("save")] == [True, False]
+    assert [run.take_request("preview"), run.take_request("preview")] == [True, False]
+    assert [run.take_request("stop"), run.take_request("stop")] == [True, True]
     run.close()
 
 
@@ -492,5 +492,5 @@ def test_a_request_to_an_earlier_process_does_not_stop_the_next(tmp_path):
     run.request("stop")
     run.close()
     run = Run.create(tmp_path / "r", CONFIG, resume=True)
-    assert not run.requested("stop")
+    assert not run.take_request("stop")
     run.close()

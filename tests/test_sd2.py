@@ -52,10 +52,10 @@ def test_a_single_file_is_the_same_model_and_does_not_tell_what_it_predicts(tmp_
     assert torch.equal(one.encode_images(pixels), whole.encode_images(pixels))
     (told,) = one.warnings
     assert "'v' is taken from" in told and whole.warnings == []
-    assert one.architecture_name() == "stable-diffusion-v2-768-v"
+    assert one.get_architecture_name() == "stable-diffusion-v2-768-v"
     edit(tmp_path / "base" / "scheduler" / "scheduler_config.json", prediction_type="epsilon")
     base = make(Family, tmp_path / "one.safetensors", components=str(tmp_path / "base"))
-    assert "'epsilon'" in base.warnings[0] and base.architecture_name() == "stable-diffusion-v2-512"
+    assert "'epsilon'" in base.warnings[0] and base.get_architecture_name() == "stable-diffusion-v2-512"
 
 
 @pytest.mark.usefixtures("foreign_components")
@@ -70,11 +70,11 @@ def test_a_full_size_file_is_read_whole_and_is_nobody_elses(tmp_path):
     (tmp_path / "rest" / "unet" / "config.json").unlink()
     write_header(tmp_path / "big.safetensors", shapes)
     family = make(Family, tmp_path / "big.safetensors", components=str(tmp_path / "rest"))
-    expected = family.empty_denoiser().state_dict()
+    expected = family.make_empty_denoiser().state_dict()
     conversion = family.convert_checkpoint(_files.read_header(tmp_path / "big.safetensors"))
     assert conversion.keys() == expected.keys()
     assert all(shapes[key] == tuple(expected[name].shape) for name, (key, _) in conversion.items())
-    assert len(Family.adapter_names(family.empty_denoiser())) == 192
+    assert len(Family.choose_adapter_layers(family.make_empty_denoiser())) == 192
 
 
 @pytest.mark.parametrize("chosen", ["sd15", "sdxl"])
@@ -91,10 +91,10 @@ def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
     miniatures.save(Family.name, tmp_path)
     edit(tmp_path / "scheduler" / "scheduler_config.json", _class_name="EulerDiscreteScheduler", **NOOBAI)
     family = make(Family, tmp_path)
-    objective = Family.objective_type()(family.scheduler_config(), settings.Objective())
+    objective = Family.get_objective_type()(family.read_scheduler_config(), settings.Objective())
     x0, noise = (torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(i)) for i in range(2))
     for index in (0, 4, 9):
-        scheduler = family.pipeline(None).scheduler
+        scheduler = family.make_pipeline(None).scheduler
         assert isinstance(scheduler, diffusers.EulerDiscreteScheduler)
         scheduler.set_timesteps(10)
         t = scheduler.timesteps[index]
@@ -104,5 +104,5 @@ def test_v_prediction_with_zero_terminal_snr_is_the_samplers(name, tmp_path):
         # Euler's first sigma stands for infinity and is 4096, so that a trace of the image is left in it.
         torch.testing.assert_close(scheduler.scale_model_input(sample, t), noisy, rtol=1e-3, atol=2e-3)
         assert index or (t_B[0] == 999 and torch.equal(noisy, noise))
-        answer = scheduler.step(objective.target(x0, noise, t_B), t, sample)
+        answer = scheduler.step(objective.compute_target(x0, noise, t_B), t, sample)
         torch.testing.assert_close(answer.pred_original_sample, x0, rtol=1e-3, atol=2e-3)

@@ -75,7 +75,7 @@ def test_full_size_files_are_read_as_diffusers_reads_them(name, tmp_path):
     left = dict(tensors)
     theirs = CONVERTERS[name](left)
     assert not left, "the converter takes what it reads out of the dict"
-    assert mine.keys() == theirs.keys() == family.empty_denoiser().state_dict().keys()
+    assert mine.keys() == theirs.keys() == family.make_empty_denoiser().state_dict().keys()
     assert all(torch.equal(mine[new], theirs[new]) for new in theirs)
 
 
@@ -118,10 +118,10 @@ def test_the_sizes_of_sd3_are_read_from_the_file(variant, tmp_path):
     shapes = native_shapes(Family, told)
     write_header(tmp_path / "big.safetensors", shapes)
     family = make(Family, tmp_path / "big.safetensors", components=without_config(Family, tmp_path / "rest"))
-    assert family.denoiser_config() == told
-    assert family.architecture_name() == f"stable-diffusion-3-{variant.replace('3.5', '5')}"
+    assert family.read_denoiser_config() == told
+    assert family.get_architecture_name() == f"stable-diffusion-3-{variant.replace('3.5', '5')}"
     read = family.convert_checkpoint(_files.read_header(tmp_path / "big.safetensors"))
-    assert read.keys() == family.empty_denoiser().state_dict().keys()
+    assert read.keys() == family.make_empty_denoiser().state_dict().keys()
     controlnet = {key: shape for key, shape in shapes.items() if not key.startswith("final_layer")}
     assert not Family.recognises(controlnet)
     assert not Family.recognises({**shapes, "x_embedder.proj.weight": (1536, 33, 2, 2)})  # inpainting
@@ -132,14 +132,14 @@ def test_what_sd3_never_adapts():
     Family = families.get("sd3")
     with torch.device("meta"):
         denoiser = diffusers.SD3Transformer2DModel.from_config(Family.reference_config)
-    names = Family.adapter_names(denoiser)
+    names = Family.choose_adapter_layers(denoiser)
     assert len(names) == 24 * 12 - 3 + 13 * 4 - 1  # the last block has no text behind its attention
     assert "transformer_blocks.22.attn.add_q_proj" in names and "transformer_blocks.23.attn.add_k_proj" in names
-    norms = Family.adapter_names(denoiser, ["norm1_context.linear"])
+    norms = Family.choose_adapter_layers(denoiser, ["norm1_context.linear"])
     assert len(norms) == 23 and "transformer_blocks.23.norm1_context.linear" not in norms
     for name in ("transformer_blocks.23.attn.add_q_proj", "norm_out.linear"):
         with pytest.raises(UserError):
-            Family.adapter_names(denoiser, [f"^{name}"])
+            Family.choose_adapter_layers(denoiser, [f"^{name}"])
 
 
 def test_sd3_turbo_is_told_to_be_distilled(tmp_path):
@@ -148,25 +148,25 @@ def test_sd3_turbo_is_told_to_be_distilled(tmp_path):
     miniatures.save(Family.name, folder)
     turbo = make(Family, folder)
     (told,) = turbo.warnings
-    assert "distilled" in told and "3.5 large" in told and turbo.usual_guidance() == 1.0
+    assert "distilled" in told and "3.5 large" in told and turbo.choose_guidance() == 1.0
     folder.rename(tmp_path / "medium")
     medium = make(Family, tmp_path / "medium")
-    assert medium.warnings == [] and medium.usual_guidance() == 4.5
+    assert medium.warnings == [] and medium.choose_guidance() == 4.5
     path = tmp_path / "medium" / "transformer" / "config.json"
     told = json.loads(path.read_text(encoding="utf-8")) | {"dual_attention_layers": []}
     path.write_text(json.dumps(told), encoding="utf-8")
-    assert make(Family, tmp_path / "medium").usual_guidance() == 7.0
+    assert make(Family, tmp_path / "medium").choose_guidance() == 7.0
 
 
 def test_the_fast_chroma_is_told_and_drawn_without_guidance(tmp_path):
     Family = families.get("chroma")
     miniatures.save(Family.name, tmp_path / "models--lodestones--Chroma1-HD")
     base = make(Family, tmp_path / "models--lodestones--Chroma1-HD")
-    assert base.warnings == [] and base.usual_guidance() == 3.0
+    assert base.warnings == [] and base.choose_guidance() == 3.0
     base.folder.rename(tmp_path / "models--lodestones--Chroma1-Flash")
     flash = make(Family, tmp_path / "models--lodestones--Chroma1-Flash")
     (told,) = flash.warnings
-    assert "Chroma1-HD" in told and flash.usual_guidance() == 1.0
+    assert "Chroma1-HD" in told and flash.choose_guidance() == 1.0
 
 
 def test_chroma_does_not_see_padding(tmp_path):
@@ -191,7 +191,7 @@ def test_chroma_keeps_one_padding_token(tmp_path):
     miniatures.save(Family.name, tmp_path)
     family = make(Family, tmp_path)
     load_encoders(family)
-    tokenizer = family.tokenizer("tokenizer")
+    tokenizer = family.load_tokenizer("tokenizer")
     prompts = ["a cat", "a photo of the red dog and the blue cat", "z" * 99]
     lengths = [len(cond["prompt_embeds"]) for cond in family.encode_prompts(prompts)]
     assert lengths == [min(32, len(tokenizer(prompt).input_ids) + 1) for prompt in prompts]

@@ -43,7 +43,7 @@ def script() -> ModuleType:
 @pytest.mark.parametrize("language", ["en", "zh-CN"])
 def test_the_files_are_what_the_script_writes(script: ModuleType, language: str) -> None:
     written = script.FILES[language].read_text(encoding="utf-8")
-    assert written == script.reference(language), "run python scripts/write_settings_reference.py"
+    assert written == script.render_reference(language), "run python scripts/write_settings_reference.py"
     for key, one in settings().items():
         (row,) = re.findall(rf"^\| `{one.name}` \|.*$", section_of(written, language, key), re.MULTILINE)
         assert all(f"`{name}`" in row for names in one.also.values() for name in names.split(", ")), key

@@ -349,17 +349,17 @@ def test_a_killed_process_ends_all_and_the_run_resumes_exactly(make, tmp_path, r
 FAILING = """
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from lora_fp8.data.loader import Loader
-real_micro, real_forward, at = Loader.micro, FluxSingleTransformerBlock.forward, [0]
-def micro(self, step, *given):
+real_take, real_forward, at = Loader.take_batch, FluxSingleTransformerBlock.forward, [0]
+def take_batch(self, step, *given):
     at[0] = step
     if WHERE == "reading" and step == 2 and os.environ["RANK"] == "1":
         raise OSError(5, "the disk is gone", "x.safetensors")
-    return real_micro(self, step, *given)
+    return real_take(self, step, *given)
 def forward(self, *given, **more):
     if WHERE == "computing" and at[0] == 2 and os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("no room")
     return real_forward(self, *given, **more)
-Loader.micro, FluxSingleTransformerBlock.forward = micro, forward
+Loader.take_batch, FluxSingleTransformerBlock.forward = take_batch, forward
 """
 
 

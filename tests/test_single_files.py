@@ -66,7 +66,7 @@ def assert_same(one, whole):
     pixels = torch.rand(1, 3, 32, 48)
     latents = whole.encode_images(pixels)
     assert torch.equal(one.encode_images(pixels), latents)
-    more = whole.image_conditioning((32, 48), (0, 0), (32, 48))
+    more = whole.make_image_conditioning((32, 48), (0, 0), (32, 48))
     t = torch.tensor([0.5]) if whole.objective == "FlowMatching" else torch.tensor([500])
     predictions = [
         family.predict(denoiser, latents, t, family.collate([cond | more]), 3.5)
@@ -76,9 +76,9 @@ def assert_same(one, whole):
     path = "scheduler/scheduler_config.json"
     theirs = json.loads((whole.folder / path).read_text(encoding="utf-8"))
     mine = json.loads((one.folder / path).read_text(encoding="utf-8"))
-    scheduler = one.pipeline(None).scheduler.config
+    scheduler = one.make_pipeline(None).scheduler.config
     assert {key: scheduler[key] for key in theirs if key in mine} == {key: theirs[key] for key in theirs if key in mine}
-    assert one.predicts() == whole.predicts()
+    assert one.get_prediction() == whole.get_prediction()
 
 
 @pytest.mark.parametrize("family", [*WHOLE, *APART])
@@ -89,8 +89,8 @@ def test_files_alone_are_the_model_of_the_folder(made, family):
     one.check_parts()
     assert_same(one, whole)
     if family not in ("sd2", "sdxl"):  # their checkpoints hold layers and tensors that nothing reads
-        assert one.text_bytes() == whole.text_bytes()
-    assert one.vae_bytes() == whole.vae_bytes()
+        assert one.count_encoder_bytes() == whole.count_encoder_bytes()
+    assert one.count_vae_bytes() == whole.count_vae_bytes()
     found = [warning for warning in one.warnings if "these components were found" in warning]
     assert len(found) == (family in APART)
     assert make(Family, file).folder == one.folder  # remembered
@@ -241,7 +241,7 @@ def test_a_file_takes_the_place_of_a_folders_part(made, tmp_path):
         one = make(Family, path, files=files)
         one.load_vae()
         assert torch.equal(one.encode_images(pixels), expected.encode_images(pixels))
-        assert one.encoder_identity("vae") != make(Family, path).encoder_identity("vae")
+        assert one.compute_encoder_identity("vae") != make(Family, path).compute_encoder_identity("vae")
 
 
 RELEASED = {
@@ -277,7 +277,9 @@ def test_released_sizes_are_read_from_the_header(family):
         with torch.device("meta"):
             denoiser = getattr(diffusers, Family.denoiser_class).from_config(Family.reference_config | variant)
         shapes = {name: tuple(tensor.shape) for name, tensor in denoiser.state_dict().items()}
-        sizes = Family.sizes(native_shapes(Family, shapes), Family.reference_config, Path("model.safetensors"))
+        sizes = Family.infer_denoiser_sizes(
+            native_shapes(Family, shapes), Family.reference_config, Path("model.safetensors")
+        )
         published = dict(denoiser.config)
         assert sizes and sizes == {name: published[name] for name in sizes}
         assert Family.sizes_from.keys() | variant.keys() <= sizes.keys()

@@ -52,7 +52,7 @@ def events(job, kind):
 def test_trained_are_the_clips_that_diffusers_loads_loras_into():
     for name in families.list_families():
         Family = families.get(name)
-        loadable = getattr(Family.pipeline_type(), "_lora_loadable_modules", [])
+        loadable = getattr(Family.get_pipeline_type(), "_lora_loadable_modules", [])
         clips = [part for part, cls in Family.text_parts.items() if cls.startswith("CLIPText")]
         # What SD 3's loader takes beside its list stands in its load_lora_weights: both CLIPs, never T5.
         wanted = [part for part in clips if part in loadable]
@@ -151,7 +151,7 @@ def test_a_whole_kohya_file_is_read_by_diffusers(name, unet, counts):
     assert stems == {f"lora_unet_{one}" for one in unet()} | kohya_text_names(name)
     assert (len(unet()), len(kohya_text_names(name))) == counts
     options = {"unet_config": denoiser.config} if name == "sdxl" else {}
-    found = Family.pipeline_type().lora_state_dict({k: t.clone() for k, t in tensors.items()}, **options)
+    found = Family.get_pipeline_type().lora_state_dict({k: t.clone() for k, t in tensors.items()}, **options)
     converted, alphas = found if isinstance(found, tuple) else (found, None)
     of_text = {key: tensor for key, tensor in converted.items() if key.startswith("text_encoder")}
     of_text = convert_state_dict_to_peft(convert_state_dict_to_diffusers(of_text))  # as its loader goes on
@@ -272,7 +272,7 @@ def test_gradients_of_text_adapters_are_autograds(tiny, name, checkpointing):
     family = make(families.get(name), tiny(name))
     load_encoders(family)
     cached = told(family)
-    facts = family.image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
+    facts = family.make_image_conditioning((40, 56), (4, 6), miniatures.get_hw(family.name))
     cached |= {key: torch.stack([tensor] * 2) for key, tensor in facts.items()}
     text = text_encoders.TextEncoders(family, Adapter(rank=4, alpha=2.0, dtype="fp32"), seed=0)
     if checkpointing:
@@ -468,7 +468,7 @@ def test_a_file_without_the_text_encoders_or_with_others_fails(job, tmp_path):
     batch.t_generators = [torch.Generator().manual_seed(i) for i in range(2)]
     pipeline = verify.build_clean_pipeline(family, text=True)
     verify.load(pipeline, file, family)
-    objective = family.objective_type()(family.scheduler_config(), Objective())
+    objective = family.get_objective_type()(family.read_scheduler_config(), Objective())
     text = type("Text", (), {"pipeline": pipeline})()
     probe = verify.make_probe(family, pipeline.unet, objective, batch, text=text)
     assert probe.captions == tuple(prompts)
@@ -575,8 +575,8 @@ def text_and_denoiser_lora(family, rank=2, seed=0):
         for path, module in encoder.named_modules():
             if isinstance(module, torch.nn.Linear) and ".layers." in path:
                 shapes[f"{name}.text_model.{path.removeprefix('text_model.')}"] = tuple(module.weight.shape)
-    denoiser = family.empty_denoiser()
-    for path in family.adapter_names(denoiser)[:2]:
+    denoiser = family.make_empty_denoiser()
+    for path in family.choose_adapter_layers(denoiser)[:2]:
         shapes[path] = tuple(denoiser.get_submodule(path).weight.shape)
     state = {}
     for path, (out, inner, *kernel) in shapes.items():
@@ -586,7 +586,7 @@ def text_and_denoiser_lora(family, rank=2, seed=0):
 
 
 def as_file(family, state, path, layout="diffusers", scale=1.0):
-    tensors = layouts.to_layout(state, scale, family, family.denoiser_config(), layout)
+    tensors = layouts.to_layout(state, scale, family, family.read_denoiser_config(), layout)
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()},
         path,
@@ -596,7 +596,7 @@ def as_file(family, state, path, layout="diffusers", scale=1.0):
 
 
 def text_weights(family):
-    return {name: tensor.clone() for name, tensor in family.trained_text_tensors()}
+    return {name: tensor.clone() for name, tensor in family.read_trained_text_tensors()}
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "flux"])
@@ -665,7 +665,7 @@ def test_extract_finds_what_was_merged_into_text_encoders(tiny, tmp_path):
     out = tmp_path / "found.safetensors"
     models = extract.Models(str(tiny("sdxl")), str(tmp_path / "merged"), "sdxl")
     extract.extract(models, out, extract.Options(rank=2, dtype="fp32", layout="kohya"))
-    found, scaling = layouts.from_layout(load_file(out), family, family.denoiser_config())
+    found, scaling = layouts.from_layout(load_file(out), family, family.read_denoiser_config())
     assert found.keys() == state.keys()
     for module in layouts.list_modules(found):
         mine, theirs = ([one[f"{module}.lora_{half}.weight"] for half in "AB"] for one in (found, state))
@@ -740,7 +740,7 @@ def test_a_file_of_text_encoders_alone_is_verified(tiny, tmp_path):
     state = {key: tensor for key, tensor in text_and_denoiser_lora(family).items() if key.startswith("text_encoder.")}
     mine = export_metadata.ExportFacts("lora", 1, 2, 2.0, 1e-4, 0, (48, 48))
     section = Export(formats=["kohya", "diffusers"], dtype="fp32")
-    for path in export.write(export.Adapter(state), family, family.denoiser_config(), section, mine, tmp_path):
+    for path in export.write(export.Adapter(state), family, family.read_denoiser_config(), section, mine, tmp_path):
         report = verify.check(path, family, verify.Reference(export.Adapter(state)), merged=True)
         assert report.ok, report.list_failures()
         assert not any(check.name.startswith("merged") for check in report.checks)

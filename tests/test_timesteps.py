@@ -86,7 +86,7 @@ def test_a_range_of_noise_cuts_the_density_off(shape: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.6, 2.0), (2.0, 2.0), (7.0, 1.0), (100.0, 60.0)])
 def test_the_table_of_a_beta_distribution_against_mpmath(alpha: float, beta: float) -> None:
-    density = densities.beta(alpha, beta)
+    density = densities.make_beta(alpha, beta)
     for t in (0.001, 0.1, 0.37, 0.5, 0.63, 0.9, 0.999):
         wanted = float(mpmath.betainc(alpha, beta, 0, t, regularized=True))
         assert density.cdf(torch.tensor([t], dtype=torch.float64)).item() == pytest.approx(wanted, abs=2e-6)
@@ -146,7 +146,7 @@ def test_bands_of_integers_are_even() -> None:
 
 def weigh(config: dict[str, Any], t: int, **section: Any) -> float:
     objective = Diffusion(config, settings.Objective(**section))
-    return objective.weight(torch.tensor([t])).item()
+    return objective.compute_weight(torch.tensor([t])).item()
 
 
 @pytest.mark.parametrize("t", [0, 10, 300, 700, 999])
@@ -175,7 +175,7 @@ def test_pyramid_noise_is_sd_scripts() -> None:
     """Its rule (custom_train_functions.pyramid_noise_like), with each image's own draws and deviation."""
     objective = Diffusion(SD, settings.Objective(pyramid_noise=6, pyramid_discount=0.8))
     noise = torch.stack([torch.randn(4, 24, 16, generator=torch.Generator().manual_seed(100 + i)) for i in range(3)])
-    shaped = objective.shaped(noise, generators(3))
+    shaped = objective.shape_noise(noise, generators(3))
     for image, generator, mine in zip(noise, generators(3), shaped, strict=True):
         upsample = torch.nn.Upsample(size=(24, 16), mode="bilinear")
         wanted = image.clone()
@@ -198,10 +198,10 @@ def _correlation(images: torch.Tensor) -> float:
 def test_input_noise_is_seen_and_not_asked_for() -> None:
     objective = Diffusion(SD, settings.Objective(input_noise=0.1))
     noise = torch.zeros(4000, 2, 2, 2)
-    assert objective.shaped(noise, generators(4000)) is noise  # the target keeps it
-    more = objective.perturbed(noise, generators(4000))
+    assert objective.shape_noise(noise, generators(4000)) is noise  # the target keeps it
+    more = objective.perturb_noise(noise, generators(4000))
     assert more.std().item() == pytest.approx(0.1, rel=0.03) and more.mean().item() == pytest.approx(0, abs=0.002)
-    assert Diffusion(SD, settings.Objective()).perturbed(noise, generators(4000)) is noise
+    assert Diffusion(SD, settings.Objective()).perturb_noise(noise, generators(4000)) is noise
 
 
 def test_a_samples_noise_is_its_own_whatever_the_batch() -> None:
@@ -210,9 +210,9 @@ def test_a_samples_noise_is_its_own_whatever_the_batch() -> None:
 
     def drawn(images: torch.Tensor, chosen: list[torch.Generator]) -> Iterator[torch.Tensor]:
         yield objective.sample_t(chosen, 64)
-        shaped = objective.shaped(images, chosen)
+        shaped = objective.shape_noise(images, chosen)
         yield shaped
-        yield objective.perturbed(shaped, chosen)
+        yield objective.perturb_noise(shaped, chosen)
 
     noise = torch.stack([torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(50 + i)) for i in range(3)])
     for together, alone in zip(drawn(noise, generators(3)), drawn(noise[2:], generators(3)[2:]), strict=True):
@@ -224,13 +224,13 @@ def test_a_step_compares_with_the_noise_that_is_not_perturbed(job: Callable[...,
     mine = job("objective.input_noise=0.3", "objective.noise_offset=0.1", "model.dtype=fp32", "quantize.storage=none")
     session = Session(planning.make(mine), UnwrittenRun(None), processes.Processes())
     data = cache.cache(session)
-    one, same = (data.loader.micro(0, 0) for _ in range(2))
+    one, same = (data.loader.take_batch(0, 0) for _ in range(2))
     assert one is not None and same is not None
     loaded = load.load(session)
     objective = loaded.objective
     noised = add_noise(session.family, loaded.denoiser, objective, one, 1.0)
     t_B = objective.sample_t(same.t_generators, 64)
-    shaped = objective.shaped(same.noise_BCHW, same.t_generators)
+    shaped = objective.shape_noise(same.noise_BCHW, same.t_generators)
     assert torch.equal(noised.t_B, t_B) and torch.equal(noised.target_BCHW, shaped)
     plain = objective.add_noise(same.latents_BCHW, shaped, t_B)
     share = (1 - objective.scheduler.alphas_cumprod[t_B]).sqrt().view(-1, 1, 1, 1)

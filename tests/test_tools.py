@@ -339,9 +339,9 @@ def test_loras_that_do_not_go_together(ask: Callable, file: Path, tmp_path: Path
 def denoiser_layers(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """The weights' shapes of the layers that get an adapter."""
     cls = families.get(family)
-    made = cls(Model(family=family, path=str(folder)), device="cpu", dtype=torch.float32).empty_denoiser()
+    made = cls(Model(family=family, path=str(folder)), device="cpu", dtype=torch.float32).make_empty_denoiser()
     shapes = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
-    return {name: shapes[f"{name}.weight"] for name in cls.adapter_names(made)}
+    return {name: shapes[f"{name}.weight"] for name in cls.choose_adapter_layers(made)}
 
 
 def diffusers_lora(family: str, folder: Path, path: Path, uneven: bool = False) -> Path:
@@ -418,9 +418,9 @@ def test_merged_into_a_single_file_in_its_own_names(ask: Callable, tiny: Callabl
     code, _, said = ask("merge", lora, "--into", checkpoint, "--components", base, "--output", out)
     assert code == 0, said
     model = Model(family="flux", path=str(out), components=str(base))
-    after = dict(families.get("flux")(model, device="cpu", dtype=torch.float32).denoiser_tensors())
+    after = dict(families.get("flux")(model, device="cpu", dtype=torch.float32).read_denoiser_tensors())
     gains = {f"{module.removeprefix('transformer.')}.weight": delta for module, delta in deltas(lora).items()}
-    for name, tensor in family.denoiser_tensors():
+    for name, tensor in family.read_denoiser_tensors():
         wanted = tensor.double() + gains.get(name, torch.zeros(())).reshape(tensor.shape if name in gains else ())
         assert torch.allclose(after[name].double(), wanted, atol=1e-6), name
 
@@ -483,7 +483,7 @@ def test_extracted_is_the_lora_that_was_added(
     code, said, wrong = ask("extract", base, tuned, *ways, "--json")
     assert code == 0, wrong
     cls = families.get(family)
-    denoiser = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32).denoiser_config()
+    denoiser = cls(Model(family=family, path=str(base)), device="cpu", dtype=torch.float32).read_denoiser_config()
     state, scaling = layouts.from_layout(load_file(out), cls, denoiser)
     found = {n.removesuffix(".lora_A.weight") for n in state if n.endswith("A.weight")}
     assert {f"{name}.weight" for name in found} == added.keys()

@@ -81,13 +81,13 @@ def failure_of(job, echo=None) -> str:
 
 def test_a_poisoned_picture_is_named(job, monkeypatch):
     poisoned = []
-    real = Cache.latents
+    real = Cache.read_latents
 
     def latents(self, placed, flipped=False):
         good = real(self, placed, flipped)
         return good * float("nan") if placed.example.path.name in poisoned else good
 
-    monkeypatch.setattr(Cache, "latents", latents)
+    monkeypatch.setattr(Cache, "read_latents", latents)
     mine = job(*SMALL, "dataset.buckets=false", "train.batch_size=5", "train.accumulate=2")
     text = failure_of(mine, at_step(3, lambda: poisoned.append("b.jpg")))
     # The first micro-batch was made before.

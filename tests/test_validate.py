@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_the_published_base_before_training(job, monkeypatch
     for step in (100, 300, 500, 699, 899):
         losses = []
         for picture in range(2):
-            batch = held_out.micro(0, picture)
+            batch = held_out.take_batch(0, picture)
             embeds, _ = pipeline.encode_prompt(batch.captions, "cpu", 1, False)
             noisy = scheduler.add_noise(batch.latents_BCHW, batch.noise_BCHW, torch.tensor([step]))
             with torch.no_grad():
@@ -52,7 +52,7 @@ def test_what_is_kept_out_is_not_trained_on(job, monkeypatch):
     from lora_fp8.data.loader import Loader
 
     shown: dict[int, set[str]] = {}
-    real = Loader.micro
+    real = Loader.take_batch
 
     def watched(self, *args, **kwargs):
         batch = real(self, *args, **kwargs)
@@ -60,7 +60,7 @@ def test_what_is_kept_out_is_not_trained_on(job, monkeypatch):
             shown.setdefault(id(self), set()).update(uid.partition("#")[0] for uid in batch.uids)
         return batch
 
-    monkeypatch.setattr(Loader, "micro", watched)
+    monkeypatch.setattr(Loader, "take_batch", watched)
     # Named twice, at two sizes: what is held out of the one must not be trained on in the other.
     path = job().dataset.folders[0].path
     twice = f"dataset.folders=[{{path='{path}', repeats=2}}, {{path='{path}', resolution=32}}]"

@@ -34,7 +34,7 @@ PROMPT = "a photo of a red cat"
 
 def train(denoiser, family, seed=1, num=None):
     """Put a random LoRA on the family's targets, with peft. -> (internal state, scaling)"""
-    names = family.adapter_names(denoiser)[:num]
+    names = family.choose_adapter_layers(denoiser)[:num]
     settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="|".join(map(re.escape, names)), lora_dropout=0.5)
     denoiser.add_adapter(settings)
     generator = torch.Generator().manual_seed(seed)
@@ -74,7 +74,7 @@ def trained(tmp_path_factory):
         load_encoders(family)
         pixels = (128, 192)
         conds = [
-            c | family.image_conditioning(pixels, (0, 8), pixels) | shown(family)
+            c | family.make_image_conditioning(pixels, (0, 8), pixels) | shown(family)
             for c in encode(family, [PROMPT, "a dog"])
         ]
         generator = torch.Generator().manual_seed(2)
@@ -86,7 +86,7 @@ def trained(tmp_path_factory):
             t_generators=[torch.Generator().manual_seed(i) for i in range(2)],
             cond=family.collate(conds),
         )
-        objective = family.objective_type()(family.scheduler_config(), Objective())
+        objective = family.get_objective_type()(family.read_scheduler_config(), Objective())
         probe = verify.make_probe(family, denoiser, objective, batch, guidance=2.0)
         assert denoiser.training  # put back
         made[name] = SimpleNamespace(
@@ -136,7 +136,7 @@ def test_a_right_file_passes(trained, name, layout):
     # the probe would notice a LoRA that does nothing, and the report says how much this one does
     bare = verify.build_clean_pipeline(it.family)
     answer = verify.predict(it.family, getattr(bare, it.family.denoiser_name), it.probe)
-    without = verify.relative_error(answer, it.probe.prediction_BCHW)
+    without = verify.compute_relative_error(answer, it.probe.prediction_BCHW)
     assert without > 0.02 and report.measured["effect"] == pytest.approx(without, rel=1e-3)
 
 
@@ -196,7 +196,7 @@ def test_half_precision_file_of_fp32_training_passes(trained, dtype, tmp_path):
 
 def test_fp8_training_is_judged_on_the_decoded_base_and_the_rest_is_told(trained):
     it = trained("sd15")
-    decoded = fp8(it.family.denoiser_tensors())
+    decoded = fp8(it.family.read_denoiser_tensors())
     denoiser = verify.build_clean_pipeline(it.family, decoded).unet
     train(denoiser, it.family)
     probe = replace(it.probe, prediction_BCHW=verify.predict(it.family, denoiser, it.probe))
@@ -222,10 +222,10 @@ def test_the_trainers_own_model_passes(trained, tmp_path, name, dtype):
     """The rooms together: FP8 layers and adapters as training holds them, against diffusers on the decoded base."""
     section = Model(family=name, path=str(trained(name).folder / "base"), dtype="fp32")
     family = families.get(name)(section, device="cpu", dtype=dtype)
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     precision.quantize_(denoiser, Quantize(storage="fp8"), family.keep_precise, dtype, family.modulation)
-    precision.fill_(denoiser, family.denoiser_tensors(), dtype=dtype, device="cpu")
-    adapters.inject(denoiser, Adapter(rank=4, alpha=6), family.adapter_names(denoiser), seed=0)
+    precision.fill_(denoiser, family.read_denoiser_tensors(), dtype=dtype, device="cpu")
+    adapters.inject(denoiser, Adapter(rank=4, alpha=6), family.choose_adapter_layers(denoiser), seed=0)
     generator = torch.Generator().manual_seed(4)
     for key, parameter in adapters.list_trained_parameters(denoiser):
         if "lora_B" in key:
@@ -257,11 +257,11 @@ def test_other_previews_are_found(trained):
 
 def draw(it, denoiser, family=None):
     family = family or it.family
-    pipeline = family.pipeline(denoiser)
+    pipeline = family.make_pipeline(denoiser)
     denoiser.eval()
     height, width = 32, 48
     return pipeline(
-        **family.pipeline_inputs(it.conds[0], it.conds[1]),
+        **family.make_pipeline_inputs(it.conds[0], it.conds[1]),
         num_inference_steps=2,
         guidance_scale=3.0,
         height=height,
@@ -505,15 +505,15 @@ def test_delta_error_is_that_of_the_whole_matrices():
 
 def test_psnr():
     picture = np.full((4, 6, 3), 100, np.uint8)
-    assert verify.psnr(picture, picture) == math.inf
-    assert verify.psnr(picture, picture + 1) == pytest.approx(20 * math.log10(255))
+    assert verify.compute_psnr(picture, picture) == math.inf
+    assert verify.compute_psnr(picture, picture + 1) == pytest.approx(20 * math.log10(255))
     with pytest.raises(ValueError, match="cannot be compared"):
-        verify.psnr(picture, picture.transpose(1, 0, 2))
+        verify.compute_psnr(picture, picture.transpose(1, 0, 2))
 
 
 def test_a_base_that_is_not_whole_is_an_error(trained):
     family = trained("sd15").family
-    tensors = dict(family.denoiser_tensors())
+    tensors = dict(family.read_denoiser_tensors())
     tensors.pop("conv_in.weight")
     with pytest.raises(RunFailure, match="conv_in.weight"):
         verify.build_clean_pipeline(family, tensors)

@@ -355,9 +355,9 @@ def test_batches_are_of_one_length_and_pieces_stay_together(job, mixed, tmp_path
         (given,) = [
             pixels for pixels in seen if pixels.shape == (1, 3, 9, 32, 64) and shown(pixels) == one.example.frames
         ]
-        assert torch.equal(store.latents(one), encode(given)[0]) and store.latents(one).shape == (16, 3, 4, 8)
+        assert torch.equal(store.read_latents(one), encode(given)[0]) and store.read_latents(one).shape == (16, 3, 4, 8)
     batches = loader.Loader(placed, store, family, made.dataset, seed=0, batch_size=2)
-    shapes = sorted(tuple(batches.micro(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
+    shapes = sorted(tuple(batches.take_batch(0, m).latents_BCHW.shape) for m in range(batches.batches_per_epoch))
     assert shapes == [(1, 16, 2, 4, 8), (2, 16, 3, 4, 8), (2, 16, 4, 8)]
     # Latents of the cache, of entries that are not there yet: reckoned and written alike.
     assert disk_budget.count_pixels(family, (64, 32, 9)) == 3 * 64 * 32
@@ -398,7 +398,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     drawn = pipeline(
         prompt=PROMPTS,
         **{**Family.call_options, "num_frames": num_frames, "height": height, "width": width},
-        **family.guidance_inputs(1.0),
+        **family.make_guidance_inputs(1.0),
         max_sequence_length=family.max_sequence_length,
         num_inference_steps=3,
         generator=torch.Generator().manual_seed(0),
@@ -409,7 +409,7 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
     with torch.no_grad():
         noisy, expected, _ = (family.unpack(packed, tuple(latent_hw)) for packed in seen[1])
         assert torch.equal(family.pack(noisy), seen[1][0])
-        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.latent_frames(num_frames) == 3
+        assert noisy.ndim == 5 and noisy.shape[0] == 2 and noisy.shape[2] == family.count_latent_frames(num_frames) == 3
         assert noisy.shape[-2] != noisy.shape[-1]
         told = pipeline.scheduler.timesteps[1] / pipeline.scheduler.config.num_train_timesteps
         answer = family.predict(pipeline.transformer, noisy, told.float().expand(2), cond)
@@ -431,13 +431,13 @@ def test_clips_are_what_diffusers_pipeline_draws(name, tiny, monkeypatch):
 
 
 def test_flow_is_the_schedulers_on_clips():
-    objective = families.get("wan").objective_type()({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
+    objective = families.get("wan").get_objective_type()({"flow_shift": 3.0, "use_flow_sigmas": True}, Objective())
     clean, noise = torch.randn(2, 2, 4, 3, 4, 6)
     t_B = torch.tensor([0.25, 0.8])
     noisy = objective.add_noise(clean, noise, t_B)
     for i, t in enumerate(t_B):
         torch.testing.assert_close(noisy[i], (1 - t) * clean[i] + t * noise[i])
-    per_sample = objective.loss(noisy, objective.target(clean, noise, t_B), t_B)
+    per_sample = objective.compute_loss(noisy, objective.compute_target(clean, noise, t_B), t_B)
     expected = torch.nn.functional.mse_loss(noisy, noise - clean, reduction="none").mean((1, 2, 3, 4))
     torch.testing.assert_close(per_sample, expected)
 

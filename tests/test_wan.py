@@ -40,9 +40,9 @@ def test_a_single_file_brings_its_own_size(tmp_path):
     own = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**own, "num_layers": 9, "num_attention_heads": 8, "ffn_dim": 999}), encoding="utf-8")
     family = wan(tmp_path / "one.safetensors", components=str(tmp_path))
-    assert family.denoiser_config() == own
-    assert {name: t.shape for name, t in family.empty_denoiser().state_dict().items()} == {
-        name: t.shape for name, t in family.denoiser_tensors()
+    assert family.read_denoiser_config() == own
+    assert {name: t.shape for name, t in family.make_empty_denoiser().state_dict().items()} == {
+        name: t.shape for name, t in family.read_denoiser_tensors()
     }
 
 

@@ -108,7 +108,7 @@ def test_a_run_whose_folder_is_no_text_hides_no_other_and_is_taken_for_none(ui: 
     assert board.count("<section") == 2 and b"runs%2Fcaf%E9" in board.encode() and "caf\ufffd</a>" in board
     with pytest.raises(UserError, match="not a run folder"):
         run_monitor.run_action(ui, "delete", str(runs / "caf\ufffd"))
-    assert len(run_monitor.get_monitor(ui.place).queue.view()) == 2
+    assert len(run_monitor.get_monitor(ui.place).queue.list_jobs()) == 2
 
 
 def test_a_log_is_read_on_from_where_the_last_look_ended(tmp_path: Path) -> None:
@@ -459,11 +459,11 @@ def test_buttons_do_what_they_say(ui: Ui, tmp_path: Path) -> None:
     queue = Queue(ui.place.home)
     ids = [queue.submit(text.format(n, tmp_path / "work" / "runs")) for n in range(3)]
     run_monitor.run_action(ui, "up", str(ids[2]))
-    assert [view.id for view in queue.view()] == [ids[0], ids[2], ids[1]]
+    assert [view.id for view in queue.list_jobs()] == [ids[0], ids[2], ids[1]]
     run_monitor.run_action(ui, "sooner", str(ids[1]))
-    assert [view.id for view in queue.view()] == [ids[1], ids[0], ids[2]]
+    assert [view.id for view in queue.list_jobs()] == [ids[1], ids[0], ids[2]]
     run_monitor.run_action(ui, "cancel", str(ids[0]))
-    assert queue.job(ids[0]).state == "cancelled"
+    assert queue.get_job(ids[0]).state == "cancelled"
     with pytest.raises(errors.UserError, match="type the name, j0"):
         run_monitor.delete_job(ui, str(ids[0]), "j1", False)
     run_monitor.delete_job(ui, str(ids[0]), " j0 ", False)

@@ -40,7 +40,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
     queue = jobs.Queue(place.home)
 
     def find_job(id: str) -> JobView:
-        return queue.job(int(id) if id.isascii() and id.isdecimal() and len(id) < 15 else str(place.resolve(id)))
+        return queue.get_job(int(id) if id.isascii() and id.isdecimal() and len(id) < 15 else str(place.resolve(id)))
 
     def find_run(id: str) -> tuple[JobView, Any]:
         view = find_job(id)
@@ -52,7 +52,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
 
     def list_jobs() -> list[dict]:
         """List the jobs of the queue: running jobs, waiting jobs in their order, then ended jobs."""
-        return [view.to_json() for view in queue.view(shell=False)]
+        return [view.to_json() for view in queue.list_jobs(shell=False)]
 
     def status(id: str) -> dict:
         """Return the state of a job, given its number, or of a run, given the path of its folder."""
@@ -61,7 +61,7 @@ def make_endpoints(place: Place, link: Callable[[Path], str] | None = None) -> d
     def events(id: str, offset: int = 0) -> dict:
         """Return a run's events after this byte of its log: {"events", "offset"}. Continue with the new offset."""
         view, _ = find_run(id)
-        new_events, behind = queue.events(view.id, max(0, offset))
+        new_events, behind = queue.read_events(view.id, max(0, offset))
         return {"events": new_events, "offset": behind}
 
     def stop(id: str) -> dict:

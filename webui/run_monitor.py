@@ -68,7 +68,7 @@ class RunMonitor:
     def _read_views(self) -> list[JobView]:
         self.previews = {}
         self.queue.roots = tuple(dict.fromkeys(path for root in self._place.roots for path in (root, root / "runs")))
-        return self.queue.view()
+        return self.queue.list_jobs()
 
     def _read_machine(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
@@ -94,9 +94,9 @@ def find_job(ui: Ui, text: str) -> JobView:
     """
     queue = get_monitor(ui.place).queue
     if text.isascii() and text.isdecimal() and len(text) < 15:
-        return queue.job(int(text))
+        return queue.get_job(int(text))
     if "/" in text or Path(text).is_absolute():
-        return queue.job(str(ui.resolve_path(text)))
+        return queue.get_job(str(ui.resolve_path(text)))
     for view in get_monitor(ui.place).views():
         if view.name == text and view.kind == "train":
             return view
@@ -200,7 +200,7 @@ def _edit(ui: Ui, view: JobView) -> None:
     """Copy the settings of a run into a new draft under a free name. Undo on that page restores the former draft."""
     queue = get_monitor(ui.place).queue
     if isinstance(view.id, int):
-        text = queue.config(view.id)
+        text = queue.read_config(view.id)
     else:
         file = get_run_folder(ui, view) / "config.toml"
         try:

@@ -153,7 +153,7 @@ class _Addition:
             return F.linear(F.linear(x, parts["lora_A.weight"]), parts["lora_B.weight"]) * self.scaling
         if "hada_w1_a" in parts:
             return F.linear(x, kinds.compute_delta(parts, self.scaling, dtype))
-        return kinds.kronecker_linear(x, *kinds.compute_kronecker_factors(parts)) * self.scaling
+        return kinds.multiply_kronecker(x, *kinds.compute_kronecker_factors(parts)) * self.scaling
 
     def _without_bias(self, layer: Any, answer: Tensor) -> Tensor:
         return answer if layer.bias is None else answer - self._make_broadcastable(layer.bias)

@@ -198,7 +198,7 @@ class KroneckerLinear(_Product, lokr.Linear):
     def compute_update(self, x: Tensor, parts: kinds.Parts, scaling: float) -> Tensor:
         """Compute the update without forming the delta."""
         w1, w2 = kinds.compute_kronecker_factors(parts)
-        return kinds.kronecker_linear(x, w1 * scaling, w2)
+        return kinds.multiply_kronecker(x, w1 * scaling, w2)
 
 
 class KroneckerConv2d(_Product, lokr.Conv2d):

@@ -210,7 +210,7 @@ def compute_delta(parts: Parts, scale: float, dtype: torch.dtype = torch.float32
     if "hada_w1_a" in held:
         return (held["hada_w1_a"] @ held["hada_w1_b"]) * (held["hada_w2_a"] @ held["hada_w2_b"]) * scale
     w1, w2 = compute_kronecker_factors(held)
-    return kronecker(w1, w2) * scale
+    return compute_kronecker(w1, w2) * scale
 
 
 def compute_weight_change(weight: Tensor, parts: Parts, scale: float, strength: float = 1.0) -> Tensor:
@@ -255,7 +255,7 @@ def compute_row_lengths(layer: Any, a: Tensor, b: Tensor, scaling: float) -> Ten
         scaling: alpha / rank.
     """
     if isinstance(layer, FrozenLayer) and layer.backend != "te":  # only TransformerEngine can read its own bytes
-        parts, storage, dtype = list(fetch_parts(layer.parts())), layer.form.storage, layer.compute_dtype
+        parts, storage, dtype = list(fetch_parts(layer.get_parts())), layer.form.storage, layer.compute_dtype
     else:
         parts, storage, dtype = [layer.weight.detach()], "plain", layer.weight.dtype
     parts = list(map(gather_whole, parts))
@@ -323,12 +323,12 @@ def compute_kronecker_factors(parts: Parts) -> tuple[Tensor, Tensor]:
     return w1, w2
 
 
-def kronecker(w1: Tensor, w2: Tensor) -> Tensor:
+def compute_kronecker(w1: Tensor, w2: Tensor) -> Tensor:
     """Return kron(W1, W2) as the matrix (N, K) of a linear layer or a convolution."""
     return torch.kron(w1, w2.flatten(1))
 
 
-def kronecker_linear(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def multiply_kronecker(x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Multiply x (..., K) by kron(W1, W2) transposed without forming it: W1 X W2^T, where X (k1, k2) is x reshaped."""
     x = x.unflatten(-1, (w1.shape[1], w2.shape[1]))
     return (w1 @ F.linear(x, w2)).flatten(-2)

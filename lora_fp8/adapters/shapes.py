@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 def plan_tensors(
     model: nn.Module, section: Adapter, targets: Sequence[str], called: Callable[[str], str] = str
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return the tensors that `inject` would add to a model, as `tensors` lists them, on the meta device.
+    """Return the tensors that `inject` would add to a model, as `list_tensors` lists them, on the meta device.
 
     The arguments are those of `inject`; the model is not changed.
 

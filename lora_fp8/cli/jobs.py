@@ -112,7 +112,7 @@ def stop(
     if job.isdigit() and not os.path.exists(job):
         queue = jobs.Queue()
         queue.stop(int(job))
-        after = queue.job(int(job))
+        after = queue.get_job(int(job))
         if after.state == "stopping":  # a worker ends it if it does not stop
             jobs.ensure_worker(queue.home)
         print_lines(Message("job {id}: {line}", id=job, line=after.sentence.text))
@@ -124,7 +124,7 @@ def stop(
     try:
         queue = jobs.Queue()
         queue.stop(job)
-        if queue.job(job).launched:  # by a worker, so that a worker has to end it
+        if queue.get_job(job).launched:  # by a worker, so that a worker has to end it
             jobs.ensure_worker(queue.home)
     except jobs.StoreError:  # a run is asked also without a queue, or with a broken one
         run.request("stop")
@@ -192,7 +192,7 @@ def list_jobs(
         raise UserError(Message("--watch and --json exclude each other; give only one of them"))
     queue = jobs.Queue(roots=runs)
     while True:
-        views = queue.view()
+        views = queue.list_jobs()
         if as_json:
             print_json([job.to_json() for job in views])
             return
@@ -216,7 +216,7 @@ def show(
 
     queue = jobs.Queue()
     id = int(job) if job.isdigit() and not os.path.exists(job) else job
-    view, lines = queue.job(id), queue.log_tail(id)
+    view, lines = queue.get_job(id), queue.read_log_tail(id)
     if as_json:
         print_json(view.to_json() | {"log_tail": lines})
         return
@@ -261,7 +261,7 @@ def cancel(id: int = JOB) -> None:
 
     queue = jobs.Queue()
     queue.cancel(id)
-    after = queue.job(id)
+    after = queue.get_job(id)
     if after.state == "stopping":
         jobs.ensure_worker(queue.home)
     print_lines(Message("job {id}: {line}", id=id, line=after.sentence.text))
@@ -302,7 +302,7 @@ def move(id: int = JOB, place: int = typer.Argument(..., min=1, help="Position i
 
     queue = jobs.Queue()
     queue.move(id, place)
-    print_lines(Message("job {id}: place {place}", id=id, place=queue.job(id).place))
+    print_lines(Message("job {id}: place {place}", id=id, place=queue.get_job(id).place))
 
 
 @jobs_app.command()
@@ -327,7 +327,7 @@ def _print_queued(queue: Any, id: int, with_worker: bool, as_json: bool) -> None
 
     if with_worker:
         jobs.ensure_worker(queue.home)
-    view = queue.job(id)
+    view = queue.get_job(id)
     if as_json:
         print_json(view.to_json())
         return

@@ -109,7 +109,7 @@ def plan(config_file: Path = CONFIG, overrides: list[str] = SET, as_json: bool =
 
     family = resolve.make_family(job, base=resolve.describe_for_estimate(job))
     layers = plan_layers(job, family)
-    unused = find_unused_settings(job, family.facts_of_base() | layers.facts)
+    unused = find_unused_settings(job, family.list_base_facts() | layers.facts)
     lines = [*family.warnings, *(line for line in unused if "quantize." in line)]
     notes: list[str] = [Message("warning: {line}", line=line) for line in lines]
     if job.quantize.sensitivity == "auto" and layers.quantized:

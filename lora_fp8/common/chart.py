@@ -68,14 +68,14 @@ def render_chart(
     svg = ""
     if mark is not None and axes.x_low <= mark.x <= axes.x_high:
         head += f'<span class="key mark"><i></i>{escape(mark.label)}</span>'
-        svg += f'<path class="mark" d="M{WIDTH * axes.across(mark.x):.1f} 0V{HEIGHT}"/>'
-    svg += "".join(f'<path class="grid" d="M0 {HEIGHT * axes.down(value):.1f}H{WIDTH}"/>' for value in axes.y_ticks)
+        svg += f'<path class="mark" d="M{WIDTH * axes.scale_x(mark.x):.1f} 0V{HEIGHT}"/>'
+    svg += "".join(f'<path class="grid" d="M0 {HEIGHT * axes.scale_y(value):.1f}H{WIDTH}"/>' for value in axes.y_ticks)
     svg += "".join(_render_line(line, axes) for line in lines)
     y_labels = "".join(
-        f'<span style="top:{100 * axes.down(value):.2f}%">{format_number(value)}</span>' for value in axes.y_ticks
+        f'<span style="top:{100 * axes.scale_y(value):.2f}%">{format_number(value)}</span>' for value in axes.y_ticks
     )
     x_labels = "".join(
-        f'<span style="left:{100 * axes.across(value):.2f}%">{format_number(value)}</span>'
+        f'<span style="left:{100 * axes.scale_x(value):.2f}%">{format_number(value)}</span>'
         for value in _choose_ticks(axes.x_low, axes.x_high, 5)
         if value == round(value)
     )
@@ -113,11 +113,11 @@ class Axes:
         x_low, x_high = _find_range([x for line in lines for x, _ in line.points])
         return cls(x_low, x_high, *_choose_axis([*dots, *(y for line in lines for _, y in line.points)], log), log)
 
-    def across(self, x: float) -> float:
+    def scale_x(self, x: float) -> float:
         """Return the distance of x from the left end, as a fraction of the width."""
         return (x - self.x_low) / (self.x_high - self.x_low)
 
-    def down(self, y: float) -> float:
+    def scale_y(self, y: float) -> float:
         """Return the distance of y from the top, as a fraction of the height."""
         height = math.log10(y) if self.log else y
         return 1 - (height - self.y_low) / (self.y_high - self.y_low)
@@ -139,12 +139,12 @@ def _render_key(line: Line) -> str:
 
 def _render_line(line: Line, axes: Axes) -> str:
     """Render a line and its dot as SVG paths."""
-    places = [(WIDTH * axes.across(x), HEIGHT * axes.down(y)) for x, y in line.points]
+    places = [(WIDTH * axes.scale_x(x), HEIGHT * axes.scale_y(y)) for x, y in line.points]
     places *= 2 if len(places) == 1 else 1  # a line to itself has round ends: a dot
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
     svg = f'<path class="line c{line.colour % 8}{" faint" if line.faint else ""}" d="{path}"/>'
     if line.dot and axes.x_low <= line.dot[0] <= axes.x_high:
-        x, y = WIDTH * axes.across(line.dot[0]), HEIGHT * axes.down(line.dot[1])
+        x, y = WIDTH * axes.scale_x(line.dot[0]), HEIGHT * axes.scale_y(line.dot[1])
         svg += f'<path class="line dot c{line.colour % 8}" d="M{x:.1f} {y:.1f}L{x:.1f} {y:.1f}"/>'
     return svg
 

@@ -65,7 +65,7 @@ def find_unused_settings(job: Job, facts: Mapping[str, bool] | None = None) -> l
 
     Args:
         job: the job.
-        facts: the known facts of `settings.FACTS`, from `ModelFamily.facts_of_base`, `precision.Plan.facts` and the
+        facts: the known facts of `settings.FACTS`, from `ModelFamily.list_base_facts`, `precision.Plan.facts` and the
             processes; those that model.path decides are added here. An unknown fact causes no warning.
     """
     values, title = flatten(job), families.get(job.model.family).title

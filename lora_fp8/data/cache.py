@@ -117,7 +117,7 @@ class FillReport:
     texts: int
     truncated: tuple[Overlong, ...] = ()
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Return the warnings for the user; [] if there are none."""
         return warn_of_truncation(self.truncated, self.texts)
 
@@ -182,10 +182,10 @@ class Cache:
 
     # keys
 
-    def _key(self, kind: str, **parts: Any) -> str:
+    def _make_key(self, kind: str, **parts: Any) -> str:
         what = "vae" if kind == "latents" else "text"
         if what not in self._identities:
-            self._identities[what] = self.family.encoder_identity(what)
+            self._identities[what] = self.family.compute_encoder_identity(what)
         about = {
             "kind": kind,
             "family": self.family.name,
@@ -198,10 +198,10 @@ class Cache:
         }
         return hashlib.sha256(json.dumps(about, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-    def image_key(self, placed: Placed, flipped: bool) -> str:
+    def make_image_key(self, placed: Placed, flipped: bool) -> str:
         """Return the key of the latents of an image or a clip."""
         placement, frames = placed.placement, placed.example.frames
-        return self._key(
+        return self._make_key(
             "latents",
             **({"frames": frames} if frames else {}),
             image=placed.example.image_sha256,
@@ -213,9 +213,9 @@ class Cache:
             **placed.change.key_parts,
         )
 
-    def control_key(self, control: ControlCrop, flipped: bool) -> str:
+    def make_control_key(self, control: ControlCrop, flipped: bool) -> str:
         """Return the key of a control image's latents."""
-        return self._key(
+        return self._make_key(
             "latents",
             control=control.control.sha256,
             box=control.box,
@@ -225,10 +225,10 @@ class Cache:
             **control.change.key_parts,
         )
 
-    def mask_key(self, placed: Placed, flipped: bool) -> str:
+    def make_mask_key(self, placed: Placed, flipped: bool) -> str:
         """Return the key of the mask of an image that has one."""
         placement, mask = placed.placement, placed.example.mask
-        return self._key(
+        return self._make_key(
             "latents",
             mask=mask.sha256,
             alpha=mask.alpha,
@@ -239,11 +239,11 @@ class Cache:
             **replace(placed.change, colour=()).key_parts,
         )
 
-    def caption_key(self, caption: str | Prompt) -> str:
+    def make_caption_key(self, caption: str | Prompt) -> str:
         """Return the key of a caption's conditioning."""
         if isinstance(caption, str):
-            return self._key("conds", caption=caption)
-        return self._key(
+            return self._make_key("conds", caption=caption)
+        return self._make_key(
             "conds",
             caption=caption.text,
             seen=[
@@ -256,24 +256,24 @@ class Cache:
 
     # prompts
 
-    def prompt(self, text: str, controls: Sequence[ControlCrop], flipped: bool = False) -> str | Prompt:
+    def make_prompt(self, text: str, controls: Sequence[ControlCrop], flipped: bool = False) -> str | Prompt:
         """Return what the conditioning of a text depends on: the text, and any control images that its encoder sees."""
         return Prompt(text, tuple(controls), flipped) if self.family.prompts_see_controls else text
 
-    def prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
+    def list_prompts(self, placed: Sequence[Placed], seed: int) -> list[str | Prompt]:
         """Return all prompts that training may ask for: see `list_dataset_captions`."""
         if not self.family.prompts_see_controls:
             return list(list_dataset_captions([image.example for image in placed], self.section, seed))
         prompts: dict[str | Prompt, None] = {}
         for image in placed:
-            controls = self.control_crops(image)
+            controls = self.list_control_crops(image)
             for text in list_dataset_captions([image.example], self.section, seed):
-                prompts.update((self.prompt(text, controls, flipped), None) for flipped in self._flips())
+                prompts.update((self.make_prompt(text, controls, flipped), None) for flipped in self._list_flips())
         return list(prompts)
 
     # control images
 
-    def control_crops(self, placed: Placed) -> tuple[ControlCrop, ...]:
+    def list_control_crops(self, placed: Placed) -> tuple[ControlCrop, ...]:
         """Return the control images of an example, with the crop and size that the denoiser gets."""
         asked = self.section.control_resolution
         controls = []
@@ -281,46 +281,46 @@ class Cache:
             whole_size = control.width, control.height
             usual = compute_control_box(placed.usual or placed.placement, whole_size)
             cut = usual[2] - usual[0], usual[3] - usual[1]
-            size = self.family.control_size(*cut, None if asked == "auto" else asked)
+            size = self.family.compute_control_size(*cut, None if asked == "auto" else asked)
             follows = has_same_shape(placed.placement.original_wh, whole_size)
             change = placed.change if follows else UNCHANGED
             controls.append(ControlCrop(control, compute_control_box(placed.placement, whole_size), size, change))
         return tuple(controls)
 
-    def _flips(self) -> tuple[bool, ...]:
+    def _list_flips(self) -> tuple[bool, ...]:
         return (False, True) if self.section.flip else (False,)
 
-    def path(self, kind: str, key: str) -> Path:
+    def get_entry_path(self, kind: str, key: str) -> Path:
         """Return the path of an entry, whether or not it exists."""
         return self.root / kind / key[:2] / f"{key}.safetensors"
 
     # filling
 
-    def missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
+    def find_missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
         """Return the entries that do not exist, are not whole, or are of another key (each is looked at once)."""
         if self._identities or any(self.root.glob("*/*/*.safetensors")):
-            return self._missing(placed, captions)
+            return self._find_missing(placed, captions)
         # The cache is empty, whatever the encoders are: their large files need not be hashed to find that out.
         self._identities = {"vae": "any", "text": "any"}
         try:
-            return self._missing(placed, captions)
+            return self._find_missing(placed, captions)
         finally:
             self._identities = {}
 
-    def _missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
-        flips = self._flips()
-        images = {self.image_key(image, flipped): (image, flipped) for image in placed for flipped in flips}
-        all_controls = [control for image in placed for control in self.control_crops(image)]
+    def _find_missing(self, placed: Sequence[Placed], captions: Sequence[str | Prompt]) -> Missing:
+        flips = self._list_flips()
+        images = {self.make_image_key(image, flipped): (image, flipped) for image in placed for flipped in flips}
+        all_controls = [control for image in placed for control in self.list_control_crops(image)]
         controls = {
-            self.control_key(control, flipped): (control, flipped) for control in all_controls for flipped in flips
+            self.make_control_key(control, flipped): (control, flipped) for control in all_controls for flipped in flips
         }
         masked = [image for image in placed if image.example.mask is not None]
-        masks = {self.mask_key(image, flipped): (image, flipped) for image in masked for flipped in flips}
-        texts = {self.caption_key(caption): caption for caption in captions}
-        images_left = [images[key] for key in images if not self._good("latents", key)]
-        controls_left = [controls[key] for key in controls if not self._good("latents", key)]
-        masks_left = [masks[key] for key in masks if not self._good("latents", key)]
-        texts_left = [texts[key] for key in texts if not self._good("conds", key)]
+        masks = {self.make_mask_key(image, flipped): (image, flipped) for image in masked for flipped in flips}
+        texts = {self.make_caption_key(caption): caption for caption in captions}
+        images_left = [images[key] for key in images if not self._has_entry("latents", key)]
+        controls_left = [controls[key] for key in controls if not self._has_entry("latents", key)]
+        masks_left = [masks[key] for key in masks if not self._has_entry("latents", key)]
+        texts_left = [texts[key] for key in texts if not self._has_entry("conds", key)]
         asked = len(images) + len(controls) + len(masks) + len(texts)
         left = len(images_left) + len(controls_left) + len(masks_left) + len(texts_left)
         return Missing(images_left, texts_left, asked - left, controls_left, masks_left)
@@ -347,21 +347,21 @@ class Cache:
                 message names it.
         """
         self._remove_leftovers()
-        missing = self.missing(placed, captions)
+        missing = self.find_missing(placed, captions)
         total, done, written = missing.count, 0, 0
         if missing:
             self._check_place()
         if missing.images or missing.controls:
             self.family.load_vae()
         for image, flipped in missing.images:
-            written += self._store("latents", self.image_key(image, flipped), self._encode_image(image, flipped))
+            written += self._store("latents", self.make_image_key(image, flipped), self._encode_image(image, flipped))
             done += 1
             if log:
                 log(done, total)
         self._leave_video()
         for control, flipped in missing.controls:
             written += self._store(
-                "latents", self.control_key(control, flipped), self._encode_control(control, flipped)
+                "latents", self.make_control_key(control, flipped), self._encode_control(control, flipped)
             )
             done += 1
             if log:
@@ -369,7 +369,7 @@ class Cache:
         if missing.images or missing.controls:
             self.family.free_encoders()  # free the VAE before the text encoders are loaded
         for image, flipped in missing.masks:  # after the images, whose latents give the size
-            written += self._store("latents", self.mask_key(image, flipped), self._reduce_mask(image, flipped))
+            written += self._store("latents", self.make_mask_key(image, flipped), self._reduce_mask(image, flipped))
             done += 1
             if log:
                 log(done, total)
@@ -380,8 +380,10 @@ class Cache:
             return self._encode_caption(caption)
 
         if missing.captions:
-            for number, cond in self.family.in_turn([partial(encode_caption, caption) for caption in missing.captions]):
-                written += self._store("conds", self.caption_key(missing.captions[number]), cond)
+            for number, cond in self.family.encode_in_turn(
+                [partial(encode_caption, caption) for caption in missing.captions]
+            ):
+                written += self._store("conds", self.make_caption_key(missing.captions[number]), cond)
                 done += 1
                 if log:
                     log(done, total)
@@ -389,29 +391,29 @@ class Cache:
         self._image = None
         # Done each time, as tokenizing is fast: a second run warns again though everything is cached.
         texts = list(dict.fromkeys(map(get_text, captions)))
-        truncated = tuple(self.family.overlong(texts))
+        truncated = tuple(self.family.find_overlong(texts))
         return FillReport(done, missing.reused, written, len(texts), truncated)
 
     @torch.no_grad()
     def _encode_image(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         example = placed.example
         if example.frames:
-            pictures = self._clip_in_place(placed)
+            pictures = self._read_placed_clip(placed)
         else:
-            picture = self._opened(example.path, example.image_sha256, example.edit)
+            picture = self._open_image(example.path, example.image_sha256, example.edit)
             pictures = [fit(picture, placed.placement, placed.change)]
         if flipped:
             pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
         values = convert_image(pictures[0]) if len(pictures) == 1 else convert_clip(pictures)
-        return {"latents": self._latents_of(values, example.path)}
+        return {"latents": self._encode_latents(values, example.path)}
 
     @torch.no_grad()
     def _encode_control(self, control: ControlCrop, flipped: bool) -> dict[str, Tensor]:
-        image = self._opened_control(control)
+        image = self._open_control(control)
         image = image.resize(control.size, Image.Resampling.LANCZOS)
         if flipped:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return {"latents": self._latents_of(convert_image(image), control.control.path)}
+        return {"latents": self._encode_latents(convert_image(image), control.control.path)}
 
     def _reduce_mask(self, placed: Placed, flipped: bool) -> dict[str, Tensor]:
         mask = placed.example.mask
@@ -420,10 +422,10 @@ class Cache:
         if flipped:
             greys = greys.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         mask_HW = torch.from_numpy(np.array(greys, dtype=np.float32)) / 255
-        size = self.latents(placed, flipped).shape[-2:]
+        size = self.read_latents(placed, flipped).shape[-2:]
         return {"mask": functional.interpolate(mask_HW[None, None], size=tuple(size), mode="area")[0, 0]}
 
-    def _opened(self, path: Path, sha256: str, edit: ImageEdit) -> Image.Image:
+    def _open_image(self, path: Path, sha256: str, edit: ImageEdit) -> Image.Image:
         """Return a decoded image. It is kept, as its mirrored version and its variants come next."""
         about = path, sha256
         if self._image is None or self._image[0] != about:
@@ -432,9 +434,9 @@ class Cache:
                 self._image = about, open_image(raw, self.section.background, edit)
         return self._image[1]
 
-    def _opened_control(self, control: ControlCrop) -> Image.Image:
+    def _open_control(self, control: ControlCrop) -> Image.Image:
         file, (left, top, right, bottom) = control.control, control.box
-        image = self._opened(file.path, file.sha256, file.edit)
+        image = self._open_image(file.path, file.sha256, file.edit)
         image = control.change.turn(image, ((left + right) / 2, (top + bottom) / 2), Image.Resampling.BICUBIC)
         return control.change.recolour(image.crop(control.box))
 
@@ -450,17 +452,17 @@ class Cache:
         except (OSError, ImageError) as error:
             raise _make_lost_error(path, error) from error
 
-    def _clip_in_place(self, placed: Placed) -> list[Image.Image]:
+    def _read_placed_clip(self, placed: Placed) -> list[Image.Image]:
         """Return the frames of a clip, cropped to its bucket. They are kept, as the mirrored version comes next."""
         example = placed.example
         about = (example.path, example.image_sha256, example.frames, placed.placement, placed.change)
         if self._clip is None or self._clip[0] != about:
             self._clip = None  # free them before the next ones are read
-            frames = (example.edit.apply(frame) for frame in self._opened_clip(example))
+            frames = (example.edit.apply(frame) for frame in self._read_clip(example))
             self._clip = about, [fit(frame, placed.placement, placed.change) for frame in frames]
         return self._clip[1]
 
-    def _opened_clip(self, example: Example) -> list[Image.Image]:
+    def _read_clip(self, example: Example) -> list[Image.Image]:
         try:
             status = example.path.stat()
             about = (example.path, example.image_sha256, status.st_size, status.st_mtime_ns)
@@ -483,7 +485,7 @@ class Cache:
             self._video[1].close()
         self._clip = self._video = None
 
-    def _latents_of(self, values: Tensor, path: Path) -> Tensor:
+    def _encode_latents(self, values: Tensor, path: Path) -> Tensor:
         latents_BCHW = self.family.encode_images(values)
         if not torch.isfinite(latents_BCHW).all():
             raise RunFailure(
@@ -500,7 +502,7 @@ class Cache:
         if isinstance(caption, str):
             (cond,) = self.family.encode_prompts([caption])
         else:
-            pictures = [self._opened_control(control) for control in caption.seen]
+            pictures = [self._open_control(control) for control in caption.seen]
             if caption.flipped:
                 pictures = [picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for picture in pictures]
             (cond,) = self.family.encode_prompts([caption.text], [pictures])
@@ -528,7 +530,7 @@ class Cache:
         # bytes.
         about = json.dumps({"kind": kind, "key": key, "sha256": _hash(tensors)})
         data = safetensors.torch.save(tensors, {METADATA: about})
-        path = self.path(kind, key)
+        path = self.get_entry_path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not `atomic_write`: its temporary name is unique on one machine only, and several machines may share a cache.
         temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
@@ -572,11 +574,11 @@ class Cache:
 
     # reading
 
-    def _good(self, kind: str, key: str) -> bool:
+    def _has_entry(self, kind: str, key: str) -> bool:
         """Return True if an entry is there, whole and of this key; its content is verified when it is read."""
         if key in self._verified:
             return True
-        path = self.path(kind, key)
+        path = self.get_entry_path(kind, key)
         try:
             with open(path, "rb") as file:
                 size = int.from_bytes(file.read(8), "little")
@@ -593,7 +595,7 @@ class Cache:
 
     def _read(self, kind: str, key: str) -> dict[str, Tensor]:
         """Read an entry and verify it. Raises FileNotFoundError or BadEntry."""
-        path = self.path(kind, key)
+        path = self.get_entry_path(kind, key)
         data = path.read_bytes()
         try:
             header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -624,7 +626,7 @@ class Cache:
             ) from None
         except BadEntry as error:
             with contextlib.suppress(OSError):  # in a cache that is read-only, the owner has to
-                self.path(kind, key).unlink(missing_ok=True)
+                self.get_entry_path(kind, key).unlink(missing_ok=True)
             self._verified.discard(key)
             raise RunFailure(
                 Message(
@@ -640,39 +642,39 @@ class Cache:
             self._ram_used -= _count_bytes(oldest)
         return tensors
 
-    def latents(self, placed: Placed, flipped: bool = False) -> Tensor:
+    def read_latents(self, placed: Placed, flipped: bool = False) -> Tensor:
         """Return the latents in the cache's dtype: (C, H, W) of an image in its bucket, (C, F, H, W) of a clip.
 
         The tensor must not be changed in place.
         """
-        return self._get("latents", self.image_key(placed, flipped), str(placed.example.path))["latents"]
+        return self._get("latents", self.make_image_key(placed, flipped), str(placed.example.path))["latents"]
 
-    def mask(self, placed: Placed, flipped: bool = False) -> Tensor | None:
+    def read_mask(self, placed: Placed, flipped: bool = False) -> Tensor | None:
         """Return the loss mask of an image at latent resolution, (H, W) in [0, 1]; None if it has no mask.
 
         The tensor must not be changed in place.
         """
         if placed.example.mask is None:
             return None
-        return self._get("latents", self.mask_key(placed, flipped), str(placed.example.mask.path))["mask"]
+        return self._get("latents", self.make_mask_key(placed, flipped), str(placed.example.mask.path))["mask"]
 
-    def controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
+    def read_controls(self, placed: Placed, flipped: bool = False) -> dict[str, Tensor]:
         """Return the latents (C, H, W) of an example's control images, named control_0, control_1, ..."""
         return {
-            f"control_{i}": self._get("latents", self.control_key(control, flipped), str(control.control.path))[
+            f"control_{i}": self._get("latents", self.make_control_key(control, flipped), str(control.control.path))[
                 "latents"
             ]
-            for i, control in enumerate(self.control_crops(placed))
+            for i, control in enumerate(self.list_control_crops(placed))
         }
 
-    def cond(self, caption: str | Prompt) -> dict[str, Tensor]:
+    def read_cond(self, caption: str | Prompt) -> dict[str, Tensor]:
         """Return the conditioning of a caption, without batch dimension. The tensors must not be changed in place."""
         name = Message("caption {text}", text=repr(get_text(caption)))
-        return dict(self._get("conds", self.caption_key(caption), name))
+        return dict(self._get("conds", self.make_caption_key(caption), name))
 
 
 def decode_preview_controls(controls: Sequence[Control], background: str) -> dict[str, Tensor]:
-    """Decode the control images of a preview into the conditioning that `pipeline_inputs` reads.
+    """Decode the control images of a preview into the conditioning that `make_pipeline_inputs` reads.
 
     The pipeline gets the images and resizes them itself, as it will for everybody who uses the LoRA.
 

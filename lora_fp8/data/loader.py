@@ -118,14 +118,14 @@ class Batch:
 
     @property
     def latent_hw(self) -> tuple[int, ...]:
-        """Size of the latents, for `family.seq_len`: (height, width), or (frames, height, width) for clips."""
+        """Size of the latents for `family.count_image_tokens`: (height, width), or (frames, height, width) of clips."""
         return tuple(self.latents_BCHW.shape[2:])
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch with its tensors on a device. A GPU copies pinned ones when it gets there."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory, from which a GPU copies while the CPU goes on."""
         return self._map(Tensor.pin_memory)
 
@@ -184,7 +184,7 @@ class Loader:
         shares = share_out((image.example for placed in buckets.values() for image in placed), seed)
         for bucket, placed in buckets.items():
             for image in placed:
-                sides = [side for control in cache.control_crops(image) for side in control.size]
+                sides = [side for control in cache.list_control_crops(image) for side in control.size]
                 self.images.setdefault((*bucket, *sides), []).append((image, shares[image.example.uid]))
         if not shares:
             raise UserError(Message("dataset: there are no examples to train on"))
@@ -198,21 +198,21 @@ class Loader:
         self._first_quantile = drawn.item()
         self._prepared: dict[tuple[int, ...], Batch | None] = {}  # one at most
 
-    def batches_in(self, epoch: int) -> int:
+    def count_epoch_batches(self, epoch: int) -> int:
         """Return the number of micro-batches of an epoch."""
         return count_batches(self._shares.values(), self.batch_size, epoch)
 
-    def position(self, micro_index: int) -> tuple[int, int]:
+    def find_position(self, micro_index: int) -> tuple[int, int]:
         """Return (epoch, batch within it) of a micro-batch, both from 0."""
         if self._period == 1:
             return divmod(micro_index, int(self.batches_per_epoch))
         first = self._first_batches
         while first[-1] <= micro_index:
-            first.append(first[-1] + self.batches_in(len(first) - 1))
+            first.append(first[-1] + self.count_epoch_batches(len(first) - 1))
         epoch = bisect.bisect_right(first, micro_index) - 1  # of epochs that begin there, all but the last are empty
         return epoch, micro_index - first[epoch]
 
-    def items_of(self, epoch: int) -> dict[tuple[int, ...], list[Item]]:
+    def group_items(self, epoch: int) -> dict[tuple[int, ...], list[Item]]:
         """Return what an epoch trains on, by bucket and sizes of the control images."""
         items = {
             key: [Item(image, repeat) for image, share in members for repeat in range(share.count_in_epoch(epoch))]
@@ -237,34 +237,37 @@ class Loader:
             return max(min(count, self.batch_size) * each[key] for key, count in counts.items())
 
         heaviest = max(range(min(self._period, EPOCHS)), key=weigh_epoch)
-        first = sum(map(self.batches_in, range(heaviest)))
-        return max(range(first, first + self.batches_in(heaviest)), key=lambda micro: weigh(self.batch_at(micro)))
+        first = sum(map(self.count_epoch_batches, range(heaviest)))
+        return max(
+            range(first, first + self.count_epoch_batches(heaviest)),
+            key=lambda micro: weigh(self.list_batch_items(micro)),
+        )
 
-    def batch_at(self, micro_index: int) -> list[Item]:
+    def list_batch_items(self, micro_index: int) -> list[Item]:
         """Return the items of a micro-batch over all processes. `micro_index` counts from the start of the training."""
-        epoch, index = self.position(micro_index)
+        epoch, index = self.find_position(micro_index)
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
                 self._starts.pop(oldest := next(iter(self._epochs)))
                 self._epochs.pop(oldest)
-            self._epochs[epoch] = make_epoch_batches(self.items_of(epoch), self.batch_size, self.seed, epoch)
+            self._epochs[epoch] = make_epoch_batches(self.group_items(epoch), self.batch_size, self.seed, epoch)
             before = sum(share.count_before(epoch) for shares in self._shares.values() for share in shares)
             self._starts[epoch] = list(itertools.accumulate(map(len, self._epochs[epoch]), initial=before))
         return self._epochs[epoch][index]
 
-    def total(self, micro_index: int) -> int:
+    def count_samples(self, micro_index: int) -> int:
         """Return the number of samples of a micro-batch over all processes, also for a rank that gets none of them."""
-        return len(self.batch_at(micro_index))
+        return len(self.list_batch_items(micro_index))
 
     def prepare(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> None:
         """Make the batch that `micro` will be asked for next, in page-locked memory where there is a GPU."""
         self._prepared.clear()
         batch = self._make(step, micro_index, rank, world)
         if batch is not None and torch.cuda.is_available():
-            batch = batch.pinned()
+            batch = batch.pin_memory()
         self._prepared = {(step, micro_index, rank, world): batch}
 
-    def micro(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> Batch | None:
+    def take_batch(self, step: int, micro_index: int, rank: int = 0, world: int = 1) -> Batch | None:
         """Return this process's share of a micro-batch, on the CPU; None if it has no sample in it.
 
         Args:
@@ -277,27 +280,27 @@ class Loader:
         return self._prepared.pop(key) if key in self._prepared else self._make(*key)
 
     def _make(self, step: int, micro_index: int, rank: int, world: int) -> Batch | None:
-        items = self.batch_at(micro_index)
+        items = self.list_batch_items(micro_index)
         mine = items[rank::world]
         if not mine:
             return None
-        epoch, index = self.position(micro_index)
+        epoch, index = self.find_position(micro_index)
         first = self._starts[epoch][index]
         latents, noise, conds, captions, flips, masks, variants = [], [], [], [], [], [], []
         for item in mine:
-            flipped = self._flipped(epoch, item.uid)
-            caption = self._caption(epoch, item)
-            variant = self._variant(epoch, item)
-            latents_CHW = self.cache.latents(variant, flipped).to(torch.float32)
+            flipped = self._is_flipped(epoch, item.uid)
+            caption = self._choose_caption(epoch, item)
+            variant = self._choose_variant(epoch, item)
+            latents_CHW = self.cache.read_latents(variant, flipped).to(torch.float32)
             draw = make_generator(self.seed, "noise", epoch, item.uid)
             latents.append(latents_CHW)
             noise.append(torch.randn(latents_CHW.shape, generator=draw, dtype=torch.float32))
-            conds.append(self._cond(variant, caption, flipped))
+            conds.append(self._collect_cond(variant, caption, flipped))
             captions.append(caption)
             flips.append(flipped)
-            masks.append(self.cache.mask(variant, flipped))
+            masks.append(self.cache.read_mask(variant, flipped))
             variants.append(variant)
-        class_captions, class_cond = self._class_part(variants, captions, flips)
+        class_captions, class_cond = self._make_class_part(variants, captions, flips)
         return Batch(
             latents_BCHW=torch.stack(latents),
             noise_BCHW=torch.stack(noise),
@@ -320,7 +323,7 @@ class Loader:
             class_cond=class_cond,
         )
 
-    def _class_part(
+    def _make_class_part(
         self, images: Sequence[Placed], captions: Sequence[str], flips: Sequence[bool]
     ) -> tuple[list[str], dict[str, Tensor] | None]:
         """Return the captions with the class word, and their conditioning; None if it changes none of them."""
@@ -329,37 +332,39 @@ class Loader:
         if replaced == list(captions):
             return replaced, None
         used = zip(images, replaced, flips, strict=True)
-        return replaced, self.family.collate([self._cond(image, text, flipped) for image, text, flipped in used])
+        return replaced, self.family.collate(
+            [self._collect_cond(image, text, flipped) for image, text, flipped in used]
+        )
 
-    def _chance(self, purpose: str, epoch: int, uid: str) -> float:
+    def _draw_chance(self, purpose: str, epoch: int, uid: str) -> float:
         """Draw a uniform number in [0, 1)."""
         return torch.rand((), generator=make_generator(self.seed, purpose, epoch, uid), dtype=torch.float64).item()
 
-    def _flipped(self, epoch: int, uid: str) -> bool:
-        return self.section.flip and self._chance("flip", epoch, uid) < 0.5
+    def _is_flipped(self, epoch: int, uid: str) -> bool:
+        return self.section.flip and self._draw_chance("flip", epoch, uid) < 0.5
 
-    def _variant(self, epoch: int, item: Item) -> Placed:
+    def _choose_variant(self, epoch: int, item: Item) -> Placed:
         if not self.section.varies_images:
             return item.placed
-        number = int(self._chance("image_variant", epoch, item.uid) * self.section.image_variants)
+        number = int(self._draw_chance("image_variant", epoch, item.uid) * self.section.image_variants)
         return draw_variant(item.placed, self.section, number) if number else item.placed
 
-    def _caption(self, epoch: int, item: Item) -> str:
+    def _choose_caption(self, epoch: int, item: Item) -> str:
         caption = item.placed.example.caption
-        if self._chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
+        if self._draw_chance("caption_dropout", epoch, item.uid) < self.section.caption_dropout:
             return ""
         if not self.section.varies_captions:
             return draw_caption_variant(caption, 0, self.section, self.seed)
-        variant = int(self._chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
+        variant = int(self._draw_chance("shuffle_variant", epoch, item.uid) * self.section.caption_variants)
         return draw_caption_variant(caption, variant, self.section, self.seed)
 
-    def _cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
+    def _collect_cond(self, placed: Placed, caption: str, flipped: bool) -> dict[str, Tensor]:
         """Return the caption's conditioning and, if the family has it, the image's: sizes, crop and control images."""
         place = placed.placement
         crop = place.flipped_crop_top_left if flipped else place.crop_top_left
-        cond = self.cache.cond(self.cache.prompt(caption, self.cache.control_crops(placed), flipped))
-        image_cond = self.family.image_conditioning(place.original_hw, crop, place.target_hw)
-        image_cond = image_cond | self.cache.controls(placed, flipped)
+        cond = self.cache.read_cond(self.cache.make_prompt(caption, self.cache.list_control_crops(placed), flipped))
+        image_cond = self.family.make_image_conditioning(place.original_hw, crop, place.target_hw)
+        image_cond = image_cond | self.cache.read_controls(placed, flipped)
         if twice := cond.keys() & image_cond.keys():
             raise ValueError(f"family {self.family.name}: {sorted(twice)} come from both the prompt and the image")
         return cond | image_cond

@@ -36,7 +36,7 @@ def make_whole_crops(controls: Sequence[Control]) -> tuple[ControlCrop, ...]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with the control images that its encoder sees, mirrored or not: see `Cache.prompt`."""
+    """A text with the control images that its encoder sees, mirrored or not: see `Cache.make_prompt`."""
 
     text: str
     seen: tuple[ControlCrop, ...]

@@ -80,7 +80,7 @@ class Exchange:
     def __init__(self, gradients: Gradients, processes: Processes) -> None:
         self.gradients, self.processes = gradients, processes
 
-    def mean_(self, num_samples: int, **figures: float) -> dict[str, float]:
+    def average_(self, num_samples: int, **figures: float) -> dict[str, float]:
         """Average the gradients of all processes over the step's samples, in place.
 
         Args:
@@ -101,7 +101,7 @@ class Exchange:
         self.gradients.scale_(1 / num_samples)
         return sums
 
-    def cost(self, sent: int) -> dict[str, Any]:
+    def describe_cost(self, sent: int) -> dict[str, Any]:
         """Return how the run reports `sent` bytes of a step, compared with a float32 all-reduce."""
         world = self.processes.world
         plain = 2 * self.gradients.flat.nbytes * (world - 1) / world
@@ -152,8 +152,8 @@ class Fp8Exchange(Exchange):
         self._own = slice(processes.rank * share, (processes.rank + 1) * share)
 
     @torch.no_grad()
-    def mean_(self, num_samples: int, **figures: float) -> dict[str, float]:
-        """Average as `Exchange.mean_` does. The figures are sent in full, as float64."""
+    def average_(self, num_samples: int, **figures: float) -> dict[str, float]:
+        """Average as `Exchange.average_` does. The figures are sent in full, as float64."""
         # The mean is taken first, so that a residual counts the same in a step of few samples.
         self.gradients.scale_(1 / num_samples)
         flat, world = self.gradients.values, self.processes.world

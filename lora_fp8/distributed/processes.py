@@ -119,14 +119,14 @@ class Processes:
                 tensors.append(buffer.to("cpu", copy=True))
             return tensors
 
-    def max_(self, tensor: Tensor) -> Tensor:
+    def reduce_max_(self, tensor: Tensor) -> Tensor:
         """Take the largest value of each element over all processes, in place."""
         if self.world > 1:
             with _translate_errors():
                 torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
         return tensor
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def select_share(self, items: Sequence[T]) -> Sequence[T]:
         """Return this process's share of the items: every `world`-th, starting at number `rank`."""
         return items[self.rank :: self.world]
 
@@ -143,13 +143,13 @@ class Processes:
             kind_of: returns the kind of an item; those of a kind make as many passes of the denoiser.
         """
         if not self.lockstep:
-            return [(item, True) for item in self.share(items)]
+            return [(item, True) for item in self.select_share(items)]
         kinds: dict[Hashable, list[T]] = {}
         for item in items:
             kinds.setdefault(kind_of(item), []).append(item)
         turns = []
         for alike in kinds.values():
-            own = self.share(alike)
+            own = self.select_share(alike)
             turns += [(item, True) for item in own]
             turns += [(alike[0], False)] * (len(own) * self.world < len(alike))
         return turns

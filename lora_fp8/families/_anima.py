@@ -45,8 +45,8 @@ def run_transformer(denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, embeds_BLD: 
     return denoiser(**make_inputs(noisy_BCHW, t_B, embeds_BLD), return_dict=False)[0][:, :, 0]
 
 
-def without_borders_(denoiser: Any) -> Any:
-    """Make the transformer expect the border mask as a channel of its input, in place; see `inputs`."""
+def expect_border_mask_(denoiser: Any) -> Any:
+    """Make the transformer expect the border mask as a channel of its input, in place; see `make_inputs`."""
     denoiser.register_to_config(concat_padding_mask=False)
     return denoiser
 
@@ -76,7 +76,7 @@ class AnimaPipeline(Pipeline, AnimaLoraLoaderMixin):
             tokenizer=tokenizer,
             t5_tokenizer=t5_tokenizer,
             text_conditioner=text_conditioner,
-            transformer=transformer and without_borders_(transformer),
+            transformer=transformer and expect_border_mask_(transformer),
         )
 
     @classmethod

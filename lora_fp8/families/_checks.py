@@ -109,13 +109,13 @@ def check_complete(family: ModelFamily) -> None:
         wanted.append(f"{family.denoiser_name}/config.json")
     missing = [w for w in wanted if not (family.folder / w).is_file()]
     needed = {} if family.checkpoint else {family.denoiser_name: "diffusion_pytorch_model"}
-    if not family._source("vae"):
+    if not family._find_source("vae"):
         needed["vae"] = "diffusion_pytorch_model"
     for name in family.text_parts:
         missing += _list_missing_text_files(family, name)
-        if not family._is_tokenizer(name) and not family._source(name):
-            needed[name] = family._text_class(name)[1]
-    weights = {name: family._weight_files(name, stem) for name, stem in needed.items()}
+        if not family._is_tokenizer(name) and not family._find_source(name):
+            needed[name] = family._find_text_class(name)[1]
+    weights = {name: family._find_weight_files(name, stem) for name, stem in needed.items()}
     missing += [f"{name}/{needed[name]}.safetensors" for name, paths in weights.items() if not paths]
     _check_unquantized(family)
     _check_scales(family, weights)
@@ -131,7 +131,7 @@ def check_complete(family: ModelFamily) -> None:
                 )
             )
         raise UserError(Message("{path} lacks {names}", path=family.folder, names=names))
-    family.scheduler_config()  # fails if it cannot be read; the cache needs it
+    family.read_scheduler_config()  # fails if it cannot be read; the cache needs it
 
 
 def _list_missing_text_files(family: ModelFamily, name: str) -> list[str]:
@@ -153,7 +153,7 @@ def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) ->
         for path in paths:
             file = WeightFile(path, family.absent)
             if name == family.denoiser_name:
-                family.warnings += file.notes()
+                family.warnings += file.list_notes()
             elif file.scaled:  # diffusers and transformers load these parts, and ignore the scales
                 raise UserError(
                     Message(
@@ -163,7 +163,7 @@ def _check_scales(family: ModelFamily, weights: Mapping[str, Sequence[Path]]) ->
                     )
                 )
     if family._file:
-        family.warnings += family._file.notes()
+        family.warnings += family._file.list_notes()
 
 
 def check_denoiser(family: ModelFamily) -> None:
@@ -177,7 +177,7 @@ def check_denoiser(family: ModelFamily) -> None:
         return  # a single file's config is derived from its own tensors
     wanted = {name: tuple(tensor.shape) for name, tensor in family.outline.state_dict().items()}
     shapes_in_file: Header = {}
-    for path in family._denoiser_files():
+    for path in family._list_denoiser_files():
         shapes_in_file |= WeightFile(path, family.absent).header
     wrong: list[str] = [Message("{name} is missing", name=name) for name in wanted if name not in shapes_in_file]
     wrong += [Message("{name} is not part of this model", name=name) for name in shapes_in_file if name not in wanted]
@@ -202,11 +202,11 @@ def check_scheduler(family: ModelFamily) -> None:
     """Check that the scheduler's config names a sampler of diffusers and describes a noising process."""
     import torch
 
-    path, config = family.folder / "scheduler" / "scheduler_config.json", family.scheduler_config()
+    path, config = family.folder / "scheduler" / "scheduler_config.json", family.read_scheduler_config()
     _files.build_from_config(_files.find_scheduler(path, config), path, config)
     one_BCHW = torch.ones(1, 1, 1, 1)
     try:
-        objective = family.objective_type()(config, settings.Objective())
+        objective = family.get_objective_type()(config, settings.Objective())
         for tokens in (256, 4096):
             t_B = objective.sample_t([torch.Generator().manual_seed(0)], tokens)
             noised = objective.add_noise(one_BCHW, one_BCHW, t_B)
@@ -227,8 +227,8 @@ def check_prediction(family: ModelFamily) -> None:
     if (
         family.checkpoint
         and family.assumes_prediction()
-        and family.predicts() == "epsilon"
-        and family.file_is_called(NAMED_V)
+        and family.get_prediction() == "epsilon"
+        and family.is_file_called(NAMED_V)
     ):
         raise UserError(
             Message(
@@ -246,10 +246,10 @@ def check_vae(family: ModelFamily) -> None:
 
     from ._weights import WeightFile
 
-    files = family._weight_files("vae", "diffusion_pytorch_model") if family.other_vaes else []
+    files = family._find_weight_files("vae", "diffusion_pytorch_model") if family.other_vaes else []
     for path in filter(Path.is_file, files):  # the others are checked once they are downloaded
         file = WeightFile(path)
-        means = file.decoded("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
+        means = file.read_dequantized("bn.running_mean").float() if "bn.running_mean" in file.header else torch.empty(0)
         for model, begin in family.other_vaes.items():
             if len(means) and torch.allclose(means[: len(begin)], torch.tensor(begin), rtol=0, atol=1e-3):
                 raise UserError(
@@ -279,12 +279,16 @@ def check_fit(family: ModelFamily) -> None:
 def _read_number(family: ModelFamily, place: str) -> int | None:
     """Return the integer at "part.entry" of the configs; None if no config has it."""
     part, _, entry = place.partition(".")
-    source = family._source(part) if part == "vae" or part in family.text_parts else None
+    source = family._find_source(part) if part == "vae" or part in family.text_parts else None
     if source and source.file is family._file:
         return None  # the single file contains this part, so the folder's config may not apply
     path = family.folder / part / "config.json"
     config = (
-        family.denoiser_config() if part == family.denoiser_name else _files.read_json(path) if path.is_file() else {}
+        family.read_denoiser_config()
+        if part == family.denoiser_name
+        else _files.read_json(path)
+        if path.is_file()
+        else {}
     )
     entry, _, index = entry.partition(".")
     value = config.get(entry, (config.get("text_config") or {}).get(entry))
@@ -297,7 +301,7 @@ def _find_latents_problem(family: ModelFamily) -> str:
     """Compare the VAE's latent channels with what the denoiser takes; returns the problem, or ""."""
     name = "z_dim" if _read_number(family, "vae.z_dim") else "latent_channels"
     given, taken = _read_number(family, f"vae.{name}"), _read_number(family, f"{family.denoiser_name}.in_channels")
-    # As in `latent_channels`.
+    # As in `count_latent_channels`.
     times = 4 if family.vae_class == "AutoencoderKLFlux2" else family.patch**2 if family.latents_as == "BSD" else 1
     if not given or not taken or given * times == taken:
         return ""
@@ -376,7 +380,7 @@ def _find_vocabulary_problem(family: ModelFamily, tokenizer: str) -> str:
 
 def _find_sampler_problem(family: ModelFamily) -> str:
     """Return the problem if a flow matching model has a diffusion sampler or the reverse, else ""."""
-    config = family.scheduler_config()
+    config = family.read_scheduler_config()
     flows = "FlowMatch" in str(config.get("_class_name")) or config.get("use_flow_sigmas") is True
     flows = flows or config.get("prediction_type") == "flow_prediction"
     wanted = family.objective == "FlowMatching"
@@ -394,7 +398,7 @@ def _check_unquantized(family: ModelFamily) -> None:
     from ._weights import ADVICE
 
     weighed = [family.denoiser_name] if family._file is None else []
-    weighed += [name for name in _components.list_weight_parts(type(family)) if not family._source(name)]
+    weighed += [name for name in _components.list_weight_parts(type(family)) if not family._find_source(name)]
     problems = []
     for name in weighed:
         path = family.folder / name / "config.json"
@@ -426,7 +430,7 @@ def check_parts(family: ModelFamily) -> None:
         UserErrors: the parts that cannot be used, one line each.
     """
     tokenizers = [partial(_check_limit, family, name) for name in family.text_parts if family._is_tokenizer(name)]
-    encoders = [partial(_check_encoder, family, name) for name in family._text_encoders()]
+    encoders = [partial(_check_encoder, family, name) for name in family._list_text_encoders()]
     problems: list[str] = []
     for look in (
         partial(check_denoiser, family),
@@ -446,8 +450,8 @@ def check_parts(family: ModelFamily) -> None:
 
 def _check_encoder(family: ModelFamily, name: str) -> None:
     """Check that a text encoder's config fits its weights."""
-    source = family._source(name)
-    cls, stem = family._text_class(name)
+    source = family._find_source(name)
+    cls, stem = family._find_text_class(name)
     if source is None:
         family._from_pretrained(cls, stem, name, device_map="meta")
     elif source.file is not family._file:
@@ -459,22 +463,22 @@ def _check_vae_sizes(family: ModelFamily) -> None:
     """Check that the VAE's config is valid and fits its weight file."""
     import diffusers
 
-    family.empty_vae()
-    if not family._source("vae"):
+    family.make_empty_vae()
+    if not family._find_source("vae"):
         cls = getattr(diffusers, family.vae_class)
         family._from_pretrained(cls, "diffusion_pytorch_model", "vae", device_map="meta")
 
 
 def _check_limit(family: ModelFamily, name: str) -> None:
     """Check that this tokenizer can be read, and that it states a token limit if nothing else does."""
-    tokenizer = family.tokenizer(name)
+    tokenizer = family.load_tokenizer(name)
     limit = getattr(tokenizer, "model_max_length", 1)  # processors have none
     fits = isinstance(limit, int | float) and limit > 0
     # Without a limit in its config, transformers reports a number of thirty digits.
     if fits and "CLIP" in family.text_parts[name]:
         fits = limit <= MOST_TOKENS
     elif fits and name in family.judge_length_by:
-        fits = family.token_limit(name) <= MOST_TOKENS
+        fits = family.compute_token_limit(name) <= MOST_TOKENS
     if not fits:
         raise UserError(
             Message(

@@ -277,7 +277,7 @@ def _find_candidates(family: type[ModelFamily], part: str, root: Path, checkpoin
     inside = [path for name in folders if (root / name).is_dir() for path in (root / name).rglob("*")]
     paths = [path for path in inside if path.suffix in WEIGHT_ENDINGS]
     denoiser = dict(family.reference_config)
-    denoiser |= family.sizes(_files.make_native_header(header), denoiser, checkpoint)
+    denoiser |= family.infer_denoiser_sizes(_files.make_native_header(header), denoiser, checkpoint)
     by_target: dict[Path, Path] = {}
     for path in sorted(paths):
         if path.is_file() and path.resolve() not in by_target and _can_be(family, part, path, denoiser):
@@ -298,7 +298,7 @@ def _can_be(family: type[ModelFamily], part: str, path: Path, denoiser: Mapping[
         return False
     if part == "vae":
         channels = entries.get("latent_channels") or entries.get("z_dim")
-        return not channels or family.latent_channels(denoiser) in (None, channels)
+        return not channels or family.count_latent_channels(denoiser) in (None, channels)
     widths = []
     for taken, sum_of_widths in family.text_widths.items():
         times, _, given = sum_of_widths.rpartition(" * ")
@@ -322,7 +322,7 @@ def _assemble_folder(
         sources: part -> header of its weights.
         is_from_modelscope: the single file comes from ModelScope, so that what it lacks is looked for there first.
     """
-    published = family.published_parts(_files.make_native_header(header))
+    published = family.choose_published_parts(_files.make_native_header(header))
     configs: dict[str, dict[str, Any]] = {}
     copied: dict[str, Path] = {}
     wanted = ["scheduler", *list_weight_parts(family)]

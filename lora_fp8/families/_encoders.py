@@ -48,7 +48,7 @@ class Encoders(Facts):
         if self.vae is not None:
             return
         cls = getattr(diffusers, self.vae_class)
-        if source := self._source("vae"):
+        if source := self._find_source("vae"):
             vae = _files.build_from_config(cls, self.folder / "vae" / "config.json")
             tensors = _part_files.read_vae_tensors(source, self.vae_class, dict(vae.config))
             _fill_vae_(vae, tensors, source.file.path)  # copying widens to float32
@@ -56,7 +56,7 @@ class Encoders(Facts):
             vae = self._from_pretrained(cls, "diffusion_pytorch_model", "vae", dtype=torch.float32)
         self.vae = vae.to(self.device).eval().requires_grad_(False)
 
-    def empty_vae(self) -> nn.Module:
+    def make_empty_vae(self) -> nn.Module:
         """Return the VAE on the meta device: all shapes, no memory."""
         import diffusers
         import torch
@@ -66,13 +66,13 @@ class Encoders(Facts):
         with torch.device("meta"), no_init_weights():
             return _files.build_from_config(cls, self.folder / "vae" / "config.json").eval().requires_grad_(False)
 
-    def tokenizer(self, name: str) -> Any:
+    def load_tokenizer(self, name: str) -> Any:
         """Return a tokenizer of `text_parts`, or the processor that prepares images for a text encoder.
 
         They are small, so each is loaded on first use and kept.
         """
         if name not in self._tokenizers:
-            cls, folder = self._named_class(name), self.folder / name
+            cls, folder = self._import_class(name), self.folder / name
             try:
                 self._tokenizers[name] = cls.from_pretrained(folder, local_files_only=True)
             except Exception as error:  # transformers and tokenizers raise many types for incomplete files
@@ -83,14 +83,14 @@ class Encoders(Facts):
                 ) from error
         return self._tokenizers[name]
 
-    def in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
+    def encode_in_turn(self, asks: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, Any]]:
         """Yield (index, result) of functions that call `encode_prompts`, with one text encoder in memory at a time.
 
         Each function is called several times: see `_in_turn`. Nothing needs to be loaded before.
         """
         from . import _in_turn
 
-        encoders = self._text_encoders()
+        encoders = self._list_text_encoders()
         turns = _in_turn.Turns(
             encoders,
             partial(self._load_text_part, storage=self.text_storage),
@@ -98,7 +98,7 @@ class Encoders(Facts):
             self.device,
             self.dtype,
         )
-        tokenizers = {name: self.tokenizer(name) for name in self.text_parts if self._is_tokenizer(name)}
+        tokenizers = {name: self.load_tokenizer(name) for name in self.text_parts if self._is_tokenizer(name)}
         if len(encoders) > 1:
             self._text_pipeline = self._assemble(**tokenizers, **turns.standins)
             yield from turns.ask(asks)
@@ -116,34 +116,36 @@ class Encoders(Facts):
     def text_pipeline(self) -> Any:
         """The diffusers pipeline with the text encoders in it and no denoiser, for its `encode_prompt`."""
         if self._text_pipeline is None:
-            raise RuntimeError("encode_prompts outside of in_turn")
+            raise RuntimeError("encode_prompts outside of encode_in_turn")
         return self._text_pipeline
 
-    def vae_bytes(self) -> int:
+    def count_vae_bytes(self) -> int:
         """Return the bytes that the VAE takes in memory, by its file's header."""
         import torch
 
-        if source := self._source("vae"):
+        if source := self._find_source("vae"):
             vae = source.header
         else:
-            (path, *_) = self._weight_files("vae", "diffusion_pytorch_model")
+            (path, *_) = self._find_weight_files("vae", "diffusion_pytorch_model")
             vae = _files.read_header(path, self.absent)
         return sum(map(math.prod, vae.values())) * torch.float32.itemsize
 
-    def text_bytes(self) -> dict[str, int]:
+    def count_encoder_bytes(self) -> dict[str, int]:
         """Return the bytes that each text encoder takes while captions are encoded, by the files' headers."""
         sizes = {}
-        for name in self._text_encoders():
-            if source := self._source(name):
+        for name in self._list_text_encoders():
+            if source := self._find_source(name):
                 beside = _part_files.BESIDE
                 headers = [{k: shape for k, shape in source.header.items() if not k.startswith(beside)}]
             else:
-                files = self._weight_files(name, self._text_class(name)[1])
+                files = self._find_weight_files(name, self._find_text_class(name)[1])
                 headers = [_files.read_header(path, self.absent) for path in files]
-            sizes[name] = sum(self._text_bytes(key, shape) for header in headers for key, shape in header.items())
+            sizes[name] = sum(
+                self._count_tensor_bytes(key, shape) for header in headers for key, shape in header.items()
+            )
         return sizes
 
-    def _text_bytes(self, key: str, shape: tuple[int, ...]) -> int:
+    def _count_tensor_bytes(self, key: str, shape: tuple[int, ...]) -> int:
         """Return the bytes of a text encoder's tensor as it is stored in memory."""
         from ..precision import Format, name_matches
 
@@ -153,30 +155,30 @@ class Encoders(Facts):
             return math.prod(shape) * self.dtype.itemsize
         rows, columns = shape
         forms = [Format(self.text_storage, scale) for scale in settings.SCALES[self.text_storage]]
-        return next(form for form in forms if not form.problem((rows, columns))).num_bytes((rows, columns))
+        return next(form for form in forms if not form.find_problem((rows, columns))).count_bytes((rows, columns))
 
-    def trained_text_parts(self) -> dict[str, Any]:
+    def load_trained_text_parts(self) -> dict[str, Any]:
         """Load the trainable text encoders, unquantized, and their tokenizers, as new objects."""
         pairs = [(encoder.replace("text_encoder", "tokenizer"), encoder) for encoder in self.trained_text]
         return {name: self._load_text_part(name, "none") for pair in pairs for name in pair}
 
-    def empty_trained_text(self) -> dict[str, nn.Module]:
+    def make_empty_trained_text(self) -> dict[str, nn.Module]:
         """Return the text encoders of `trained_text` on the meta device, in the model's dtype."""
         import torch
 
         encoders = {}
         for name in self.trained_text:
-            cls = self._text_class(name)[0]
+            cls = self._find_text_class(name)[0]
             with torch.device("meta"):
-                encoder = cls(self._text_config(name, cls.config_class))
+                encoder = cls(self._make_text_config(name, cls.config_class))
             encoders[name] = encoder.to(self.dtype).requires_grad_(False)
         return encoders
 
-    def _text_config(self, name: str, config_class: Any) -> Any:
+    def _make_text_config(self, name: str, config_class: Any) -> Any:
         """Return the config of a text encoder of this base."""
         return config_class.from_pretrained(self.folder / name, local_files_only=True)
 
-    def trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def read_trained_text_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, CPU tensor) of the weights and biases of `trained_text`'s encoders, one encoder at a time.
 
         Names are those of adapter modules, with ".weight" or ".bias" appended.
@@ -187,17 +189,17 @@ class Encoders(Facts):
             for path, tensor in self._load_text_part(name, "none").state_dict().items():
                 yield make_text_layer_name(name, path), tensor.cpu()
 
-    def trained_text_pipeline(self) -> Any:
-        """Return a pipeline that holds `trained_text_parts` only, for `encode_with`."""
-        return self._assemble(**self.trained_text_parts())
+    def make_trained_text_pipeline(self) -> Any:
+        """Return a pipeline that holds only what `load_trained_text_parts` returns, for `encode_with`."""
+        return self._assemble(**self.load_trained_text_parts())
 
-    def encoder_identity(self, what: str) -> str:
+    def compute_encoder_identity(self, what: str) -> str:
         """Return the SHA-256 of the files that determine the outputs of the "vae" or "text" encoders.
 
         These are weights, configs and tokenizers. Settings of the text encoders that are not the usual ones follow it.
         """
         if what == "vae":
-            files = self._config_and_weights("vae", "diffusion_pytorch_model")
+            files = self._list_config_and_weights("vae", "diffusion_pytorch_model")
         elif what == "text":
             files = []
             for name in self.text_parts:
@@ -206,10 +208,10 @@ class Encoders(Facts):
                     settings_files = sorted(p for p in (self.folder / name).iterdir() if p.suffix in kinds)
                     files += [(f"{name}/{p.name}", p) for p in settings_files]
                 else:
-                    stem = self._text_class(name)[1]
-                    files += self._config_and_weights(name, stem)
+                    stem = self._find_text_class(name)[1]
+                    files += self._list_config_and_weights(name, stem)
         else:
-            raise ValueError(f"encoder_identity({what!r}): 'vae' or 'text'")
+            raise ValueError(f"compute_encoder_identity({what!r}): 'vae' or 'text'")
         digest = _files.compute_digest(files, self.absent)
         if what == "vae":
             return digest
@@ -224,17 +226,17 @@ class Encoders(Facts):
     def _is_tokenizer(self, name: str) -> bool:
         return _components.is_tokenizer(name)
 
-    def _text_encoders(self) -> list[str]:
+    def _list_text_encoders(self) -> list[str]:
         return [name for name in self.text_parts if not self._is_tokenizer(name)]
 
-    def _text_class(self, name: str) -> tuple[Any, str]:
+    def _find_text_class(self, name: str) -> tuple[Any, str]:
         """Return the class of a text part and the stem of its weight files; some parts are diffusers models."""
         import transformers
 
-        cls = self._named_class(name)
+        cls = self._import_class(name)
         return cls, "model" if issubclass(cls, transformers.PreTrainedModel) else "diffusion_pytorch_model"
 
-    def _named_class(self, name: str) -> Any:
+    def _import_class(self, name: str) -> Any:
         import diffusers
         import transformers
 
@@ -247,9 +249,9 @@ class Encoders(Facts):
         from ..precision import quantize_
 
         if self._is_tokenizer(name):
-            return self.tokenizer(name)
-        cls, stem = self._text_class(name)
-        if source := self._source(name):
+            return self.load_tokenizer(name)
+        cls, stem = self._find_text_class(name)
+        if source := self._find_source(name):
             encoder: Any = self._convert_text(cls, name, source)
         else:
             encoder = self._from_pretrained(cls, stem, name, dtype=self.dtype)
@@ -265,7 +267,7 @@ class Encoders(Facts):
     def _from_pretrained(self, cls: Any, stem: str, name: str, **options: Any) -> Any:
         import torch
 
-        files = self._weight_files(name, stem)
+        files = self._find_weight_files(name, stem)
         on_meta = options.get("device_map") == "meta"
         for path in files:
             if not on_meta:
@@ -318,21 +320,21 @@ class Encoders(Facts):
         other = [key for key, tensor in tensors.items() if key in wanted and wanted[key].shape != tensor.shape]
         return model, {"mismatched_keys": other, "missing_keys": wanted.keys() - tensors.keys()}
 
-    def _weight_files(self, name: str, stem: str) -> list[Path]:
+    def _find_weight_files(self, name: str, stem: str) -> list[Path]:
         """Return the weight files of a part, those that are not downloaded yet too; see `_files.find_weight_files`."""
         return _files.find_weight_files(self.folder / name, stem, self.absent)
 
-    def _config_and_weights(self, name: str, stem: str) -> list[tuple[str, Path]]:
-        part, source = self.folder / name, self._source(name)
+    def _list_config_and_weights(self, name: str, stem: str) -> list[tuple[str, Path]]:
+        part, source = self.folder / name, self._find_source(name)
         if source and source.file is self._file:
             weights = [("checkpoint", source.file.path)]
         elif source:
             weights = [(f"{name} file", source.file.path)]
         else:
-            weights = [(f"{name}/{p.name}", p) for p in self._weight_files(name, stem)]
+            weights = [(f"{name}/{p.name}", p) for p in self._find_weight_files(name, stem)]
         return [(f"{name}/config.json", part / "config.json"), *weights]
 
-    def _source(self, name: str) -> _part_files.Source | None:
+    def _find_source(self, name: str) -> _part_files.Source | None:
         """Return where a part's weights are in a file of its own or in the single file; None: in the folder."""
         if name in self._part_files:
             file = self._part_files[name]
@@ -348,7 +350,7 @@ class Encoders(Facts):
             return _part_files.build_text_encoder(cls, config, source, self.dtype)
         from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
-        tensors = {source.prefix + name: tensor for name, tensor in source.tensors().items()}
+        tensors = {source.prefix + name: tensor for name, tensor in source.read_tensors().items()}
         # A buffer saved by old versions of transformers; new ones compute it.
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".position_ids")}
         return create_diffusers_clip_model_from_ldm(

@@ -107,7 +107,7 @@ class Facts:
     checkpoint_text: ClassVar[dict[str, str | tuple[str, ...]]] = {}
     """Text encoder -> prefix, or possible prefixes, of its keys in single files that contain it."""
     size_cond: ClassVar[str] = ""
-    """Name in `Cond` of six numbers about each image, if the denoiser takes them: see `image_conditioning`."""
+    """Name in `Cond` of six numbers about each image, if the denoiser takes them: see `make_image_conditioning`."""
     exact_cond: ClassVar[tuple[str, ...]] = ()
     """Names of the conditioning tensors that stay in float32."""
     captions: ClassVar[str] = "sentences"
@@ -119,11 +119,11 @@ class Facts:
     """Argument of the denoiser for the noisy latents."""
     denoiser_reads: ClassVar[Mapping[str, str | tuple[str, ...]]] = {"encoder_hidden_states": "prompt_embeds"}
     """Argument of the denoiser -> name in `Cond`; a tuple of names stands for a dict of these. Enough to call a
-    denoiser that takes these, its noise and `timestep`; others override `inputs`."""
+    denoiser that takes these, its noise and `timestep`; others override `make_inputs`."""
     timestep_unit: ClassVar[int] = 1
     """The `timestep` that stands for sigma = 1: 1 if the denoiser multiplies by 1000 itself, else 1000."""
     objective: ClassVar[Literal["Diffusion", "FlowMatching"]] = "FlowMatching"
-    """The kind of noising process, which `objectives` implements; see `objective_type`."""
+    """The kind of noising process, which `objectives` implements; see `get_objective_type`."""
     train_shift: ClassVar[float | None] = None
     """The shift that objective.shift = "auto" stands for; None: the scheduler's. Set it where training needs another
     shift than sampling: a sampler's shift spends few steps where they matter, but on top of the logit-normal density it
@@ -216,7 +216,7 @@ class Facts:
     """The family whose single files have the same tensors, so that only the file's name tells the two apart."""
     caveats_by_name: ClassVar[dict[str, Template]] = {}
     """Pattern in a single file's name -> what the file, {name}, then is, where its tensors do not tell: see
-    `caveats`."""
+    `list_caveats`."""
     training_adapter: ClassVar[str] = ""
     """page of a training adapter for the distilled model, see `settings.Model.training_adapter`; "" if none is known"""
     distilled_advice: ClassVar[str]
@@ -226,7 +226,7 @@ class Facts:
     `distilled_mark`: in a single file's name, which has no "turbo" or "distill" in it."""
     distilled_mark: ClassVar[tuple[str, str, Any] | None] = None
     """("index" or "scheduler", entry, value): the entry of model_index.json or of scheduler_config.json that tells a
-    distilled model. The name, where it says something, comes first (`distilled_by_name`)."""
+    distilled model. The name, where it says something, comes first (`is_distilled_by_name`)."""
 
     # -- LoRA files ----------------------------------------------------------------------------------------------------
     modelspec_architecture: ClassVar[str]

@@ -60,7 +60,7 @@ def make_positions(latents_BCHW: Tensor, embeds_BLD: Tensor) -> dict[str, Tensor
 def make_inputs(
     family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
-    """Return the arguments of FLUX.1's transformer: see `ModelFamily.inputs`."""
+    """Return the arguments of FLUX.1's transformer: see `ModelFamily.make_inputs`."""
     import torch
 
     guidance_B = torch.full(t_B.shape, guidance, device=t_B.device)

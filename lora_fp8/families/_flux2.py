@@ -72,7 +72,7 @@ SIZES = {
 def make_inputs(
     family: ModelFamily, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
-    """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.inputs`."""
+    """Return the denoiser's arguments as in the pipelines' loops: see `ModelFamily.make_inputs`."""
     import torch
     from diffusers import Flux2Pipeline
 

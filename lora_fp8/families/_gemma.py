@@ -19,7 +19,7 @@ AVOIDED = "\0"
 
 
 def make_negative_text(family: ModelFamily, prompt: str) -> str:
-    """Mark a negative prompt: see `ModelFamily.negative_text`."""
+    """Mark a negative prompt: see `ModelFamily.make_negative_text`."""
     return AVOIDED + prompt if prompt else ""
 
 
@@ -38,7 +38,7 @@ def encode_prompts(
     import torch
 
     with torch.no_grad():
-        options = {"device": family.device, **family.encoding_options()}
+        options = {"device": family.device, **family.get_encoding_options()}
         if family.max_sequence_length:
             options["max_sequence_length"] = family.max_sequence_length
         conds = []

@@ -16,7 +16,7 @@ class Flow(FlowMatching):
 
     deviation = 1.5  # the pipeline's scale
 
-    def model_shift(self, seq_len: int) -> float:
+    def compute_model_shift(self, seq_len: int) -> float:
         return math.sqrt(seq_len / 1024)  # 512 x 512 pixels are 1024 tokens
 
 

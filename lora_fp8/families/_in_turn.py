@@ -53,7 +53,7 @@ class Answer:
             raise AttributeError(name)
         return self[name]
 
-    def rest(self) -> int:
+    def drop_unread(self) -> int:
         """Drop everything that was not read, and move the rest to the CPU. Returns the bytes kept."""
         self.output = None
         self.kept = {name: _move(part, torch.device("cpu")) for name, part in self.kept.items()}
@@ -68,7 +68,7 @@ def _move(part: Any, device: torch.device) -> Any:
 
 def _drop_unread(part: Any) -> int:
     if isinstance(part, Answer):
-        return part.rest()
+        return part.drop_unread()
     if isinstance(part, tuple):
         return sum(map(_drop_unread, part))
     return part.nbytes if isinstance(part, Tensor) else 0
@@ -130,7 +130,7 @@ class Turns:
         """
         todo = deque(range(len(asks)))
         while todo:
-            waiting, name = todo, self._first(asks[todo[0]])
+            waiting, name = todo, self._find_first_encoder(asks[todo[0]])
             while waiting:
                 group: deque[int] = deque()
                 needed, kept = "", 0
@@ -151,7 +151,7 @@ class Turns:
                 self.free()
                 waiting, name = group, needed
 
-    def _first(self, ask: Callable[[], Any]) -> str:
+    def _find_first_encoder(self, ask: Callable[[], Any]) -> str:
         """Return the name of the encoder that is called first."""
         self.tape, self.position = [], 0
         try:

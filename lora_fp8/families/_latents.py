@@ -34,7 +34,7 @@ class Latents(Facts):
         import torch
 
         with torch.no_grad():
-            vae = self._loaded_vae("encode_images")
+            vae = self._require_vae("encode_images")
             pixels_BCHW = pixels_BCHW.to(self.device, torch.float32)
             answer = vae.encode(as_clip(pixels_BCHW) if _takes_clips(vae) else pixels_BCHW)
             # A deep compression autoencoder returns latents; all others return a distribution of them.
@@ -45,8 +45,8 @@ class Latents(Facts):
         """Decode latents to float32 pixels in about [-1, 1]; the inverse of `encode_images`, nearly so in tiles."""
         import torch
 
-        vae = self._loaded_vae("decode_latents")
-        with torch.no_grad(), tiles(vae) if tiled else contextlib.nullcontext():
+        vae = self._require_vae("decode_latents")
+        with torch.no_grad(), decode_in_tiles(vae) if tiled else contextlib.nullcontext():
             latents = self.denormalise(latents_BCHW.to(self.device, torch.float32))
             pixels = self.decode_plain(vae, as_clip(latents) if _takes_clips(vae) else latents)
             return as_picture(pixels) if _takes_clips(vae) else pixels
@@ -55,7 +55,7 @@ class Latents(Facts):
         """Decode the VAE's own latents."""
         return vae.decode(latents, return_dict=False)[0]
 
-    def _loaded_vae(self, wanted: str) -> Any:
+    def _require_vae(self, wanted: str) -> Any:
         if self.vae is None:
             raise RuntimeError(f"{wanted} before load_vae")
         return self.vae
@@ -68,7 +68,7 @@ class Latents(Facts):
         """
         if not hasattr(self.vae, "bn"):
             return normalise_latents(self.vae, latents)
-        mean_1C11, std_1C11 = self._statistics()
+        mean_1C11, std_1C11 = self._compute_statistics()
         pixels = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # B C H/2 2 W/2 2
         order = (0, 1, 3, 5, 2, 4) if self.patch_channels == "C22" else (0, 3, 5, 1, 2, 4)
         return (pixels.permute(order).flatten(1, 3) - mean_1C11) / std_1C11
@@ -77,7 +77,7 @@ class Latents(Facts):
         """Convert the denoiser's latents to the VAE's; the inverse of `normalise`."""
         if not hasattr(self.vae, "bn"):
             return denormalise_latents(self.vae, latents)
-        mean_1C11, std_1C11 = self._statistics()
+        mean_1C11, std_1C11 = self._compute_statistics()
         patches = latents * std_1C11 + mean_1C11
         if self.patch_channels == "C22":
             pixels = patches.unflatten(1, (-1, 2, 2)).permute(0, 1, 4, 2, 5, 3)
@@ -85,7 +85,7 @@ class Latents(Facts):
             pixels = patches.unflatten(1, (2, 2, -1)).permute(0, 3, 4, 1, 5, 2)
         return pixels.flatten(4, 5).flatten(2, 3)
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
+    def _compute_statistics(self) -> tuple[Tensor, Tensor]:
         import torch
 
         mean_1C11, var_1C11 = (x.view(1, -1, 1, 1) for x in (self.vae.bn.running_mean, self.vae.bn.running_var))
@@ -112,7 +112,7 @@ class Latents(Facts):
             return as_picture(patches.permute(0, 4, 1, 2, 5, 3, 6).flatten(5, 6).flatten(3, 4))
         return packed
 
-    def seq_len(self, latent_hw: tuple[int, ...]) -> int:
+    def count_image_tokens(self, latent_hw: tuple[int, ...]) -> int:
         """Return the number of image tokens that the denoiser sees; a resolution-dependent shift depends on it.
 
         Args:
@@ -123,7 +123,7 @@ class Latents(Facts):
 
 
 @contextlib.contextmanager
-def tiles(vae: Any) -> Iterator[None]:
+def decode_in_tiles(vae: Any) -> Iterator[None]:
     """Decode in overlapping tiles inside this context, as diffusers does it: less memory, and sometimes faint seams."""
     if hasattr(vae, "tile_latent_min_size"):
         vae.tile_sample_min_size = TILE
@@ -146,7 +146,7 @@ def normalise_latents(vae: Any, latents: Tensor) -> Tensor:
 
 
 def denormalise_latents(vae: Any, latents: Tensor) -> Tensor:
-    """Undo `normalised`."""
+    """Undo `normalise_latents`."""
     settings = vae.config
     if settings.get("latents_mean") is not None:
         return latents * _make_channel_tensor(settings.latents_std, latents) + _make_channel_tensor(

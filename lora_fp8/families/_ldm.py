@@ -27,7 +27,7 @@ def convert_checkpoint(family: ModelFamily, header: Header) -> Conversion:
 
     prefix = find_checkpoint_prefix(header)
     names = {PREFIX + key: prefix + key for key in make_native_header(header)}
-    moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.denoiser_config()})
+    moved = convert_ldm_unet_checkpoint(names, {"layers_per_block": 2, **family.read_denoiser_config()})
     return {new: (old, None) for new, old in moved.items()}
 
 

@@ -59,9 +59,9 @@ class Source(NamedTuple):
         """Names, without the prefix, and shapes of the part's tensors."""
         return select_below(self.file.header, self.prefix)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def read_tensors(self) -> dict[str, Tensor]:
         """Read the part's tensors by their names without the prefix. FP8 weights are dequantized to float32."""
-        return {name: self.file.decoded(self.prefix + name) for name in self.header}
+        return {name: self.file.read_dequantized(self.prefix + name) for name in self.header}
 
 
 def select_below(header: Header, prefix: str) -> Header:
@@ -308,7 +308,7 @@ def read_vae_tensors(source: Source, vae_class: str, vae_config: Mapping[str, An
     """Read a VAE's tensors under diffusers' names."""
     from diffusers.loaders import single_file_utils
 
-    header, tensors = source.header, source.tensors()
+    header, tensors = source.header, source.read_tensors()
     if (
         "encoder.down_blocks.0.resnets.0.conv1.weight" in header
         or "encoder.conv_in.weight" not in header
@@ -350,7 +350,7 @@ def build_text_encoder(cls: Any, config: Any, source: Source, dtype: Any) -> nn.
         if empty:
             state[new] = torch.empty(header[name], device="meta")
         else:
-            state[new] = source.file.decoded(source.prefix + name).to(dtype)
+            state[new] = source.file.read_dequantized(source.prefix + name).to(dtype)
     options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     options |= {"device_map": "meta"} if empty else {"dtype": dtype}
     with quiet():

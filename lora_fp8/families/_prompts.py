@@ -1,7 +1,7 @@
 """Prompts in `ModelFamily`: encoding them, finding those that are too long, and passing them to the pipeline.
 
 The results of the pipeline's own `encode_prompt` are cached, one unbatched Cond per prompt. `collate` makes a batch of
-several, and `pipeline_inputs` the arguments of the pipeline's call.
+several, and `make_pipeline_inputs` the arguments of the pipeline's call.
 """
 
 from __future__ import annotations
@@ -51,55 +51,55 @@ class Prompts(Encoders):
     @property
     def max_sequence_length(self) -> int | None:
         """The trained length, or less if a tokenizer reads less; None if the pipeline has no such argument."""
-        limits = (self.tokenizer(name).model_max_length for name in self.judge_length_by)
-        length = self.trained_length()
+        limits = (self.load_tokenizer(name).model_max_length for name in self.judge_length_by)
+        length = self.get_trained_length()
         return min(length, *limits) if length else None
 
-    def trained_length(self) -> int:
+    def get_trained_length(self) -> int:
         """Return the `prompt_tokens` of the given model."""
         return self.prompt_tokens
 
-    def encoding_options(self) -> dict[str, Any]:
+    def get_encoding_options(self) -> dict[str, Any]:
         """Return the `text_options` of the given model."""
         return self.text_options
 
-    def token_limit(self, name: str) -> int:
+    def compute_token_limit(self, name: str) -> int:
         """Return how many tokens of a prompt this tokenizer's encoder reads, with its special tokens."""
-        limit = self.max_sequence_length or self.tokenizer(name).model_max_length
+        limit = self.max_sequence_length or self.load_tokenizer(name).model_max_length
         limit += (self.num_chunks - 1) * (limit - 2)  # BOS and EOS are counted once
-        return limit - self.num_tokens(self.around_prompt()[1]) if self.end_counts else limit
+        return limit - self.count_tokens(self.split_chat_template()[1]) if self.end_counts else limit
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         """Return the text that the pipeline puts before a prompt, and the prompt as the tokenizers read it."""
         read = remove_weights(prompt) if self.prompt_weights else prompt
-        return self.around_prompt()[0] if self.chat else "", read
+        return self.split_chat_template()[0] if self.chat else "", read
 
-    def around_prompt(self) -> tuple[str, str]:
+    def split_chat_template(self) -> tuple[str, str]:
         """Return the text that the template of `chat` puts before a prompt, and the text after it."""
         messages, (name, *_) = list(self.chat), self.judge_length_by
-        text = self.tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = self.load_tokenizer(name).apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         before, _, behind = text.partition("\0")
         return before, behind
 
-    def num_tokens(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text, without special tokens at the beginning and end."""
-        return len(self.tokenizer(self.judge_length_by[0])(text, add_special_tokens=False)["input_ids"])
+        return len(self.load_tokenizer(self.judge_length_by[0])(text, add_special_tokens=False)["input_ids"])
 
-    def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
+    def find_overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         """Return the prompts whose ends `encode_prompts` cuts off. Loads the tokenizers and nothing else."""
         longest_cuts: dict[str, Overlong] = {}
         for name in self.judge_length_by:
-            for prompt, cut in self.cut_by(name, prompts).items():
+            for prompt, cut in self.find_cuts(name, prompts).items():
                 if prompt not in longest_cuts or cut.num_lost > longest_cuts[prompt].num_lost:
                     longest_cuts[prompt] = cut
         return list(longest_cuts.values())
 
-    def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
+    def find_cuts(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
         """Return the prompts whose ends the encoder of this tokenizer does not read."""
         if not prompts:
             return {}
-        tokenizer = self.tokenizer(name)
-        limit = self.token_limit(name) - tokenizer.num_special_tokens_to_add()
+        tokenizer = self.load_tokenizer(name)
+        limit = self.compute_token_limit(name) - tokenizer.num_special_tokens_to_add()
         read = [self.as_read(prompt) for prompt in prompts]
         texts = [before + text for before, text in read]
         tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -108,11 +108,11 @@ class Prompts(Encoders):
             if len(spans) > limit:
                 own = limit - sum(end <= len(before) for _, end in spans)
                 lost = text[max(len(before), spans[limit][0]) :]
-                setting = self._setting_for(len(spans), limit)
+                setting = self._choose_caption_tokens(len(spans), limit)
                 cuts[prompt] = Overlong(text.removeprefix(before), lost, len(spans) - limit, own, setting)
         return cuts
 
-    def _setting_for(self, num_tokens: int, limit: int) -> int:
+    def _choose_caption_tokens(self, num_tokens: int, limit: int) -> int:
         """Return the `model.caption_tokens` that reads so many tokens, or most of them; 0 if no other reads more."""
         chunks = min(math.ceil(num_tokens / (limit // self.num_chunks)), _clip.MOST_CHUNKS)
         return chunks * _clip.CHUNK_TOKENS if self.long_captions and chunks > self.num_chunks else 0
@@ -120,9 +120,9 @@ class Prompts(Encoders):
     @property
     def longest_prompt(self) -> int:
         """The most tokens that a prompt has in the conditioning."""
-        return self.max_sequence_length or min(map(self.token_limit, self.judge_length_by))
+        return self.max_sequence_length or min(map(self.compute_token_limit, self.judge_length_by))
 
-    def longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def estimate_longest_cond(self, denoiser_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the longest prompt's conditioning, to estimate memory before anything is encoded."""
         entries = {**denoiser_config, "tokens": self.longest_prompt}
         return {
@@ -142,7 +142,7 @@ class Prompts(Encoders):
         import torch
 
         with torch.no_grad():
-            answers = self.text_answer(self.text_pipeline, prompts)
+            answers = self.call_encode_prompt(self.text_pipeline, prompts)
             masks = answers.pop("mask", None)
             conds = []
             for i in range(len(prompts)):
@@ -152,12 +152,12 @@ class Prompts(Encoders):
                 conds.append({name: tensor.to(self.dtype, copy=True) for name, tensor in rows_of_prompt.items()})
             return conds
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         """Return the results of the pipeline's `encode_prompt` for these prompts, by the names in `text_answers`."""
         usual = {"device": self.device, "num_images_per_prompt": 1, "do_classifier_free_guidance": False}
         usual["max_sequence_length"] = self.max_sequence_length
         known = inspect.signature(pipeline.encode_prompt).parameters
-        options = {name: value for name, value in usual.items() if name in known} | self.encoding_options()
+        options = {name: value for name, value in usual.items() if name in known} | self.get_encoding_options()
         with ExitStack() as stack:
             if self.clip_skip > 1:
                 options["clip_skip"] = self.clip_skip - 1
@@ -173,7 +173,7 @@ class Prompts(Encoders):
             named = {name: _clip.join(answer, self.num_chunks) for name, answer in named.items()}
         if self.prompt_weights:
             # SDXL's two tokenizers have the same tokens.
-            weights_BL = _clip.make_weights(self.tokenizer(self.judge_length_by[0]), prompts, self.num_chunks)
+            weights_BL = _clip.make_weights(self.load_tokenizer(self.judge_length_by[0]), prompts, self.num_chunks)
             states_BLD = named["prompt_embeds"]
             named["prompt_embeds"] = states_BLD * weights_BL.to(states_BLD)[..., None]
         return named
@@ -188,15 +188,15 @@ class Prompts(Encoders):
             prompts: the prompts of the batch.
             cond: collated conditioning of the same prompts; entries that these encoders do not return are kept.
         """
-        answers = self.text_answer(pipeline, prompts)
+        answers = self.call_encode_prompt(pipeline, prompts)
         return {**cond, **{name: rows.to(self.dtype) for name, rows in answers.items()}}
 
-    def negative_text(self, prompt: str) -> str:
+    def make_negative_text(self, prompt: str) -> str:
         """Return what to pass to `encode_prompts` for a negative prompt, if the pipeline encodes it differently."""
         return prompt
 
-    def without_negative(self, empty: Cond) -> Cond | None:
-        """Return the pipeline's conditioning if no negative prompt is given, for `pipeline_inputs`.
+    def make_default_negative(self, empty: Cond) -> Cond | None:
+        """Return the pipeline's conditioning if no negative prompt is given, for `make_pipeline_inputs`.
 
         Args:
             empty: the encoded empty prompt.
@@ -211,8 +211,8 @@ class Prompts(Encoders):
         batch = pad_conds(conds, "prompt_embeds", self.padded_in_front) if self.prompts_vary else {}
         return batch | {key: torch.stack([cond[key] for cond in conds]) for key in conds[0] if key not in batch}
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        """Return the arguments with which `pipeline()(...)` generates from one image's conditioning.
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        """Return the arguments with which `make_pipeline()(...)` generates from one image's conditioning.
 
         Args:
             cond: the conditioning.

@@ -156,7 +156,7 @@ def find_released_vae(Family: type[ModelFamily]) -> Config:
         import diffusers
 
         default = inspect.signature(getattr(diffusers, Family.denoiser_class)).parameters["in_channels"].default
-        channels = Family.latent_channels({"in_channels": default, **Family.reference_config})
+        channels = Family.count_latent_channels({"in_channels": default, **Family.reference_config})
         return config | (SDXL_VAE if channels == 4 else FLUX_VAE | {"latent_channels": channels})
     return config | {"wan22_5b": _WAN22, "sana": _SANA}.get(Family.name, {})
 

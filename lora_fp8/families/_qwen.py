@@ -29,7 +29,7 @@ VAE_MARKS: dict[str, Any] = {
 def make_inputs(
     family: ModelFamily, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float
 ) -> Inputs:
-    """Return the arguments of Qwen-Image's transformer: see `ModelFamily.inputs`.
+    """Return the arguments of Qwen-Image's transformer: see `ModelFamily.make_inputs`.
 
     The latents of control images follow the noise as tokens, each as a frame of its own.
     """

@@ -25,15 +25,15 @@ PATCH = 28
 
 
 def load_tokenizer(family: ModelFamily, name: str) -> Any:
-    """Return a tokenizer as `ModelFamily.tokenizer` does; the processor is put together from its parts."""
+    """Return a tokenizer as `ModelFamily.load_tokenizer` does; the processor is put together from its parts."""
     if name == "processor" and name not in family._tokenizers:
         from transformers import Qwen2VLImageProcessorPil
 
         from ._qwen_processor import Processor
 
         pictures = Qwen2VLImageProcessorPil.from_pretrained(family.folder / name, local_files_only=True)
-        family._tokenizers[name] = Processor(pictures, family.tokenizer("tokenizer"))
-    return ModelFamily.tokenizer(family, name)
+        family._tokenizers[name] = Processor(pictures, family.load_tokenizer("tokenizer"))
+    return ModelFamily.load_tokenizer(family, name)
 
 
 def fix_pipeline_(pipeline: Any) -> None:
@@ -84,15 +84,15 @@ def encode_prompts(
 
 
 def _read(family: ModelFamily, prompt: str) -> str:
-    """Cut a prompt where `overlong` says, as memory estimates rely on it; the pipelines read any length."""
-    cut = family.cut_by("tokenizer", [prompt]).get(prompt)
+    """Cut a prompt where `find_overlong` says, as memory estimates rely on it; the pipelines read any length."""
+    cut = family.find_cuts("tokenizer", [prompt]).get(prompt)
     return prompt[: len(prompt) - len(cut.lost)] if cut else prompt
 
 
 def compute_longest_prompt(family: ModelFamily, side: int, num: int) -> int:
     """Return the most tokens of `num` images with the area of a `side` x `side` square and of the longest prompt."""
     most = (side // PATCH + 2) ** 2 + 8  # + 8: the markers at both ends, and "Picture 1: "
-    return num * most + family.token_limit("tokenizer") + TEMPLATE_END
+    return num * most + family.compute_token_limit("tokenizer") + TEMPLATE_END
 
 
 def compute_control_size(size: tuple[int, int], resolution: int | None, multiple: int) -> tuple[int, int]:
@@ -106,9 +106,9 @@ def compute_control_size(size: tuple[int, int], resolution: int | None, multiple
 
 def find_family_by_name(family: ModelFamily) -> str:
     """Return the family that a single file's name indicates: one of the two, or ""."""
-    if not family.file_is_called(r"(?<![a-z])edit(?![a-z])"):
+    if not family.is_file_called(r"(?<![a-z])edit(?![a-z])"):
         return ""
-    return "qwen_image_edit_plus" if family.file_is_called(r"plus|25(09|11)") else "qwen_image_edit"
+    return "qwen_image_edit_plus" if family.is_file_called(r"plus|25(09|11)") else "qwen_image_edit"
 
 
 def list_caveats(family: ModelFamily) -> list[str]:

@@ -88,41 +88,41 @@ class Released(ModelFamily):
             why=base.unanswered,
             title=what,
         )
-        self.warnings = [note, *self.caveats()]
+        self.warnings = [note, *self.list_caveats()]
 
-    def base_name(self) -> str:
+    def get_base_name(self) -> str:
         """Return the name of the base that could not be looked up."""
         reference = self.bases[0].reference
         return (reference.file or reference.repo or reference.name).rpartition("/")[2]
 
-    def missing_bytes(self) -> int:
+    def count_missing_bytes(self) -> int:
         """Return the published bytes of all weights."""
         return self.known.total_bytes if self.known else 0
 
     def check_parts(self) -> None:
         """Check nothing: there are no files."""
 
-    def file_scale(self) -> str:
+    def read_file_scale(self) -> str:
         """Return "": released models are not quantized."""
         return ""
 
-    def encoder_identity(self, what: str) -> str:
+    def compute_encoder_identity(self, what: str) -> str:
         """Return a name that no files have, so that nothing in a cache counts as encoded."""
         return f"{what} of the released {self.name}"
 
-    def vae_bytes(self) -> int:
+    def count_vae_bytes(self) -> int:
         """Return the bytes that the released VAE takes in memory."""
-        return 4 * sum(parameter.numel() for parameter in self.empty_vae().parameters())
+        return 4 * sum(parameter.numel() for parameter in self.make_empty_vae().parameters())
 
-    def text_bytes(self) -> dict[str, int]:
+    def count_encoder_bytes(self) -> dict[str, int]:
         """Return the bytes of the largest text encoder, by its published number of parameters."""
         return {"largest": count_text_bytes(type(self), self.text_storage, self.known)}
 
-    def _text_config(self, name: str, config_class: Any) -> Any:
+    def _make_text_config(self, name: str, config_class: Any) -> Any:
         """Return the published config of a text encoder."""
         return config_class(**self.published[name])
 
-    def tokenizer(self, name: str) -> Any:
+    def load_tokenizer(self, name: str) -> Any:
         """Return what counts tokens roughly, with the released tokenizer's limit."""
         kind = self.text_parts[name].rpartition(".")[2]
         return _Counter(self.prompt_tokens or TOKENS.get(kind, MOST_TOKENS), is_clip=kind in TOKENS)
@@ -169,7 +169,7 @@ def count_text_bytes(Family: type[ModelFamily], storage: str, known: KnownBase |
     if storage != "none":
         side = 4096
         form = Format(storage, settings.SCALES[storage][0])
-        size = 2 * embeddings + (everything - embeddings) * form.num_bytes((side, side)) // side**2
+        size = 2 * embeddings + (everything - embeddings) * form.count_bytes((side, side)) // side**2
     usual = next(iter(known_bases.list_of_family(Family.name)), None)
     if known and usual and known.sizes:
         size = round(size * _find_largest_text(known) / _find_largest_text(usual))

@@ -103,11 +103,11 @@ class WeightFile:
         markers = {name for name in entries if name == "scaled_fp8" or name.endswith(".scaled_fp8")}
         self.header = {name: entry.shape for name, entry in entries.items() if name not in companions | markers}
 
-        formats = self._formats(metadata)
-        self._scale_of = self._scales()
+        formats = self._read_formats(metadata)
+        self._scale_of = self._find_scales()
         self.scaled = bool(self._scale_of)
-        self._fp8 = self._codes(formats)
-        self._blocks = {weight: self._block(weight) for weight in self._scale_of if weight in self._fp8}
+        self._fp8 = self._find_codes(formats)
+        self._blocks = {weight: self._find_block(weight) for weight in self._scale_of if weight in self._fp8}
         self._check_scales(markers, formats)
         if self._problems:
             raise UserErrors([_describe(path, names, what) for what, names in self._problems.items()])
@@ -160,14 +160,14 @@ class WeightFile:
         if not codes.numel():
             return codes.to(torch.float32)
         rows = codes.shape[0] if codes.ndim else 1
-        return Quantized(codes.reshape(rows, -1), scale).decoded().reshape(codes.shape)
+        return Quantized(codes.reshape(rows, -1), scale).dequantize().reshape(codes.shape)
 
-    def decoded(self, name: str) -> Tensor:
+    def read_dequantized(self, name: str) -> Tensor:
         """Read a tensor as `read` does, but dequantize what is quantized to float32."""
         weight = self.read(name)
-        return weight.decoded() if isinstance(weight, Quantized) else weight
+        return weight.dequantize() if isinstance(weight, Quantized) else weight
 
-    def block_scales(self) -> list[str]:
+    def list_block_scales(self) -> list[str]:
         """List the block that shares a scale in each blockwise e4m3 matrix: "1x64", "1x128" or "128x128"."""
         blocks = []
         for name, (rows, columns) in self._blocks.items():
@@ -176,7 +176,7 @@ class WeightFile:
                 blocks.append(f"{shape[0] // rows}x{shape[1] // columns}")
         return [block for block in blocks if block in ("1x64", "1x128", "128x128")]
 
-    def notes(self) -> list[str]:
+    def list_notes(self) -> list[str]:
         """Return what users must know before training on this file; reads a few rows."""
         names = [name for name in self._fp8 if len(self.header[name]) == 2]
         if not names or self.scaled or not self.is_here:
@@ -197,14 +197,14 @@ class WeightFile:
         ]
 
     # -- formats that the file states ------------------------------------------------------------------------------
-    def _formats(self, metadata: dict[str, str]) -> dict[str, torch.dtype]:
+    def _read_formats(self, metadata: dict[str, str]) -> dict[str, torch.dtype]:
         """Return weight -> dtype of its codes, for the layers that the file describes as quantized."""
         described: dict[str, Any] = {}
         if "_quantization_metadata" in metadata:
             content = _parse_json(metadata["_quantization_metadata"])
             layers = content.get("layers")
             if not isinstance(layers, dict):
-                self._problem("_quantization_metadata", Message("cannot be read"))
+                self._add_problem("_quantization_metadata", Message("cannot be read"))
             for layer, description in layers.items() if isinstance(layers, dict) else ():
                 whole = layer if f"{layer}.weight" in self._entries else f"{_DIFFUSION_MODEL}{layer}"
                 described[whole] = description
@@ -219,19 +219,19 @@ class WeightFile:
             kind = description.get("format") if isinstance(description, dict) else None
             odd = sorted(key for key, value in description.items() if value and key not in _HARMLESS) if kind else []
             if kind not in _FORMATS:
-                self._problem(weight, UNREAD(kind=kind or Message("an unnamed format")))
+                self._add_problem(weight, UNREAD(kind=kind or Message("an unnamed format")))
             elif odd:
-                self._problem(
+                self._add_problem(
                     weight,
                     Message("is quantized as {kind} with {odd}, which is not supported", kind=kind, odd=", ".join(odd)),
                 )
             elif weight not in self._entries:
-                self._problem(weight, Message("is described as quantized, but is not in the file"))
+                self._add_problem(weight, Message("is described as quantized, but is not in the file"))
             else:
                 formats[weight] = _FORMATS[kind]
         return formats
 
-    def _scales(self) -> dict[str, str]:
+    def _find_scales(self) -> dict[str, str]:
         """Return weight -> name of its scale."""
         scales: dict[str, str] = {}
         for name in self._entries:
@@ -240,14 +240,14 @@ class WeightFile:
                 continue
             weight = name.removesuffix(suffix) + ".weight"
             if weight not in self._entries:
-                self._problem(name, Message("is a scale without its weight"))
+                self._add_problem(name, Message("is a scale without its weight"))
             elif weight in scales:
-                self._problem(weight, Message("has two scales"))
+                self._add_problem(weight, Message("has two scales"))
             else:
                 scales[weight] = name
         return scales
 
-    def _codes(self, formats: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+    def _find_codes(self, formats: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return tensor -> dtype of its codes for all FP8 tensors; notes a problem for other quantized weights."""
         reported = {name for names in self._problems.values() for name in names}
         for name in self.header:
@@ -255,7 +255,7 @@ class WeightFile:
             weight = f"{name.removesuffix(suffix)}.weight" if suffix else ""
             if suffix and weight not in reported:
                 reported.add(weight)
-                self._problem(weight, UNREAD(kind=_FOREIGN[suffix]))
+                self._add_problem(weight, UNREAD(kind=_FOREIGN[suffix]))
         codes = {}
         for name in self.header:
             kind = self._entries[name].dtype
@@ -266,24 +266,26 @@ class WeightFile:
             elif kind == "U8" and name in formats:  # early files of ComfyUI's newer layout store the codes as bytes
                 codes[name] = formats[name]
             elif name in formats:
-                self._problem(
+                self._add_problem(
                     name,
                     Message(
                         "is {kind}, but its description says {told}", kind=kind, told=_shorten_dtype(formats[name])
                     ),
                 )
             elif kind not in _PLAIN and name.endswith(".weight"):
-                self._problem(name, Message("is stored in {kind}, a quantized type that is not supported", kind=kind))
+                self._add_problem(
+                    name, Message("is stored in {kind}, a quantized type that is not supported", kind=kind)
+                )
             elif name in self._scale_of:
-                self._problem(name, Message("is {kind} and has a scale, which is not supported", kind=kind))
+                self._add_problem(name, Message("is {kind} and has a scale, which is not supported", kind=kind))
         return codes
 
-    def _block(self, weight: str) -> tuple[int, int]:
+    def _find_block(self, weight: str) -> tuple[int, int]:
         """Return the shape (rows, columns) of a weight's scale, with one value per block of the weight."""
         shape, scale = self._entries[weight].shape, self._entries[self._scale_of[weight]]
         size = torch.Size(scale.shape).numel()
         if scale.dtype not in _PLAIN:
-            self._problem(
+            self._add_problem(
                 weight, Message("has a scale of dtype {kind} (MXFP8?), which is not supported", kind=scale.dtype)
             )
         elif size == 1:
@@ -294,7 +296,7 @@ class WeightFile:
             rows, columns = scale.shape[:2]
             if rows and columns and shape[0] % rows == 0 and shape[1] % columns == 0:
                 return rows, columns
-            self._problem(
+            self._add_problem(
                 weight,
                 Message(
                     "has the shape {shape}, which the shape of its scale, {scale}, does not divide",
@@ -303,7 +305,7 @@ class WeightFile:
                 ),
             )
         else:
-            self._problem(
+            self._add_problem(
                 weight,
                 Message(
                     "has the shape {shape} and a scale of shape {scale}, which is not supported",
@@ -319,12 +321,14 @@ class WeightFile:
         for marker in markers:
             stored = self._entries[marker].dtype
             if stored not in _MARKERS:
-                self._problem(marker, Message("marks scaled fp8, but is {kind}, which is not supported", kind=stored))
+                self._add_problem(
+                    marker, Message("marks scaled fp8, but is {kind}, which is not supported", kind=stored)
+                )
             prefix = marker.removesuffix("scaled_fp8")
             expected |= {name: _MARKERS.get(stored) for name in self._fp8 if name.startswith(prefix)}
         for name, kind in self._fp8.items():
             if (marked := expected.get(name, kind)) not in (kind, None):
-                self._problem(
+                self._add_problem(
                     name,
                     Message(
                         "is {kind}, but scaled_fp8 says {told}", kind=_shorten_dtype(kind), told=_shorten_dtype(marked)
@@ -336,9 +340,9 @@ class WeightFile:
                     what = Message("lacks its scale, although scaled_fp8 says that it has one")
                 elif name in formats:
                     what = Message("lacks its scale, although the file describes it as quantized")
-                self._problem(name, what)
+                self._add_problem(name, what)
 
-    def _problem(self, name: str, what: str) -> None:
+    def _add_problem(self, name: str, what: str) -> None:
         self._problems.setdefault(what, []).append(name)
 
     def _refuse(self, name: str, what: str) -> None:

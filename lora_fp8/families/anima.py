@@ -115,7 +115,7 @@ class Family(ModelFamily):
     single_file = {"has": ("blocks.0.adaln_modulation_self_attn.1.weight", "llm_adapter.embed.weight")}
 
     @classmethod
-    def pipeline_type(cls) -> Any:
+    def get_pipeline_type(cls) -> Any:
         from . import _anima
 
         return _anima.AnimaPipeline
@@ -125,12 +125,12 @@ class Family(ModelFamily):
         texts = [self.text_pipeline.encode_prompt(prompt, self.max_sequence_length)[0] for prompt in prompts]
         return [{"prompt_embeds": embeds_LD.to(self.dtype, copy=True)} for embeds_LD in texts]
 
-    def overlong(self, prompts: Sequence[str]) -> list[Overlong]:
+    def find_overlong(self, prompts: Sequence[str]) -> list[Overlong]:
         # A part that one tokenizer cuts off still has an effect if the other reads further.
-        first, other = (self.cut_by(name, prompts) for name in self.judge_length_by)
+        first, other = (self.find_cuts(name, prompts) for name in self.judge_length_by)
         return [min(first[p], other[p], key=lambda cut: len(cut.lost)) for p in first if p in other]
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from . import _anima
 
         return _anima.make_inputs(noisy_BCHW, t_B, cond["prompt_embeds"])
@@ -138,15 +138,15 @@ class Family(ModelFamily):
     def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
         return output[:, :, 0]
 
-    def empty_denoiser(self) -> nn.Module:
+    def make_empty_denoiser(self) -> nn.Module:
         from . import _anima
 
-        denoiser: Any = ModelFamily.empty_denoiser(self)
-        return _anima.without_borders_(denoiser)
+        denoiser: Any = ModelFamily.make_empty_denoiser(self)
+        return _anima.expect_border_mask_(denoiser)
 
     def _convert_text(self, cls: Any, name: str, source: _part_files.Source) -> nn.Module:
         if name != "text_conditioner":
             return ModelFamily._convert_text(self, cls, name, source)
         conditioner = _files.build_from_config(cls, self.folder / name / "config.json")
-        conditioner.load_state_dict(source.tensors())
+        conditioner.load_state_dict(source.read_tensors())
         return conditioner

@@ -93,7 +93,7 @@ class Family(ModelFamily):
     }
 
     def check_bucket(self, width: int, height: int) -> None:
-        side = int(self.denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
+        side = int(self.read_denoiser_config().get("pos_embed_max_size", 1024) ** 0.5)
         patch = 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])  # 2 x 2 latents
         if max(width, height) > patch * side:  # diffusers would take positions from the wrong end of the table
             raise UserError(

@@ -7,10 +7,10 @@ default, here or in a neighbouring module:
 conditioning), and `_checks` (checks that the files are complete and of this architecture).
 
 Loading has two phases, so that the parts of a model are never in memory together. First the cache is filled with the
-VAE, then with one text encoder after another (`in_turn`); each is freed before the next is loaded. Then the denoiser is
-built: `empty_denoiser` creates it on the meta device, which takes no memory, and `denoiser_tensors` yields one tensor
-at a time, so that the whole model never exists in high precision. Creating a family object is cheap: `__init__` finds
-and checks the files and loads none of them.
+VAE, then with one text encoder after another (`encode_in_turn`); each is freed before the next is loaded. Then the
+denoiser is built: `make_empty_denoiser` creates it on the meta device, which takes no memory, and
+`read_denoiser_tensors` yields one tensor at a time, so that the whole model never exists in high precision. Creating a
+family object is cheap: `__init__` finds and checks the files and loads none of them.
 
 `model.path` names one of four sources: a diffusers folder, a hub id, a single .safetensors file in the original layout
 (see `_components` for the parts that it lacks), or "demo". See `_files.locate`. The denoiser and the text encoders
@@ -40,7 +40,7 @@ from ..errors import Message, UserError, UserErrors
 from ..lora_files import naming
 from . import _checks, _components, _files
 from ._files import Header, find_checkpoint_prefix, make_native_header
-from ._latents import Latents, tiles
+from ._latents import Latents, decode_in_tiles
 from ._prompts import Cond, Prompts
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class ModelFamily(Latents, Prompts):
         _checks.check_complete(self)
         _checks.check_vae(self)
         _checks.check_fit(self)
-        self.warnings += self.caveats()
+        self.warnings += self.list_caveats()
 
-    def missing_bytes(self) -> int:
+    def count_missing_bytes(self) -> int:
         """Return the bytes of the weights that are still to be downloaded."""
         return sum(absent.file.size for path, absent in self.absent.items() if not path.is_file())
 
@@ -131,7 +131,7 @@ class ModelFamily(Latents, Prompts):
         from ._weights import WeightFile
         from .sources.download import download_all
 
-        if not self.missing_bytes():
+        if not self.count_missing_bytes():
             return
         self.bases = download_all(self.bases, report, is_cancelled)
         if self.checkpoint:
@@ -139,7 +139,7 @@ class ModelFamily(Latents, Prompts):
         _checks.check_vae(self)
 
     # -- what only the family knows --------------------------------------------------------------------------------
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         """Return the keyword arguments with which the pipeline's loop calls the denoiser.
 
         Args:
@@ -163,12 +163,12 @@ class ModelFamily(Latents, Prompts):
         return self.predict_prepared(denoiser, self.prepare(denoiser, noisy_BCHW, t_B, cond, guidance), noisy_BCHW)
 
     def prepare(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
-        """Return the arguments of the denoiser's call, on its device and in its dtype; see `inputs`."""
+        """Return the arguments of the denoiser's call, on its device and in its dtype; see `make_inputs`."""
         device = noisy_BCHW.device
         cond = {name: tensor.to(device) for name, tensor in cond.items()}
         inexact = [name for name, tensor in cond.items() if tensor.is_floating_point() and name not in self.exact_cond]
         cond |= {name: cond[name].to(self.dtype) for name in inexact}
-        return self.inputs(denoiser, noisy_BCHW.to(self.dtype), t_B.to(device), cond, guidance)
+        return self.make_inputs(denoiser, noisy_BCHW.to(self.dtype), t_B.to(device), cond, guidance)
 
     def predict_prepared(self, denoiser: nn.Module, inputs: Inputs, noisy_BCHW: Tensor) -> Tensor:
         """Call the denoiser with what `prepare` returned. Returns a prediction BCHW."""
@@ -181,22 +181,22 @@ class ModelFamily(Latents, Prompts):
         Override it if the output is not laid out as the pipeline's latents.
         """
         if self.latents_as == "BSD":  # the tokens after the noise's are those of the control images
-            output = output[:, : self.seq_len(tuple(noisy_BCHW.shape[2:]))]
+            output = output[:, : self.count_image_tokens(tuple(noisy_BCHW.shape[2:]))]
         return self.unpack(output, tuple(noisy_BCHW.shape[-2:]))
 
     @classmethod
-    def pipeline_type(cls) -> Any:
+    def get_pipeline_type(cls) -> Any:
         """Return the pipeline's class: diffusers' own, unless that one cannot be called with embeddings."""
         import diffusers
 
         return getattr(diffusers, cls.pipeline_class)
 
-    def caveats(self) -> list[str]:
+    def list_caveats(self) -> list[str]:
         """Return what users must know before training on this model (such as that it is distilled), one line each."""
         caveats: list[str] = [
-            caveat(name=self.base_name())
+            caveat(name=self.get_base_name())
             for pattern, caveat in self.caveats_by_name.items()
-            if self.file_is_called(pattern)
+            if self.is_file_called(pattern)
         ]
         if self.has_training_adapter:
             return caveats
@@ -231,41 +231,41 @@ class ModelFamily(Latents, Prompts):
         """Return True if the given model is distilled to few steps without guidance; False if no such model exists."""
         if not self.distilled_mark:
             named = bool(self.distilled_name) and self.is_called(self.distilled_name)
-            return named and not re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE)
-        caveats = self.distilled_by_name()
-        if caveats is None and self.distilled_name and self.file_is_called(self.distilled_name):
+            return named and not re.search(DE_DISTILLED, self.get_base_name(), re.IGNORECASE)
+        caveats = self.is_distilled_by_name()
+        if caveats is None and self.distilled_name and self.is_file_called(self.distilled_name):
             return True
         if caveats is not None:
             return caveats
         place, entry, value = self.distilled_mark
-        return (self.index() if place == "index" else self.scheduler_config()).get(entry) == value
+        return (self.read_index() if place == "index" else self.read_scheduler_config()).get(entry) == value
 
-    def base_name(self) -> str:
+    def get_base_name(self) -> str:
         """Return the name of the given single file, hub repository or folder."""
         if self.checkpoint:
             return self.checkpoint.name
         hub = re.search(r"models--[^/]+?--([^/]+)/snapshots/", f"{self.folder.as_posix()}/")
         return hub[1] if hub else self.folder.resolve().name
 
-    def file_is_called(self, pattern: str) -> bool:
+    def is_file_called(self, pattern: str) -> bool:
         """Return True if the single file's name matches `pattern`, ignoring case; some models have no other mark."""
         return bool(self.checkpoint and re.search(pattern, self.checkpoint.name, re.IGNORECASE))
 
     def is_called(self, pattern: str) -> bool:
         """Return True if the name of the given file, folder or hub repository matches `pattern`, ignoring case."""
-        return bool(re.search(pattern, self.base_name(), re.IGNORECASE))
+        return bool(re.search(pattern, self.get_base_name(), re.IGNORECASE))
 
-    def distilled_by_name(self) -> bool | None:
+    def is_distilled_by_name(self) -> bool | None:
         """Return True or False if the name tells whether the model is distilled, None if it does not.
 
         A single file's components may come from the other model, so its own name decides. For a folder or repository
         the config decides, except for a de-distilled copy: it keeps the config of the original.
         """
-        if re.search(DE_DISTILLED, self.base_name(), re.IGNORECASE):
+        if re.search(DE_DISTILLED, self.get_base_name(), re.IGNORECASE):
             return False
-        if self.file_is_called(r"(?<![a-z])(base|raw)(?![a-z])"):
+        if self.is_file_called(r"(?<![a-z])(base|raw)(?![a-z])"):
             return False
-        return True if self.file_is_called("turbo|distill") else None
+        return True if self.is_file_called("turbo|distill") else None
 
     @classmethod
     def recognises(cls, header: Header) -> bool:
@@ -284,14 +284,14 @@ class ModelFamily(Latents, Prompts):
         shapes = {name: tuple(tensor.shape) for name, tensor in self.outline.state_dict().items()}
         prefix = find_checkpoint_prefix(header)
         tensors = naming.locate_tensors(self.native_layers, header, shapes, prefix)
-        swapped = self.halves_swapped(self.denoiser_config())
+        swapped = self.find_swapped_halves(self.read_denoiser_config())
         return {
             name: (key, _swap_halves if name.rpartition(".")[0] in swapped else rows and _make_row_selector(*rows))
             for name, key, rows in tensors
             if not f"{key.removeprefix(prefix)}.".startswith(tuple(f"{beside}." for beside in self.beside_denoiser))
         }
 
-    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+    def compute_control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         """Return the size (width, height) in pixels to which a control image of this size is stretched.
 
         Args:
@@ -300,7 +300,7 @@ class ModelFamily(Latents, Prompts):
         """
         raise NotImplementedError(f"{self.title} takes no control images")  # families with `controls` override it
 
-    def image_conditioning(
+    def make_image_conditioning(
         self, original_hw: tuple[int, int], crop_top_left: tuple[int, int], target_hw: tuple[int, int]
     ) -> Cond:
         """Return the facts about an image that the denoiser takes besides the prompt.
@@ -318,11 +318,11 @@ class ModelFamily(Latents, Prompts):
         numbers = [*original_hw, *crop_top_left, *target_hw]
         return {self.size_cond: torch.tensor(numbers, dtype=torch.float32)} if self.size_cond else {}
 
-    def pictures(self, output: Any) -> list[Image.Image]:
+    def extract_images(self, output: Any) -> list[Image.Image]:
         """Return the images in the result of the pipeline's call; of clips, their first frames."""
         return [_as_images(frames)[0] for frames in output.frames] if any(self.clips) else output.images
 
-    def pipeline_arguments(self) -> dict[str, Any]:
+    def make_pipeline_arguments(self) -> dict[str, Any]:
         """Return the pipeline's `pipeline_options` for the given model.
 
         A `distilled_mark` in model_index.json is one of them; a single file's components may have the other model's.
@@ -331,27 +331,27 @@ class ModelFamily(Latents, Prompts):
             return self.pipeline_options
         return {**self.pipeline_options, self.distilled_mark[1]: self.is_distilled()}
 
-    def architecture_name(self) -> str:
+    def get_architecture_name(self) -> str:
         """Return the `modelspec_architecture` of the given model."""
         return self.modelspec_architecture
 
-    def usual_guidance(self) -> float:
+    def choose_guidance(self) -> float:
         """Return the guidance scale for previews of the given model."""
         return 1.0 if self.is_distilled() else self.default_guidance
 
-    def frames(self, output: Any) -> list[Image.Image]:
+    def extract_frames(self, output: Any) -> list[Image.Image]:
         """Return all frames of the first clip in the result of the pipeline's call; for an image, just that image."""
-        return _as_images(output.frames[0]) if any(self.clips) else self.pictures(output)[:1]
+        return _as_images(output.frames[0]) if any(self.clips) else self.extract_images(output)[:1]
 
-    def latent_frames(self, num_frames: int) -> int:
+    def count_latent_frames(self, num_frames: int) -> int:
         """Return the number of latent frames of a clip of `num_frames` frames."""
         return 1 if num_frames == 1 else 1 + (num_frames - 1) // self.clips[0]
 
-    def guidance_inputs(self, guidance: float) -> dict[str, Any]:
+    def make_guidance_inputs(self, guidance: float) -> dict[str, Any]:
         """Return the pipeline's arguments for this guidance scale; 1 means no guidance."""
         return {self.guidance_argument: guidance - 1 + self.plain_guidance}
 
-    def size_inputs(self, width: int, height: int) -> dict[str, Any]:
+    def make_size_inputs(self, width: int, height: int) -> dict[str, Any]:
         """Return the pipeline's arguments for this image size, in pixels."""
         return {"width": width, "height": height}
 
@@ -363,11 +363,11 @@ class ModelFamily(Latents, Prompts):
         """
         return
 
-    def caption_caveats(self, captions: Sequence[str]) -> list[str]:
+    def list_caption_caveats(self, captions: Sequence[str]) -> list[str]:
         """Return what users must know about these captions before training, one line each; called before encoding."""
         return []
 
-    def facts_of_base(self) -> dict[str, bool]:
+    def list_base_facts(self) -> dict[str, bool]:
         """Return those of `settings.FACTS` that this base's config decides."""
         return {"base.guidance": self._takes_guidance()} if self.embeds_guidance else {}
 
@@ -375,25 +375,25 @@ class ModelFamily(Latents, Prompts):
         import diffusers
 
         default = inspect.signature(getattr(diffusers, self.denoiser_class)).parameters["guidance_embeds"].default
-        return self.denoiser_config().get("guidance_embeds", default)
+        return self.read_denoiser_config().get("guidance_embeds", default)
 
     @classmethod
-    def without_adapter(cls, denoiser: nn.Module) -> set[str]:
+    def find_layers_without_adapter(cls, denoiser: nn.Module) -> set[str]:
         """Return the full names of the layers in `no_adapter`."""
-        return _with_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
+        return _resolve_last_block(cls.no_adapter, lambda: [name for name, _ in denoiser.named_modules()])
 
     @classmethod
-    def halves_swapped(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
+    def find_swapped_halves(cls, denoiser_config: Mapping[str, Any]) -> set[str]:
         """Return the full names of the layers in `swapped_halves`."""
-        return _with_last_block(cls.swapped_halves, lambda: cls.layer_shapes(denoiser_config))
+        return _resolve_last_block(cls.swapped_halves, lambda: cls.list_layer_shapes(denoiser_config))
 
     @classmethod
-    def layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    def list_layer_shapes(cls, denoiser_config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
         """Return {module path: weight shape} of the linears and convolutions of a denoiser with this config."""
         return _list_layer_shapes(cls.denoiser_class, json.dumps(dict(denoiser_config), sort_keys=True, default=str))
 
     @classmethod
-    def text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
+    def list_text_layer_shapes(cls) -> dict[str, tuple[int, int]]:
         """Return {module path: (out, in)} of the linears that get adapters in the released model's text encoders."""
         from ..lora_files.layer_names import make_text_layer_name
 
@@ -408,13 +408,13 @@ class ModelFamily(Latents, Prompts):
         }
 
     @classmethod
-    def recommended_layouts(cls) -> tuple[str, ...]:
+    def choose_layouts(cls) -> tuple[str, ...]:
         """Return the layouts that export.formats = ["auto"] stands for."""
         first = cls.layouts[0]
         return cls.auto_layouts or ((first,) if first in cls.layouts_of_diffusers else (first, "diffusers"))
 
     @classmethod
-    def adapter_names(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
+    def choose_adapter_layers(cls, denoiser: nn.Module, targets: Sequence[str] = ()) -> list[str]:
         """Return the full names of the layers that get an adapter, in the denoiser's order.
 
         Args:
@@ -428,9 +428,9 @@ class ModelFamily(Latents, Prompts):
         from torch import nn
 
         layers = [n for n, m in denoiser.named_modules() if hasattr(m, "in_features") or isinstance(m, nn.Conv2d)]
-        left_out = cls.without_adapter(denoiser)
+        left_out = cls.find_layers_without_adapter(denoiser)
         layers = [name for name in layers if name not in left_out]
-        matches = [(target, cls._matching(target, layers)) for target in targets or cls.adapter_targets]
+        matches = [(target, cls._find_matching(target, layers)) for target in targets or cls.adapter_targets]
         problems = [
             Message(
                 "{target} is not the ending of any layer of {title}",
@@ -446,8 +446,8 @@ class ModelFamily(Latents, Prompts):
         return [n for n in layers if n in chosen]
 
     @classmethod
-    def _matching(cls, target: str, layers: Sequence[str]) -> set[str]:
-        """Return the names among `layers` that a target stands for; see `adapter_names`."""
+    def _find_matching(cls, target: str, layers: Sequence[str]) -> set[str]:
+        """Return the names among `layers` that a target stands for; see `choose_adapter_layers`."""
         from ..precision import name_matches
 
         if target.startswith("^"):
@@ -456,21 +456,21 @@ class ModelFamily(Latents, Prompts):
         return {n for n in matched if not any(name_matches(n, e) for e in cls.adapter_exclude)}
 
     # -- the denoiser ----------------------------------------------------------------------------------------------
-    def denoiser_config(self) -> dict[str, Any]:
+    def read_denoiser_config(self) -> dict[str, Any]:
         """Return the denoiser's config.json, or the released model's if a single file comes without one."""
         path = self.folder / self.denoiser_name / "config.json"
         config = _files.read_json(path) if path.is_file() else dict(self.reference_config)
         if self.checkpoint is None:
             return config
-        return config | self.sizes(make_native_header(self._header), config, self.checkpoint)
+        return config | self.infer_denoiser_sizes(make_native_header(self._header), config, self.checkpoint)
 
     @classmethod
-    def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
+    def choose_published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
         """Return `published` for a file with these tensors; override it if variants differ in more than sizes."""
         return cls.published
 
     @classmethod
-    def latent_channels(cls, denoiser_config: Mapping[str, Any]) -> int | None:
+    def count_latent_channels(cls, denoiser_config: Mapping[str, Any]) -> int | None:
         """Return how many latent channels the VAE of a denoiser with this config has; None if the config lacks it."""
         given = denoiser_config.get("in_channels")
         # FLUX.2's VAE folds 2 x 2 latents into one, and in a sequence each token is a patch.
@@ -478,7 +478,7 @@ class ModelFamily(Latents, Prompts):
         return given // times if isinstance(given, int) else None
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         """Return the denoiser's config entries that a single file states itself.
 
         They override the config of the components, which may come from another model.
@@ -490,7 +490,7 @@ class ModelFamily(Latents, Prompts):
         """
         return _files.read_sizes(cls.sizes_from, native, config)
 
-    def index(self) -> dict[str, Any]:
+    def read_index(self) -> dict[str, Any]:
         """Return the model's model_index.json; for a single file that of its components, {} if there is none."""
         path = self.folder / self.index_name
         return _files.read_json(path) if path.is_file() else {}
@@ -498,9 +498,9 @@ class ModelFamily(Latents, Prompts):
     @cached_property
     def outline(self) -> nn.Module:
         """The denoiser on the meta device, built once: to be looked at, never changed."""
-        return self.empty_denoiser()
+        return self.make_empty_denoiser()
 
-    def empty_denoiser(self) -> nn.Module:
+    def make_empty_denoiser(self) -> nn.Module:
         """Build a denoiser on the meta device: all shapes, no memory. Each call builds another, to be changed."""
         import diffusers
         import torch
@@ -510,7 +510,7 @@ class ModelFamily(Latents, Prompts):
         load_bitsandbytes()  # before diffusers' models import it
         from diffusers.models.modeling_utils import no_init_weights
 
-        path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
+        path, config = self.folder / self.denoiser_name / "config.json", self.read_denoiser_config()
         with torch.device("meta"), no_init_weights():
             denoiser = _files.build_from_config(getattr(diffusers, self.denoiser_class), path, config)
         if empty := [name for name, parameter in denoiser.named_parameters() if not parameter.numel()]:
@@ -532,7 +532,7 @@ class ModelFamily(Latents, Prompts):
             raise RuntimeError(f"{self.name}: buffers {lost} are computed, not stored; rebuild them in empty_denoiser")
         return denoiser
 
-    def denoiser_tensors(self) -> Iterator[tuple[str, Weight]]:
+    def read_denoiser_tensors(self) -> Iterator[tuple[str, Weight]]:
         """Yield (diffusers parameter name, CPU tensor), one at a time; only the current tensor is in memory.
 
         Tensors that the file stores in FP8 are `Quantized`, with their scales.
@@ -540,7 +540,7 @@ class ModelFamily(Latents, Prompts):
         from ._weights import WeightFile
 
         if self._file is None:
-            for path in self._denoiser_files():
+            for path in self._list_denoiser_files():
                 file = WeightFile(path, self.absent)
                 yield from file.read_all(file.header)
             return
@@ -557,22 +557,22 @@ class ModelFamily(Latents, Prompts):
         """Build the objective of a job's `[objective]` table; the family's shift replaces "auto"."""
         if section.shift == "auto" and self.train_shift is not None:
             section = section.model_copy(update={"shift": self.train_shift})
-        return self.objective_type()(self.scheduler_config(), section)
+        return self.get_objective_type()(self.read_scheduler_config(), section)
 
     @classmethod
-    def objective_type(cls) -> type[Objective]:
+    def get_objective_type(cls) -> type[Objective]:
         """Return the class of the objective; override it if its timesteps are drawn in another way."""
         from .. import objectives
 
         return {"Diffusion": objectives.Diffusion, "FlowMatching": objectives.FlowMatching}[cls.objective]
 
-    def predicts(self) -> str:
+    def get_prediction(self) -> str:
         """Return what the denoiser predicts, as a value of `objective.prediction`: "epsilon", "v" or "flow"."""
         if self.objective == "FlowMatching":
             return "flow"
         from ..objectives import PREDICTION_TYPES
 
-        prediction_type = self.scheduler_config().get("prediction_type", "epsilon")
+        prediction_type = self.read_scheduler_config().get("prediction_type", "epsilon")
         return next((word for word, name in PREDICTION_TYPES.items() if name == prediction_type), str(prediction_type))
 
     def assumes_prediction(self) -> bool:
@@ -581,10 +581,10 @@ class ModelFamily(Latents, Prompts):
             self.objective == "Diffusion"
             and self.checkpoint is not None
             and self.given_prediction == "auto"
-            and not self._marked_as_v()
+            and not self._is_marked_as_v()
         )
 
-    def _marked_as_v(self) -> bool:
+    def _is_marked_as_v(self) -> bool:
         """Return True if a single file is marked as predicting v.
 
         The mark is an empty tensor, as ComfyUI and Forge read it, or ModelSpec metadata, as sd-scripts writes it. An
@@ -594,14 +594,14 @@ class ModelFamily(Latents, Prompts):
         return "v_pred" in self._header or stated in ("v", "v_prediction")
 
     # -- previews -------------------------------------------------------------------------------------------------
-    def scheduler_config(self) -> dict[str, Any]:
+    def read_scheduler_config(self) -> dict[str, Any]:
         """Return the model's scheduler_config.json, with the prediction and terminal SNR that file or job state."""
         from ..objectives import PREDICTION_TYPES
 
         scheduler = _files.read_json(self.folder / "scheduler" / "scheduler_config.json")
         if self.given_prediction in PREDICTION_TYPES:
             scheduler["prediction_type"] = PREDICTION_TYPES[self.given_prediction]
-        elif self._marked_as_v():
+        elif self._is_marked_as_v():
             scheduler["prediction_type"] = "v_prediction"
         if self.objective == "Diffusion" and (self.given_zero_snr or "ztsnr" in self._header):
             # Lin et al. 2023: the last timestep is then pure noise, and sampling must begin there.
@@ -611,17 +611,17 @@ class ModelFamily(Latents, Prompts):
                 scheduler["_class_name"] = "DDIMScheduler"
         return scheduler
 
-    def pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False, tiled: bool = False) -> Any:
+    def make_pipeline(self, denoiser: nn.Module | None = None, *, text: bool = False, tiled: bool = False) -> Any:
         """Return the diffusers pipeline with this denoiser, the VAE and the model's own scheduler.
 
-        Call it with `pipeline_inputs`. Latents run in the dtype of the prompt embeddings; the VAE widens them to
+        Call it with `make_pipeline_inputs`. Latents run in the dtype of the prompt embeddings; the VAE widens them to
         float32.
 
         Args:
             denoiser: the model to generate with; None: the pipeline has none.
-            text: True adds `trained_text_parts`, so that a LoRA can be loaded into them; otherwise the pipeline has no
-                text encoders.
-            tiled: True decodes in tiles, see `_latents.tiles`. Control images are encoded whole.
+            text: True adds what `load_trained_text_parts` returns, so that a LoRA can be loaded into it; otherwise the
+                pipeline has no text encoders.
+            tiled: True decodes in tiles, see `_latents.decode_in_tiles`. Control images are encoded whole.
         """
         self.load_vae()
         vae = self.vae
@@ -630,10 +630,10 @@ class ModelFamily(Latents, Prompts):
             if self.controls[1]:
                 vae.encode = _wrap_encode(vae.encode)
         vae.decodes_in_tiles = tiled
-        scheduler = self.scheduler_config()
+        scheduler = self.read_scheduler_config()
         scheduler_class = _files.find_scheduler(f"{self.folder}/scheduler", scheduler)
         parts = {"vae": vae, "scheduler": scheduler_class.from_config(scheduler), self.denoiser_name: denoiser}
-        parts |= self.trained_text_parts() if text else {}
+        parts |= self.load_trained_text_parts() if text else {}
         pipeline = self._assemble(**parts)
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -647,29 +647,29 @@ class ModelFamily(Latents, Prompts):
         return
 
     # -- identities -----------------------------------------------------------------------------------------------
-    def base_identity(self) -> str:
+    def compute_base_identity(self) -> str:
         """Return the SHA-256 of the denoiser's files (for a single file: of the whole file)."""
         if self.checkpoint:
             return _files.compute_digest([("checkpoint", self.checkpoint)], self.absent)
         return _files.compute_digest(
-            self._config_and_weights(self.denoiser_name, "diffusion_pytorch_model"), self.absent
+            self._list_config_and_weights(self.denoiser_name, "diffusion_pytorch_model"), self.absent
         )
 
-    def file_scale(self) -> str:
+    def read_file_scale(self) -> str:
         """Return the block that shares a scale in FP8 files: "1x64", "1x128" or "128x128"; "" without block scales."""
         from ._weights import WeightFile
 
-        files = [self._file] if self._file else [WeightFile(path, self.absent) for path in self._denoiser_files()]
-        counts = Counter(scale for file in files for scale in file.block_scales())
+        files = [self._file] if self._file else [WeightFile(path, self.absent) for path in self._list_denoiser_files()]
+        counts = Counter(scale for file in files for scale in file.list_block_scales())
         return counts.most_common(1)[0][0] if counts else ""
 
-    def _denoiser_files(self) -> list[Path]:
-        return self._weight_files(self.denoiser_name, "diffusion_pytorch_model")
+    def _list_denoiser_files(self) -> list[Path]:
+        return self._find_weight_files(self.denoiser_name, "diffusion_pytorch_model")
 
     def _assemble(self, **parts: Any) -> Any:
         """Build the pipeline with these parts and None for the others; options are taken from model_index.json."""
-        cls = self.pipeline_type()
-        index = self.index()
+        cls = self.get_pipeline_type()
+        index = self.read_index()
         arguments: dict[str, Any] = {}
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
             if name == "self":
@@ -678,7 +678,7 @@ class ModelFamily(Latents, Prompts):
                 arguments[name] = parts.get(name)
             elif name in index and not _is_component(index[name]):
                 arguments[name] = index[name]
-        pipeline = cls(**{**arguments, **self.pipeline_arguments()})
+        pipeline = cls(**{**arguments, **self.make_pipeline_arguments()})
         self.mend_(pipeline)
         return pipeline
 
@@ -693,7 +693,7 @@ def _wrap_decode(vae: Any) -> Callable[..., Any]:
     plain = vae.decode
 
     def decode(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with tiles(vae) if vae.decodes_in_tiles else contextlib.nullcontext():
+        with decode_in_tiles(vae) if vae.decodes_in_tiles else contextlib.nullcontext():
             return plain(z.to(torch.float32), *args, **kwargs)
 
     return decode
@@ -717,7 +717,7 @@ def _is_component(entry: Any) -> bool:
     return isinstance(entry, list) and all(item is None or isinstance(item, str) for item in entry)
 
 
-def _with_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
+def _resolve_last_block(names: Sequence[str], layers: Callable[[], Iterable[str]]) -> set[str]:
     """Return these names, with -1 replaced by the number of the last block among `layers`."""
     with_last = set()
     for name in names:
@@ -777,4 +777,4 @@ def _change_weight(weight: Weight, change: Callable[[Tensor], Tensor] | None) ->
 
     if change is None:
         return weight
-    return weight.changed(change) if isinstance(weight, Quantized) else change(weight)
+    return weight.change_rows(change) if isinstance(weight, Quantized) else change(weight)

@@ -78,12 +78,12 @@ class Family(ModelFamily):
         "training undoes this: train on Chroma1-HD and generate with Flash"
     )
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from torch import nn
 
         text_BL, mask_BS = cond["prompt_embeds_mask"], None
         if not text_BL.all():
-            mask_BS = nn.functional.pad(text_BL, (0, self.seq_len(tuple(noisy_BCHW.shape[2:]))), value=True)
+            mask_BS = nn.functional.pad(text_BL, (0, self.count_image_tokens(tuple(noisy_BCHW.shape[2:]))), value=True)
         return {
             "hidden_states": self.pack(noisy_BCHW),
             "timestep": t_B,  # sigma in [0, 1]: the transformer multiplies by 1000 itself
@@ -102,11 +102,11 @@ class Family(ModelFamily):
         # A mask of 0 and 1 as numbers is added to the attention's logits and masks nothing.
         pipeline._prepare_attention_mask = lambda **given: _as_bool(extended(**given))
 
-    def empty_denoiser(self) -> nn.Module:
+    def make_empty_denoiser(self) -> nn.Module:
         import diffusers
         import torch
 
-        path, config = self.folder / self.denoiser_name / "config.json", self.denoiser_config()
+        path, config = self.folder / self.denoiser_name / "config.json", self.read_denoiser_config()
         with torch.device("meta"):
             denoiser = _files.build_from_config(getattr(diffusers, self.denoiser_class), path, config)
         # The constructor computes this table, and no file stores it.

@@ -69,15 +69,15 @@ class Family(ModelFamily):
 
     def is_distilled(self) -> bool:
         # Turbo's config has an unused entry that ERNIE-Image's has not; a single file has only its name.
-        if self.distilled_by_name() is False:
+        if self.is_distilled_by_name() is False:
             return False
         named = self.is_called("ernie.?image.?turbo")
-        return named or (not self.checkpoint and "use_lora" in self.denoiser_config())
+        return named or (not self.checkpoint and "use_lora" in self.read_denoiser_config())
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         return {"prompt_embeds": pipeline.encode_prompt(prompts, self.device)}  # it returns the embeddings only
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "timestep": (t_B * 1000).to(self.dtype),

@@ -29,7 +29,7 @@ class Family(ModelFamily):
         "joint_attention_dim": "text_encoder_2.d_model",
         "pooled_projection_dim": "text_encoder.hidden_size",
     }
-    prompt_tokens = 512  # flux src/flux/util.py: load_t5(max_length=512); `trained_length` tells schnell's
+    prompt_tokens = 512  # flux src/flux/util.py: load_t5(max_length=512); `get_trained_length` tells schnell's
     text_millions = (4762, 132)  # T5-XXL
     text_parts = {
         "tokenizer": "CLIPTokenizer",
@@ -56,7 +56,7 @@ class Family(ModelFamily):
     default_guidance = 3.5  # model card
     uses_negative = False  # it would need true_cfg_scale > 1, twice the time, on a model distilled to do without
     embeds_guidance = True
-    modelspec_architecture = "flux-1-dev"  # `architecture_name` tells schnell
+    modelspec_architecture = "flux-1-dev"  # `get_architecture_name` tells schnell
     kohya_base_version = "flux1"
     kohya_naming = "bfl_flux"
     kohya_module = "networks.lora_flux"  # sd-scripts
@@ -104,34 +104,34 @@ class Family(ModelFamily):
         )
     }
 
-    inputs = _flux.make_inputs
+    make_inputs = _flux.make_inputs
 
-    def architecture_name(self) -> str:
+    def get_architecture_name(self) -> str:
         """Return the name that sd-scripts writes (sai_model_spec.py): schnell's if there is no guidance input."""
-        return "flux-1-dev" if self.denoiser_config().get("guidance_embeds", False) else "flux-1-schnell"
+        return "flux-1-dev" if self.read_denoiser_config().get("guidance_embeds", False) else "flux-1-schnell"
 
     def find_training_adapter(self) -> str:
-        is_schnell = not self.denoiser_config().get("guidance_embeds", False)
+        is_schnell = not self.read_denoiser_config().get("guidance_embeds", False)
         return "https://huggingface.co/ostris/FLUX.1-schnell-training-adapter" if is_schnell else ""
 
-    def trained_length(self) -> int:
+    def get_trained_length(self) -> int:
         """Return the length that the model was trained with: 512 for dev, 256 for schnell (their model cards).
 
         It matters for short prompts too, because T5's padding is attended to.
         """
-        return 512 if self.denoiser_config().get("guidance_embeds", False) else 256
+        return 512 if self.read_denoiser_config().get("guidance_embeds", False) else 256
 
     def encode_with(self, pipeline: Any, prompts: list[str], cond: Cond) -> Cond:
         pooled_BD = pipeline._get_clip_prompt_embeds(prompts, device=self.device)
         return {**cond, "pooled_prompt_embeds": pooled_BD.to(self.dtype)}
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         entries = _files.read_sizes(cls.sizes_from, native, config)
         return entries | {"guidance_embeds": "guidance_in.in_layer.weight" in native}  # dev has it, schnell does not
 
     @classmethod
-    def published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
+    def choose_published_parts(cls, native: Header) -> dict[str, dict[str, Any]]:
         if "guidance_in.in_layer.weight" in native:
             return cls.published
         return cls.published | {"scheduler": _published.SCHNELL_SCHEDULER}

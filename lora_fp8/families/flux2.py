@@ -66,13 +66,13 @@ class Family(ModelFamily):
         "in_is_out": ("img_in.weight", "final_layer.linear.weight"),
     }
 
-    inputs = _flux2.make_inputs
+    make_inputs = _flux2.make_inputs
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         # The end is cut off first, and the template's text after the prompt is at the end. <s> is a special token.
-        tokenizer = self.tokenizer("tokenizer")
+        tokenizer = self.load_tokenizer("tokenizer")
         (text,) = tokenizer.apply_chat_template(format_input(["\0"]), tokenize=False)
         before, _, _ = text.partition("\0")
         return before.removeprefix(tokenizer.bos_token), prompt.replace("[IMG]", "")  # as the pipeline does

@@ -35,7 +35,7 @@ class Family(ModelFamily):
     latents_as = "BSD"
     native_resolution = 1024
     default_guidance = 4.0  # Flux2KleinPipeline, of the base models
-    modelspec_architecture = "Flux.2-klein-4b"  # `architecture_name` tells 9b
+    modelspec_architecture = "Flux.2-klein-4b"  # `get_architecture_name` tells 9b
     kohya_base_version = "flux_2_klein"
     kohya_naming = "native"
     kohya_module = "networks.lora_flux_2"  # musubi-tuner
@@ -66,8 +66,8 @@ class Family(ModelFamily):
         "and generate with this model"
     )
 
-    inputs = _flux2.make_inputs
+    make_inputs = _flux2.make_inputs
 
-    def architecture_name(self) -> str:
+    def get_architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which includes the size."""
-        return f"Flux.2-klein-{'9b' if self.denoiser_config()['num_attention_heads'] > 24 else '4b'}"
+        return f"Flux.2-klein-{'9b' if self.read_denoiser_config()['num_attention_heads'] > 24 else '4b'}"

@@ -59,16 +59,16 @@ class Family(ModelFamily):
 
     # The network is FLUX.1's; only control images are new.
     encode_with = flux.Family.encode_with
-    trained_length = flux.Family.trained_length
+    get_trained_length = flux.Family.get_trained_length
     sizes_from = flux.Family.sizes_from
-    sizes = flux.Family.sizes
-    published_parts = flux.Family.published_parts
+    infer_denoiser_sizes = flux.Family.infer_denoiser_sizes
+    choose_published_parts = flux.Family.choose_published_parts
     published = flux.Family.published
     tokenizers_from = flux.Family.tokenizers_from
     checkpoint_text = flux.Family.checkpoint_text
     file_names = flux.Family.file_names
 
-    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+    def compute_control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         from diffusers.pipelines.flux import pipeline_flux_kontext
 
         # As the pipeline does it: round sides down to whole tokens, then take the preferred size of the nearest ratio.
@@ -85,7 +85,7 @@ class Family(ModelFamily):
         """Side of a token in pixels; a token is 2 x 2 latents."""
         return 2 ** len(_files.read_json(self.folder / "vae" / "config.json")["block_out_channels"])
 
-    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         import torch
 
         tokens, ids = [], []
@@ -97,15 +97,15 @@ class Family(ModelFamily):
         inputs = _flux.make_inputs(self, denoiser, noisy_BCHW, t_B, cond, guidance)
         return inputs | {"hidden_states": torch.cat(tokens, dim=1), "img_ids": torch.cat(ids)}
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         pictures = list_control_images(cond)
-        return ModelFamily.pipeline_inputs(self, cond, negative) | ({"image": pictures[0]} if pictures else {})
+        return ModelFamily.make_pipeline_inputs(self, cond, negative) | ({"image": pictures[0]} if pictures else {})
 
-    def size_inputs(self, width: int, height: int) -> dict[str, Any]:
+    def make_size_inputs(self, width: int, height: int) -> dict[str, Any]:
         # The pipeline generates an area of 1024 x 1024 pixels unless `max_area` says otherwise.
         return {"width": width, "height": height, "max_area": width * height}
 
-    def caveats(self) -> list[str]:
-        if not self.checkpoint or self.file_is_called("kontext"):
+    def list_caveats(self) -> list[str]:
+        if not self.checkpoint or self.is_file_called("kontext"):
             return []
         return [self.warn_of_missing_word("Kontext", "FLUX.1")]

@@ -103,14 +103,14 @@ class Family(ModelFamily):
         "rate"
     )
 
-    def denoiser_config(self) -> dict[str, Any]:
-        return ModelFamily.denoiser_config(self) | {"force_inference_output": False}
+    def read_denoiser_config(self) -> dict[str, Any]:
+        return ModelFamily.read_denoiser_config(self) | {"force_inference_output": False}
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
-        answer = ModelFamily.text_answer(self, pipeline, prompts)
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+        answer = ModelFamily.call_encode_prompt(self, pipeline, prompts)
         return answer | {"prompt_embeds": answer["prompt_embeds"].transpose(0, 1)}  # the layers are its first dimension
 
-    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "timesteps": t_B * 1000,
@@ -128,7 +128,7 @@ class Family(ModelFamily):
         return output.transpose(3, 4).reshape(noisy_BCHW.shape)
 
     def check_bucket(self, width: int, height: int) -> None:
-        config = self.denoiser_config()
+        config = self.read_denoiser_config()
         patch, (most_rows, most_columns) = config.get("patch_size", 2), config.get("max_resolution", (128, 128))
         most = most_rows * most_columns // patch**2
         vae = _files.read_json(self.folder / "vae" / "config.json")
@@ -146,11 +146,11 @@ class Family(ModelFamily):
                 )
             )
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = ModelFamily.pipeline_inputs(self, cond, negative)
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        inputs = ModelFamily.make_pipeline_inputs(self, cond, negative)
         return {name: rows.transpose(0, 1) if name.endswith("llama3") else rows for name, rows in inputs.items()}
 
     def is_distilled(self) -> bool:
-        if self.file_is_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # the components may be another variant's
-            return not self.file_is_called(r"(?<![a-z])full(?![a-z])")
-        return "LCM" in str(self.scheduler_config().get("_class_name"))
+        if self.is_file_called(r"(?<![a-z])(full|dev|fast)(?![a-z])"):  # the components may be another variant's
+            return not self.is_file_called(r"(?<![a-z])full(?![a-z])")
+        return "LCM" in str(self.read_scheduler_config().get("_class_name"))

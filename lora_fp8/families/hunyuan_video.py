@@ -136,19 +136,19 @@ class Family(ModelFamily):
     def as_read(self, prompt: str) -> tuple[str, str]:
         return get_text_before_prompt(), prompt
 
-    def token_limit(self, name: str) -> int:
+    def compute_token_limit(self, name: str) -> int:
         from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 
         template: dict[str, Any] = DEFAULT_PROMPT_TEMPLATE
         cropped: int = template["crop_start"]  # tokens of the template, cut off the conditioning
-        return cropped + self.max_sequence_length if name == "tokenizer" else self.tokenizer(name).model_max_length
+        return cropped + self.max_sequence_length if name == "tokenizer" else self.load_tokenizer(name).model_max_length
 
     @property
     def max_sequence_length(self) -> int:
         """Tokens of a prompt that Llama reads, without the template's, as the pipeline's `max_sequence_length`."""
         return self.prompt_tokens
 
-    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         import torch
 
         guidance_B = torch.full(t_B.shape, guidance, device=t_B.device, dtype=self.dtype) * 1000.0

@@ -77,18 +77,18 @@ class Family(ModelFamily):
         )
     }
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # One by one, each at its own length; the pipeline refuses prompts that are too long, so they are cut here.
-        lost = {cut.prompt: cut.lost for cut in self.overlong(prompts)}
-        before, behind = self.around_prompt()
+        lost = {cut.prompt: cut.lost for cut in self.find_overlong(prompts)}
+        before, behind = self.split_chat_template()
         rows = []
         for prompt in (prompt.removesuffix(lost.get(prompt, "")) for prompt in prompts):
-            num_tokens = self.num_tokens(before + prompt + behind)
+            num_tokens = self.count_tokens(before + prompt + behind)
             packed_BSD, *_ = pipeline.encode_prompt([prompt], 1, 1, num_tokens, self.device)
             rows.append(packed_BSD[0, :num_tokens])
         return {"prompt_embeds": rows}
 
-    def caption_caveats(self, captions: Sequence[str]) -> list[str]:
+    def list_caption_caveats(self, captions: Sequence[str]) -> list[str]:
         written = [caption for caption in captions if caption.strip()]
         plain = sum(not caption.lstrip().startswith("{") for caption in written)
         if not plain:
@@ -103,7 +103,7 @@ class Family(ModelFamily):
             )
         ]
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from diffusers import Ideogram4Pipeline
         from torch import nn
 
@@ -119,10 +119,10 @@ class Family(ModelFamily):
         }
 
     def convert_output(self, denoiser: nn.Module, output: Any, noisy_BCHW: Tensor) -> Tensor:
-        num_image = self.seq_len(tuple(noisy_BCHW.shape[2:]))  # the image follows the text
+        num_image = self.count_image_tokens(tuple(noisy_BCHW.shape[2:]))  # the image follows the text
         return self.unpack(output[:, -num_image:], tuple(noisy_BCHW.shape[2:]))
 
-    def guidance_inputs(self, guidance: float) -> dict[str, Any]:
+    def make_guidance_inputs(self, guidance: float) -> dict[str, Any]:
         if guidance != 1.0:
             raise UserError(
                 Message(
@@ -134,12 +134,12 @@ class Family(ModelFamily):
             )
         return {"guidance_scale": guidance, "guidance_schedule": None}
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         embeds_LD = cond["prompt_embeds"].to(self.device, self.dtype)
         return {"prompt": [embeds_LD], "max_sequence_length": len(embeds_LD)}
 
     @classmethod
-    def objective_type(cls) -> type[Objective]:
+    def get_objective_type(cls) -> type[Objective]:
         from . import _ideogram4
 
         return _ideogram4.Flow

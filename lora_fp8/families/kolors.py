@@ -70,10 +70,10 @@ class Family(ModelFamily):
         "projection_class_embeddings_input_dim": 4096 + 6 * 256,
     }
 
-    def cut_by(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
+    def find_cuts(self, name: str, prompts: Sequence[str]) -> dict[str, Overlong]:
         # This tokenizer gives no offsets, so the part that is read is found by decoding the tokens that fit.
-        tokenizer = self.tokenizer(name)
-        model, limit = tokenizer.tokenizer.sp_model, self.token_limit(name) - len(tokenizer.get_prefix_tokens())
+        tokenizer = self.load_tokenizer(name)
+        model, limit = tokenizer.tokenizer.sp_model, self.compute_token_limit(name) - len(tokenizer.get_prefix_tokens())
         cuts = {}
         for prompt in prompts:
             tokens = model.encode(prompt)

@@ -112,10 +112,10 @@ class Family(ModelFamily):
         "recommend to train on Krea 2 RAW and to generate with Turbo"
     )
 
-    def token_limit(self, name: str) -> int:
+    def compute_token_limit(self, name: str) -> int:
         return (self.max_sequence_length or self.prompt_tokens) - SUFFIX_TOKENS
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         from diffusers import Krea2Pipeline
 
         embeds_BLND, mask_BL = cond["prompt_embeds"], cond["prompt_embeds_mask"]
@@ -128,8 +128,8 @@ class Family(ModelFamily):
             "encoder_attention_mask": None if mask_BL.all() else mask_BL,
         }
 
-    def scheduler_config(self) -> dict[str, Any]:
-        config = ModelFamily.scheduler_config(self)
+    def read_scheduler_config(self) -> dict[str, Any]:
+        config = ModelFamily.read_scheduler_config(self)
         return config | {"base_shift": TURBO_MU, "max_shift": TURBO_MU} if self.is_distilled() else config
 
     def convert_checkpoint(self, header: Header) -> Conversion:

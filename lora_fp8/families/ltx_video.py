@@ -79,7 +79,7 @@ class Family(ModelFamily):
         "lacks": ("audio_", "av_ca_", "transformer_blocks.28."),
     }
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         num_frames, height, width = as_clip(noisy_BCHW).shape[2:]
         frames, rate = self.clips
         return {
@@ -96,14 +96,14 @@ class Family(ModelFamily):
     def normalise(self, latents: Tensor) -> Tensor:
         from diffusers import LTXPipeline
 
-        return as_picture(LTXPipeline._normalize_latents(as_clip(latents), *self._numbers()))
+        return as_picture(LTXPipeline._normalize_latents(as_clip(latents), *self._get_numbers()))
 
     def denormalise(self, latents: Tensor) -> Tensor:
         from diffusers import LTXPipeline
 
-        return as_picture(LTXPipeline._denormalize_latents(as_clip(latents), *self._numbers()))
+        return as_picture(LTXPipeline._denormalize_latents(as_clip(latents), *self._get_numbers()))
 
-    def _numbers(self) -> tuple[Tensor, Tensor, float]:
+    def _get_numbers(self) -> tuple[Tensor, Tensor, float]:
         # The VAE stores them as buffers, not in its config.
         return self.vae.latents_mean, self.vae.latents_std, self.vae.config.scaling_factor
 
@@ -115,13 +115,13 @@ class Family(ModelFamily):
             timestep_B = torch.full((len(latents),), DECODED_AT["decode_timestep"], device=latents.device)
         return vae.decode(latents, timestep_B, return_dict=False)[0]
 
-    def caveats(self) -> list[str]:
-        caveats = ModelFamily.caveats(self)
+    def list_caveats(self) -> list[str]:
+        caveats = ModelFamily.list_caveats(self)
         if not self.checkpoint:
             return caveats
         # diffusers recognizes the version by the same tensor; files without the autoencoder have only their name.
         newer = self._header.get("vae.encoder.conv_out.conv.weight", ())[1:2] == (2048,)
-        if newer or self.file_is_called(r"0[._]9[._][5-9]"):
+        if newer or self.is_file_called(r"0[._]9[._][5-9]"):
             raise UserError(
                 Message(
                     "{path} is LTX-Video 0.9.5 or later, which has another VAE and other positions in time; give "

@@ -97,12 +97,12 @@ class Family(ModelFamily):
         "lacks": ("cap_pad_token",),
     }
 
-    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
+    make_negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         return "" if _gemma.is_negative(prompt) else BEFORE, prompt.removeprefix(_gemma.AVOIDED)
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "timestep": 1 - t_B,

@@ -74,14 +74,14 @@ class Family(ModelFamily):
         "lacks": ("time_text_embed.addition_t_embedding.weight", "__index_timestep_zero__"),
     }
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
         # Tokens after the limit do not reach the transformer, and the encoder is causal, so it need not read them.
         pipeline.tokenizer_max_length = self.max_sequence_length
-        return ModelFamily.text_answer(self, pipeline, prompts)
+        return ModelFamily.call_encode_prompt(self, pipeline, prompts)
 
-    inputs = _qwen.make_inputs
+    make_inputs = _qwen.make_inputs
 
-    def caveats(self) -> list[str]:
+    def list_caveats(self) -> list[str]:
         # 2511 has a marker; Edit and 2509 have the same tensors as Qwen-Image.
         editing = _qwen_edit.find_family_by_name(self)
         if not editing:
@@ -90,7 +90,7 @@ class Family(ModelFamily):
             Message(
                 "the name of {name} suggests Qwen-Image-Edit, an editing model, but model.family = 'qwen_image' "
                 "trains without control images; to use them, set model.family = {family}",
-                name=self.base_name(),
+                name=self.get_base_name(),
                 family=f"'{editing}'",
             )
         ]

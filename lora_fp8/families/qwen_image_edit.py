@@ -60,28 +60,28 @@ class Family(ModelFamily):
     sizes_from = qwen_image.Family.sizes_from
     file_names = qwen_image.Family.file_names
 
-    inputs = _qwen.make_inputs
-    tokenizer = _qwen_edit.load_tokenizer
-    caveats = _qwen_edit.list_caveats
+    make_inputs = _qwen.make_inputs
+    load_tokenizer = _qwen_edit.load_tokenizer
+    list_caveats = _qwen_edit.list_caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
         _qwen_edit.fix_pipeline_(pipeline)
 
     def encode_prompts(self, prompts: list[str], pictures: Sequence[Sequence[Image.Image]] = ()) -> list[Cond]:
-        sizes = [[self.control_size(*picture.size) for picture in seen] for seen in pictures]
+        sizes = [[self.compute_control_size(*picture.size) for picture in seen] for seen in pictures]
         return _qwen_edit.encode_prompts(self, prompts, pictures, sizes)
 
     @property
     def longest_prompt(self) -> int:
         return _qwen_edit.compute_longest_prompt(self, SIDE, 1)
 
-    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+    def compute_control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 
         wide, high, _ = pipeline_qwenimage_edit.calculate_dimensions(SIDE * SIDE, width / height)
         return _qwen_edit.compute_control_size((wide, high), resolution, self.bucket_multiple)
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
         (picture,) = list_control_images(cond)
-        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": picture}
+        return ModelFamily.make_pipeline_inputs(self, cond, negative) | {"image": picture}

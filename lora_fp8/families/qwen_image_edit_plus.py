@@ -68,9 +68,9 @@ class Family(ModelFamily):
     # ComfyUI's files of 2511 have the marker; a file of 2509 differs from Qwen-Image's in its name only.
     single_file = {"has": ("transformer_blocks.0.img_mod.1.weight", "txt_norm.weight", "__index_timestep_zero__")}
 
-    inputs = _qwen.make_inputs
-    tokenizer = _qwen_edit.load_tokenizer
-    caveats = _qwen_edit.list_caveats
+    make_inputs = _qwen.make_inputs
+    load_tokenizer = _qwen_edit.load_tokenizer
+    list_caveats = _qwen_edit.list_caveats
 
     @classmethod
     def mend_(cls, pipeline: Any) -> None:
@@ -84,16 +84,16 @@ class Family(ModelFamily):
     def longest_prompt(self) -> int:
         return _qwen_edit.compute_longest_prompt(self, SEEN_SIDE, self.controls[1])
 
-    def control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
+    def compute_control_size(self, width: int, height: int, resolution: int | None = None) -> tuple[int, int]:
         return _qwen_edit.compute_control_size(
             _compute_pipeline_size(SIDE, width, height), resolution, self.bucket_multiple
         )
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        return ModelFamily.pipeline_inputs(self, cond, negative) | {"image": list_control_images(cond)}
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        return ModelFamily.make_pipeline_inputs(self, cond, negative) | {"image": list_control_images(cond)}
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         marked = _qwen_edit.MARKER in native
         entries = _files.read_sizes(cls.sizes_from, native, config)
         if marked or re.search("25(09|11)", file.name):

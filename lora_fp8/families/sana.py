@@ -91,21 +91,21 @@ class Family(ModelFamily):
         "lacks": ("cfg_embedder",),
     }
 
-    def encoding_options(self) -> dict[str, Any]:
+    def get_encoding_options(self) -> dict[str, Any]:
         """Return the instruction before a prompt, which the pipeline has as the default of its call only."""
         return {"complex_human_instruction": _get_instruction()}
 
-    negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
+    make_negative_text, encode_prompts = _gemma.make_negative_text, _gemma.encode_prompts
 
     def as_read(self, prompt: str) -> tuple[str, str]:
         # A negative prompt has no instruction, but the same token limit as a prompt after one.
         return get_text_before_prompt(), prompt.removeprefix(_gemma.AVOIDED).lower().strip()
 
-    def token_limit(self, name: str) -> int:
+    def compute_token_limit(self, name: str) -> int:
         # The pipeline's own sum: 300 tokens of a prompt, two of which the instruction's count includes.
-        return len(self.tokenizer(name).encode(get_text_before_prompt())) + 300 - 2
+        return len(self.load_tokenizer(name).encode(get_text_before_prompt())) + 300 - 2
 
-    def inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: Any, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         return {
             "hidden_states": noisy_BCHW,
             "encoder_hidden_states": cond["prompt_embeds"],
@@ -113,13 +113,13 @@ class Family(ModelFamily):
             "timestep": t_B * 1000 * denoiser.config.timestep_scale,
         }
 
-    def pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
-        inputs = ModelFamily.pipeline_inputs(self, cond, negative)
+    def make_pipeline_inputs(self, cond: Cond, negative: Cond | None) -> dict[str, Any]:
+        inputs = ModelFamily.make_pipeline_inputs(self, cond, negative)
         # The pipeline's default is a text, which it refuses together with embeddings.
         return inputs if negative is None else inputs | {"negative_prompt": None}
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         # 0.6, 1.6 and 4.8 B, and Sana and Sana 1.5, differ in these.
         sizes = {
             "num_layers": len(list_blocks(native, "blocks.#.cross_attn.kv_linear.weight")),

@@ -71,5 +71,5 @@ class Family(ModelFamily):
     convert_checkpoint = _ldm.convert_checkpoint
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         return _ldm.read_sizes(native, config)

@@ -39,7 +39,9 @@ class Family(ModelFamily):
     native_resolution = 768  # unet/config.json of 2.1: sample_size 96, of 8 pixels
     default_guidance = 7.5  # StableDiffusionPipeline
     captions = "tags"  # as for SD 1.5, with the same trainers
-    modelspec_architecture = "stable-diffusion-v2-768-v"  # `architecture_name` tells the model that predicts epsilon
+    modelspec_architecture = (
+        "stable-diffusion-v2-768-v"  # `get_architecture_name` tells the model that predicts epsilon
+    )
     kohya_base_version = "sd_v2"
     kohya_naming = "diffusers_underscored"
     config_marks = {"in_channels": 4, "use_linear_projection": True}
@@ -70,18 +72,18 @@ class Family(ModelFamily):
     }
     tokenizers_from = {"tokenizer": (f"{_published.SDXL_TOKENIZER}_2",)}  # it pads with "!" too
 
-    def architecture_name(self) -> str:
+    def get_architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which depends on the prediction type."""
-        return f"stable-diffusion-v2-{'768-v' if self.predicts() == 'v' else '512'}"
+        return f"stable-diffusion-v2-{'768-v' if self.get_prediction() == 'v' else '512'}"
 
-    def caveats(self) -> list[str]:
+    def list_caveats(self) -> list[str]:
         if not self.assumes_prediction():
             return []
         return [
             Message(
                 "a single file does not say what Stable Diffusion 2 predicts: {type} is taken from {place}; set "
                 "objective.prediction = 'v' for the 768-pixel models, 'epsilon' for the -base models",
-                type=repr(self.predicts()),
+                type=repr(self.get_prediction()),
                 place=self.folder / "scheduler",
             )
         ]
@@ -89,5 +91,5 @@ class Family(ModelFamily):
     convert_checkpoint = _ldm.convert_checkpoint
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         return _ldm.read_sizes(native, config)

@@ -64,7 +64,7 @@ class Family(ModelFamily):
     native_resolution = 1024  # transformer/config.json: sample_size 128, of 8 pixels
     default_guidance = 7.0  # StableDiffusion3Pipeline
     train_shift = 3.0  # Esser et al. 2024, sect. 5.3.2: trained and sampled with 3 at 1024 x 1024
-    modelspec_architecture = "stable-diffusion-3-5-large"  # of the largest; `architecture_name` tells the others
+    modelspec_architecture = "stable-diffusion-3-5-large"  # of the largest; `get_architecture_name` tells the others
     kohya_base_version = "sd3"
     kohya_naming = "native"
     kohya_module = "networks.lora_sd3"  # sd-scripts
@@ -146,9 +146,9 @@ class Family(ModelFamily):
         "train on 3.5 large and generate with Turbo, or train few steps at a low learning rate"
     )
 
-    def architecture_name(self) -> str:
+    def get_architecture_name(self) -> str:
         """Return the architecture's ModelSpec name, which includes the size."""
-        config = self.denoiser_config()
+        config = self.read_denoiser_config()
         if not config.get("qk_norm"):
             return "stable-diffusion-3-medium"
         return f"stable-diffusion-3-5-{'medium' if config.get('dual_attention_layers') else 'large'}"
@@ -166,12 +166,12 @@ class Family(ModelFamily):
         embeds_BLD = torch.cat([embeds_BLD, before_BLD[:, length:]], dim=1)
         return {**cond, "prompt_embeds": embeds_BLD, "pooled_prompt_embeds": pooled_BD}
 
-    def usual_guidance(self) -> float:
-        medium = self.denoiser_config().get("dual_attention_layers")  # 4.5: the example on its model card
-        return 4.5 if medium and not self.is_distilled() else ModelFamily.usual_guidance(self)
+    def choose_guidance(self) -> float:
+        medium = self.read_denoiser_config().get("dual_attention_layers")  # 4.5: the example on its model card
+        return 4.5 if medium and not self.is_distilled() else ModelFamily.choose_guidance(self)
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         return _files.read_sizes(cls.sizes_from, native, config) | {
             "dual_attention_layers": list_blocks(native, "joint_blocks.#.x_block.attn2.qkv.weight"),
             "qk_norm": "rms_norm" if "joint_blocks.0.x_block.attn.ln_q.weight" in native else None,

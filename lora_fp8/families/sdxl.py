@@ -94,12 +94,12 @@ class Family(ModelFamily):
         "index": {"force_zeros_for_empty_prompt": True},
     }
 
-    def without_negative(self, empty: Cond) -> Cond | None:
+    def make_default_negative(self, empty: Cond) -> Cond | None:
         # SDXL was trained with zeros for a dropped caption; the pipeline creates them if it gets no negative prompt.
-        return None if self.index().get("force_zeros_for_empty_prompt", True) else empty
+        return None if self.read_index().get("force_zeros_for_empty_prompt", True) else empty
 
     convert_checkpoint = _ldm.convert_checkpoint
 
     @classmethod
-    def sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    def infer_denoiser_sizes(cls, native: Header, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
         return _ldm.read_sizes(native, config)

@@ -113,8 +113,8 @@ class Family(ModelFamily):
 
         return "", prompt_clean(prompt)
 
-    def text_answer(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
-        answer = ModelFamily.text_answer(self, pipeline, prompts)
+    def call_encode_prompt(self, pipeline: Any, prompts: list[str]) -> dict[str, Any]:
+        answer = ModelFamily.call_encode_prompt(self, pipeline, prompts)
         # Zeros follow the prompt's tokens, and no token's embedding is all zeros.
         return answer | {"mask": answer["prompt_embeds"].any(-1)}
 
@@ -128,8 +128,8 @@ class Family(ModelFamily):
         ]
         return {"prompt_embeds": torch.stack(rows)}
 
-    def caveats(self) -> list[str]:
-        if not self.checkpoint and any(self.index().get("transformer_2") or ()):
+    def list_caveats(self) -> list[str]:
+        if not self.checkpoint and any(self.read_index().get("transformer_2") or ()):
             raise UserError(
                 Message(
                     "{path} is Wan 2.2 A14B, which has two denoisers, and a job trains one of them: give the "
@@ -138,4 +138,4 @@ class Family(ModelFamily):
                     path=self.folder,
                 )
             )
-        return ModelFamily.caveats(self)
+        return ModelFamily.list_caveats(self)

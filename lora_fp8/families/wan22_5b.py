@@ -73,6 +73,6 @@ class Family(ModelFamily):
     }
 
     as_read = wan.Family.as_read
-    text_answer = wan.Family.text_answer
+    call_encode_prompt = wan.Family.call_encode_prompt
     collate = wan.Family.collate
     sizes_from = wan.Family.sizes_from

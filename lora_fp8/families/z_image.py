@@ -90,7 +90,7 @@ class Family(ModelFamily):
         "Turbo, or train few steps at a low learning rate"
     )
 
-    def inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
+    def make_inputs(self, denoiser: nn.Module, noisy_BCHW: Tensor, t_B: Tensor, cond: Cond, guidance: float) -> Inputs:
         pairs = zip(cond["prompt_embeds"], cond["prompt_embeds_mask"], strict=True)
         return {
             "x": list(noisy_BCHW[:, :, None].unbind()),

@@ -395,7 +395,7 @@ def set_bucket_step(draft: Draft, keys: Sequence[str], values: Sequence[Any]) ->
 
     Args:
         draft: the import.
-        keys, values: as for `share`.
+        keys, values: as for `set_shared`.
     """
     given = [read_whole(value) for value in values if value not in (None, "")]
     least, _ = find_bounds("dataset.bucket_step")

@@ -348,7 +348,7 @@ def set_upscale(draft: Draft, places: list[str], note: str) -> None:
         return
     try:
         kept = any(map(common_values.is_on, values))
-    except Unfit:  # `share` reports it
+    except Unfit:  # `set_shared` reports it
         kept = False
     dataset_settings.set_shared(
         draft, keys, values, "dataset.upscale", lambda value: not read_flag(value), note if kept else ""

@@ -10,7 +10,7 @@ from . import model_settings, remarks, sd_scripts
 from .import_draft import Draft, Tool
 from .kohya_data import read_datasets
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
-from .rules import JOINT, Rule, idle, none
+from .rules import JOINT, Rule, map_idle, map_none
 from .source_files import Source, flatten_tables, parse_options
 
 OF_OTHERS = "of another architecture."
@@ -22,18 +22,20 @@ PAGE_RULES: dict[str, Rule] = {
     "LoRA_type": JOINT,
     "lr_warmup": JOINT,
     "additional_parameters": JOINT,
-    "model_list": idle(Message("this is the page's list of models")),
-    "save_as_bool": idle(remarks.OF_PAGE),
-    "train_on_input": idle(remarks.OF_PAGE),
-    f"{OF_OTHERS}**": idle(remarks.OTHER_ARCHITECTURE),
-    "unit": none(remarks.BELONGS_TO(key="DyLoRA"), 1),
-    "stop_text_encoder_training": none(remarks.TEXT_TO_THE_END),
-    "stop_text_encoder_training_pct": none(remarks.TEXT_TO_THE_END),
-    "noise_offset_type": idle(Message("this setting chooses which noise settings are used")),
-    "no_token_padding": none(remarks.PADDING),
+    "model_list": map_idle(Message("this is the page's list of models")),
+    "save_as_bool": map_idle(remarks.OF_PAGE),
+    "train_on_input": map_idle(remarks.OF_PAGE),
+    f"{OF_OTHERS}**": map_idle(remarks.OTHER_ARCHITECTURE),
+    "unit": map_none(remarks.BELONGS_TO(key="DyLoRA"), 1),
+    "stop_text_encoder_training": map_none(remarks.TEXT_TO_THE_END),
+    "stop_text_encoder_training_pct": map_none(remarks.TEXT_TO_THE_END),
+    "noise_offset_type": map_idle(Message("this setting chooses which noise settings are used")),
+    "no_token_padding": map_none(remarks.PADDING),
     "LyCORIS_preset": JOINT,
-    "use_wandb": idle(remarks.LOGGING),
-    "extra_accelerate_launch_args": none(Message("pass these arguments to `accelerate launch train_lora.py` yourself")),
+    "use_wandb": map_idle(remarks.LOGGING),
+    "extra_accelerate_launch_args": map_none(
+        Message("pass these arguments to `accelerate launch train_lora.py` yourself")
+    ),
     **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), JOINT),
     **dict.fromkeys(
         ("bypass_mode", "constrain", "decompose_both", "dora_wd", "factor", "full_matrix", "rescaled", "train_norm")
@@ -46,10 +48,10 @@ PAGE_RULES: dict[str, Rule] = {
         + ("down_lr_weight", "mid_lr_weight", "up_lr_weight", "train_single_block_indices")
         + ("train_double_block_indices", "img_attn_dim", "img_mlp_dim", "img_mod_dim", "single_dim", "txt_attn_dim")
         + ("txt_mlp_dim", "txt_mod_dim", "single_mod_dim", "in_dims", "split_qkv", "train_t5xxl"),
-        none(NO_PART),
+        map_none(NO_PART),
     ),
-    "block_dims": none(NO_PART),
-    "block_alphas": none(NO_PART),
+    "block_dims": map_none(NO_PART),
+    "block_alphas": map_none(NO_PART),
     "rank_dropout": JOINT,
     "module_dropout": JOINT,
     "conv_dim": JOINT,

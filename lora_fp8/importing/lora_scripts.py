@@ -14,14 +14,14 @@ from . import common_values, model_settings, optimizer_settings, remarks, sd_scr
 from .import_draft import Draft, Tool
 from .kohya_data import flatten_sections
 from .kohya_table import NO_PART, SD_SCRIPTS_RULES
-from .rules import JOINT, Rule, idle, none
+from .rules import JOINT, Rule, map_idle, map_none
 from .source_files import Source, get_table
 
 LORA_SCRIPTS_RULES: dict[str, Rule] = {
-    "metadata.**": idle(Message("this describes the preset")),
+    "metadata.**": map_idle(Message("this describes the preset")),
     "model_train_type": JOINT,
     "enable_preview": JOINT,
-    "randomly_choice_prompt": none(Message("this trainer uses preview prompts in their order")),
+    "randomly_choice_prompt": map_none(Message("this trainer uses preview prompts in their order")),
     "positive_prompts": JOINT,
     "negative_prompts": JOINT,
     "sample_width": JOINT,
@@ -32,18 +32,18 @@ LORA_SCRIPTS_RULES: dict[str, Rule] = {
     "network_args_custom": JOINT,
     "optimizer_args_custom": JOINT,
     "ui_custom_params": JOINT,
-    "enable_base_weight": none(remarks.MERGE_BEFOREHAND),
+    "enable_base_weight": map_none(remarks.MERGE_BEFOREHAND),
     "enable_block_weights": JOINT,
-    "dylora_unit": none(remarks.BELONGS_TO(key="DyLoRA")),
+    "dylora_unit": map_none(remarks.BELONGS_TO(key="DyLoRA")),
     "lokr_factor": JOINT,
     "train_norm": JOINT,
     "dropout": JOINT,
     "prodigy_d0": JOINT,
     "prodigy_d_coef": JOINT,
-    "down_lr_weight": none(NO_PART),
-    "mid_lr_weight": none(NO_PART),
-    "up_lr_weight": none(NO_PART),
-    "block_lr_zero_threshold": none(NO_PART),
+    "down_lr_weight": map_none(NO_PART),
+    "mid_lr_weight": map_none(NO_PART),
+    "up_lr_weight": map_none(NO_PART),
+    "block_lr_zero_threshold": map_none(NO_PART),
 }
 
 

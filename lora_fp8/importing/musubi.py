@@ -23,7 +23,7 @@ from . import (
 )
 from .import_draft import Draft, Folder, Tool
 from .readers import read_flag, read_list, read_positive, read_string, read_whole
-from .rules import JOINT, Rule, idle, immaterial, near, none
+from .rules import JOINT, Rule, map_idle, map_immaterial, map_near, map_none
 from .source_files import Source, flatten_tables, read_source
 
 NO_VIDEO = remarks.NO_FIRST_FRAME
@@ -43,53 +43,53 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     "model_version": JOINT,
     "edit": JOINT,
     "edit_plus": JOINT,
-    "dit_high_noise": none(ONE_EXPERT),
+    "dit_high_noise": map_none(ONE_EXPERT),
     "text_encoder1": JOINT,
     "text_encoder2": JOINT,
     "t5": JOINT,
     "clip": JOINT,
     "image_encoder": JOINT,
-    "fp8_t5": idle(remarks.TEXT_FREED),
-    "fp8_llm": idle(remarks.TEXT_FREED),
-    "fp8_text_encoder": idle(remarks.TEXT_FREED),
+    "fp8_t5": map_idle(remarks.TEXT_FREED),
+    "fp8_llm": map_idle(remarks.TEXT_FREED),
+    "fp8_text_encoder": map_idle(remarks.TEXT_FREED),
     "vae": JOINT,
-    "vae_dtype": idle(),
-    "vae_tiling": idle(),
-    "vae_chunk_size": idle(),
-    "vae_spatial_tile_sample_min_size": idle(),
-    "vae_cache_cpu": idle(),
-    "dit_dtype": none(remarks.DTYPE, "bfloat16"),
+    "vae_dtype": map_idle(),
+    "vae_tiling": map_idle(),
+    "vae_chunk_size": map_idle(),
+    "vae_spatial_tile_sample_min_size": map_idle(),
+    "vae_cache_cpu": map_idle(),
+    "dit_dtype": map_none(remarks.DTYPE, "bfloat16"),
     "flash_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "flash3": kohya_table.SD_SCRIPTS_RULES["sdpa"],
     "sage_attn": kohya_table.SD_SCRIPTS_RULES["sdpa"],
-    "block_swap_ring_size": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
-    "use_pinned_memory_for_block_swap": idle(remarks.BELONGS_TO(key="blocks_to_swap")),
-    "gradient_checkpointing_cpu_offload": none(remarks.RECOMPUTED),
-    "img_in_txt_in_offloading": none(remarks.NO_SWAP),
-    "num_timestep_buckets": none(remarks.EACH_TIMESTEP),
-    "min_timestep": near("objective.t_min", common_values.read_thousandths, SQUEEZED),
-    "max_timestep": near("objective.t_max", common_values.read_thousandths, SQUEEZED),
-    "preserve_distribution_shape": immaterial(
+    "block_swap_ring_size": map_idle(remarks.BELONGS_TO(key="blocks_to_swap")),
+    "use_pinned_memory_for_block_swap": map_idle(remarks.BELONGS_TO(key="blocks_to_swap")),
+    "gradient_checkpointing_cpu_offload": map_none(remarks.RECOMPUTED),
+    "img_in_txt_in_offloading": map_none(remarks.NO_SWAP),
+    "num_timestep_buckets": map_none(remarks.EACH_TIMESTEP),
+    "min_timestep": map_near("objective.t_min", common_values.read_thousandths, SQUEEZED),
+    "max_timestep": map_near("objective.t_max", common_values.read_thousandths, SQUEEZED),
+    "preserve_distribution_shape": map_immaterial(
         Message("objective.t_min and objective.t_max cut off the distribution, as this setting does")
     ),
-    "show_timesteps": idle(Message("this setting only shows the timesteps, and trains nothing")),
+    "show_timesteps": map_idle(Message("this setting only shows the timesteps, and trains nothing")),
     "compile": JOINT,
-    "compile_backend": idle(Message("torch.compile uses inductor")),
-    "compile_mode": idle(remarks.ONE_COMPILE_MODE),
-    "compile_dynamic": idle(),
-    "compile_fullgraph": idle(),
+    "compile_backend": map_idle(Message("torch.compile uses inductor")),
+    "compile_mode": map_idle(remarks.ONE_COMPILE_MODE),
+    "compile_dynamic": map_idle(),
+    "compile_fullgraph": map_idle(),
     "image_directory": JOINT,
-    "image_jsonl_file": none(remarks.CAPTION_FILES),
-    "cache_directory": none(remarks.OTHER_CACHE),
-    "multiple_target": none(remarks.NOT_HERE),
+    "image_jsonl_file": map_none(remarks.CAPTION_FILES),
+    "cache_directory": map_none(remarks.OTHER_CACHE),
+    "multiple_target": map_none(remarks.NOT_HERE),
     **dict.fromkeys(
         ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index"),
-        none(NO_VIDEO),
+        map_none(NO_VIDEO),
     ),
     **dict.fromkeys(("video_directory", "target_frames", "frame_extraction"), JOINT),
-    **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), none(FRAMES_OF_PARTS)),
-    "video_jsonl_file": none(Message("this trainer reads captions from .txt or .caption files beside the clips")),
-    "source_fps": immaterial(
+    **dict.fromkeys(("frame_stride", "frame_sample", "max_frames"), map_none(FRAMES_OF_PARTS)),
+    "video_jsonl_file": map_none(Message("this trainer reads captions from .txt or .caption files beside the clips")),
+    "source_fps": map_immaterial(
         Message(
             "the frame rate follows from the clip's timestamps, and dataset.fps is the rate that it is converted to"
         )
@@ -98,20 +98,22 @@ RULES: dict[str, Rule] = kohya_table.SD_SCRIPTS_RULES | {
     **dict.fromkeys(
         ("control_resolution", "no_resize_control", "flux_kontext_no_resize_control")
         + ("qwen_image_edit_no_resize_control", "qwen_image_edit_control_resolution"),
-        none(NO_CONTROL),
+        map_none(NO_CONTROL),
     ),
-    **dict.fromkeys(("one_frame", "latent_padding", "fp_1f_no_post", "remove_first_image_from_target"), none(NO_VIDEO)),
-    **dict.fromkeys(("num_layers", "force_v2_1_time_embedding"), none(remarks.NOT_HERE)),
+    **dict.fromkeys(
+        ("one_frame", "latent_padding", "fp_1f_no_post", "remove_first_image_from_target"), map_none(NO_VIDEO)
+    ),
+    **dict.fromkeys(("num_layers", "force_v2_1_time_embedding"), map_none(remarks.NOT_HERE)),
     **dict.fromkeys(
         ("cuda_allow_tf32", "cuda_cudnn_benchmark", "fp8_te", "text_encoder_dtype", "compile_cache_size_limit")
         + ("disable_numpy_memmap_loading", "architecture"),
-        idle(),
+        map_idle(),
     ),
     **dict.fromkeys(
-        ("metadata_reso", "metadata_arch"), idle(Message("size and architecture are read from the model file"))
+        ("metadata_reso", "metadata_arch"), map_idle(Message("size and architecture are read from the model file"))
     ),
-    **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), none(ONE_EXPERT)),
-    "base_weights": none(remarks.MERGE_BEFOREHAND),
+    **dict.fromkeys(("offload_inactive_dit", "timestep_boundary"), map_none(ONE_EXPERT)),
+    "base_weights": map_none(remarks.MERGE_BEFOREHAND),
 }
 
 SCRIPTS = {

@@ -34,31 +34,31 @@ JOINT = Rule("joint")
 OF_MACHINE = Message("this setting affects how the machine is used, not what is learned")
 
 
-def to(setting: str, read: Callable[[Any], Any] = keep_value, note: str = "") -> Rule:
+def map_to(setting: str, read: Callable[[Any], Any] = keep_value, note: str = "") -> Rule:
     """Return the rule of a key that means the same in our settings."""
     return Rule("mapped", setting, read, note)
 
 
-def near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
+def map_near(setting: str, read: Callable[[Any], Any], note: str) -> Rule:
     """Return the rule of a key whose counterpart in our settings differs in meaning."""
     return Rule("differs", setting, read, note)
 
 
-def always(note: str) -> Rule:
+def map_always(note: str) -> Rule:
     """Return the rule of a feature that is always on in ours; switching it off changes what is learned."""
     return Rule("mapped", "", keep_value, note)
 
 
-def immaterial(note: str) -> Rule:
+def map_immaterial(note: str) -> Rule:
     """Return the rule of a feature that is always on in ours; switching it off does not change what is learned."""
     return Rule("mapped", "", keep_value, note, (False,))
 
 
-def none(note: str, *off: Any) -> Rule:
+def map_none(note: str, *off: Any) -> Rule:
     """Return the rule of a key that has no counterpart."""
     return Rule("none", "", keep_value, note, off)
 
 
-def idle(note: str = OF_MACHINE) -> Rule:
+def map_idle(note: str = OF_MACHINE) -> Rule:
     """Return the rule of a key that has no counterpart and needs none."""
     return Rule("idle", "", keep_value, note)

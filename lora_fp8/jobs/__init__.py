@@ -3,8 +3,8 @@
     queue = Queue()                                # the user's own queue, see store.find_home
     id = queue.submit(text)                        # a config as TOML; later changes to files do not affect the job
     ensure_worker(queue.home)                      # jobs are started by a worker
-    for job in queue.view(): print(job.id, job.state, job.sentence.text)
-    events, offset = queue.events(id, 0)           # pass offset to the next call
+    for job in queue.list_jobs(): print(job.id, job.state, job.sentence.text)
+    events, offset = queue.read_events(id, 0)      # pass offset to the next call
     queue.stop(id)                                 # save and stop
 
 This package does not import torch. Runs that were started in a shell are shown too; their id is the path of their
@@ -123,7 +123,7 @@ class Queue:
 
     # -- queries
 
-    def view(self, shell: bool = True) -> list[JobView]:
+    def list_jobs(self, shell: bool = True) -> list[JobView]:
         """Return all jobs: running ones, the queue in its order, ended ones (newest first), then runs from a shell.
 
         Args:
@@ -142,7 +142,7 @@ class Queue:
                 views += [job_state.view_shell_run(folder, self._follower) for folder in self._find_shell_runs(rows)]
         return views
 
-    def job(self, id: int | str) -> JobView:
+    def get_job(self, id: int | str) -> JobView:
         """Return one job, or the run in a folder.
 
         Raises:
@@ -160,11 +160,11 @@ class Queue:
             taken = bool(self.store.read_rows("phase = 'launched' AND folder = ?", row.folder))
             return self._view(row, unfinished, find_worker(self.home), taken)
 
-    def config(self, id: int) -> str:
+    def read_config(self, id: int) -> str:
         """Return the TOML text that a job was submitted with, with absolute paths; "" for commands."""
         return self.store.read_row(id).text
 
-    def events(self, id: int | str, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    def read_events(self, id: int | str, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return a run's events after this byte of its log, and the byte to continue from; [] if there is no log yet.
 
         If the log has become shorter, it is read from the start.
@@ -172,9 +172,9 @@ class Queue:
         folder = self._find_folder(id)
         return run_events.follow(folder / "events.jsonl", offset) if folder else ([], 0)
 
-    def log_tail(self, id: int | str, lines: int = 40) -> list[str]:
+    def read_log_tail(self, id: int | str, lines: int = 40) -> list[str]:
         """Return the last lines of a job's output, without control characters and not escaped for HTML; [] if none."""
-        log = self.job(id).log
+        log = self.get_job(id).log
         return run_events.read_tail(log, lines) if log else []
 
     # -- submitting

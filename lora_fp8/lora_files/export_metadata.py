@@ -239,7 +239,7 @@ def build_metadata(family: Any, section: settings.Export, facts: ExportFacts, la
         "ss_base_model_version": family.kohya_base_version,
         "ss_v2": str(family.kohya_base_version.startswith("sd_v2")),  # A1111 sorts by it
         "ss_output_name": facts.output_name,
-        "ss_sd_model_name": basename(facts.base_name),
+        "ss_sd_model_name": get_basename(facts.base_name),
         "ss_learning_rate": facts.learning_rate,
         "ss_unet_lr": facts.learning_rate,
         "ss_text_encoder_lr": "" if facts.text_encoder_lr is None else facts.text_encoder_lr,
@@ -324,9 +324,9 @@ def _name_folders(folders: tuple[FolderFacts, ...]) -> dict[str, FolderFacts]:
     """Return the folders by the last part of their path; a second folder of the same name gets a number."""
     named: dict[str, FolderFacts] = {}
     for folder in folders:
-        name, number = basename(folder.name), 2
+        name, number = get_basename(folder.name), 2
         while name in named:
-            name, number = f"{basename(folder.name)} ({number})", number + 1
+            name, number = f"{get_basename(folder.name)} ({number})", number + 1
         named[name] = folder
     return named
 
@@ -354,7 +354,7 @@ HOMES = re.compile(r"(?:(?:/home|/Users|[A-Za-z]:[\\/]Users)[\\/][^\\/]+|~[^\\/]
 """Matches home folders, whose last part is a user's name."""
 
 
-def basename(path: str) -> str:
+def get_basename(path: str) -> str:
     """Return the last part of any system's path, "~" for a home folder; a hub id `owner/name` loses its owner."""
     if HOMES.fullmatch(path) or (path and os.path.abspath(os.path.expanduser(path)) == os.path.expanduser("~")):
         return "~"
@@ -375,7 +375,7 @@ def without_paths(toml: str) -> str:
             return [clean(item) for item in value]
         if isinstance(value, str) and "\n" not in value:
             leads_out = re.match(r"/|~|[A-Za-z]:[\\/]|\\\\|file:", value) or ".." in re.split(r"[\\/]", value)
-            return basename(value) if leads_out else value
+            return get_basename(value) if leads_out else value
         return value
 
     return tomlkit.dumps(clean(tomllib.loads(toml))) if toml else ""

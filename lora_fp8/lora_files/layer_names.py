@@ -147,7 +147,7 @@ UNET_DEFAULTS: dict[str, Any] = {
 }
 
 
-def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
+def map_sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
     """Return {path of a block's part in diffusers: path in the original UNet}, for this depth and layers per block.
 
     The original numbers all parts of the way down (and up) in one list: the input convolution, then for each resolution
@@ -182,7 +182,7 @@ def sgm_blocks(denoiser_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) -> Named:
-    for path, name in sgm_blocks(denoiser_config).items():
+    for path, name in map_sgm_blocks(denoiser_config).items():
         if module == path or module.startswith(path + "."):
             inner = module[len(path) + 1 :]
             inner = SGM_RESNET.get(inner, inner)
@@ -194,7 +194,7 @@ def _sgm_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any]) 
 
 def _find_sgm_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     resnet = {name.replace(".", "_"): path for path, name in SGM_RESNET.items()}
-    for path, name in sgm_blocks(denoiser_config).items():
+    for path, name in map_sgm_blocks(denoiser_config).items():
         name = name.replace(".", "_")
         # an upsampler without an attention before it is named like an attention: only its whole name tells
         if kohya == name:
@@ -241,7 +241,7 @@ def _native_to_kohya(module: str, family: Any, denoiser_config: Mapping[str, Any
 
 def _find_native_kohya_members(kohya: str, family: Any, denoiser_config: Mapping[str, Any]) -> tuple[str, ...]:
     # Only the base's own layers tell which of the underscores were dots.
-    known = _map_underscored(family.native_layers, tuple(family.layer_shapes(denoiser_config)))
+    known = _map_underscored(family.native_layers, tuple(family.list_layer_shapes(denoiser_config)))
     if kohya not in known:
         raise _make_unknown_error(kohya)
     return known[kohya]

@@ -568,7 +568,7 @@ FLUX_DEFAULTS = {"num_attention_heads": 24, "attention_head_dim": 128, "num_laye
 def _find_swapped(family: Any, denoiser_config: Mapping[str, Any], layout: str) -> set[str]:
     """Return the modules whose B has its halves swapped in this layout."""
     native = layout == "comfy" or (layout == "kohya" and family.kohya_naming == "native")
-    return family.halves_swapped(denoiser_config) if native else set()
+    return family.find_swapped_halves(denoiser_config) if native else set()
 
 
 def _count_rows(
@@ -576,7 +576,7 @@ def _count_rows(
 ) -> list[int]:
     """Return the output features of a fused layer's members; for those without a LoRA, from the denoiser."""
     return [
-        pairs[member][1].shape[0] if member in pairs else family.layer_shapes(denoiser_config)[member][0]
+        pairs[member][1].shape[0] if member in pairs else family.list_layer_shapes(denoiser_config)[member][0]
         for member in members
     ]
 
@@ -588,7 +588,7 @@ def find_misfits(state: Mapping[str, Tensor], family: Any) -> list[str]:
         state: tensors in internal naming.
         family: of the base model.
     """
-    shapes = family.layer_shapes(family.denoiser_config())
+    shapes = family.list_layer_shapes(family.read_denoiser_config())
     misfits = []
     for layer, parts in kinds.group_by_layer(state).items():
         if find_text_encoder(layer, family):

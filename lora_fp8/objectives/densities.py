@@ -44,17 +44,17 @@ def make(section: Objective, *, auto: str, auto_std: float = 1.0) -> Density:
     """
     chosen = section.timesteps
     if chosen == "auto":
-        return UNIFORM if auto == "uniform" else logit_normal(0.0, auto_std)
+        return UNIFORM if auto == "uniform" else make_logit_normal(0.0, auto_std)
     if chosen == "logit_normal":
-        return logit_normal(section.logit_mean, section.logit_std)
+        return make_logit_normal(section.logit_mean, section.logit_std)
     if chosen == "mode":
-        return mode(section.mode_scale)
+        return make_mode(section.mode_scale)
     if chosen == "beta":
-        return beta(section.beta_alpha, section.beta_beta)
+        return make_beta(section.beta_alpha, section.beta_beta)
     return {"uniform": UNIFORM, "cosmap": COSMAP}[chosen]
 
 
-def logit_normal(mean: float, std: float) -> Density:
+def make_logit_normal(mean: float, std: float) -> Density:
     """Return the distribution of sigmoid(x), x normal."""
     return Density(
         lambda q: (mean + std * torch.special.ndtri(q)).sigmoid(),
@@ -62,7 +62,7 @@ def logit_normal(mean: float, std: float) -> Density:
     )
 
 
-def mode(scale: float) -> Density:
+def make_mode(scale: float) -> Density:
     """Return the distribution of mode sampling.
 
     Args:
@@ -75,7 +75,7 @@ def mode(scale: float) -> Density:
     return Density(quantile, lambda t: _invert(quantile, t))
 
 
-def beta(alpha: float, beta: float) -> Density:
+def make_beta(alpha: float, beta: float) -> Density:
     """Return the beta distribution, from a table of the integral of its density.
 
     With t = sin^2(a), the density t^(alpha - 1) (1 - t)^(beta - 1) becomes 2 sin^(2 alpha - 1)(a) cos^(2 beta - 1)(a),

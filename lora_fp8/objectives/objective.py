@@ -43,7 +43,8 @@ PREDICTION_TYPES = {"epsilon": "epsilon", "v": "v_prediction"}
 class Objective(ABC):
     """The base class of objectives. `section` is the job's `[objective]` table.
 
-    Subclasses implement `sample_t`, `add_noise`, `target` and `weight`; `loss` is the same for all.
+    Subclasses implement `sample_t`, `add_noise`, `compute_target` and `compute_weight`; `compute_loss` is the same for
+    all.
     """
 
     section: settings.Objective
@@ -60,8 +61,8 @@ class Objective(ABC):
 
         Args:
             generator_per_sample: the generators.
-            seq_len: number of image tokens that the denoiser sees (`family.seq_len`); flow matching's shift depends on
-                it.
+            seq_len: number of image tokens that the denoiser sees (`family.count_image_tokens`); flow matching's shift
+                depends on it.
             quantiles: where in the density each sample's timestep lies, for `objective.even_timesteps`, which draws
                 nothing.
 
@@ -73,33 +74,33 @@ class Objective(ABC):
     def add_noise(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Return the noisy latents x_t, in the latents' dtype (pass float32)."""
 
-    def shaped(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+    def shape_noise(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
         """Return the noise that training adds, made from Gaussian noise.
 
         Call it after `sample_t`, with the same generators.
         """
         return noise_BCHW
 
-    def perturbed(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
-        """Return the noise that goes into the noisy latents; the target keeps that of `shaped`.
+    def perturb_noise(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+        """Return the noise that goes into the noisy latents; the target keeps that of `shape_noise`.
 
-        Call it after `shaped`, with the same generators.
+        Call it after `shape_noise`, with the same generators.
         """
         return noise_BCHW
 
     @abstractmethod
-    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+    def compute_target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Return what a perfect denoiser predicts at x_t."""
 
     @abstractmethod
-    def weight(self, t_B: Tensor) -> Tensor:
+    def compute_weight(self, t_B: Tensor) -> Tensor:
         """Return the weight of each sample's loss, (B,) float32 on t's device."""
 
     @abstractmethod
-    def at_level(self, level: float) -> tuple[Tensor, str]:
+    def convert_level(self, level: float) -> tuple[Tensor, str]:
         """Convert a noise level from 0 (clean) to 1 (noise) to t (1,), and to words."""
 
-    def loss(
+    def compute_loss(
         self,
         pred_BCHW: Tensor,
         target_BCHW: Tensor,
@@ -121,7 +122,8 @@ class Objective(ABC):
                 huber_loss and "smooth_l1" twice its smooth_l1_loss, so that "huber" is the square below delta and
                 "smooth_l1" grows as 2 |e| above it (Huber 1964; the factor is that of kohya's and diffusers' scripts).
                 "pseudo_huber" is 2 d (sqrt(e^2 + d^2) - d), and "pseudo_smooth_l1" is that divided by d; those scripts
-                call them huber and smooth_l1 (Charbonnier et al. 1997; sd-scripts, `conditional_loss`). d is `delta`.
+                call them huber and smooth_l1 (Charbonnier et al. 1997; sd-scripts, `conditional_loss`). d is the result
+                of `compute_huber_delta`.
             unmasked_weight: by default `objective.unmasked_weight`.
         """
         pred_BCHW, target_BCHW, kind = pred_BCHW.float(), target_BCHW.float(), kind or self.section.loss
@@ -129,7 +131,7 @@ class Objective(ABC):
         if kind == "mse":
             errors_BCHW = errors_BCHW.square()
         else:
-            delta_B = self.delta(t_B).to(errors_BCHW)
+            delta_B = self.compute_huber_delta(t_B).to(errors_BCHW)
             errors_BCHW = _compute_robust_loss(errors_BCHW, delta_B.view(-1, *[1] * (errors_BCHW.ndim - 1)), kind)
         if mask_BHW is not None:
             outside = self.section.unmasked_weight if unmasked_weight is None else unmasked_weight
@@ -138,9 +140,9 @@ class Objective(ABC):
                 counts_BHW = counts_BHW / counts_BHW.mean(dim=(-2, -1), keepdim=True).clamp_min(LEAST_AREA)
             batch, *between, height, width = errors_BCHW.shape
             errors_BCHW = errors_BCHW * counts_BHW.view(batch, *[1] * len(between), height, width)
-        return errors_BCHW.flatten(1).mean(1) * self.weight(t_B).to(errors_BCHW.device)
+        return errors_BCHW.flatten(1).mean(1) * self.compute_weight(t_B).to(errors_BCHW.device)
 
-    def delta(self, t_B: Tensor) -> Tensor:
+    def compute_huber_delta(self, t_B: Tensor) -> Tensor:
         """Return each sample's delta (B,): errors above it count linearly in a Huber loss.
 
         It follows `huber_schedule` and the noise level. "exponential" is huber_scale * huber_delta^(noise level); "snr"
@@ -150,19 +152,19 @@ class Objective(ABC):
         if schedule == "constant":
             return torch.full(t_B.shape, delta, dtype=torch.float32, device=t_B.device)
         if schedule == "exponential":
-            return self.section.huber_scale * delta ** self.share(t_B).float()
-        return self._delta_by_snr(t_B)
+            return self.section.huber_scale * delta ** self.compute_noise_level(t_B).float()
+        return self._compute_delta_by_snr(t_B)
 
-    def _delta_by_snr(self, t_B: Tensor) -> Tensor:
+    def _compute_delta_by_snr(self, t_B: Tensor) -> Tensor:
         raise NotImplementedError("a flow-matching model has no such ratio; config/relations.py refuses it")
 
     @abstractmethod
-    def share(self, t_B: Tensor) -> Tensor:
+    def compute_noise_level(self, t_B: Tensor) -> Tensor:
         """Convert t to a noise level from 0 (clean) to 1 (noise), (B,)."""
 
 
 def _compute_robust_loss(errors: Tensor, delta: Tensor, kind: str) -> Tensor:
-    """Compute the losses of `Objective.loss` that grow linearly for large errors; `delta` broadcasts."""
+    """Compute the losses of `Objective.compute_loss` that grow linearly for large errors; `delta` broadcasts."""
     size = errors.abs()
     if kind == "huber":
         return torch.where(size < delta, size.square(), delta * (2 * size - delta))
@@ -241,7 +243,7 @@ class Diffusion(Objective):
         level_B = self.density.quantile(first + (last - first) * q_B)
         return (level_B * total).floor().long().clamp(low, high - 1)
 
-    def shaped(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+    def shape_noise(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
         """Add noise_offset times a normal number per channel of a sample, then noise of lower resolutions, if set.
 
         Guttenberg 2023, "Diffusion with offset noise"; Whitaker 2023, "Multi-resolution noise".
@@ -252,7 +254,7 @@ class Diffusion(Objective):
             noise_BCHW = noise_BCHW + self.section.noise_offset * offset_BC11
         if self.section.pyramid_noise:
             pairs = zip(noise_BCHW, generator_per_sample, strict=True)
-            noise_BCHW = torch.stack([self._with_pyramid(noise_CHW, g) for noise_CHW, g in pairs])
+            noise_BCHW = torch.stack([self._add_pyramid(noise_CHW, g) for noise_CHW, g in pairs])
         return noise_BCHW
 
     def _find_division_by_zero(self) -> Message | None:
@@ -269,7 +271,7 @@ class Diffusion(Objective):
             )
         return None
 
-    def _with_pyramid(self, noise_CHW: Tensor, generator: torch.Generator) -> Tensor:
+    def _add_pyramid(self, noise_CHW: Tensor, generator: torch.Generator) -> Tensor:
         """Add noise at falling resolutions, each weaker by pyramid_discount, and scale the sum to a deviation of 1.
 
         Level i is smaller by r^i, where r is drawn anew from [2, 4), until a side is one pixel; level 0 has the full
@@ -286,7 +288,7 @@ class Diffusion(Objective):
                 break
         return noise_CHW / noise_CHW.std()
 
-    def perturbed(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
+    def perturb_noise(self, noise_BCHW: Tensor, generator_per_sample: list[torch.Generator]) -> Tensor:
         """Add input_noise times new Gaussian noise, if it is set (Ning et al. 2023, "Input perturbation")."""
         if not self.section.input_noise:
             return noise_BCHW
@@ -294,7 +296,7 @@ class Diffusion(Objective):
         more_BCHW = torch.stack([torch.randn(shape, generator=g) for g in generator_per_sample]).to(noise_BCHW)
         return noise_BCHW + self.section.input_noise * more_BCHW
 
-    def at_level(self, level: float) -> tuple[Tensor, str]:
+    def convert_level(self, level: float) -> tuple[Tensor, str]:
         """Convert a noise level to the nearest integer timestep, and to words."""
         step = round(level * (self.num_timesteps - 1))
         return torch.tensor([step]), Message("t = {step} of {total}", step=step, total=self.num_timesteps)
@@ -303,27 +305,27 @@ class Diffusion(Objective):
         """Return sqrt(alpha_bar_t) * latents + sqrt(1 - alpha_bar_t) * noise, as diffusers' schedulers do."""
         return self.scheduler.add_noise(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
 
-    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+    def compute_target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Return the noise, or the velocity for a model of v prediction (Salimans and Ho 2022)."""
         if self.prediction_type == "v_prediction":
             return self.scheduler.get_velocity(latents_BCHW, noise_BCHW, t_B.to(latents_BCHW.device))
         return noise_BCHW
 
-    def share(self, t_B: Tensor) -> Tensor:
+    def compute_noise_level(self, t_B: Tensor) -> Tensor:
         """Return t divided by the number of timesteps, (B,)."""
         return t_B / self.num_timesteps
 
-    def _delta_by_snr(self, t_B: Tensor) -> Tensor:
+    def _compute_delta_by_snr(self, t_B: Tensor) -> Tensor:
         """Return (1 - huber_delta) / (1 + sigma)^2 + huber_delta, where sigma^2 = 1 / SNR."""
         delta = self.section.huber_delta
-        return (1 - delta) / (1 + self.snr(t_B).rsqrt()).square() + delta
+        return (1 - delta) / (1 + self.compute_snr(t_B).rsqrt()).square() + delta
 
-    def snr(self, t_B: Tensor) -> Tensor:
+    def compute_snr(self, t_B: Tensor) -> Tensor:
         """Return the signal-to-noise ratio abar_t / (1 - abar_t), (B,) float32."""
         abar = self.scheduler.alphas_cumprod.to(device=t_B.device, dtype=torch.float32)[t_B]
         return abar / (1 - abar)
 
-    def weight(self, t_B: Tensor) -> Tensor:
+    def compute_weight(self, t_B: Tensor) -> Tensor:
         """Return the weight of each sample's loss by its signal-to-noise ratio.
 
         It is chosen for the error of x_0, and divided by the factor between that and the error of the prediction: SNR
@@ -334,7 +336,7 @@ class Diffusion(Objective):
         gamma, kind = self.section.min_snr_gamma, self.section.weighting
         if kind != "debiased" and not gamma:
             return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)
-        snr = self.snr(t_B)
+        snr = self.compute_snr(t_B)
         if self.prediction_type == "v_prediction":
             of_x0 = snr.clamp(max=gamma) if kind == "min_snr" else snr.sqrt()
             return (snr * gamma / (snr + gamma) if kind == "soft_min_snr" else of_x0) / (snr + 1)
@@ -347,7 +349,8 @@ class Diffusion(Objective):
 class FlowMatching(Objective):
     """Rectified flow: a straight line from data to noise, and the shift that moves training towards noise.
 
-    For a model that was trained with another density, derive a class with its own `deviation` and `model_shift`.
+    For a model that was trained with another density, derive a class with its own `deviation` and
+    `compute_model_shift`.
     """
 
     deviation: ClassVar[float] = 1.0
@@ -366,32 +369,32 @@ class FlowMatching(Objective):
         self.num_timesteps: int = get("num_train_timesteps", 1000)
         self.density = densities.make(section, auto="logit_normal", auto_std=self.deviation)
 
-    def mu(self, seq_len: int) -> float:
+    def compute_mu(self, seq_len: int) -> float:
         """Return the resolution-dependent shift parameter: a line from (base length, shift) to (max length, shift)."""
         (short, long), (low, high) = self.seq_lens, self.mus
         return low + (high - low) * (seq_len - short) / (long - short)
 
-    def shift(self, seq_len: int) -> float:
+    def compute_shift(self, seq_len: int) -> float:
         """Return the factor s in t -> s t / (1 + (s - 1) t): the setting if it is a number, else the scheduler's.
 
         `ModelFamily.make_objective` has replaced "auto" by the family's number, if the family has one.
         """
         shift = self.section.shift
-        return self.model_shift(seq_len) if isinstance(shift, str) else float(shift)
+        return self.compute_model_shift(seq_len) if isinstance(shift, str) else float(shift)
 
-    def model_shift(self, seq_len: int) -> float:
+    def compute_model_shift(self, seq_len: int) -> float:
         """Return the shift factor of the model's scheduler at this resolution.
 
         diffusers' "exponential" shift e^mu / (e^mu + (1/t - 1)) is this with s = e^mu, its "linear" one with s = mu.
         """
         if not self.dynamic:
             return self.fixed_shift
-        mu = self.mu(seq_len)
+        mu = self.compute_mu(seq_len)
         return math.exp(mu) if self.time_shift_type == "exponential" else mu
 
     def warp(self, t_B: Tensor, seq_len: int) -> Tensor:
         """Move t towards 1 by the shift, as the sampler's schedule is moved (Esser et al. 2024, eq. 23)."""
-        s = self.shift(seq_len)
+        s = self.compute_shift(seq_len)
         return s * t_B / (1 + (s - 1) * t_B)
 
     def sample_t(
@@ -420,16 +423,16 @@ class FlowMatching(Objective):
     def _sample_between(self, q_B: Tensor, seq_len: int) -> Tensor:
         """Draw by inverting the distribution function in float64, so that no draw is rejected."""
         ends = torch.tensor([self.section.t_min, self.section.t_max], dtype=torch.float64)
-        s = self.shift(seq_len)
+        s = self.compute_shift(seq_len)
         low, high = self.density.cdf(ends / (s - (s - 1) * ends))
         t_B = self.density.quantile(low + (high - low) * q_B)
         return self.warp(t_B, seq_len).clamp(*ends.tolist()).float()
 
-    def at_level(self, level: float) -> tuple[Tensor, str]:
+    def convert_level(self, level: float) -> tuple[Tensor, str]:
         """Return the level itself as t (1,), and words for it."""
         return torch.tensor([level]), Message("t = {level}", level=f"{level:g}")
 
-    def share(self, t_B: Tensor) -> Tensor:
+    def compute_noise_level(self, t_B: Tensor) -> Tensor:
         """Return t, which is the noise level itself, (B,)."""
         return t_B
 
@@ -438,10 +441,10 @@ class FlowMatching(Objective):
         t_B111 = t_B.to(latents_BCHW).view(-1, *[1] * (latents_BCHW.ndim - 1))
         return (1 - t_B111) * latents_BCHW + t_B111 * noise_BCHW
 
-    def target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
+    def compute_target(self, latents_BCHW: Tensor, noise_BCHW: Tensor, t_B: Tensor) -> Tensor:
         """Return the velocity from the image to the noise: noise - latents."""
         return noise_BCHW - latents_BCHW
 
-    def weight(self, t_B: Tensor) -> Tensor:
+    def compute_weight(self, t_B: Tensor) -> Tensor:
         """Return 1: the logit-normal density already emphasizes the middle (Esser et al. 2024, sect. 3.1)."""
         return torch.ones(t_B.shape, dtype=torch.float32, device=t_B.device)

@@ -148,18 +148,18 @@ def _check_with_base(job: Job, report: ScanReport, result: Check, base: BaseDesc
         result.facts += described.lines if described.reference != base.reference else []  # those of model.components
     if not result.problems:
         try:
-            names = family.adapter_names(family.outline, job.adapter.targets)
+            names = family.choose_adapter_layers(family.outline, job.adapter.targets)
             result.warnings += choose_layers(family.outline, job.adapter.model_copy(update={"targets": []}), names)[1]
             result.warnings += disk_space.require_space(plan.estimate_writes())
         except UserError as error:
             result.problems += error.problems
         texts = list(dict.fromkeys(map(get_text, plan.texts)))
-        result.warnings += warn_of_truncation(family.overlong(texts), len(texts))
+        result.warnings += warn_of_truncation(family.find_overlong(texts), len(texts))
     template = Template("base: {title}, {path}, predicts {kind}")
     if family.assumes_prediction():
         template = Template("base: {title}, {path}, predicts {kind} (assumed from {place})")
     place = {"place": family.folder / "scheduler"} if family.assumes_prediction() else {}
-    result.facts.append(template(title=family.title, path=section.path, kind=family.predicts(), **place))
+    result.facts.append(template(title=family.title, path=section.path, kind=family.get_prediction(), **place))
     _add_buckets(plan.job, report, result)
     result.warnings = [*plan.images.warnings, *plan.warnings, *_find_refusals(job), *result.warnings]
 

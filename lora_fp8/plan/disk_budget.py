@@ -36,14 +36,14 @@ Named = list[tuple[str, nn.Parameter]]
 def count_pixels(family: ModelFamily, bucket: Bucket) -> int:
     """Return width x height, times the number of latent frames for a clip; memory and tokens grow with it."""
     width, height, *frames = bucket
-    return width * height * math.prod(map(family.latent_frames, frames))
+    return width * height * math.prod(map(family.count_latent_frames, frames))
 
 
 def list_trainable(job: Job, family: ModelFamily) -> Named:
     """Return the tensors of the job's adapters, in the order of `adapters.list_tensors`, on the meta device."""
-    layer_names = family.adapter_names(family.outline, job.adapter.targets)
+    layer_names = family.choose_adapter_layers(family.outline, job.adapter.targets)
     section = job.adapter.model_copy(update={"targets": []})
-    encoders = family.empty_trained_text() if section.text_encoder else {}
+    encoders = family.make_empty_trained_text() if section.text_encoder else {}
     return [
         *adapters.plan_tensors(family.outline, section, layer_names),
         *text_encoders.plan_tensors(encoders, family, section),
@@ -126,7 +126,7 @@ def _count_preview_bytes(job: Job, steps: range) -> int:
 
 def find_latents_shape(family: ModelFamily, bucket: Bucket) -> tuple[int, ...] | None:
     """Return the shape of an image's latents (C, H, W) or a clip's (C, F, H, W); None if it cannot be computed."""
-    family.vae = family.empty_vae()
+    family.vae = family.make_empty_vae()
     try:
         with dry_run.on_meta(), dry_run.Tally():
             width, height, *frames = bucket
@@ -158,7 +158,7 @@ def estimate_cache(store: Cache, missing: Missing, bucket: Bucket) -> Need:
     per_area = 0.0 if latents is None else math.prod(latents[-2:]) * itemsize / math.prod(bucket[:2])
     masks = sum(math.prod(placed.placement.bucket_wh) for placed, _ in missing.masks)
     pictures = round(pixels * per_pixel + masks * per_area)
-    conds = family.longest_cond(dict(family.outline.config)) if missing.captions else {}
+    conds = family.estimate_longest_cond(dict(family.outline.config)) if missing.captions else {}
     sizes_by_name = {name: math.prod(shape) * itemsize for name, shape in conds.items()}
     shortest = sum(
         size for name, size in sizes_by_name.items() if not (family.prompts_vary and name == "prompt_embeds")

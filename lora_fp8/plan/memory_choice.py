@@ -102,7 +102,7 @@ def choose_memory(plan: Plan, free: int | None, world: int = 1) -> MemoryChoice:
     recomputes, share, peak, training = _choose_training(plan, budget, world)
     if job.preview.tiled == "auto":
         whole = training_memory.measure_preview(plan, [], tiled=False)
-        tiled = whole is not None and training.count_held(share) + plan.family.vae_bytes() + whole > budget
+        tiled = whole is not None and training.count_held(share) + plan.family.count_vae_bytes() + whole > budget
     advice = "" if peak <= budget else _advise(job)
     return MemoryChoice(_apply_choice(section, recomputes, share), tiled, free, peak, training, advice)
 
@@ -122,7 +122,7 @@ def choose_for_drawing(job: Job, family: ModelFamily, bucket: Bucket, free: int 
     # One process draws, which shares the base with none.
     job = job.model_copy(update={"memory": job.memory.model_copy(update={"shard_base": False})})
     base = training_memory.measure_base(training_memory.build_base(job, family))
-    room = _find_budget(free) - family.vae_bytes()
+    room = _find_budget(free) - family.count_vae_bytes()
     if job.memory.offload == "auto" and not any(find_offload_clashes(job)):
         fitting = (share for share in SHARES if base.count(share)[0] + DRAWING <= room)
         share = next(fitting, SHARES[-1])

@@ -107,6 +107,6 @@ def make_preview_prompts(preview: Preview, store: Cache) -> tuple[list[str | Pro
     controls = control_files.find_preview_controls(preview, store.section, store.family.controls)[0]
     control_sets = [make_whole_crops(control_set) for control_set in controls] or [()] * len(tables)
     paired = list(zip(tables, control_sets, strict=True))
-    prompts = [store.prompt(table.prompts[0], control_set) for table, control_set in paired]
-    negative_text = store.family.negative_text
-    return prompts, [store.prompt(negative_text(table.negative), control_set) for table, control_set in paired]
+    prompts = [store.make_prompt(table.prompts[0], control_set) for table, control_set in paired]
+    negative_text = store.family.make_negative_text
+    return prompts, [store.make_prompt(negative_text(table.negative), control_set) for table, control_set in paired]

@@ -80,7 +80,7 @@ class Plan:
         """All texts that the text encoders will encode, each once."""
         prompts, negative_prompts = self.preview_prompts
         return list(
-            dict.fromkeys([*self.cache.prompts(self.images.placed, self.job.seed), *prompts, *negative_prompts])
+            dict.fromkeys([*self.cache.list_prompts(self.images.placed, self.job.seed), *prompts, *negative_prompts])
         )
 
     @cached_property
@@ -107,7 +107,7 @@ class Plan:
     @cached_property
     def base_identity(self) -> str:
         """The SHA-256 of the denoiser's files, and of the training adapter if there is one."""
-        identity, adapter = self.family.base_identity(), self.job.model.training_adapter
+        identity, adapter = self.family.compute_base_identity(), self.job.model.training_adapter
         if not adapter:
             return identity
         with Path(adapter).expanduser().open("rb") as file:
@@ -119,9 +119,9 @@ class Plan:
         Args:
             world: number of processes that train.
         """
-        missing = self.cache.missing(self.images.placed, self.texts)
+        missing = self.cache.find_missing(self.images.placed, self.texts)
         cached = disk_budget.estimate_cache(self.cache, missing, min(self.images.buckets))
-        size = self.family.missing_bytes()
+        size = self.family.count_missing_bytes()
         download = [Need(self.family.folder, Message("the base model"), size, size)] if size else []
         return [*download, *disk_budget.estimate_run(self.job, self.trainable, self.run_folder, world), cached]
 
@@ -252,7 +252,7 @@ def _check_plan(plan: Plan, problems: Problems, resume: bool) -> None:
         problems.collect(partial(family.check_bucket, width, height))
     for table in split_preview(job.preview):
         if table.guidance != "auto":
-            problems.collect(partial(family.guidance_inputs, table.guidance))
+            problems.collect(partial(family.make_guidance_inputs, table.guidance))
     problems.collect(lambda: optim.try_out(job.optimizer, limits=bool(job.adapter.scale_weight_norms)))
     problems.collect(lambda: require_packages(job.tracking))
     if job.preview.prompts and job.preview.score_model:
@@ -267,7 +267,7 @@ def _find_caption_warnings(plan: Plan, report: ScanReport) -> list[str]:
     job, family = plan.job, plan.family
     captions = list_dataset_captions(report.examples, job.dataset, job.seed)
     texts = dict.fromkeys([*captions, *_list_preview_texts(family, job.preview)])
-    return [*family.caption_caveats(captions), *_find_doubtful_weights(family, texts, captions, job.dataset)]
+    return [*family.list_caption_caveats(captions), *_find_doubtful_weights(family, texts, captions, job.dataset)]
 
 
 def _list_preview_texts(family: ModelFamily, preview: Preview) -> list[str]:
@@ -328,7 +328,7 @@ def plan_layers(job: Job, family: ModelFamily) -> precision.Plan:
     """
     dtype = DTYPES[job.model.dtype]
     keep, modulation = family.keep_precise, family.modulation
-    return precision.decide(family.outline, job.quantize, keep, dtype, modulation, family.file_scale())
+    return precision.decide(family.outline, job.quantize, keep, dtype, modulation, family.read_file_scale())
 
 
 def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:
@@ -336,7 +336,7 @@ def _find_warnings(plan: Plan, facts: Mapping[str, bool]) -> list[str]:
     job, family = plan.job, plan.family
     return [
         *family.warnings,
-        *find_unused_settings(job, {**family.facts_of_base(), **plan.layers.facts, **facts}),
+        *find_unused_settings(job, {**family.list_base_facts(), **plan.layers.facts, **facts}),
         *optim.find_cautions(job.optimizer, job.schedule),
         *(optim.find_lr_factors(job.optimizer, plan.adapted_layers)[1] if job.optimizer.lrs else []),
     ]

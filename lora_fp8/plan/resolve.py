@@ -84,7 +84,7 @@ def resolve_auto(job: Job, Family: type[ModelFamily]) -> Job:
     section = job.export
     # Which layouts carry another kind than LoRA depends on the layers: see `choose_layouts`.
     if section.formats == ["auto"] and job.adapter.type == "lora":
-        section = section.model_copy(update={"formats": list(Family.recommended_layouts())})
+        section = section.model_copy(update={"formats": list(Family.choose_layouts())})
     unknown = [layout for layout in section.formats if layout not in Family.layouts]
     if unknown and section.formats != ["auto"]:
         raise UserError(
@@ -119,8 +119,8 @@ def choose_layouts(job: Job, family: ModelFamily) -> Job:
     kind, formats = job.adapter.type, job.export.formats
     if kind == "lora" and not job.adapter.ranks and not job.optimizer.lrs:
         return job
-    title, sizes = kinds.TITLES[kind], family.denoiser_config()
-    names = family.adapter_names(family.outline, job.adapter.targets)
+    title, sizes = kinds.TITLES[kind], family.read_denoiser_config()
+    names = family.choose_adapter_layers(family.outline, job.adapter.targets)
     names = list(adapters.assign_ranks(job.adapter, names)[0])
     optim.find_lr_factors(job.optimizer, names)
     if kind == "lora":

@@ -50,7 +50,7 @@ def read_start_values(job: Job, family: ModelFamily, trainable: Named) -> dict[s
         )
     shapes = {name: parameter.shape for name, parameter in trainable}
     layers = {layer: parts for layer, parts in layers.items() if not _is_unread(layer, parts, shapes, family)}
-    names = family.adapter_names(family.outline, section.targets)
+    names = family.choose_adapter_layers(family.outline, section.targets)
     job_ranks = adapters.assign_ranks(section, names)[0]
     _check_ranks(layers, job_ranks, section, where)
     _check_layers(layers, job_ranks, section, family, where)
@@ -128,7 +128,7 @@ def _read(given: str, where: str, family: ModelFamily) -> "tuple[dict[str, Tenso
     try:
         held, metadata = export.read_adapter(path)
         other = families.read_family_name(metadata)
-        tensors, scaling = layouts.from_layout(held, family, family.denoiser_config())
+        tensors, scaling = layouts.from_layout(held, family, family.read_denoiser_config())
         return tensors, scaling, kinds.group_by_layer(tensors)
     except UserError as error:
         if other in ("", family.name):

@@ -93,7 +93,7 @@ def describe(job: Job) -> Timesteps:
     side = resolve.get_resolution(job)
     frames = [max(job.dataset.frames)] if job.dataset.frames else []
     latents = disk_budget.find_latents_shape(family, (side, side, *frames))
-    seq_len = family.seq_len(latents[1:]) if latents else side * side // 256
+    seq_len = family.count_image_tokens(latents[1:]) if latents else side * side // 256
     own = job.objective
     chosen: dict[str, dict[str, Any]] = {Message("auto"): {}}
     if family.objective == "FlowMatching":
@@ -114,7 +114,7 @@ def _make_row(family: ModelFamily, title: str, section: Section, seq_len: int) -
 def measure(objective: Objective, seq_len: int, bands: int = BANDS) -> tuple[float, ...]:
     """Return the share of the draws in each band of noise levels, from 0 to 1."""
     quantiles = [(i + 0.5) / POINTS for i in range(POINTS)]
-    levels = objective.share(objective.sample_t([], seq_len, quantiles)).double()
+    levels = objective.compute_noise_level(objective.sample_t([], seq_len, quantiles)).double()
     counts = torch.bincount((levels * bands + 1e-6).floor().long().clamp(0, bands - 1), minlength=bands)
     return tuple((counts / POINTS).tolist())
 
@@ -133,7 +133,7 @@ def _describe_distribution(objective: Objective, section: Section, seq_len: int)
         words += [f"{name} {getattr(section, name):g}" for name in of_kind.get(kind, ())]
     elif flow and flow.deviation != 1.0:
         words.append(f"logit_std {flow.deviation:g}")
-    words += [f"shift {flow.shift(seq_len):.3g}"] if flow else []
+    words += [f"shift {flow.compute_shift(seq_len):.3g}"] if flow else []
     if (section.t_min, section.t_max) != (0.0, 1.0):
         between = Template("{low} to {high}")
         words.append(between(low=f"{section.t_min:g}", high=f"{section.t_max:g}"))

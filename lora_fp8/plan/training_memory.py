@@ -148,7 +148,7 @@ def find_cond_shapes(plan: Plan, denoiser: torch.nn.Module, latents: tuple[int, 
     per_side = heaviest[0] // latents[-1]
     sizes = [(latents[0], high // per_side, wide // per_side) for wide, high in controls]
     denoiser_config: Any = denoiser.config  # of diffusers, a dict
-    shapes = plan.family.longest_cond(dict(denoiser_config))
+    shapes = plan.family.estimate_longest_cond(dict(denoiser_config))
     return shapes | {f"control_{i}": size for i, size in enumerate(sizes)}
 
 
@@ -167,7 +167,7 @@ def find_heaviest_bucket(plan: Plan) -> tuple[Bucket, list[tuple[int, int]]]:
 
 def _find_largest_controls(store: Cache, members: list[Any]) -> list[tuple[int, int]]:
     """Return the (width, height) of the control images of the example with the most control pixels."""
-    sizes = [[control.size for control in store.control_crops(placed)] for placed in members]
+    sizes = [[control.size for control in store.list_control_crops(placed)] for placed in members]
     return max(sizes, key=lambda candidate: sum(map(math.prod, candidate)))
 
 
@@ -178,16 +178,16 @@ def count_in_batch(job: Job, members: list[Any]) -> int:
 
 def build_base(job: Job, family: ModelFamily) -> torch.nn.Module:
     """Build the denoiser without adapters in its storage, on the meta device, with nothing offloaded."""
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     keep, modulation = family.keep_precise, family.modulation
-    precision.quantize_(denoiser, job.quantize, keep, family.dtype, modulation, family.file_scale())
+    precision.quantize_(denoiser, job.quantize, keep, family.dtype, modulation, family.read_file_scale())
     return denoiser
 
 
 def build_denoiser(job: Job, family: ModelFamily) -> torch.nn.Module:
     """Build the denoiser as training does, on the meta device, with nothing offloaded."""
     denoiser = build_base(job, family)
-    names = family.adapter_names(denoiser, job.adapter.targets)
+    names = family.choose_adapter_layers(denoiser, job.adapter.targets)
     adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
     memory.apply_(denoiser, job.memory.model_copy(update={"compile": "off"}))
     return denoiser.train()
@@ -197,7 +197,7 @@ def build_text_encoders(job: Job, family: ModelFamily) -> dict[str, torch.nn.Mod
     """Build the trained text encoders with their adapters as `text_encoders.TextEncoders` does, on the meta device."""
     if not job.adapter.text_encoder:
         return {}
-    encoders = family.empty_trained_text()
+    encoders = family.make_empty_trained_text()
     inject_(encoders, family, job.adapter, job.seed)
     for encoder in encoders.values():
         if job.memory.recomputes:
@@ -239,7 +239,7 @@ def measure_vae(
     Returns:
         Bytes, and the shape (C, H, W) or (C, F, H, W) of the latents; both None if they cannot be estimated.
     """
-    family.vae = family.empty_vae()
+    family.vae = family.make_empty_vae()
     try:
         with dry_run.on_meta():
             width, height, *frames = bucket
@@ -280,20 +280,22 @@ def measure_step(
     """
     dtype = DTYPES[job.model.dtype]
     # Facts about an image are small tensors of numbers, and stay real.
-    facts = family.image_conditioning((64, 64), (0, 0), (64, 64))
+    facts = family.make_image_conditioning((64, 64), (0, 0), (64, 64))
     sample = {name: torch.zeros(shape, dtype=dtype) for name, shape in cond_shapes.items()} | facts
     cond = {
         name: tensor.to(META) if tensor.is_floating_point() and name not in facts else tensor
         for name, tensor in family.collate([sample] * num).items()
     }
     objective = family.make_objective(job.objective)
-    t_B = objective.sample_t([torch.Generator().manual_seed(0) for _ in range(num)], family.seq_len(latents[1:]))
+    t_B = objective.sample_t(
+        [torch.Generator().manual_seed(0) for _ in range(num)], family.count_image_tokens(latents[1:])
+    )
     latents_BCHW = torch.empty(num, *latents, device=META)
     with dry_run.on_meta(), dry_run.Tally() as tally:
         noisy_BCHW = objective.add_noise(latents_BCHW, latents_BCHW, t_B).to(dtype)
         answer_BCHW = family.predict(denoiser, noisy_BCHW, t_B, cond, job.objective.guidance)
-        target_BCHW = objective.target(latents_BCHW, latents_BCHW, t_B)
-        objective.loss(answer_BCHW, target_BCHW, t_B).sum().backward()
+        target_BCHW = objective.compute_target(latents_BCHW, latents_BCHW, t_B)
+        objective.compute_loss(answer_BCHW, target_BCHW, t_B).sum().backward()
     return tally.most
 
 

@@ -102,7 +102,7 @@ class TeLinear(FrozenLinear):
         """Refuse: the quantized tensors belong to TransformerEngine."""
         raise NotImplementedError("TransformerEngine holds what set_weight_ gives it")
 
-    def parts(self) -> tuple[Tensor, ...]:
+    def get_parts(self) -> tuple[Tensor, ...]:
         """Refuse: the quantized tensors belong to TransformerEngine."""
         raise NotImplementedError("TransformerEngine keeps its bytes to itself; ask for weight")
 
@@ -177,38 +177,38 @@ class TeAmaxHistory(AmaxHistory):
         if self.layers:
             denoiser.register_forward_pre_hook(enter)
             denoiser.register_forward_hook(leave, always_call=True)
-        self.before_step = self.tensors()
+        self.before_step = self.copy_tensors()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def copy_tensors(self) -> dict[str, Tensor]:
         """Return the history as {"amax.<layer>.scaling_fwd.scale" and the like: float32 tensor}."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._list_tensors().items()}
 
     def load_(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `tensors` returned.
+        """Restore what `copy_tensors` returned.
 
         Raises:
             UserError: a layer's history is missing.
         """
-        missing = [name for name in self._tensors() if name not in tensors]
+        missing = [name for name in self._list_tensors() if name not in tensors]
         if missing:
             raise UserError(
                 Message(
                     "the checkpoint lacks {count} amax histories (first: {name})", count=len(missing), name=missing[0]
                 )
             )
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._list_tensors().items():
             tensor.copy_(tensors[name])  # in place: TransformerEngine holds other references to it
-        self.before_step = self.tensors()
+        self.before_step = self.copy_tensors()
 
     def forget_step_(self) -> None:
         """Restore the history of before a trial run."""
-        for name, tensor in self._tensors().items():
+        for name, tensor in self._list_tensors().items():
             tensor.copy_(self.before_step[name])
 
     def end_step_(self, max_over_processes: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """Do nothing: TransformerEngine has advanced its history, and a job with this recipe is one process."""
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _list_tensors(self) -> dict[str, Tensor]:
         return {
             f"amax.{name}.{direction}.{kind}": getattr(layer.inner.fp8_meta[direction], kind)
             for name, layer in self.layers.items()

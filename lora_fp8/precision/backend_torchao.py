@@ -52,10 +52,10 @@ class TorchaoLinear(FrozenLinear):
         Raises:
             ValueError: the weight is not finite; names `name`.
         """
-        parts = weight.parts(self.form) if isinstance(weight, Quantized) else None
+        parts = weight.make_parts(self.form) if isinstance(weight, Quantized) else None
         if parts is not None:
             codes_NK, scale = parts[0].view(torch.float8_e4m3fn), parts[1]
-            block = list(self.form.block((weight.shape[0], weight.shape[1])))
+            block = list(self.form.get_block((weight.shape[0], weight.shape[1])))
             held = Float8Tensor(codes_NK, scale, block_size=block, dtype=self.compute_dtype)
             self.qweight = nn.Parameter(held, requires_grad=False)
             return
@@ -82,7 +82,7 @@ class TorchaoLinear(FrozenLinear):
         """Refuse: the quantized tensors belong to torchao."""
         raise NotImplementedError("torchao holds what set_weight_ gives it")
 
-    def parts(self) -> tuple[Tensor, ...]:
+    def get_parts(self) -> tuple[Tensor, ...]:
         """Return the bytes and scales as `formats.decode` takes them."""
         return self.qweight.qdata.view(torch.uint8), self.qweight.scale
 

@@ -56,11 +56,11 @@ def choose_te_alignment(section: settings.Quantize) -> int:
 def count_bytes(backend: str, form: Format, shape: tuple[int, int]) -> int:
     """Return the bytes that a weight of this shape (N, K) takes, with its scales."""
     if backend == "own" or form.storage == "fp8" and backend == "torchao":
-        return form.num_bytes(shape)
-    rows, columns = form.block(shape)
+        return form.count_bytes(shape)
+    rows, columns = form.get_block(shape)
     scales = -(-shape[0] // rows) * -(-shape[1] // columns)
     if backend == "torchao":
-        return form.num_bytes(shape) + scales  # torchao's int8 has zero points, which are all zero here
+        return form.count_bytes(shape) + scales  # torchao's int8 has zero points, which are all zero here
     # Twice, for the transposed copy that the backward multiplies: MXFP8 always has it, other recipes on Hopper.
     return 2 * (shape[0] * shape[1] + scales * (1 if form.scale == "1x32" else 4))
 

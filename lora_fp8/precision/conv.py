@@ -131,7 +131,7 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]  # `weight
         pairs = [(pair[0], pair[1]) for pair in (self.stride, self.padding, self.dilation)]
         return pairs[0], pairs[1], pairs[2]
 
-    def input_rows(self, x: Tensor) -> Tensor:
+    def make_input_rows(self, x: Tensor) -> Tensor:
         """Return the patches (M, K) of an input (B, C, H, W), image by image, row by row."""
         stride, padding, dilation = self._places
         kernel = (self.kernel_size[0], self.kernel_size[1])
@@ -145,4 +145,4 @@ class FrozenConv2d(FrozenLayer, nn.Conv2d):  # type: ignore[override]  # `weight
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x (B, C, H, W), in the compute dtype, with the weight."""
         x, bias_N = self._cast(x)
-        return UpcastConv.apply(x, bias_N, self.form.storage, self.weight_shape, self._places, *self.parts())
+        return UpcastConv.apply(x, bias_N, self.form.storage, self.weight_shape, self._places, *self.get_parts())

@@ -243,7 +243,7 @@ def _set(
         return
     held = choose_held_dtype(denoiser, name.rpartition(".")[0], dtype)
     if isinstance(tensor, Quantized):
-        tensor = tensor.decoded(held)
+        tensor = tensor.dequantize(held)
     elif tensor.is_floating_point():
         tensor = tensor.to(held)
     if tensor.untyped_storage().nbytes() > tensor.nbytes:

@@ -53,12 +53,12 @@ class Format:
     def __str__(self) -> str:
         return "nf4" if self.storage == "nf4" else f"{self.storage} {self.scale}"
 
-    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def get_block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Return the rows and columns that share one scale in a weight of this shape (N, K)."""
         rows, columns = _BLOCKS[self.scale]
         return rows or shape[0], columns or shape[1]
 
-    def problem(self, shape: tuple[int, int]) -> str:
+    def find_problem(self, shape: tuple[int, int]) -> str:
         """Return why a weight of this shape (N, K) cannot be stored in this format, or "" if it can."""
         if self.storage == "nf4":
             odd = shape[0] * shape[1] % NF4_BLOCK or shape[1] % 2
@@ -72,14 +72,14 @@ class Format:
                 if odd
                 else ""
             )
-        rows, columns = self.block(shape)
+        rows, columns = self.get_block(shape)
         if shape[0] % rows or shape[1] % columns:
             return Message(
                 "scale {scale} does not divide {rows} x {columns}", scale=self.scale, rows=shape[0], columns=shape[1]
             )
         return ""
 
-    def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def describe_tensors(self, shape: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return {name: (shape, dtype)} of the tensors that store a weight of this shape (N, K), the bytes first."""
         if self.storage == "nf4":
             blocks = shape[0] * shape[1] // NF4_BLOCK
@@ -89,15 +89,15 @@ class Format:
                 "nested_scale": ((-(-blocks // NF4_NESTED_BLOCK),), torch.float32),
                 "offset": ((), torch.float32),
             }
-        rows, columns = self.block(shape)
+        rows, columns = self.get_block(shape)
         return {
             "qweight": (shape, torch.uint8),
             "scale": ((shape[0] // rows, shape[1] // columns), torch.float32),
         }
 
-    def num_bytes(self, shape: tuple[int, int]) -> int:
+    def count_bytes(self, shape: tuple[int, int]) -> int:
         """Return the bytes that a weight of this shape (N, K) takes, with its scales."""
-        sizes = self.tensors(shape).values()
+        sizes = self.describe_tensors(shape).values()
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in sizes)
 
 
@@ -105,7 +105,7 @@ FP8_ROW = Format("fp8", "row")
 
 
 def encode(weight_NK: Tensor, form: Format = FP8_ROW, name: str = "weight") -> tuple[Tensor, ...]:
-    """Quantize a weight to the tensors of `form.tensors`, computed in float32 and rounded to nearest.
+    """Quantize a weight to the tensors of `form.describe_tensors`, computed in float32 and rounded to nearest.
 
     Args:
         weight_NK: any floating dtype; the result is on its device (meta: shapes only).
@@ -117,10 +117,12 @@ def encode(weight_NK: Tensor, form: Format = FP8_ROW, name: str = "weight") -> t
             because torch's cast to e4m3 turns infinities into 448.
     """
     shape = (weight_NK.shape[0], weight_NK.shape[1])
-    if problem := form.problem(shape):
+    if problem := form.find_problem(shape):
         raise ValueError(f"{name}: {problem}")
     if weight_NK.device.type == "meta":
-        return tuple(torch.empty(size, dtype=kind, device="meta") for size, kind in form.tensors(shape).values())
+        return tuple(
+            torch.empty(size, dtype=kind, device="meta") for size, kind in form.describe_tensors(shape).values()
+        )
     if form.storage == "nf4":
         return _encode_nf4(weight_NK, name)
     return _encode_scaled(weight_NK, form, name)
@@ -211,7 +213,7 @@ def apply_scale_(values_NK: Tensor, scale: Tensor) -> Tensor:
 
 def _encode_scaled(weight_NK: Tensor, form: Format, name: str) -> tuple[Tensor, Tensor]:
     num_rows, num_columns = shape = (weight_NK.shape[0], weight_NK.shape[1])
-    rows, columns = form.block(shape)
+    rows, columns = form.get_block(shape)
     limit = _LIMITS[form.storage]
     whole = rows == num_rows and columns == num_columns  # a single scale, known only after all pieces were seen
     chunk = _choose_chunk(weight_NK)

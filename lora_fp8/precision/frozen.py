@@ -32,7 +32,7 @@ class FrozenLayer(nn.Module):
     Attributes:
         form: storage format of the weight.
         qweight: uint8 parameter (N, K), or (N, K / 2) for nf4; never trained. No parameter in a layer that `waits`.
-        scale: float32 buffer, one value per block of `form`; for nf4 see `formats.Format.tensors`.
+        scale: float32 buffer, one value per block of `form`; for nf4 see `formats.Format.describe_tensors`.
         bias: frozen parameter (N,) in the compute dtype, or None.
         backend: library that the layer belongs to; see `backends`.
         compute_dtype: dtype to which the weight is dequantized. Follows `.to(dtype)`, `.half()` and the like. peft
@@ -61,7 +61,7 @@ class FrozenLayer(nn.Module):
         """Return (N, K) of the weight as it is stored."""
         return self.weight_shape[0], torch.Size(self.weight_shape[1:]).numel()
 
-    def input_rows(self, x: Tensor) -> Tensor:
+    def make_input_rows(self, x: Tensor) -> Tensor:
         """Return the inputs (M, K) that the weight's rows are multiplied by, one for each place of the output."""
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class FrozenLayer(nn.Module):
 
     def _make_(self, device: torch.device | str | None) -> None:
         """Create the tensors of the weight, zero until `set_weight_`. Other backends override this."""
-        for name, (shape, kind) in self.form.tensors(self.matrix_shape).items():
+        for name, (shape, kind) in self.form.describe_tensors(self.matrix_shape).items():
             tensor = torch.zeros(shape, dtype=kind, device=device)
             if name == "qweight":
                 self.qweight = nn.Parameter(tensor, requires_grad=False)
@@ -106,8 +106,8 @@ class FrozenLayer(nn.Module):
         vars(self)["qweight"] = copy_to_ram(qweight)
 
     def set_parts_(self, *parts: Tensor) -> None:
-        """Replace the quantized tensors, in the order and shapes of `form.tensors`."""
-        wanted = self.form.tensors(self.matrix_shape)
+        """Replace the quantized tensors, in the order and shapes of `form.describe_tensors`."""
+        wanted = self.form.describe_tensors(self.matrix_shape)
         for (name, (shape, kind)), tensor in zip(wanted.items(), parts, strict=True):
             if tensor.shape != shape or tensor.dtype != kind:
                 raise ValueError(
@@ -120,7 +120,7 @@ class FrozenLayer(nn.Module):
             else:
                 self.qweight = nn.Parameter(tensor, requires_grad=False)
 
-    def parts(self) -> tuple[Tensor, ...]:
+    def get_parts(self) -> tuple[Tensor, ...]:
         """Return the quantized tensors; `stream.fetch_parts` fetches the offloaded ones before `formats.decode`."""
         if self.form.storage == "nf4":
             return self.qweight, self.scale, self.nested_scale, self.offset
@@ -132,7 +132,7 @@ class FrozenLayer(nn.Module):
 
         Where processes share the base, all of them must ask for it together, except in a pass of the model.
         """
-        parts = tuple(map(gather_whole, self.parts()))
+        parts = tuple(map(gather_whole, self.get_parts()))
         return decode(fetch_parts(parts), self.form.storage, self.compute_dtype).view(self.weight_shape)
 
     def _cast(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +165,7 @@ class FrozenLayer(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, (_, kind) in self.form.tensors(self.matrix_shape).items():
+        for name, (_, kind) in self.form.describe_tensors(self.matrix_shape).items():
             given = state_dict.get(f"{prefix}{name}")
             if given is not None and given.dtype != kind:
                 # copy_ would convert the values instead of the bits.

@@ -70,7 +70,7 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]  # `weight
         """Return (N, K)."""
         return self.out_features, self.in_features
 
-    def input_rows(self, x: Tensor) -> Tensor:
+    def make_input_rows(self, x: Tensor) -> Tensor:
         """Return the tokens (M, K) of an input (..., K)."""
         return x.reshape(-1, x.shape[-1])
 
@@ -107,12 +107,12 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]  # `weight
 
             values_MK, x_scale = quantize_shared(x, self.recipe, quantize_rows)
             precise = self.compute == "fp8_forward"
-            parts = (*self.parts(), *(lora or (None, None, 0.0)))
+            parts = (*self.get_parts(), *(lora or (None, None, 0.0)))
             return KernelLinear.apply(x, values_MK, x_scale, bias_N, *parts, precise, self.fast_accum)
         if lora is not None:
             raise ValueError("FrozenLinear: only the Triton kernels add a LoRA's part; ask takes_lora")
         if self.compute == "upcast":
-            return UpcastLinear.apply(x, bias_N, self.form.storage, *self.parts())
+            return UpcastLinear.apply(x, bias_N, self.form.storage, *self.get_parts())
         of_x = of_grad = (None, None)
         if self.recipe == "delayed":
             # A forward without gradients, such as a preview's, must not change the history of training.
@@ -122,14 +122,14 @@ class FrozenLinear(FrozenLayer, nn.Linear):  # type: ignore[override]  # `weight
         else:
             values_MK, x_scale = quantize_shared(x, self.recipe)
         precise = self.compute == "fp8_forward"
-        parts = self.parts()
+        parts = self.get_parts()
         return Fp8Linear.apply(x, values_MK, x_scale, bias_N, *parts, precise, self.fast_accum, self.recipe, *of_grad)
 
 
 class AmaxHistory:
     """The delayed recipe's history of a denoiser: the largest activation and gradient of each layer in past steps.
 
-    Checkpoints store `tensors`, which is empty for the other recipes; then all methods do nothing.
+    Checkpoints store `copy_tensors`, which is empty for the other recipes; then all methods do nothing.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -141,12 +141,12 @@ class AmaxHistory:
             if isinstance(layer, FrozenLinear) and hasattr(layer, "amax_history")
         }
 
-    def tensors(self) -> dict[str, Tensor]:
+    def copy_tensors(self) -> dict[str, Tensor]:
         """Return {"amax.<layer>": float32 (2, 16)}, the newest step first."""
         return {f"amax.{name}": layer.amax_history.cpu().clone() for name, layer in self.layers.items()}
 
     def load_(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `tensors` returned.
+        """Restore what `copy_tensors` returned.
 
         Raises:
             UserError: a layer's history is missing.

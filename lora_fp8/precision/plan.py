@@ -201,7 +201,7 @@ def decide(
     for layer, several in places.items():
         form, reason, rule = _choose_form(rules, denoiser, layer, several)
         shape, kind = compute_matrix_shape(layer), "convolution" if isinstance(layer, nn.Conv2d) else "linear"
-        if form is not None and form.problem(shape) and form.scale != _choose_te_scale(section):
+        if form is not None and form.find_problem(shape) and form.scale != _choose_te_scale(section):
             setting = "quantize.override" if rule == "override" else "quantize.scale"
             misfits.setdefault((setting, form), []).append((several[0], shape))
         compute, why = _choose_compute(several, form, shape, section, modulation)
@@ -292,7 +292,7 @@ def _choose_form(rules: _Rules, denoiser: nn.Module, layer: Layer, names: Sequen
     is_fp8 = verdict.form is not None and verdict.form.storage == "fp8"
     if is_fp8 and is_default and rules.file_scale and _can_keep_scale(rules.section):
         own = Format("fp8", rules.file_scale)
-        if not own.problem(compute_matrix_shape(layer)):
+        if not own.find_problem(compute_matrix_shape(layer)):
             return verdict._replace(form=own)
     return verdict
 
@@ -321,7 +321,7 @@ def _choose_storage(rules: _Rules, denoiser: nn.Module, name: str, layer: Layer,
         if kind in PLAIN:
             return _Verdict(None, Message("quantize.convolutions is bf16"))
         asked = Format(kind, section.scale) if kind == section.storage and section.scale != "auto" else None
-        return _Verdict(asked if asked and not asked.problem(shape) else _choose_fitting(kind, shape))
+        return _Verdict(asked if asked and not asked.find_problem(shape) else _choose_fitting(kind, shape))
     if _find_first_match(name, rules.modulation) is not None:
         # Multiplied once per image it takes no time, so it can have the format with the least error.
         kind = "int8" if section.modulation == "auto" else section.modulation
@@ -375,7 +375,7 @@ def _find_first_match(name: str, entries: Iterable[str]) -> str | None:
 def _choose_fitting(storage: str, shape: tuple[int, int]) -> Format:
     """Return the storage with the first of its scales that divides this layer."""
     forms = [Format(storage, scale) for scale in SCALES[storage]]
-    return next((form for form in forms if not form.problem(shape)), forms[0])
+    return next((form for form in forms if not form.find_problem(shape)), forms[0])
 
 
 def _choose_compute(
@@ -453,7 +453,7 @@ def _warn_of_rounding(layers: Sequence[LayerPlan], file_scale: str) -> list[str]
     again = [
         layer
         for layer in layers
-        if layer.storage == "fp8" and layer.form != own and not (own and own.problem(layer.shape))
+        if layer.storage == "fp8" and layer.form != own and not (own and own.find_problem(layer.shape))
     ]
     if own is None or not again:
         return []
@@ -473,7 +473,7 @@ def _warn_of_rounding(layers: Sequence[LayerPlan], file_scale: str) -> list[str]
 def _describe_misfit(setting: str, form: Format, affected: Sequence[tuple[str, tuple[int, int]]]) -> str:
     name, shape = affected[0]
     others = [Format(form.storage, scale) for scale in SCALES[form.storage] if scale not in (form.scale, "none")]
-    fitting = [other.scale for other in others if not any(other.problem(shape) for _, shape in affected)]
+    fitting = [other.scale for other in others if not any(other.find_problem(shape) for _, shape in affected)]
     instead = "quantize.storage = 'fp8'"
     if fitting:
         instead = Message("scale {names}", names=Joined(" or ", map(repr, fitting)))
@@ -482,7 +482,7 @@ def _describe_misfit(setting: str, form: Format, affected: Sequence[tuple[str, t
         template = Template(
             "{key}: {line} ({name} and {count} more layers); use {instead}, or list such layers in quantize.keep"
         )
-    return template(key=setting, line=form.problem(shape), name=name, count=len(affected) - 1, instead=instead)
+    return template(key=setting, line=form.find_problem(shape), name=name, count=len(affected) - 1, instead=instead)
 
 
 def _find_unknown_entries(section: settings.Quantize, names: Sequence[str]) -> list[str]:

@@ -37,23 +37,23 @@ class Quantized:
         """Return a copy on another device."""
         return Quantized(self.codes.to(device), self.scale.to(device))
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
+    def change_rows(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
         """Apply `change`, which selects or reorders whole rows, to the codes and to the scales of the same rows."""
         codes_NK = change(self.codes.view(torch.uint8)).view(self.codes.dtype)
         return Quantized(codes_NK, change(self.scale.repeat_interleave(len(self.codes) // len(self.scale), dim=0)))
 
-    def decoded(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantize to the weight (N, K): code times scale in float32, rounded once to `dtype`."""
         if self.codes.dtype == torch.float8_e4m3fn:
             return decode((self.codes.view(torch.uint8), self.scale), "fp8", dtype)
         return apply_scale_(self.codes.to(torch.float32), self.scale).to(dtype)
 
-    def parts(self, form: Format) -> tuple[Tensor, Tensor] | None:
-        """Return the tensors of `form.tensors` with these codes and scales; None if the format cannot store them."""
+    def make_parts(self, form: Format) -> tuple[Tensor, Tensor] | None:
+        """Return these codes and scales as `form.describe_tensors` has them; None if the format cannot store them."""
         shape = (self.codes.shape[0], self.codes.shape[1])
-        if form.storage != "fp8" or form.problem(shape) or self.codes.dtype != torch.float8_e4m3fn:
+        if form.storage != "fp8" or form.find_problem(shape) or self.codes.dtype != torch.float8_e4m3fn:
             return None
-        size, _ = form.tensors(shape)["scale"]
+        size, _ = form.describe_tensors(shape)["scale"]
         scale = _spread(_spread(self.scale, 0, size[0]), 1, size[1])
         if scale is None or form.scale == "none" and not scale.eq(1).all():
             return None
@@ -66,7 +66,7 @@ Weight = Tensor | Quantized
 
 def to_plain(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     """Return a file's weight as a plain tensor; quantized ones are dequantized to `dtype` (default: float32)."""
-    return weight.decoded(dtype or torch.float32) if isinstance(weight, Quantized) else weight
+    return weight.dequantize(dtype or torch.float32) if isinstance(weight, Quantized) else weight
 
 
 def make_parts(weight: Weight, form: Format, name: str = "weight") -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ def make_parts(weight: Weight, form: Format, name: str = "weight") -> tuple[Tens
     Raises:
         ValueError: what `encode` raises.
     """
-    taken = weight.parts(form) if isinstance(weight, Quantized) else None
+    taken = weight.make_parts(form) if isinstance(weight, Quantized) else None
     return encode(to_plain(weight), form, name) if taken is None else taken
 
 

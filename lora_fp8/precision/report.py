@@ -108,7 +108,7 @@ def capture_inputs(
 
     def make_keeper(name: str) -> Callable[..., None]:
         def keep(module: FrozenLayer, args: tuple[Tensor, ...]) -> None:
-            x_MK = module.input_rows(args[0].detach())
+            x_MK = module.make_input_rows(args[0].detach())
             taken.setdefault(name, []).append(_select_evenly(x_MK, share).cpu())
 
         return keep
@@ -159,8 +159,8 @@ def measure_layer_errors(
 
 def list_alternatives(form: Format, shape: tuple[int, int]) -> list[Format | None]:
     """Return the storages to try instead for a layer of this shape (N, K), the cheapest first; None is bf16."""
-    int8 = next(form for form in (Format("int8", scale) for scale in SCALES["int8"]) if not form.problem(shape))
-    finer = form.storage != "int8" or form.block(shape)[1] > int8.block(shape)[1]
+    int8 = next(form for form in (Format("int8", scale) for scale in SCALES["int8"]) if not form.find_problem(shape))
+    finer = form.storage != "int8" or form.get_block(shape)[1] > int8.get_block(shape)[1]
     return [int8, None] if finer else [None]
 
 

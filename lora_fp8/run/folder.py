@@ -217,7 +217,7 @@ class Run:
         self.is_accepted = True
         atomic_write(self.config_file, config_text.encode())
 
-    def requested(self, what: str) -> bool:
+    def take_request(self, what: str) -> bool:
         """Return True if somebody asked for `stop`, `save` or `preview`; this deletes requests to save and preview."""
         request = self.control / what
         if not request.exists():

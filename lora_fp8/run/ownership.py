@@ -233,7 +233,7 @@ def remove(folder: Path) -> list[str]:
                 files.append(relative)
             else:
                 left.append(relative)
-        for relative in sorted(files, key=lambda name: (name in _KEPT_TO_THE_END, _last(name))):
+        for relative in sorted(files, key=lambda name: (name in _KEPT_TO_THE_END, _rank_last(name))):
             (folder / relative).unlink(missing_ok=True)
         for place in [*(folder / name for name in reversed(folders)), folder]:
             with contextlib.suppress(OSError):  # not empty: the caller is told what is left
@@ -246,7 +246,7 @@ def is_ours(relative: str) -> bool:
     return bool(_REPLACED.fullmatch(relative) or _OTHERS.fullmatch(relative)) or _is_temporary(relative)
 
 
-def _last(name: str) -> int:
+def _rank_last(name: str) -> int:
     return _KEPT_TO_THE_END.index(name) if name in _KEPT_TO_THE_END else 0
 
 

@@ -113,7 +113,9 @@ def cache(session: Session) -> Data:
     texts = plan.texts if preview == job.preview else list(dict.fromkeys([*plan.texts, *list_texts(preview, store)]))
     if processes.is_main and section.cache_limit != "none":
         _make_room(session, section.cache_limit * 2**30, texts)
-    report = store.fill(processes.share(placed.placed), processes.share(texts), log=_make_progress_log(run))
+    report = store.fill(
+        processes.select_share(placed.placed), processes.select_share(texts), log=_make_progress_log(run)
+    )
     reports = processes.gather(report)
     counts = ("encoded", "reused", "bytes")
     run.log_event("cache", **{key: sum(getattr(report, key) for report in reports) for key in counts})
@@ -161,7 +163,7 @@ def cache(session: Session) -> Data:
 def _make_room(session: Session, limit: float, texts: Sequence[str | Prompt]) -> None:
     """Keep the cache below `limit` bytes, with what this run is going to add; warn where that is impossible."""
     store, placed = session.plan.cache, session.plan.images
-    missing = store.missing(placed.placed, texts)  # the entries that this run needs now count as used just now
+    missing = store.find_missing(placed.placed, texts)  # the entries that this run needs now count as used just now
     added = estimate_cache(store, missing, min(placed.buckets)).likely
     if store.root.is_dir():
         if deleted := cache_cleanup.shrink(store.root, limit - added):
@@ -213,11 +215,11 @@ def read_preview_prompts(preview: settings.Preview, store: Cache) -> PreviewProm
     control_sets = [decode_preview_controls(paths, dataset.background) for paths in controls] or [{}] * len(prompts)
     tables = settings.split_preview(preview)
     negatives = [
-        store.cond(prompt) if table.negative else family.without_negative(store.cond(prompt))
+        store.read_cond(prompt) if table.negative else family.make_default_negative(store.read_cond(prompt))
         for table, prompt in zip(tables, negative_prompts, strict=True)
     ]
-    conds = [store.cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
-    return PreviewPrompts(tables, [family.negative_text(table.negative) for table in tables], conds, negatives)
+    conds = [store.read_cond(prompt) | control_set for prompt, control_set in zip(prompts, control_sets, strict=True)]
+    return PreviewPrompts(tables, [family.make_negative_text(table.negative) for table in tables], conds, negatives)
 
 
 def _make_progress_log(run: Run) -> Callable[[int, int], None]:
@@ -225,7 +227,7 @@ def _make_progress_log(run: Run) -> Callable[[int, int], None]:
     progress = StageProgress(run, "cache")
 
     def log_progress(done: int, total: int) -> None:
-        if run.requested("stop"):
+        if run.take_request("stop"):
             raise Stopped(STOPPED_EARLY)
         progress.update(done, total)
 
@@ -265,5 +267,5 @@ def _hash_held_out(plan: Plan) -> str:
 
 def _count_pixels(store: Cache, image: bucketing.Placed) -> int:
     """Count the pixels of an image, its control images included."""
-    controls = sum(math.prod(control.size) for control in store.control_crops(image))
+    controls = sum(math.prod(control.size) for control in store.list_control_crops(image))
     return count_pixels(store.family, image.bucket) + controls

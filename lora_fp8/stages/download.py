@@ -17,7 +17,7 @@ def download(session: Session) -> None:
         Stopped: a stop was requested; the next start continues the download.
     """
     family, processes = session.family, session.processes
-    if not any(processes.gather(family.missing_bytes())):
+    if not any(processes.gather(family.count_missing_bytes())):
         return
     before, session.stop.at_once = (
         session.stop.at_once,
@@ -26,17 +26,17 @@ def download(session: Session) -> None:
     if processes.is_main:
         _fetch(session)
     processes.wait()
-    family.fetch_weights(is_cancelled=lambda: session.run.requested("stop"))  # on a machine with another disk
+    family.fetch_weights(is_cancelled=lambda: session.run.take_request("stop"))  # on a machine with another disk
     session.stop.at_once = before
 
 
 def _fetch(session: Session) -> None:
     """Download with events in the run's log, and a progress bar."""
     family, run = session.family, session.run
-    run.log_event("stage", stage="download", total=family.missing_bytes())
+    run.log_event("stage", stage="download", total=family.count_missing_bytes())
 
     def report(progress: Progress) -> None:
         run.log_event("download", **progress.to_json())
 
     with DownloadProgress(session.job.model.path, is_shown=session.shows_progress, report=report) as bar:
-        family.fetch_weights(bar.update, is_cancelled=lambda: run.requested("stop"))
+        family.fetch_weights(bar.update, is_cancelled=lambda: run.take_request("stop"))

@@ -219,7 +219,7 @@ def _measure(session: Session, data: Data, loaded: Loaded, ends: tuple[float, fl
                 break
             base_loss = _measure_base(session, data, loaded, step)
             loaded.optimizer.step(gradients.values, lr, step)
-            loaded.amax.end_step_(session.processes.max_)
+            loaded.amax.end_step_(session.processes.reduce_max_)
             loss_sum = SMOOTHING * loss_sum + gradient.loss
             base_sum = SMOOTHING * base_sum + base_loss
             # A batch of regularization images alone, whose target is the base's prediction, has no loss of the base.
@@ -242,7 +242,7 @@ def _measure_base(session: Session, data: Data, loaded: Loaded, step: int) -> fl
     total, count = 0.0, 0
     with adapters.disabled(loaded.adapted):
         for position in positions:
-            batch = data.loader.micro(step, position)
+            batch = data.loader.take_batch(step, position)
             assert batch is not None  # one process, which has every sample
             noised = add_noise(family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, loaded.text)
             noised = with_prior_targets(family, loaded, job.objective, batch, noised)

@@ -145,7 +145,7 @@ def _make_probes(
     for number, adapter in enumerate(states):
         if number:
             adapters.load_state_(loaded.adapted, adapter)
-        batch = data.loader.micro(0, data.heaviest)
+        batch = data.loader.take_batch(0, data.heaviest)
         probes.append(
             verify.make_probe(
                 family, loaded.denoiser, loaded.objective, batch, job.objective.guidance, text=loaded.text
@@ -175,7 +175,7 @@ def write_files(session: Session, state: dict[str, Tensor], step: int, folder: P
     job, family, run, placed = session.job, session.family, session.run, session.plan.images
     facts = replace(_make_facts(job, family, placed.examples, placed.buckets, step), suffix=suffix)
     adapter = export.Adapter(state, _compute_scaling(job, state))
-    files = export.write(adapter, family, family.denoiser_config(), job.export, facts, folder)
+    files = export.write(adapter, family, family.read_denoiser_config(), job.export, facts, folder)
     for path in files:
         run.log_event("export", path=str(path.relative_to(run.path)), bytes=path.stat().st_size)
     return files
@@ -330,7 +330,7 @@ def export_adapter(job: Job, adapter: dict[str, Tensor], step: int, target: Path
     try:
         trained = export.Adapter(adapter, _compute_scaling(job, adapter))
         facts = replace(facts, suffix=suffix)
-        return export.write(trained, family, family.denoiser_config(), job.export, facts, target)
+        return export.write(trained, family, family.read_denoiser_config(), job.export, facts, target)
     except OSError as error:
         raise RunFailure(
             Message("{path}: {why}; nothing was replaced", path=error.filename or target, why=reason(error))
@@ -406,7 +406,7 @@ def _iterate_base(
     family: ModelFamily, layers: dict[str, precision.LayerPlan], section: settings.Quantize
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the base model as training used it: the model's own files, with quantized weights dequantized."""
-    for name, tensor in family.denoiser_tensors():
+    for name, tensor in family.read_denoiser_tensors():
         if layer := layers.get(name):
             tensor = precision.as_held(tensor.to(family.device), layer, section, family.dtype)
         yield name, precision.to_plain(tensor)
@@ -443,7 +443,7 @@ def _make_facts(
         sizes[width, height] += len(members)
     factor = optim.resolve_lr_factor(job.optimizer, job.quantize.storage)
     return export_metadata.ExportFacts(
-        architecture=family.architecture_name(),
+        architecture=family.get_architecture_name(),
         name=job.name,
         steps=step,
         # LyCORIS calls the size of OFT's blocks its rank; its alpha is a limit, which is not used.
@@ -466,8 +466,8 @@ def _make_facts(
         storage=job.quantize.storage,
         mixed_precision="bf16" if job.model.dtype == "bf16" else "no",
         base_name=job.model.path,
-        base_hash=family.base_identity(),
-        prediction_type=PREDICTION_TYPES.get(family.predicts()),
+        base_hash=family.compute_base_identity(),
+        prediction_type=PREDICTION_TYPES.get(family.get_prediction()),
         trigger=job.dataset.trigger,
         dropout=job.adapter.dropout,
         objective=job.objective,

@@ -103,18 +103,18 @@ class LivePreviews:
         session = self.session
         family, store = session.family, session.plan.cache
         texts = list_texts(preview, store)
-        if not store.missing([], texts):
+        if not store.find_missing([], texts):
             return
         device = _choose_device(family)
         with torch.random.fork_rng([family.device] if family.device.type == "cuda" else []):
             beside = make_family(session.job, device, next(iter(family.bases), None))
             report = Cache(store.root, beside, store.section, store.dtype).fill([], texts)
-        for line in report.warnings():
+        for line in report.list_warnings():
             session.warn(line)
 
 
 def _choose_device(family: ModelFamily) -> torch.device:
     """Choose where to encode a prompt: the CPU if the GPU has no room beside the training."""
     free = memory.count_free_bytes(family.device)
-    needed = ENCODER_MEMORY_FACTOR * max(family.text_bytes().values())
+    needed = ENCODER_MEMORY_FACTOR * max(family.count_encoder_bytes().values())
     return family.device if free is None or needed <= free else torch.device("cpu")

@@ -73,12 +73,12 @@ def load_base(
     Returns:
         The denoiser, storage and matmul of each layer, and the bytes that are offloaded to RAM.
     """
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     total = len(denoiser.state_dict())
     keep, modulation = family.keep_precise, family.modulation
-    plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.file_scale())
+    plan = precision.quantize_(denoiser, section, keep, family.dtype, modulation, family.read_file_scale())
     waiting = precision.offload_(denoiser, offload, precision.find_blocks(denoiser) if is_compiled else ())
-    tensors = _count_tensors(family.denoiser_tensors(), lambda done: report(done, total))
+    tensors = _count_tensors(family.read_denoiser_tensors(), lambda done: report(done, total))
     keep_part = None
     if sharing is not None:
         from ..distributed import sharding  # imports torch's FSDP, which takes time
@@ -123,7 +123,7 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     denoiser, layers, waiting = load_base(
         family, section, session.memory.share_in_ram, progress.update, sharing, session.memory.compile == "blocks"
     )
-    names = family.adapter_names(denoiser, job.adapter.targets)
+    names = family.choose_adapter_layers(denoiser, job.adapter.targets)
     beneath = session.plan.training_adapter
     with session.processes.passing():  # some adapters start from the base's weights
         injected = adapters.inject(denoiser, job.adapter.model_copy(update={"targets": []}), names, seed=job.seed)
@@ -163,8 +163,8 @@ def load(session: Session, moved: Sequence[str] = ()) -> Loaded:
     run.log_event(
         "model",
         base=family.title,
-        prediction=family.predicts(),
-        base_sha256=family.base_identity(),
+        prediction=family.get_prediction(),
+        base_sha256=family.compute_base_identity(),
         storage=layers.format_summary(),
         adapters=sum(report.num_modules for report in reports),
         trainable=sum(report.num_parameters for report in reports),

@@ -208,10 +208,10 @@ def make_questions(session: Session, num_pictures: int = NUM_PICTURES) -> list[Q
     loader = Loader(session.plan.images.buckets, session.plan.cache, family, job.dataset, seed=job.seed, batch_size=1)
     questions = []
     for index in range(min(num_pictures, math.ceil(loader.batches_per_epoch))):
-        batch = loader.micro(0, index)
+        batch = loader.take_batch(0, index)
         assert batch is not None  # one process, which has every sample
         for level in LEVELS:
-            t_B, label = objective.at_level(level)
+            t_B, label = objective.convert_level(level)
             noisy = objective.add_noise(batch.latents_BCHW, batch.noise_BCHW, t_B)
             questions.append(Question(label, noisy, t_B, batch.cond, job.objective.guidance))
     return questions
@@ -326,7 +326,7 @@ def _measure_layer_errors(
     family: ModelFamily, denoiser: nn.Module, section: settings.Quantize, questions: Sequence[Question]
 ) -> list[layerwise.LayerError]:
     inputs = layerwise.capture_inputs(denoiser, [partial(question.ask, family, denoiser) for question in questions])
-    tensors = family.denoiser_tensors()
+    tensors = family.read_denoiser_tensors()
     return layerwise.measure_layer_errors(denoiser, tensors, inputs, family.dtype, section.sensitivity_bound)
 
 

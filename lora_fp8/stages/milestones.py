@@ -38,7 +38,7 @@ class Milestones:
         """Read the requests to this process for the end of this step, of `step.REQUESTS`."""
         session = self.session
         names = ("stop", "save", "preview") if session.processes.is_main else ()
-        asked = {name for name in names if session.run.requested(name)} | self._live_previews.read_requests()
+        asked = {name for name in names if session.run.take_request(name)} | self._live_previews.read_requests()
         if session.stop.requested or self._log_is_full is not None:
             asked.add("stop")
         return frozenset(asked)
@@ -68,7 +68,7 @@ class Milestones:
         logs = step % job.train.log_every == 0 or step == steps
         saves = bool(requests & {"save", "stop"}) or step % job.checkpoint.every == 0 or step == steps
         if step == self._first_step and self.session.processes.world > 1:
-            self.session.run.log_event("exchange", **self.loaded.exchange.cost(gradient.sent))
+            self.session.run.log_event("exchange", **self.loaded.exchange.describe_cost(gradient.sent))
         if logs:
             self._log(step, figures)
         if saves:

@@ -59,9 +59,9 @@ def draw_clips(
     for i in range(len(prompts.conds)) if numbers is None else numbers:
         table = prompts.tables[i]
         generator = torch.Generator("cpu").manual_seed(table.seed)
-        inputs = family.pipeline_inputs(prompts.conds[i], prompts.negatives[i])
+        inputs = family.make_pipeline_inputs(prompts.conds[i], prompts.negatives[i])
         output = pipeline(**inputs, **make_pipeline_settings(family, table, side), generator=generator)
-        drawn.append(family.frames(output))
+        drawn.append(family.extract_frames(output))
     return drawn
 
 
@@ -124,7 +124,7 @@ def _draw_into(
     progress.begin(len(numbers))
     try:
         with processes.passing(), without_attached(denoiser):
-            pipeline = family.pipeline(denoiser, tiled=session.tiles_previews) if turns else None
+            pipeline = family.make_pipeline(denoiser, tiled=session.tiles_previews) if turns else None
             for number, is_own in turns:
                 clips = draw_clips(family, pipeline, prompts, side, [number])
                 if is_own:
@@ -174,9 +174,9 @@ def make_pipeline_settings(family: ModelFamily, section: settings.Preview, side:
     return {
         **family.call_options,
         **({"num_frames": section.frames} if section.frames > 1 else {}),
-        **family.guidance_inputs(family.usual_guidance() if section.guidance == "auto" else section.guidance),
+        **family.make_guidance_inputs(family.choose_guidance() if section.guidance == "auto" else section.guidance),
         "num_inference_steps": section.steps,
-        **family.size_inputs(section.width or side, section.height or side),
+        **family.make_size_inputs(section.width or side, section.height or side),
     }
 
 

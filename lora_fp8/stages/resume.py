@@ -60,7 +60,7 @@ def save_checkpoint(session: Session, data: Data, loaded: Loaded, state: State, 
                     line=last_good,
                 )
             )
-    tensors |= loaded.amax.tensors() | residuals
+    tensors |= loaded.amax.copy_tensors() | residuals
     tensors |= {f"start.{name}": tensor.cpu() for name, tensor in adapters.find_frozen_starts(loaded.adapted).items()}
     content = describe_state(session, data, loaded, state) | {"optimizer": scalars}
     path, warnings = checkpoint.save(run.checkpoints, adapter, tensors, content, keep=session.job.checkpoint.keep)

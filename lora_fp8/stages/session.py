@@ -90,7 +90,7 @@ class Session:
 
     def stop_if_asked(self) -> None:
         """Raise Stopped if a stop is requested in a stage that has no step to finish."""
-        if self.stop.at_once is not None and self.run.requested("stop"):
+        if self.stop.at_once is not None and self.run.take_request("stop"):
             raise Stopped(self.stop.at_once)
 
 

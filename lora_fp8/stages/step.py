@@ -39,22 +39,22 @@ def add_noise(
     batch = batch.to(device)
     latents, noise = batch.latents_BCHW, batch.noise_BCHW
     quantiles = batch.quantiles if objective.section.even_timesteps else None
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents.shape[2:])), quantiles)
+    t_B = objective.sample_t(batch.t_generators, family.count_image_tokens(tuple(latents.shape[2:])), quantiles)
     t_B = t_B.to(device, non_blocking=True)  # otherwise the CPU waits for the batch before
-    noise = objective.shaped(noise, batch.t_generators)
-    noisy = objective.add_noise(latents, objective.perturbed(noise, batch.t_generators), t_B).to(family.dtype)
+    noise = objective.shape_noise(noise, batch.t_generators)
+    noisy = objective.add_noise(latents, objective.perturb_noise(noise, batch.t_generators), t_B).to(family.dtype)
     cond = batch.cond if text is None else text.encode(batch.captions, batch.cond)
     inputs = family.prepare(denoiser, noisy, t_B, cond, guidance)
-    return Noised(inputs, noisy, objective.target(latents, noise, t_B), t_B, batch.mask_BHW)
+    return Noised(inputs, noisy, objective.compute_target(latents, noise, t_B), t_B, batch.mask_BHW)
 
 
 def predict_and_compare(family: ModelFamily, denoiser: nn.Module, objective: Objective, noised: Noised) -> Tensor:
     """Return the loss of each sample, (B,) float32."""
     prediction = family.predict_prepared(denoiser, noised.inputs, noised.noisy_BCHW)
-    losses_B = objective.loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
+    losses_B = objective.compute_loss(prediction, noised.target_BCHW, noised.t_B, noised.mask_BHW)
     if noised.base_BCHW is not None and noised.mask_BHW is not None:
         outside_BHW = 1 - noised.mask_BHW
-        outside_B = objective.loss(prediction, noised.base_BCHW, noised.t_B, outside_BHW, unmasked_weight=0.0)
+        outside_B = objective.compute_loss(prediction, noised.base_BCHW, noised.t_B, outside_BHW, unmasked_weight=0.0)
         losses_B = losses_B + objective.section.prior_outside_masks * outside_B
     return losses_B
 
@@ -175,7 +175,7 @@ def compute_gradient_(
     """
     processes, accumulate = session.processes, session.job.train.accumulate
     positions = range((step - 1) * accumulate, step * accumulate)
-    num_samples = sum(map(data.loader.total, positions))
+    num_samples = sum(map(data.loader.count_samples, positions))
     loss_sum, failure = 0.0, None
     faults: list[str] = []
     try:
@@ -187,7 +187,7 @@ def compute_gradient_(
     sent_before = processes.sent
     asked = requests()
     flags = {name: name in asked for name in REQUESTS}
-    sums = loaded.exchange.mean_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
+    sums = loaded.exchange.average_(num_samples, loss=loss_sum, failed=failure is not None, **flags)
     sent = processes.sent - sent_before
     if sums["failed"]:
         with session.together():

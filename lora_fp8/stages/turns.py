@@ -65,19 +65,19 @@ def draw_turn(session: Session, loader: Loader, step: int, position: int) -> Tur
     """
     processes, section = session.processes, session.job.objective
     if not processes.lockstep:
-        batch = loader.micro(step, position, processes.rank, processes.world)
+        batch = loader.take_batch(step, position, processes.rank, processes.world)
         return None if batch is None else Turn(batch)
     failure: Exception | None = None
     batch = stand_in = None
     try:
-        batch = loader.micro(step, position, processes.rank, processes.world)
+        batch = loader.take_batch(step, position, processes.rank, processes.world)
         if batch is None:
-            stand_in = loader.micro(step, position, 0, processes.world)
+            stand_in = loader.take_batch(step, position, 0, processes.world)
     except Exception as error:  # told to the others first, which would wait in the first pass
         failure = error
     own = Passes.of(batch, section)
     flags = torch.tensor([own.prior, own.class_word, failure is not None], dtype=torch.int32, device=processes.device)
-    prior, class_word, failed = processes.max_(flags).bool().tolist()
+    prior, class_word, failed = processes.reduce_max_(flags).bool().tolist()
     if failure is not None:
         raise failure
     if failed:

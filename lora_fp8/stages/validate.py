@@ -35,8 +35,8 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
     job, run, processes = session.job, session.run, session.processes
     loader, low, high = data.held_out, job.objective.t_min, job.objective.t_max
     assert loader is not None
-    levels = [loaded.objective.at_level(low + (high - low) * level) for level in LEVELS]
-    tasks = [(picture, level) for picture in range(loader.batches_in(0)) for level in range(len(levels))]
+    levels = [loaded.objective.convert_level(low + (high - low) * level) for level in LEVELS]
+    tasks = [(picture, level) for picture in range(loader.count_epoch_batches(0)) for level in range(len(levels))]
     turns = processes.take_turns(tasks)
     own_tasks = [task for task, is_own in turns if is_own]
     models = [loaded.denoiser, *(loaded.text.encoders.values() if loaded.text else [])]
@@ -61,7 +61,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
     if not all(map(math.isfinite, losses.values())):
         session.warn(Message("the held-out loss at step {step} is not finite", step=step))
         return None
-    pictures = range(loader.batches_in(0))
+    pictures = range(loader.count_epoch_batches(0))
     bands = {
         label: sum(losses[picture, level] for picture in pictures) / len(pictures)
         for level, (_, label) in enumerate(levels)
@@ -77,7 +77,7 @@ def measure(session: Session, data: Data, loaded: Loaded, step: int) -> Measurem
 def _measure_loss(session: Session, data: Data, loaded: Loaded, picture: int, t_B: torch.Tensor) -> float:
     """Return the loss of one image at one noise level."""
     assert data.held_out is not None
-    batch = data.held_out.micro(0, picture)  # epoch 0 each time: the same noise
+    batch = data.held_out.take_batch(0, picture)  # epoch 0 each time: the same noise
     assert batch is not None
     device, objective = next(loaded.denoiser.parameters()).device, loaded.objective
     batch, t_B = batch.to(device), t_B.to(device)
@@ -85,5 +85,5 @@ def _measure_loss(session: Session, data: Data, loaded: Loaded, picture: int, t_
     cond = loaded.text.encode(batch.captions, batch.cond) if loaded.text else batch.cond
     family, guidance = session.family, session.job.objective.guidance
     answer = family.predict(loaded.denoiser, noisy.to(family.dtype), t_B, cond, guidance)
-    target = objective.target(batch.latents_BCHW, batch.noise_BCHW, t_B)
-    return objective.loss(answer, target, t_B, batch.mask_BHW, kind="mse").item()
+    target = objective.compute_target(batch.latents_BCHW, batch.noise_BCHW, t_B)
+    return objective.compute_loss(answer, target, t_B, batch.mask_BHW, kind="mse").item()

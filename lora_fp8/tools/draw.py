@@ -109,7 +109,7 @@ def draw(request: Request, folder: Path, report: Report = lambda record: None) -
     job = resolve_auto(job, type(family))
     family.check_parts()
     if job.preview.guidance != "auto":
-        family.guidance_inputs(job.preview.guidance)
+        family.make_guidance_inputs(job.preview.guidance)
     loras = load_loras(request.sources, request.steps, family)
     drawing = _Drawing(job, family, loras, _list_cells(loras, request), folder, report)
     drawings.create(folder)
@@ -157,7 +157,7 @@ class _Drawing:
         denoiser, layers, _ = load_base(family, section, share)
         precision.set_compute_(denoiser, layers.with_compute("upcast"), section)
         denoiser.requires_grad_(False).eval()
-        pipeline = family.pipeline(denoiser, tiled=tiled)
+        pipeline = family.make_pipeline(denoiser, tiled=tiled)
         pipeline.scheduler.step = self._count_steps(pipeline.scheduler.step)
         self._enter("draw")
         images = []
@@ -178,7 +178,7 @@ class _Drawing:
     def _describe(self) -> dict[str, Any]:
         """Make the record of a drawing before anything is drawn."""
         job, family, preview = self.job, self.family, self.job.preview
-        guidance = family.usual_guidance() if preview.guidance == "auto" else preview.guidance
+        guidance = family.choose_guidance() if preview.guidance == "auto" else preview.guidance
         return {
             "version": 1,
             "t": round(time.time(), 3),
@@ -215,7 +215,7 @@ class _Drawing:
         changed = [lora for lora in self.loras if layer_names.has_text(lora.adapter.state, family)]
         if not changed:
             return dict.fromkeys(self.cells, plain)
-        pipeline = family.trained_text_pipeline()
+        pipeline = family.make_trained_text_pipeline()
         encoders = {name: getattr(pipeline, name) for name in family.trained_text}
         layers = dict(Adapted(nn.Module(), encoders).named_modules())
         prompts = {}

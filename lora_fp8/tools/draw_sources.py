@@ -136,7 +136,7 @@ def _read_file(path: Path, family: ModelFamily) -> Lora:
         raise missing_file(path)
     tensors, _ = export.read_adapter(path)
     try:
-        state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
+        state, scaling = layouts.from_layout(tensors, family, family.read_denoiser_config())
     except UserError as error:
         raise UserError(Message("{path}: {line}", path=path, line=error)) from None
     return Lora(path.stem, path, None, export.Adapter(state, scaling))

@@ -172,14 +172,14 @@ def extract(
         )
 
     layout = options.layout or Family.layouts[0]
-    tensors = layouts.to_layout(state, 1.0, models[0], models[0].denoiser_config(), layout)
+    tensors = layouts.to_layout(state, 1.0, models[0], models[0].read_denoiser_config(), layout)
     _write(
         tensors,
         output,
         held,
         models[0],
         layout,
-        f"extract {export_metadata.basename(tuned)} - {export_metadata.basename(base)}",
+        f"extract {export_metadata.get_basename(tuned)} - {export_metadata.get_basename(base)}",
     )
     total = sum(left_out.values()) + sum(row.energy for row in rows)
     return Report(rows, sorted(left_out), sum(left_out.values()) / total)
@@ -213,7 +213,7 @@ def _list_targets(Family: type[ModelFamily], denoiser: torch.nn.Module, layers: 
     if layers == ["all"]:
         modules = denoiser.named_modules()
         return [name for name, module in modules if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
-    return Family.adapter_names(denoiser, layers)
+    return Family.choose_adapter_layers(denoiser, layers)
 
 
 def _compute_differences(models: Sequence[ModelFamily], base: str, tuned: str) -> Iterator[tuple[str, Tensor, float]]:
@@ -225,8 +225,8 @@ def _compute_differences(models: Sequence[ModelFamily], base: str, tuned: str) -
         UserError: a tensor holds NaN or infinity, or as for `both`.
     """
     for name, before, after in chain(
-        read_both(models[0].denoiser_tensors(), models[1].denoiser_tensors()),
-        read_both(models[0].trained_text_tensors(), models[1].trained_text_tensors()),
+        read_both(models[0].read_denoiser_tensors(), models[1].read_denoiser_tensors()),
+        read_both(models[0].read_trained_text_tensors(), models[1].read_trained_text_tensors()),
     ):
         difference = after.float() - before.float()
         size = float(difference.double().square().sum())
@@ -323,7 +323,7 @@ def _write(tensors: dict[str, Tensor], output: Path, dtype: torch.dtype, family:
         **pairs.make_name_metadata(output),
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{family.architecture_name()}/lora",
+        "modelspec.architecture": f"{family.get_architecture_name()}/lora",
         "modelspec.implementation": export_metadata.find_implementation(family, layout),
         "modelspec.resolution": f"{side}x{side}",
         "ss_network_module": export_metadata.choose_network_module(family, "lora"),

@@ -186,7 +186,7 @@ def find_fitting_families(tensors: Mapping[str, Tensor]) -> list[str]:
             state, _ = layouts.from_layout(tensors, Family, Family.reference_config)
         except UserError:  # names of another architecture
             continue
-        shapes = {**Family.layer_shapes(Family.reference_config), **Family.text_layer_shapes()}
+        shapes = {**Family.list_layer_shapes(Family.reference_config), **Family.list_text_layer_shapes()}
         layouts.list_modules(state)  # raises UserError for half a pair
         fits = (
             module in shapes and kinds.fits_shape(parts, shapes[module])
@@ -222,7 +222,7 @@ def convert(path: Path, output: Path, layout: str, *, family: str = "", base: st
     Family = families.get(name)
     sizes = Family.reference_config
     if base:
-        sizes = Family(settings.Model(family=name, path=base), device="cpu", dtype=held).denoiser_config()
+        sizes = Family(settings.Model(family=name, path=base), device="cpu", dtype=held).read_denoiser_config()
     state, scaling = layouts.from_layout(tensors, Family, sizes)
     made = layouts.to_layout(state, scaling, Family, sizes, layout)
     about = {"lora_fp8_layout": layout, "modelspec.implementation": export_metadata.find_implementation(Family, layout)}

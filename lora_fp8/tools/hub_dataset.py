@@ -61,7 +61,7 @@ def describe(reference: Reference, revision: str = "", only: str = "") -> BaseDe
                 names=first_few([file.path for file in files]),
             )
         )
-    folder = host.folder(answer.revision)
+    folder = host.get_folder(answer.revision)
     known = tuple(BaseFile(*file, host.find(answer.revision, file)) for file in chosen)
     return BaseDescription(
         reference,

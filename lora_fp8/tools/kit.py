@@ -343,7 +343,7 @@ def format_parameters(picture: Picture, facts: Facts, slug: str, size: tuple[int
         "CFG scale": picture.guidance,
         "Seed": picture.seed,
         "Size": f"{size[0]}x{size[1]}",
-        "Model": export_metadata.basename(facts.base_model) or None,
+        "Model": export_metadata.get_basename(facts.base_model) or None,
         "Clip skip": facts.clip_skip or None,
         "Lora hashes": f'"{slug}: {facts.autov3.lower()}"',
     }

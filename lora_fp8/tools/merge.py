@@ -311,7 +311,7 @@ def _collect_changes(adapters: Sequence[tuple[Mapping[str, Tensor], float]], fam
     """
     deltas: dict[str, list[_Change]] = {}
     for tensors, weight in adapters:
-        state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
+        state, scaling = layouts.from_layout(tensors, family, family.read_denoiser_config())
         layouts.list_modules(state)  # raises UserError for half a pair
         for module, parts in kinds.group_by_layer(state).items():
             deltas.setdefault(f"{module}.weight", []).append(_Change(parts, scaling[module], weight))

@@ -39,7 +39,7 @@ class Segment:
         """Return the element after the last one."""
         return self.start + self.shape.numel()
 
-    def of(self, part: Tensor) -> Tensor:
+    def select_from(self, part: Tensor) -> Tensor:
         """Return the parameter's elements of a vector of the part, as a view in the parameter's shape."""
         return part[self.start : self.stop].view(self.shape)
 
@@ -59,7 +59,7 @@ class Part:
     start: int
     stop: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def select_from(self, flat: Tensor) -> Tensor:
         """Return the part's elements of the whole vector, as a view."""
         return flat[self.start : self.stop]
 
@@ -98,7 +98,11 @@ class Layout:
 
     def make_views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return each parameter's elements of the vector by name, as views in the parameters' shapes."""
-        return {segment.name: segment.of(part.of(flat)) for part in self.parts for segment in part.segments}
+        return {
+            segment.name: segment.select_from(part.select_from(flat))
+            for part in self.parts
+            for segment in part.segments
+        }
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return a new float32 vector with these values of every parameter.
@@ -164,7 +168,7 @@ class Gradients:
         """Add the gradients that backward left in `.grad`, and clear those."""
         for part in self.layout.parts:
             pieces = list(self._iterate_pieces(part))
-            part.of(self.values).add_(torch.cat(pieces))  # float32 += bf16: exact conversion, float32 sum
+            part.select_from(self.values).add_(torch.cat(pieces))  # float32 += bf16: exact conversion, float32 sum
             for segment in part.segments:
                 self.parameters[segment.name].grad = None
 

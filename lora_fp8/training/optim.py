@@ -294,7 +294,7 @@ class AdapterOptimizer:
         first = self.params[part.segments[0].name]
         values = torch.zeros(part.stop - part.start, dtype=kind.dtype, device=first.device)
         for segment in part.segments:
-            view = segment.of(values)
+            view = segment.select_from(values)
             view.copy_(self.params[segment.name])
             self.params[segment.name].data = view
         direct = kind.dtype == torch.float32 or self.rounding == "nearest"
@@ -302,8 +302,8 @@ class AdapterOptimizer:
         if self.name in FLAT:
             return [Unit(kind, part.segments, part.start, values, nn.Parameter(stepped), direct, True)]
         return [
-            Unit(kind, (replace(segment, start=0),), part.start + segment.start, segment.of(values).view(-1),
-                  nn.Parameter(segment.of(stepped)), direct, False)
+            Unit(kind, (replace(segment, start=0),), part.start + segment.start, segment.select_from(values).view(-1),
+                  nn.Parameter(segment.select_from(stepped)), direct, False)
             for segment in part.segments
         ]  # fmt: skip
 
@@ -311,7 +311,9 @@ class AdapterOptimizer:
     def start_at(self, values: dict[str, Tensor]) -> None:
         """Set the masters to the values that the parameters were rounded from; only before the first step."""
         masters = {
-            segment.name: segment.of(unit.master) for unit in self._list_master_units() for segment in unit.segments
+            segment.name: segment.select_from(unit.master)
+            for unit in self._list_master_units()
+            for segment in unit.segments
         }
         for name, value in values.items():
             if name in masters:
@@ -354,7 +356,9 @@ class AdapterOptimizer:
                 group["lr"] = lr * group["ratio"]
             optimizer.step()
         if self._limit is not None:
-            self._limit({segment.name: segment.of(unit.master) for unit in self._units for segment in unit.segments})
+            self._limit(
+                {segment.name: segment.select_from(unit.master) for unit in self._units for segment in unit.segments}
+            )
         for unit in self._units:
             unit.stepped.grad = None
             if unit.direct:
@@ -456,7 +460,7 @@ class AdapterOptimizer:
         """
         for unit in self._units:
             for segment in (unit.segments[0], unit.segments[-1]):
-                if self.params[segment.name].data_ptr() != segment.of(unit.values).data_ptr():
+                if self.params[segment.name].data_ptr() != segment.select_from(unit.values).data_ptr():
                     raise RuntimeError(f"{segment.name} was moved or replaced after the optimizer was made")
 
     def _get_state(self, unit: Unit) -> dict[str, Any]:
@@ -511,7 +515,7 @@ class AdapterOptimizer:
             vectors |= {"average": self._averages[i]} if self._averages else {}
             for key, vector in vectors.items():
                 for segment in unit.segments:
-                    tensors[f"{segment.name}/{key}"] = segment.of(vector).cpu().clone()
+                    tensors[f"{segment.name}/{key}"] = segment.select_from(vector).cpu().clone()
         return tensors
 
     def _make_meta(self, counts: dict[str, int]) -> dict[str, Any]:
@@ -550,7 +554,7 @@ class AdapterOptimizer:
         for unit in self._units:
             for segment in unit.segments:
                 if segment.name in state.masters:
-                    segment.of(unit.master).copy_(state.masters[segment.name])
+                    segment.select_from(unit.master).copy_(state.masters[segment.name])
         self._load_evaluation(state)
         if self.name not in BY_KEYS:
             library_state.restore_(
@@ -576,10 +580,10 @@ class AdapterOptimizer:
         """Restore the averages and the values that are trained; the masters are set already."""
         for i, unit in enumerate(self._units if self._evaluates_others else ()):
             for segment in unit.segments:
-                own = segment.of(unit.master) if segment.name in state.masters else state.trained[segment.name]
-                segment.of(unit.values).copy_(own)
+                own = segment.select_from(unit.master) if segment.name in state.masters else state.trained[segment.name]
+                segment.select_from(unit.values).copy_(own)
                 if self._averages:
-                    segment.of(self._averages[i]).copy_(state.averages[segment.name])
+                    segment.select_from(self._averages[i]).copy_(state.averages[segment.name])
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         """Check that the dict of a saved state is of this optimizer.
@@ -728,7 +732,7 @@ def _cut(unit: Unit, segment: Segment, key: str, whole: Tensor) -> Tensor:
     if key.startswith("absmax"):
         return whole[segment.start // ALIGNMENT : -(-segment.stop // ALIGNMENT)]
     if key == "master" or unit.flat:
-        return segment.of(whole)
+        return segment.select_from(whole)
     return whole
 
 
@@ -744,7 +748,7 @@ def _put_together(unit: Unit, key: str, tensors: list[Tensor], state: _SavedStat
         # The code that means zero: another one could be the largest of its block and set its scale.
         whole.fill_(int((state.shared[key.replace("state", "qmap")] == 0).nonzero()[0]))
     for segment, tensor in zip(unit.segments, tensors, strict=True):
-        segment.of(whole).copy_(tensor)
+        segment.select_from(whole).copy_(tensor)
     return whole.to(device)
 
 

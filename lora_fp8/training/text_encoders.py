@@ -44,7 +44,7 @@ class TextEncoders:
             seed: keys the initial values, together with the layers' names.
         """
         self.family = family
-        self.pipeline = family.trained_text_pipeline()
+        self.pipeline = family.make_trained_text_pipeline()
         self.encoders: dict[str, nn.Module] = {name: getattr(self.pipeline, name) for name in family.trained_text}
         self.injected = inject_(self.encoders, family, section, seed)
 

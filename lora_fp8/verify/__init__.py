@@ -1,11 +1,11 @@
 """Verifies that an exported LoRA file does what training did."""
 
 from ..families import read_family_name
-from .deltas import compute_delta_error, relative_error
+from .deltas import compute_delta_error, compute_relative_error
 from .file_checks import HEADER_KEYS, UNNAMED_ARCHITECTURE
 from .merging import MOSTLY_LOST, measure_survival
 from .pipeline import build_clean_pipeline, find_loaded_layers, load
-from .reference import Previews, Probe, Reference, make_probe, predict, psnr, save_probe
+from .reference import Previews, Probe, Reference, compute_psnr, make_probe, predict, save_probe
 from .report import Report
 from .verify import check, check_file
 
@@ -26,8 +26,8 @@ __all__ = [
     "find_loaded_layers",
     "make_probe",
     "predict",
-    "psnr",
-    "relative_error",
+    "compute_psnr",
+    "compute_relative_error",
     "save_probe",
     "measure_survival",
 ]

@@ -16,12 +16,12 @@ def compute_delta_error(pair: tuple[Tensor, Tensor, float], other: tuple[Tensor,
     the trace of (X^T X)(Y Y^T): two small matrices, in float64 because equal deltas cancel.
     """
 
-    def gram(columns: Tensor, rows: Tensor) -> float:
+    def compute_gram(columns: Tensor, rows: Tensor) -> float:
         return max(float((columns.T @ columns * (rows @ rows.T)).sum()), 0.0)
 
     (a, b, s), (a0, b0, s0) = ((x.double().flatten(1), y.double().flatten(1), z) for x, y, z in (pair, other))
-    norm = gram(b0 * s0, a0)
-    error = gram(torch.cat([b * s, -b0 * s0], 1), torch.cat([a, a0.to(a.device)]))
+    norm = compute_gram(b0 * s0, a0)
+    error = compute_gram(torch.cat([b * s, -b0 * s0], 1), torch.cat([a, a0.to(a.device)]))
     return math.sqrt(error / norm) if norm else (0.0 if error == 0 else math.inf)
 
 
@@ -36,7 +36,7 @@ def compute_layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) 
     device = loaded.weight.device
     trained = {name: tensor.to(device) for name, tensor in parts.items()}
     if "oft_blocks" in parts:  # R - I: the change of the weight, whatever that is
-        return relative_error(
+        return compute_relative_error(
             kinds.compute_rotation(loaded.parts["oft_blocks"].to(device)), kinds.compute_rotation(trained["oft_blocks"])
         )
     if "lora_A.weight" not in parts:
@@ -44,16 +44,16 @@ def compute_layer_error(loaded: Loaded, parts: dict[str, Tensor], scale: float) 
             kinds.compute_delta(held, by, torch.float64)
             for held, by in ((loaded.parts, loaded.scaling), (trained, scale))
         )
-        return relative_error(*deltas)
+        return compute_relative_error(*deltas)
     pair, own = ((side["lora_A.weight"], side["lora_B.weight"]) for side in (loaded.parts, trained))
     error = compute_delta_error((*pair, loaded.scaling), (*own, scale))
     if "lora_magnitude_vector" in parts:
         lengths = (side["lora_magnitude_vector"].flatten() for side in (loaded.parts, trained))
-        error = max(error, relative_error(*lengths))
+        error = max(error, compute_relative_error(*lengths))
     return error
 
 
-def relative_error(tensor: Tensor, reference: Tensor) -> float:
+def compute_relative_error(tensor: Tensor, reference: Tensor) -> float:
     """Return ||tensor - reference|| / ||reference|| in float64; infinity for different shapes or NaN."""
     if tensor.shape != reference.shape:
         return math.inf

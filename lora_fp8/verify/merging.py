@@ -38,14 +38,14 @@ def measure_survival(weight_NK: Tensor, delta_NK: Tensor, form: precision.Format
 
 def measure_merged(family: Any, tensors: Mapping[str, Tensor], report: Report) -> None:
     """Measure how much of the LoRA is left in each layer, and report the median and the worst."""
-    state, scaling = layouts.from_layout(tensors, family, family.denoiser_config())
+    state, scaling = layouts.from_layout(tensors, family, family.read_denoiser_config())
     layers = kinds.group_by_layer(state)
     # Only the denoiser is stored in FP8, so a file of text encoders alone has nothing to measure.
     wanted = {f"{module}.weight": module for module in layers if not layer_names.find_text_encoder(module, family)}
     if not wanted:
         return
     left: dict[str, dict[str, float]] = {name: {} for name in MERGED_FORMATS}
-    for name, weight in family.denoiser_tensors():
+    for name, weight in family.read_denoiser_tensors():
         if module := wanted.get(name):
             weight_NK = precision.to_plain(weight).to(family.device).flatten(1).float()
             parts = {part: tensor.to(family.device) for part, tensor in layers[module].items()}

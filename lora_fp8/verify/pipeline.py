@@ -48,9 +48,9 @@ def build_clean_pipeline(
         RunFailure: the weights are not those of this denoiser.
     """
     dtype = dtype or family.dtype
-    denoiser = family.empty_denoiser()
+    denoiser = family.make_empty_denoiser()
     if base is None:
-        tensors: Tensors = family.denoiser_tensors()
+        tensors: Tensors = family.read_denoiser_tensors()
     else:
         tensors = base() if callable(base) else base.items()
     wide = set(getattr(denoiser, "_keep_in_fp32_modules", None) or ())  # float32 in diffusers' own loading, too
@@ -81,7 +81,7 @@ def build_clean_pipeline(
         raise RunFailure(
             Message("the denoiser for verification is not clean: it contains {names}", names=", ".join(sorted(foreign)))
         )
-    return family.pipeline(denoiser.requires_grad_(False).eval(), text=text)
+    return family.make_pipeline(denoiser.requires_grad_(False).eval(), text=text)
 
 
 def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]:
@@ -96,7 +96,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
     state = layouts.from_layout(tensors, family, denoiser_config, layout)[0]
     (kind,), layers = layouts.find_kinds(state), kinds.group_by_layer(state)
     renamed = layouts.explain_unread_by_diffusers(family, denoiser_config, layout, kind, layers)
-    with _complaints() as complaints, quiet():
+    with _collect_complaints() as complaints, quiet():
         if renamed:
             state, scaling = layouts.from_layout(tensors, family, denoiser_config, layout)
             if layouts.explain_unread_by_diffusers(family, denoiser_config, "diffusers", kind):
@@ -111,7 +111,7 @@ def load(pipeline: Any, file: Path, family: Any) -> tuple[list[str], str | None]
 
 
 @contextmanager
-def _complaints() -> Iterator[list[str]]:
+def _collect_complaints() -> Iterator[list[str]]:
     """Collect the warnings of diffusers and peft, whatever verbosity the caller has set."""
     complaints: list[str] = []
 

@@ -56,7 +56,7 @@ def make_probe(
         text: the trained `TextEncoders`, which encode the batch's captions; None if none is trained.
     """
     latents_BCHW, noise_BCHW = batch.latents_BCHW.cpu(), batch.noise_BCHW.cpu()
-    t_B = objective.sample_t(batch.t_generators, family.seq_len(tuple(latents_BCHW.shape[2:])))
+    t_B = objective.sample_t(batch.t_generators, family.count_image_tokens(tuple(latents_BCHW.shape[2:])))
     noisy_BCHW = objective.add_noise(latents_BCHW, noise_BCHW, t_B)
     cond = {name: tensor.detach().cpu() for name, tensor in batch.cond.items()}
     captions: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Reference:
     on_check: Callable[[Check], None] = lambda check: None
 
 
-def psnr(image: Any, other: Any) -> float:
+def compute_psnr(image: Any, other: Any) -> float:
     """Return the peak signal-to-noise ratio of two 8-bit images in dB; infinity if they are identical.
 
     Raises:
@@ -154,4 +154,4 @@ def measure_preview_psnr(previews: Previews, pipeline: Any) -> float:
 
 def find_worst_psnr(images: Sequence[Any], others: Sequence[Any]) -> float:
     """Return the lowest PSNR in dB of pairs of images; infinity if all are identical."""
-    return min((psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)
+    return min((compute_psnr(a, b) for a, b in zip(images, others, strict=True)), default=math.inf)

@@ -46,7 +46,7 @@ from ..errors import Joined, Message, Template, UserError, first_few, missing_fi
 from ..lora_files import export, layer_names, layouts, safetensors_file
 from ..objectives import PREDICTION_TYPES
 from ..training.text_encoders import encode_batch
-from .deltas import compute_layer_error, relative_error
+from .deltas import compute_layer_error, compute_relative_error
 from .file_checks import UNNAMED_ARCHITECTURE, check_bytes
 from .merging import measure_merged
 from .pipeline import Loaded, build_clean_pipeline, find_all_loaded, load, scale_adapter
@@ -274,7 +274,7 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
         return encode_batch(family, pipeline, probe.captions, probe.cond)
 
     def measure_gap(cond: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-        return max(relative_error(tensor, reference[name]) for name, tensor in cond.items())
+        return max(compute_relative_error(tensor, reference[name]) for name, tensor in cond.items())
 
     cond = ask()
     error, allowed = report.measure("text_error", measure_gap(cond, probe.cond)), PREDICTION_TOLERANCE[family.dtype]
@@ -303,13 +303,13 @@ def _check_text(pipeline: Any, family: Any, probe: Probe, step: float, report: R
 
 def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: float, where: str, report: Report) -> None:
     answer = predict(family, denoiser, probe)
-    error = report.measure("prediction_error", relative_error(answer, probe.prediction_BCHW))
+    error = report.measure("prediction_error", compute_relative_error(answer, probe.prediction_BCHW))
     assert isinstance(denoiser.dtype, torch.dtype)  # of a diffusers model
     allowed = PREDICTION_TOLERANCE[denoiser.dtype]
     limited = bool(step) and error > allowed
     if limited:
         with scale_adapter(denoiser, 1 + step):
-            floor = relative_error(predict(family, denoiser, probe), answer)
+            floor = compute_relative_error(predict(family, denoiser, probe), answer)
         allowed = max(allowed, MARGIN * floor)
         report.measure("prediction_floor", floor)
     report.add(
@@ -323,7 +323,7 @@ def _check_prediction(denoiser: nn.Module, family: Any, probe: Probe, step: floa
         ),
     )
     with scale_adapter(denoiser, 0.0):
-        effect = report.measure("effect", relative_error(predict(family, denoiser, probe), answer))
+        effect = report.measure("effect", compute_relative_error(predict(family, denoiser, probe), answer))
     report.add(
         "effect",
         True,
@@ -358,7 +358,7 @@ def _measure_plain(pipeline: Any, family: Any, reference: Reference, report: Rep
     probe, previews = reference.probe, reference.previews
     if probe is not None:
         answer = predict(family, getattr(pipeline, family.denoiser_name), probe)
-        error = report.measure("plain_prediction_error", relative_error(answer, probe.prediction_BCHW))
+        error = report.measure("plain_prediction_error", compute_relative_error(answer, probe.prediction_BCHW))
         report.add(
             "plain prediction",
             True,

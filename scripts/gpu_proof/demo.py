@@ -82,22 +82,22 @@ def run(record: Record, context: Context) -> None:
         record.ask(f"{kind.name}: a job trained through, verified", through[kind].result)
         record.ask(f"{kind.name}: stopped and resumed, the same bytes", lambda kind=kind: compare(stopped[kind]))
         if kind.recorded:
-            pair = [place(one, "through", context) for one in (kind, replace(kind, recorded=False))]
-            record.ask(f"{kind.name}: the same bytes as unrecorded", lambda pair=pair: same(*pair))
+            pair = [get_run_folder(one, "through", context) for one in (kind, replace(kind, recorded=False))]
+            record.ask(f"{kind.name}: the same bytes as unrecorded", lambda pair=pair: compare_exports(*pair))
 
 
-def place(kind: Kind, how: str, context: Context) -> Path:
+def get_run_folder(kind: Kind, how: str, context: Context) -> Path:
     """Return the run folder of a job."""
     return context.out / f"{how}_{kind.name.replace(' ', '_')}"
 
 
 def train_through(kind: Kind, steps: int, context: Context) -> dict[str, Any]:
     """Run the job to its end and check the verification of its exported file."""
-    folder = write_config(place(kind, "through", context), kind, steps, context)
+    folder = write_config(get_run_folder(kind, "through", context), kind, steps, context)
     started = time.perf_counter()
-    code, words = command(["train", str(folder.with_suffix(".toml"))], context)
+    code, words = run_command(["train", str(folder.with_suffix(".toml"))], context)
     verified = (folder / "verify.json").is_file()
-    ok = code == 0 and verified and export_hash(folder) != ""
+    ok = code == 0 and verified and compute_export_hash(folder) != ""
     seconds = time.perf_counter() - started
     return {"ok": ok, "value": seconds, "unit": "s", "note": "" if ok else f"exit code {code}: {words}"}
 
@@ -111,28 +111,28 @@ def stop_and_resume(kind: Kind, steps: int, context: Context) -> tuple[str, Path
     Raises:
         RuntimeError: it did not end as it should.
     """
-    folder = write_config(place(kind, "stopped", context), kind, steps, context)
+    folder = write_config(get_run_folder(kind, "stopped", context), kind, steps, context)
     log_file = folder.with_suffix(".log")
     with open(log_file, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "lora_fp8", "train", str(folder.with_suffix(".toml"))],
             cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        while process.poll() is None and newest_step(folder) < steps // 2 and context.seconds_left > 0:
+        while process.poll() is None and read_newest_step(folder) < steps // 2 and context.seconds_left > 0:
             time.sleep(0.02)
-        if process.poll() is None and newest_step(folder) == 0:
+        if process.poll() is None and read_newest_step(folder) == 0:
             process.kill()
             process.wait()
             raise RuntimeError(f"no step within the time; see {log_file.name}")
         if process.poll() is None:
             (folder / "control" / "stop").touch()
         code = process.wait()
-    stopped_at = newest_step(folder)
+    stopped_at = read_newest_step(folder)
     if code not in (0, STOPPED):
         raise RuntimeError(f"exit code {code}; see {log_file.name}")
     if code == 0:
         return "it was done before it could be stopped", folder
-    code, words = command(["resume", str(folder)], context)
+    code, words = run_command(["resume", str(folder)], context)
     if code != 0:
         raise RuntimeError(f"resume: exit code {code}: {words}")
     return f"stopped after step {stopped_at} of {steps}", folder
@@ -141,13 +141,16 @@ def stop_and_resume(kind: Kind, steps: int, context: Context) -> tuple[str, Path
 def compare(stopped: "Future[tuple[str, Path]]") -> dict[str, Any]:
     """Compare the exported tensors of a resumed run with those of the one that trained through."""
     how, folder = stopped.result()
-    one, other = export_hash(folder), export_hash(folder.with_name(folder.name.replace("stopped", "through")))
+    one, other = (
+        compute_export_hash(folder),
+        compute_export_hash(folder.with_name(folder.name.replace("stopped", "through"))),
+    )
     return {"ok": bool(one) and one == other, "note": f"{how}; {one[:12]} and {other[:12]}"}
 
 
-def same(one: Path, other: Path) -> dict[str, Any]:
+def compare_exports(one: Path, other: Path) -> dict[str, Any]:
     """Compare the exported tensors of two runs."""
-    hashes = export_hash(one), export_hash(other)
+    hashes = compute_export_hash(one), compute_export_hash(other)
     return {"ok": bool(hashes[0]) and hashes[0] == hashes[1], "note": " and ".join(word[:12] for word in hashes)}
 
 
@@ -160,7 +163,7 @@ def write_config(folder: Path, kind: Kind, steps: int, context: Context) -> Path
     return folder
 
 
-def command(arguments: list[str], context: Context) -> tuple[int, str]:
+def run_command(arguments: list[str], context: Context) -> tuple[int, str]:
     """Run a command of `lora-fp8`. Return its exit code and its last lines."""
     done = subprocess.run(
         [sys.executable, "-m", "lora_fp8", *arguments],
@@ -169,7 +172,7 @@ def command(arguments: list[str], context: Context) -> tuple[int, str]:
     return done.returncode, " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])[:300]
 
 
-def newest_step(folder: Path) -> int:
+def read_newest_step(folder: Path) -> int:
     """Return the step that status.json names."""
     try:
         return int(json.loads((folder / "status.json").read_text(encoding="utf-8")).get("step") or 0)
@@ -177,7 +180,7 @@ def newest_step(folder: Path) -> int:
         return 0
 
 
-def export_hash(folder: Path) -> str:
+def compute_export_hash(folder: Path) -> str:
     """Return the SHA-256 of all tensors of the exported LoRA files; "" where there are none."""
     files = sorted((folder / "export").glob("*.safetensors"))
     digest = hashlib.sha256()

@@ -23,7 +23,7 @@ from lora_fp8.training import flat, memory, optim
 from lora_fp8.training.cuda_graphs import Recorder
 from lora_fp8.training.torch_options import set_torch_options
 
-from .record import Context, NotHere, Record, need_cuda, read_rows, wait
+from .record import Context, NotHere, Record, read_rows, require_cuda, wait
 
 BF16 = torch.bfloat16
 META = torch.device("meta")
@@ -72,7 +72,7 @@ FP8 = Mode("fp8 matmul", {"storage": "fp8", "compute": "fp8"})
 TRITON = Mode("fp8 matmul + triton", {"storage": "fp8", "compute": "fp8", "kernels": "triton"})
 
 
-def variants(mode: Mode, keeps_attention: bool = False) -> list[Mode]:
+def list_variants(mode: Mode, keeps_attention: bool = False) -> list[Mode]:
     """Return a mode compiled and compiled and recorded; if attention is recomputed, also neither and only recorded."""
     mode = replace(mode, keeps_attention=keeps_attention)
     compiled = [replace(mode, compiled=True), replace(mode, compiled=True, recorded=True)]
@@ -80,19 +80,19 @@ def variants(mode: Mode, keeps_attention: bool = False) -> list[Mode]:
 
 
 PROCESSES = (
-    variants(PLAIN),
-    variants(FP8),
+    list_variants(PLAIN),
+    list_variants(FP8),
     [
-        *variants(UPCAST),
+        *list_variants(UPCAST),
         *(
             replace(UPCAST, title=f"fp8 upcast, offload {share:g}", offload=share, compiled=compiled)
             for share in (0.5, 1.0)
             for compiled in (True, False)
         ),
     ],
-    variants(FP8, keeps_attention=True),
-    variants(PLAIN, keeps_attention=True),
-    variants(TRITON),
+    list_variants(FP8, keeps_attention=True),
+    list_variants(PLAIN, keeps_attention=True),
+    list_variants(TRITON),
 )
 """The modes that each process measures, the most important first. The last one may change the base for good."""
 NEEDS = {"flux": (27, 16), "sdxl": (8, 6), "qwen": (44, 25)}
@@ -108,7 +108,7 @@ class Bench:
 
     def __init__(self, model: str, pixels: int, size: str, storage: str, checkpointing: bool, device: torch.device):
         self.model, self.device = model, device
-        self.denoiser = bench_step.network(model, size)
+        self.denoiser = bench_step.make_network(model, size)
         family = families.get(bench_step.FAMILIES[model])
         self.section = settings.Quantize(storage=storage)
         self.keep, self.modulation = family.keep_precise, family.modulation
@@ -125,7 +125,7 @@ class Bench:
             self.optimizer = optim.build(named, section, base_storage=storage, seed=0)
             self.gradients = flat.Gradients(named, self.optimizer.layout)
         self.optimizer_bytes = optim.estimate_state_bytes([one for _, one in named], section)
-        self.inputs = bench_step.inputs(model, pixels, size, device)
+        self.inputs = bench_step.make_inputs(model, pixels, size, device)
         self.number = 0
         self.recorder: Recorder | None = None
         self.loss = self.norm = torch.zeros(())
@@ -162,14 +162,14 @@ class Bench:
         if self.recorder is not None:
             self.recorder.forget()
         if recorded:
-            need_cuda(self.device)
+            require_cuda(self.device)
         self.recorder = Recorder() if recorded else None
 
     def forward_backward(self) -> None:
         """Run one forward and backward pass, and add its gradients to the sums."""
-        self.loss = self.recorder.run(self._pass, self.inputs) if self.recorder else self._pass(self.inputs)
+        self.loss = self.recorder.run(self._run_pass, self.inputs) if self.recorder else self._run_pass(self.inputs)
 
-    def _pass(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def _run_pass(self, inputs: dict[str, Any]) -> torch.Tensor:
         answer = self.denoiser(**inputs, return_dict=False)[0]
         loss = answer.float().square().mean()
         loss.backward()
@@ -189,10 +189,10 @@ class Bench:
         self.norm = optim.clip_(self.gradients.values, 1.0)
         self.optimizer.step(self.gradients.values, 1e-9, self.number)
 
-    def held_bytes(self) -> int:
+    def count_held_bytes(self) -> int:
         """Return the bytes of base and adapters on the device."""
         tensors = (*self.denoiser.parameters(), *self.denoiser.buffers())
-        return sum(bench_step.num_bytes(one) for one in tensors if one.device.type == self.device.type)
+        return sum(bench_step.count_bytes(one) for one in tensors if one.device.type == self.device.type)
 
 
 def run(record: Record, context: Context) -> None:
@@ -203,7 +203,7 @@ def run(record: Record, context: Context) -> None:
             for task in wave:
                 record.write(f"{task.name}: {task.modes[0].title}", None, note="not asked: no time left")
             continue
-        side_by_side(wave, needs_checkpointing(facts.get("memory_gib")), record, context)
+        prepare_side_by_side(wave, needs_checkpointing(facts.get("memory_gib")), record, context)
 
 
 @dataclass(frozen=True)
@@ -223,12 +223,12 @@ class Task:
 def list_waves(context: Context, memory_gib: float | None, record: Record) -> list[list[Task]]:
     """Return which modes of which models are prepared together."""
     if context.toy or memory_gib is None:
-        return [[Task(model, pixels, modes) for model, pixels in TOY for modes in (variants(PLAIN), PROCESSES[2])]]
+        return [[Task(model, pixels, modes) for model, pixels in TOY for modes in (list_variants(PLAIN), PROCESSES[2])]]
     waves: list[list[Task]] = [[]]
     taken = 0
     for model, pixels in ORDER:
         for modes in PROCESSES:
-            task = Task(model, pixels, [mode for mode in modes if context.asks(f"{model} {pixels}: {mode.name}")])
+            task = Task(model, pixels, [mode for mode in modes if context.is_asked(f"{model} {pixels}: {mode.name}")])
             if not task.modes:
                 continue
             need = NEEDS[model][modes[0].storage == "fp8"] + 2 * modes[0].keeps_attention
@@ -252,7 +252,7 @@ class Turns:
         self.done = [system.Event(), system.Event()]
 
 
-def side_by_side(wave: list[Task], checkpointing: bool, record: Record, context: Context) -> None:
+def prepare_side_by_side(wave: list[Task], checkpointing: bool, record: Record, context: Context) -> None:
     """Prepare these modes in processes of their own, then let one after the other be measured."""
     # A fork is quicker but cannot use a GPU that its parent has looked at.
     system: Any = multiprocessing.get_context("fork" if context.device.type == "cpu" else "spawn")
@@ -295,7 +295,7 @@ def work(task: Task, checkpointing: bool, turns: Turns, file: Path, context: Con
         wait(context.device)
         record.write(
             f"{name}: build for {first.name}", None, value=time.perf_counter() - started, unit="s",
-            held_bytes=bench.held_bytes(), checkpointing=checkpointing,
+            held_bytes=bench.count_held_bytes(), checkpointing=checkpointing,
         )  # fmt: skip
         # As a toy, one compiled mode shows that it works.
         if first.compiled and not (context.toy and first.storage == "bf16"):
@@ -379,7 +379,7 @@ def measure(bench: Bench, mode: Mode, context: Context, off: dict[str, float]) -
         note += (
             f" and by {off['deterministic_off']:.3g} with deterministic kernels ({off['deterministic_seconds']:.3f} s)"
         )
-    facts |= off | {"held_bytes": bench.held_bytes(), "loss": loss, "gradient": gradient, "note": note}
+    facts |= off | {"held_bytes": bench.count_held_bytes(), "loss": loss, "gradient": gradient, "note": note}
     # A wrong gradient has an error of 1 or more; rounding in another order has 0.01 to 0.05.
     return facts | ({"ok": off["gradient_off"] < 0.15} if off else {})
 
@@ -405,7 +405,7 @@ def compare_with_unrecorded(bench: Bench) -> dict[str, float]:
 
     Also that of repeating the unrecorded pass, as it is and with deterministic kernels, and the seconds of the latter.
     """
-    need_cuda(bench.device)
+    require_cuda(bench.device)
     bench.record_(False)
     exact, again = find_gradient(bench), find_gradient(bench)
     size = exact.norm()
@@ -432,7 +432,7 @@ def profile(bench: Bench) -> dict[str, Any]:
 
     The seconds are measured without the profiler, which slows down launches.
     """
-    need_cuda(bench.device)
+    require_cuda(bench.device)
     halves = {"backward": bench.forward_backward, "update": bench.update_}
     seconds: dict[str, list[float]] = {name: [] for name in halves}
     for _ in range(3):
@@ -483,15 +483,15 @@ def predict(record: Record, context: Context) -> None:
                 if context.seconds_left > 0:
                     record.ask(
                         f"{model} {pixels}: {mode.name}",
-                        lambda m=mode, args=(model, pixels, size, storage, checkpointing): predicted(args, m),
+                        lambda m=mode, args=(model, pixels, size, storage, checkpointing): predict_peak(args, m),
                     )
 
 
-def predicted(args: tuple[Any, ...], mode: Mode) -> dict[str, Any]:
+def predict_peak(args: tuple[Any, ...], mode: Mode) -> dict[str, Any]:
     """Return the calculated peak of one mode."""
     bench = Bench(*args, META)
     bench.switch_(mode)
-    held = bench.held_bytes()
+    held = bench.count_held_bytes()
     values = sum(one.numel() for _, one in adapters.list_trained_parameters(bench.denoiser))
     own = bench.optimizer_bytes + 4 * values  # state and masters, and the flat float32 gradient
     with dry_run.on_meta(), dry_run.Tally() as tally:

@@ -25,7 +25,7 @@ from lora_fp8.training import memory, optim
 from lora_fp8.training.cuda_graphs import Recorder
 from lora_fp8.training.flat import Gradients
 
-from .record import Context, NotHere, Record, need_cuda, wait
+from .record import Context, NotHere, Record, require_cuda, wait
 
 SCALED = [Format("fp8", scale) for scale in ("row", "tensor", "none", "1x64", "1x128", "128x128")]
 SCALED += [Format("int8", scale) for scale in ("row", "1x64", "1x128")]
@@ -52,7 +52,7 @@ def question(name: str) -> Callable[[Question], Question]:
 def run(record: Record, context: Context) -> None:
     """Ask every question."""
     for name, function in QUESTIONS.items():
-        if not context.asks(name):
+        if not context.is_asked(name):
             continue
         if context.seconds_left <= 0:
             record.write(name, None, note="not asked: no time left")
@@ -63,30 +63,30 @@ def run(record: Record, context: Context) -> None:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def make_random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Return the same normal numbers on every machine."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weight() -> Tensor:
+def make_weight() -> Tensor:
     """Return an (N, K) weight whose rows differ in size by six orders of magnitude, with a row of zeros."""
-    weight_NK = random(N, K) * torch.logspace(-4, 2, N)[:, None]
+    weight_NK = make_random(N, K) * torch.logspace(-4, 2, N)[:, None]
     weight_NK[7] = 0.0
     return weight_NK
 
 
-def error(answer: Tensor, exact: Tensor) -> float:
+def compute_error(answer: Tensor, exact: Tensor) -> float:
     """Return |answer - exact| / |exact|, both in float64 on the CPU."""
     answer, exact = answer.detach().double().cpu(), exact.detach().double().cpu()
     return ((answer - exact).norm() / exact.norm()).item()
 
 
-def within(value: float, limit: float, unit: str = "relative error", note: str = "") -> dict[str, Any]:
+def check_limit(value: float, limit: float, unit: str = "relative error", note: str = "") -> dict[str, Any]:
     """Return the facts of a row that is right up to a limit."""
     return {"ok": bool(value <= limit), "value": value, "limit": limit, "unit": unit, "note": note}
 
 
-def equal(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def compare_pairs(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Return the facts of a row that is right if all pairs are bit-identical."""
     differing = []
     for name, (one, other) in pairs.items():
@@ -100,7 +100,7 @@ def equal(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
     }
 
 
-def layer(form: Format, context: Context) -> FrozenLinear:
+def make_layer(form: Format, context: Context) -> FrozenLinear:
     """Return a frozen layer with the same random weight everywhere."""
     torch.manual_seed(0)
     return FrozenLinear.from_linear(nn.Linear(K, N), BF16, form=form).to(context.device)
@@ -115,15 +115,15 @@ def forward_backward(module: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
     return y.detach(), x.grad
 
 
-def need_triton(context: Context) -> None:
+def require_triton(context: Context) -> None:
     """Raise NotHere if the Triton kernels cannot run on the device."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     section = settings.Quantize(compute="fp8", kernels="triton")
     if text := precision.find_problem(section, context.device):
         raise NotHere(text)
 
 
-def need_fp8(context: Context, recipe: str = "current") -> None:
+def require_fp8(context: Context, recipe: str = "current") -> None:
     """Raise NotHere if the device cannot multiply in FP8 with this recipe."""
     section = settings.Quantize(compute="fp8", recipe=recipe, scale="128x128" if recipe == "block" else "auto")
     if text := precision.find_problem(section, context.device):
@@ -134,18 +134,18 @@ def need_fp8(context: Context, recipe: str = "current") -> None:
 
 
 @question("encode: the bytes and scales of the CPU")
-def encode(context: Context) -> dict[str, Any]:
+def check_encode(context: Context) -> dict[str, Any]:
     """Compare quantizing on the device with quantizing on the CPU."""
     pairs = {}
     for form in SCALED:
-        there = formats.encode(weight().to(context.device), form)
-        for part, one, other in zip(("bytes", "scale"), there, formats.encode(weight(), form), strict=True):
+        there = formats.encode(make_weight().to(context.device), form)
+        for part, one, other in zip(("bytes", "scale"), there, formats.encode(make_weight(), form), strict=True):
             pairs[f"{form} {part}"] = (one, other)
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("decode: all 254 finite e4m3 codes, and int8, rounded once from float32")
-def decode(context: Context) -> dict[str, Any]:
+def check_decode(context: Context) -> dict[str, Any]:
     """Compare dequantized codes with float64."""
     pairs = {}
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
@@ -158,47 +158,50 @@ def decode(context: Context) -> dict[str, Any]:
             expected = (exact * scale.double()).float().to(dtype)
             parts = (bytes_NK.to(context.device), scale.to(context.device))
             pairs[f"{storage} to {dtype}"] = (formats.decode(parts, storage, dtype), expected)
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("nf4: decoded on the device as on the CPU, from the same bytes")
-def nf4_decode(context: Context) -> dict[str, Any]:
+def check_nf4_decode(context: Context) -> dict[str, Any]:
     """Compare dequantized nf4 values with the CPU's."""
-    parts = formats.encode(weight(), NF4)
+    parts = formats.encode(make_weight(), NF4)
     there = formats.decode(tuple(part.to(context.device) for part in parts), "nf4", torch.float32)
-    return within(error(there, formats.decode(parts, "nf4", torch.float32)), 1e-6)
+    return check_limit(compute_error(there, formats.decode(parts, "nf4", torch.float32)), 1e-6)
 
 
 @question("nf4: weight error when encoded on the device (bell-shaped weights)")
-def nf4_encode(context: Context) -> dict[str, Any]:
+def check_nf4_encode(context: Context) -> dict[str, Any]:
     """Compare a weight after nf4 with the weight before."""
-    exact = random(N, K) * 0.02
+    exact = make_random(N, K) * 0.02
     parts = formats.encode(exact.to(context.device), NF4)
-    return within(error(formats.decode(parts, "nf4", torch.float32), exact), 0.10)
+    return check_limit(compute_error(formats.decode(parts, "nf4", torch.float32), exact), 0.10)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
 @question("upcast: answer and gradient equal F.linear with the decoded weight, bit for bit")
-def upcast(context: Context) -> dict[str, Any]:
+def check_upcast(context: Context) -> dict[str, Any]:
     """Compare a frozen layer's output and gradient with `F.linear` on its dequantized weight."""
     pairs = {}
-    x, grad = random(2, 77, K, dtype=BF16).to(context.device), random(2, 77, N, dtype=BF16, seed=1).to(context.device)
+    x, grad = (
+        make_random(2, 77, K, dtype=BF16).to(context.device),
+        make_random(2, 77, N, dtype=BF16, seed=1).to(context.device),
+    )
     for form in [*SCALED, NF4]:
-        frozen = layer(form, context)
+        frozen = make_layer(form, context)
         y, grad_x = forward_backward(frozen, x, grad)
         plain = frozen.weight
         expected = forward_backward(lambda x, plain=plain, frozen=frozen: F.linear(x, plain, frozen.bias), x, grad)
         pairs |= {f"{form} y": (y, expected[0]), f"{form} grad": (grad_x, expected[1])}
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("upcast: a frozen convolution's answer and gradient against torch's with the decoded weight in float64")
-def convolution(context: Context) -> dict[str, Any]:
+def check_convolution(context: Context) -> dict[str, Any]:
     """Compare frozen convolutions with torch's convolution and its autograd in float64; bf16 rounds by 0.4 %."""
     worst = 0.0
-    x = random(2, 64, 33, 31, dtype=BF16).to(context.device)
+    x = make_random(2, 64, 33, 31, dtype=BF16).to(context.device)
     for form in (Format("int8", "1x64"), Format("fp8", "row"), NF4):
         for stride, padding in ((1, 1), (2, 1)):
             torch.manual_seed(0)
@@ -210,17 +213,17 @@ def convolution(context: Context) -> dict[str, Any]:
             grad = torch.ones_like(frozen(x))
             expected = forward_backward(exact, x.cpu().double(), grad.cpu().double())
             answers = forward_backward(frozen, x, grad)
-            worst = max(worst, *map(error, answers, expected))
-    return within(worst, 0.005)
+            worst = max(worst, *map(compute_error, answers, expected))
+    return check_limit(worst, 0.005)
 
 
 @question("upcast: bytes kept for backward beside x and the layer's own")
-def saved(context: Context) -> dict[str, Any]:
+def count_saved_bytes(context: Context) -> dict[str, Any]:
     """Count the bytes that autograd keeps beside the layer's own tensors and its input."""
     most = 0
     for form in [*SCALED, NF4]:
-        frozen = layer(form, context)
-        x = random(77, K, dtype=BF16).to(context.device).requires_grad_()
+        frozen = make_layer(form, context)
+        x = make_random(77, K, dtype=BF16).to(context.device).requires_grad_()
         own = {one.untyped_storage().data_ptr() for one in (*frozen.parameters(), *frozen.buffers(), x)}
         kept: dict[int, int] = {}
 
@@ -232,48 +235,48 @@ def saved(context: Context) -> dict[str, Any]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             frozen(x)
         most = max(most, sum(kept.values()))
-    return within(most, 0, "bytes")
+    return check_limit(most, 0, "bytes")
 
 
 @question("_scaled_mm: unit scales against float64, precise accumulation")
-def scaled_mm(context: Context) -> dict[str, Any]:
+def check_scaled_mm(context: Context) -> dict[str, Any]:
     """Compare the FP8 matmul with float64."""
-    return scaled_mm_error(context, fast=False, limit=0.003)
+    return measure_scaled_mm(context, fast=False, limit=0.003)
 
 
 @question("_scaled_mm: unit scales against float64, fast accumulation")
-def scaled_mm_fast(context: Context) -> dict[str, Any]:
+def check_scaled_mm_fast(context: Context) -> dict[str, Any]:
     """Compare the FP8 matmul with fast accumulation with float64."""
-    return scaled_mm_error(context, fast=True, limit=0.01)
+    return measure_scaled_mm(context, fast=True, limit=0.01)
 
 
-def scaled_mm_error(context: Context, fast: bool, limit: float) -> dict[str, Any]:
+def measure_scaled_mm(context: Context, fast: bool, limit: float) -> dict[str, Any]:
     """Check the error of scaled_mm. bf16 rounds to 0.17 % (rms); anything beyond that comes from the accumulation."""
-    need_fp8(context)
+    require_fp8(context)
     worst, where = 0.0, ""
     for tokens in (1, 16, 77, 512, 1111):
-        a = random(tokens, 3072).to(torch.float8_e4m3fn).to(context.device)
-        w = random(1024, 3072, seed=1).to(torch.float8_e4m3fn).to(context.device)
+        a = make_random(tokens, 3072).to(torch.float8_e4m3fn).to(context.device)
+        w = make_random(1024, 3072, seed=1).to(torch.float8_e4m3fn).to(context.device)
         answer = matmul.multiply_unscaled(a, w.view(torch.uint8), BF16, fast)
-        found = error(answer, a.cpu().double() @ w.cpu().double().T)
+        found = compute_error(answer, a.cpu().double() @ w.cpu().double().T)
         if found > worst or math.isnan(found):
             worst, where = found, f"M = {tokens}"
-    return within(worst, limit, note=f"worst at {where}")
+    return check_limit(worst, limit, note=f"worst at {where}")
 
 
 def ask_fp8_layer(context: Context, compute: str, recipe: str) -> dict[str, Any]:
     """Compare a layer's FP8 output and gradient with float64 on its dequantized weight."""
-    need_fp8(context, recipe)
+    require_fp8(context, recipe)
     form = Format("fp8", "128x128" if recipe == "block" else "row")
-    frozen = layer(form, context)
+    frozen = make_layer(form, context)
     frozen.set_compute_(compute, recipe)
-    x, grad = random(2, 77, K, dtype=BF16), random(2, 77, N, dtype=BF16, seed=1)
+    x, grad = make_random(2, 77, K, dtype=BF16), make_random(2, 77, N, dtype=BF16, seed=1)
     y, grad_x = forward_backward(frozen, x.to(context.device), grad.to(context.device))
     weight_NK = frozen.weight.double().cpu()
     exact_y = F.linear(x.double(), weight_NK, frozen.bias.double().cpu())
-    found = max(error(y, exact_y), error(grad_x, grad.double() @ weight_NK))
+    found = max(compute_error(y, exact_y), compute_error(grad_x, grad.double() @ weight_NK))
     # Two e4m3 operands: 2.65 % (row scales) of which the weight's are not counted here.
-    return within(found, 0.045, note="the larger of answer and gradient, against the decoded weight")
+    return check_limit(found, 0.045, note="the larger of answer and gradient, against the decoded weight")
 
 
 for _compute in ("fp8", "fp8_forward"):
@@ -284,12 +287,12 @@ for _compute in ("fp8", "fp8_forward"):
 
 
 @question("layer: a row with NaN or infinity answers NaN, and no other row does")
-def broken_rows(context: Context) -> dict[str, Any]:
+def check_broken_rows(context: Context) -> dict[str, Any]:
     """Check that only rows with NaN or infinity become NaN."""
-    need_fp8(context)
-    frozen = layer(Format("fp8", "row"), context)
+    require_fp8(context)
+    frozen = make_layer(Format("fp8", "row"), context)
     frozen.set_compute_("fp8")
-    x = random(32, K, dtype=BF16)
+    x = make_random(32, K, dtype=BF16)
     x[3, 5], x[9, 0] = float("nan"), float("inf")
     broken = frozen(x.to(context.device)).isnan().any(dim=1).cpu().nonzero()[:, 0].tolist()
     return {"ok": broken == [3, 9], "note": f"rows {broken}"}
@@ -299,73 +302,76 @@ def broken_rows(context: Context) -> dict[str, Any]:
 
 
 @question("triton quantize_rows: torch's bytes and scales")
-def triton_quantize(context: Context) -> dict[str, Any]:
+def check_triton_quantize(context: Context) -> dict[str, Any]:
     """Compare the kernel that quantizes rows with torch's operations."""
-    need_triton(context)
+    require_triton(context)
     from lora_fp8.precision import kernels
 
     pairs = {}
     for shape in ((5, 33), (300, 3072), (8, 15360), (4, 55296)):
         for dtype in (torch.float32, BF16, torch.float16):
-            x = (random(*shape) * torch.logspace(-2, 2, shape[0])[:, None]).to(dtype).to(context.device)
-            factor = (random(shape[1], seed=2).abs() + 0.1).to(context.device).view(-1, 1)
+            x = (make_random(*shape) * torch.logspace(-2, 2, shape[0])[:, None]).to(dtype).to(context.device)
+            factor = (make_random(shape[1], seed=2).abs() + 0.1).to(context.device).view(-1, 1)
             for name, folded in {"": x, " folded": x * factor.view(1, -1)}.items():
                 values, scale = kernels.quantize_rows(x, factor if name else None)
                 expected, expected_scale = matmul.quantize(folded)
                 pairs[f"{shape} {dtype}{name}"] = (values.view(torch.uint8), expected.view(torch.uint8))
                 pairs[f"{shape} {dtype}{name} scale"] = (scale, expected_scale)
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("triton transpose_bytes: torch's")
-def triton_transpose(context: Context) -> dict[str, Any]:
+def check_triton_transpose(context: Context) -> dict[str, Any]:
     """Compare the kernel that transposes bytes with torch."""
-    need_triton(context)
+    require_triton(context)
     from lora_fp8.precision import kernels
 
     pairs = {}
     for shape in ((3000, 1111), (128, 128), (1, 5), (9216, 3072)):
         original = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         pairs[str(shape)] = (kernels.transpose_bytes(original.to(context.device)), original.t().contiguous())
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("triton epilogue: within one rounding of float64")
-def triton_epilogue(context: Context) -> dict[str, Any]:
+def check_triton_epilogue(context: Context) -> dict[str, Any]:
     """Compare the epilogue's kernel with float64."""
-    need_triton(context)
+    require_triton(context)
     from lora_fp8.precision import kernels
 
     worst = 0.0
     for dtype, step in STEP.items():
         for rank in (1, 16, 64, 100):
-            sums = random(300, 1000).to(torch.float32 if dtype == torch.float16 else dtype).to(context.device)
-            a_scale, w_scale = random(300, 1, seed=1).to(context.device), random(1000, 1, seed=2).to(context.device)
-            bias = random(1000, seed=3).to(context.device)
-            h = random(300, rank, seed=4).to(dtype).to(context.device)
-            b = random(1000, rank, seed=5).to(dtype).to(context.device)
+            sums = make_random(300, 1000).to(torch.float32 if dtype == torch.float16 else dtype).to(context.device)
+            a_scale, w_scale = (
+                make_random(300, 1, seed=1).to(context.device),
+                make_random(1000, 1, seed=2).to(context.device),
+            )
+            bias = make_random(1000, seed=3).to(context.device)
+            h = make_random(300, rank, seed=4).to(dtype).to(context.device)
+            b = make_random(1000, rank, seed=5).to(dtype).to(context.device)
             exact = sums.double() * a_scale.double() * w_scale.double().T + bias.double() + h.double() @ b.double().T
             y = kernels.apply_epilogue(sums, a_scale, w_scale, bias, h, b, 1.0, dtype)
             excess = ((y.double() - exact).abs() - 1e-4) / (step * exact.abs() + 1e-12)
             worst = max(worst, excess.max().item())
-    return within(worst, 1.0, "rounding steps beyond 1e-4")
+    return check_limit(worst, 1.0, "rounding steps beyond 1e-4")
 
 
 @question("triton layers: eager, against torch's kernels")
-def triton_eager(context: Context) -> dict[str, Any]:
+def check_triton_eager(context: Context) -> dict[str, Any]:
     """Compare a network on the kernels with one on torch's operations, without compilation."""
-    return triton_network(context, compiled=False)
+    return compare_triton_network(context, compiled=False)
 
 
 @question("triton layers: as custom operators under torch.compile")
-def triton_compiled(context: Context) -> dict[str, Any]:
+def check_triton_compiled(context: Context) -> dict[str, Any]:
     """Compare a network on the kernels with one on torch's operations, compiled."""
-    return triton_network(context, compiled=True)
+    return compare_triton_network(context, compiled=True)
 
 
-def triton_network(context: Context, compiled: bool) -> dict[str, Any]:
+def compare_triton_network(context: Context, compiled: bool) -> dict[str, Any]:
     """Compare two adapted layers with and without the kernels: outputs and all gradients."""
-    need_triton(context)
+    require_triton(context)
     results = []
     for kernels in ("torch", "triton"):
         torch.manual_seed(0)
@@ -374,51 +380,51 @@ def triton_network(context: Context, compiled: bool) -> dict[str, Any]:
         precision.quantize_(model, section, (), BF16)
         adapters.inject(model, settings.Adapter(rank=16, alpha=16), ["0", "2"], seed=0)
         fill_adapters(model)
-        x = random(3, 100, 256, dtype=BF16).to(context.device).requires_grad_()
+        x = make_random(3, 100, 256, dtype=BF16).to(context.device).requires_grad_()
         y = (torch.compile(model, fullgraph=True) if compiled and kernels == "triton" else model)(x)
         y.float().square().sum().backward()
         results.append(
             [y.detach(), x.grad, *[parameter.grad for _, parameter in adapters.list_trained_parameters(model)]]
         )
-    worst = max(error(got, expected) for expected, got in zip(*results, strict=True))
-    return within(worst, 0.03, note="worst of the answer and all gradients")
+    worst = max(compute_error(got, expected) for expected, got in zip(*results, strict=True))
+    return check_limit(worst, 0.03, note="worst of the answer and all gradients")
 
 
 def fill_adapters(model: nn.Module) -> None:
     """Fill B with random values. It starts at zero, and half of the backward would multiply by zero."""
     for name, parameter in adapters.list_trained_parameters(model):
         if "lora_B" in name:
-            parameter.data.copy_(random(*parameter.shape, seed=len(name)) * 0.1)
+            parameter.data.copy_(make_random(*parameter.shape, seed=len(name)) * 0.1)
 
 
 # -- optimizer ---------------------------------------------------------------------------------------------------------
 
 
-def parameters(device: torch.device) -> list[tuple[str, nn.Parameter]]:
+def make_parameters(device: torch.device) -> list[tuple[str, nn.Parameter]]:
     """Return three parameters in bf16, with the same values at every call."""
     shapes = {"down": (16, 1024), "up": (1024, 16), "small": (4, 8)}
-    return [(name, nn.Parameter((random(*shape) * 0.01).to(BF16).to(device))) for name, shape in shapes.items()]
+    return [(name, nn.Parameter((make_random(*shape) * 0.01).to(BF16).to(device))) for name, shape in shapes.items()]
 
 
-def gradients(step: int, device: torch.device) -> dict[str, Tensor]:
+def make_gradients(step: int, device: torch.device) -> dict[str, Tensor]:
     """Return a step's gradients of `parameters`, with the same values at every call."""
     return {
-        name: random(*one.shape, seed=step * 7 + number).to(device)
-        for number, (name, one) in enumerate(parameters(torch.device("cpu")))
+        name: make_random(*one.shape, seed=step * 7 + number).to(device)
+        for number, (name, one) in enumerate(make_parameters(torch.device("cpu")))
     }
 
 
-def optimizer(named: list[tuple[str, nn.Parameter]], rounding: str = "master") -> optim.AdapterOptimizer:
+def make_optimizer(named: list[tuple[str, nn.Parameter]], rounding: str = "master") -> optim.AdapterOptimizer:
     """Return the 8-bit optimizer of these parameters."""
     section = settings.Optimizer(name="adamw8bit", rounding=rounding, lr=1e-3)
     return optim.build(named, section, base_storage="fp8", seed=0)
 
 
 @question("bitsandbytes AdamW8bit: 20 updates, against torch's AdamW in float32")
-def adamw8bit(context: Context) -> dict[str, Any]:
+def check_adamw8bit(context: Context) -> dict[str, Any]:
     """Compare twenty steps of the 8-bit optimizer with AdamW in float64."""
-    named = parameters(context.device)
-    found = optimizer(named)
+    named = make_parameters(context.device)
+    found = make_optimizer(named)
     exact = {name: nn.Parameter(one.detach().double().cpu()) for name, one in named}
     start = {name: one.detach().clone() for name, one in exact.items()}
     section = settings.Optimizer(name="adamw8bit")
@@ -427,75 +433,77 @@ def adamw8bit(context: Context) -> dict[str, Any]:
         weight_decay=section.weight_decay,
     )  # fmt: skip
     for step in range(1, 21):
-        found.step(found.layout.join(gradients(step, context.device)), 1e-3, step)
+        found.step(found.layout.join(make_gradients(step, context.device)), 1e-3, step)
         for name, one in exact.items():
-            one.grad = gradients(step, torch.device("cpu"))[name].double()
+            one.grad = make_gradients(step, torch.device("cpu"))[name].double()
         reference.step()
     tensors, _ = found.copy_state()
-    moved = [error(tensors[f"{name}/master"].double() - start[name], exact[name] - start[name]) for name in exact]
-    return within(max(moved), 0.08, note="error of the movement, worst of three tensors")
+    moved = [
+        compute_error(tensors[f"{name}/master"].double() - start[name], exact[name] - start[name]) for name in exact
+    ]
+    return check_limit(max(moved), 0.08, note="error of the movement, worst of three tensors")
 
 
 @question("bitsandbytes AdamW8bit: saved, loaded, and the next update the same to the bit")
-def adamw8bit_reload(context: Context) -> dict[str, Any]:
+def check_adamw8bit_reload(context: Context) -> dict[str, Any]:
     """Compare the step after reloading the optimizer with the step without."""
     pairs = {}
     for rounding in ("master", "stochastic"):
-        named = parameters(context.device)
-        first = optimizer(named, rounding)
+        named = make_parameters(context.device)
+        first = make_optimizer(named, rounding)
         for step in range(1, 6):
-            first.step(first.layout.join(gradients(step, context.device)), 1e-3, step)
+            first.step(first.layout.join(make_gradients(step, context.device)), 1e-3, step)
         tensors, facts = first.copy_state()
         again = [(name, nn.Parameter(one.detach().clone())) for name, one in named]
-        second = optimizer(again, rounding)
+        second = make_optimizer(again, rounding)
         second.load_state(tensors, facts)
         for one in (first, second):
-            one.step(one.layout.join(gradients(6, context.device)), 1e-3, 6)
+            one.step(one.layout.join(make_gradients(6, context.device)), 1e-3, 6)
         pairs |= {f"{rounding} {name}": (one, other) for (name, one), (_, other) in zip(named, again, strict=True)}
         states = first.copy_state()[0], second.copy_state()[0]
         pairs |= {f"{rounding} {key}": (states[0][key], states[1][key]) for key in {**states[0], **states[1]}}
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
 @question("stochastic rounding: the mean is kept")
-def stochastic(context: Context) -> dict[str, Any]:
+def check_stochastic(context: Context) -> dict[str, Any]:
     """Measure how often stochastic rounding rounds up, against the exact share."""
     # A quarter of the way from 1 to the next bf16 value, 1 + 2^-7: a quarter of 2^20 draws go up, within 5 sigma.
     values = torch.full((2**20,), 1.0 + 2.0**-9, device=context.device)
     rounded = optim.round_stochastically(values, torch.Generator(context.device).manual_seed(0))
     share = (rounded.float() > 1.0).double().mean().item()
-    return within(abs(share - 0.25), 5 * math.sqrt(0.25 * 0.75 / 2**20), "off the expected share")
+    return check_limit(abs(share - 0.25), 5 * math.sqrt(0.25 * 0.75 / 2**20), "off the expected share")
 
 
 @question("stochastic rounding: the same seed gives the same bits")
-def stochastic_seeded(context: Context) -> dict[str, Any]:
+def check_stochastic_seeded(context: Context) -> dict[str, Any]:
     """Check that one seed rounds to the same bits."""
-    values = random(2**16).to(context.device)
+    values = make_random(2**16).to(context.device)
     one, other = (optim.round_stochastically(values, torch.Generator(context.device).manual_seed(5)) for _ in range(2))
-    return equal({"bits": (one, other)})
+    return compare_pairs({"bits": (one, other)})
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @question("offload: answers and gradients of 20 steps the same to the bit")
-def offload(context: Context) -> dict[str, Any]:
+def check_offload(context: Context) -> dict[str, Any]:
     """Compare steps with offloaded weights with steps without."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     pairs = {}
     for compute in ("upcast", "fp8"):
         if compute == "fp8":
-            need_fp8(context)
-        results = [offloaded_steps(share, compute, context.device) for share in (0.0, 0.5, 1.0)]
+            require_fp8(context)
+        results = [run_offloaded_steps(share, compute, context.device) for share in (0.0, 0.5, 1.0)]
         for share, found in zip((0.5, 1.0), results[1:], strict=True):
             for number, pair in enumerate(zip(found, results[0], strict=True)):
                 pairs[f"{compute} {share} {number}"] = pair
     courier = stream._couriers[torch.device("cuda", torch.cuda.current_device())]
-    facts = equal(pairs)
+    facts = compare_pairs(pairs)
     return facts | {"note": f"{facts['note']}; copies early {courier.early}, late {courier.late}"}
 
 
-def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Tensor]:
+def run_offloaded_steps(share: float, compute: str, device: torch.device) -> list[Tensor]:
     """Return all adapter gradients of 20 checkpointed steps, with a share of the frozen bytes offloaded to RAM."""
     torch.manual_seed(0)
     widths = (512, 1024, 2048, 512, 1024, 512)
@@ -509,7 +517,7 @@ def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Te
     model.to(device)
     found = []
     for seed in range(20):
-        x = random(64, widths[0], dtype=BF16, seed=seed).to(device).requires_grad_()
+        x = make_random(64, widths[0], dtype=BF16, seed=seed).to(device).requires_grad_()
         model.zero_grad()
         half = len(model) // 2
         y = checkpoint(model[half:], checkpoint(model[:half], x, use_reentrant=False), use_reentrant=False)
@@ -519,19 +527,19 @@ def offloaded_steps(share: float, compute: str, device: torch.device) -> list[Te
 
 
 @question("offload: compiled blocks give the same gradients over 6 steps")
-def compiled_offload(context: Context) -> dict[str, Any]:
+def check_compiled_offload(context: Context) -> dict[str, Any]:
     """Compare compiled steps with offloaded weights with those without; attention's backward may round otherwise."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     pairs = {}
     for checkpointing in (True, False):
-        results = [compiled_steps(share, checkpointing, context.device) for share in (0.0, 0.5, 1.0)]
+        results = [run_compiled_steps(share, checkpointing, context.device) for share in (0.0, 0.5, 1.0)]
         for share, found in zip((0.5, 1.0), results[1:], strict=True):
             for number, pair in enumerate(zip(found, results[0], strict=True)):
                 pairs[f"recomputed {checkpointing} {share} {number}"] = pair
-    return equal(pairs)
+    return compare_pairs(pairs)
 
 
-def compiled_steps(share: float, checkpointing: bool, device: torch.device) -> list[Tensor]:
+def run_compiled_steps(share: float, checkpointing: bool, device: torch.device) -> list[Tensor]:
     """Return all adapter gradients of 6 steps of compiled blocks, with a share of the frozen bytes offloaded to RAM."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -545,7 +553,7 @@ def compiled_steps(share: float, checkpointing: bool, device: torch.device) -> l
     memory.apply_(model, settings.Memory(gradient_checkpointing=checkpointing, compile="blocks"))
     found = []
     for seed in range(6):
-        x = random(64, 1024, dtype=BF16, seed=seed).to(device).requires_grad_()
+        x = make_random(64, 1024, dtype=BF16, seed=seed).to(device).requires_grad_()
         model.zero_grad()
         model(x).float().square().mean().backward()
         found += [parameter.grad.clone() for _, parameter in adapters.list_trained_parameters(model)]
@@ -586,9 +594,9 @@ class Stack(nn.Module):
 
 
 @question("compile: no decoded weight is kept between forward and backward")
-def compile_keeps_nothing(context: Context) -> dict[str, Any]:
+def check_compiled_memory(context: Context) -> dict[str, Any]:
     """Check that a compiled model keeps no dequantized weight for its backward pass."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     width, depth = 2048, 8
     kept = {}
     for compiled in (False, True):
@@ -599,7 +607,7 @@ def compile_keeps_nothing(context: Context) -> dict[str, Any]:
         if compiled:
             for block in model:
                 block.compile(fullgraph=True)
-        x = random(64, width, dtype=BF16).to(context.device).requires_grad_()
+        x = make_random(64, width, dtype=BF16).to(context.device).requires_grad_()
         for _ in range(2):  # the first compiles
             wait(context.device)
             before = torch.cuda.memory_allocated(context.device)
@@ -611,15 +619,15 @@ def compile_keeps_nothing(context: Context) -> dict[str, Any]:
             y.float().mean().backward()
             del y
     # One decoded weight is 8 MiB; activations of a layer are 0.25 MiB.
-    return within(
+    return check_limit(
         (kept[True] - kept[False]) / 2**20, 1.0, "MiB more than eager", f"eager keeps {kept[False] / 2**20:.1f} MiB"
     )
 
 
 @question("out of memory: an exception, one sentence, and the GPU is usable afterwards")
-def out_of_memory(context: Context) -> dict[str, Any]:
+def check_out_of_memory(context: Context) -> dict[str, Any]:
     """Check the advice after running out of memory, and that the device works afterwards."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     total = torch.cuda.get_device_properties(context.device).total_memory
     processes = SimpleNamespace(world=1, device=context.device)
     job = settings.Job(model=settings.Model(family="flux", path="demo"))
@@ -653,14 +661,14 @@ def attend(
     dtype = torch.float64 if backend is None else BF16
     tensors = [
         # As diffusers passes them: heads beside tokens in memory, and only then exchanged.
-        random(1, length, heads, 128, dtype=BF16, seed=seed).to(device, dtype).transpose(1, 2).requires_grad_()
+        make_random(1, length, heads, 128, dtype=BF16, seed=seed).to(device, dtype).transpose(1, 2).requires_grad_()
         for seed, length in enumerate((lengths[0], lengths[1], lengths[1]))
     ]
     mask = torch.ones(1, 1, 1, lengths[1], dtype=torch.bool, device=device) if masked else None
     if masked:
         mask[..., -lengths[1] // 4 :] = False
         mask = mask.expand(1, heads, lengths[0], lengths[1])
-    grad = random(1, lengths[0], heads * 128, dtype=BF16, seed=9).to(device, dtype)
+    grad = make_random(1, lengths[0], heads * 128, dtype=BF16, seed=9).to(device, dtype)
     with sdpa_kernel(backend or SDPBackend.MATH):
         y = F.scaled_dot_product_attention(*tensors, attn_mask=mask)
         y.transpose(1, 2).flatten(2).backward(grad)
@@ -669,7 +677,7 @@ def attend(
 
 def ask_attention(context: Context, name: str) -> dict[str, Any]:
     """Compare one backend's answers and gradients with float64, at all lengths, with and without a mask."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     wrong, worst, refused = [], 0.0, 0
     for lengths in LENGTHS:
         for heads in (1, 10):
@@ -682,7 +690,7 @@ def ask_attention(context: Context, name: str) -> dict[str, Any]:
                         raise
                     refused += 1
                     continue
-                off = [error(one, other) for one, other in zip(found, exact, strict=True)]
+                off = [compute_error(one, other) for one, other in zip(found, exact, strict=True)]
                 if not max(off) < 0.03:
                     each = " ".join(f"{value:.2g}" for value in off)
                     wrong.append(f"{lengths[0]}x{lengths[1]}, {heads} heads{', mask' * masked}: {each}")
@@ -698,9 +706,9 @@ for _name in BACKENDS:
 
 
 @question("attention, flash: the same bits each time")
-def repeated_attention(context: Context) -> dict[str, Any]:
+def check_repeated_attention(context: Context) -> dict[str, Any]:
     """Compare the gradients of two equal backward passes, and of two with torch's deterministic kernels; time both."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     generator = torch.Generator(context.device).manual_seed(0)
     shape = (1, 24, 4608, 128)
     tensors = [
@@ -734,11 +742,11 @@ def repeated_attention(context: Context) -> dict[str, Any]:
 # -- compiled: last, because compiling takes long ----------------------------------------------------------------------
 
 
-def flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dict[str, Tensor]]:
+def run_flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dict[str, Tensor]]:
     """Return the adapters' gradients of a miniature FLUX without updates: six passes of two sizes, in turn."""
     torch._dynamo.reset()
     section = settings.Memory(compile="blocks" if compiled else "off")
-    model = bench_step.ours(storage="fp8")("flux", "tiny", device).train()
+    model = bench_step.make_build(storage="fp8")("flux", "tiny", device).train()
     memory.apply_(model, section)
     gradients = Gradients(adapters.list_trained_parameters(model))
     recorder = Recorder()
@@ -753,7 +761,7 @@ def flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dic
     found = []
     for number in range(6):
         gradients.zero_()
-        inputs = bench_step.inputs("flux", (64, 96)[number % 2], "tiny", device)
+        inputs = bench_step.make_inputs("flux", (64, 96)[number % 2], "tiny", device)
         inputs["hidden_states"] *= 1 + 0.25 * number
         loss = recorder.run(run, inputs) if recorded else run(inputs)
         found.append({"loss": loss, "gradient": gradients.values.clone()})
@@ -764,39 +772,39 @@ def flux_steps(device: torch.device, compiled: bool, recorded: bool) -> list[dic
 
 def compare_steps(context: Context, *, compiled: bool, recorded: bool, cudnn: bool = False) -> dict[str, Any]:
     """Compare a compiled or recorded FLUX with the same model run plainly: the losses, and all gradients as one."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:
-        exact = flux_steps(context.device, False, False)
-        found = flux_steps(context.device, compiled, recorded)
+        exact = run_flux_steps(context.device, False, False)
+        found = run_flux_steps(context.device, compiled, recorded)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-    off = {key: max(error(a[key], b[key]) for a, b in zip(found, exact, strict=True)) for key in exact[0]}
+    off = {key: max(compute_error(a[key], b[key]) for a, b in zip(found, exact, strict=True)) for key in exact[0]}
     same = all(torch.equal(a["gradient"], b["gradient"]) for a, b in zip(found, exact, strict=True))
     note = f"loss {off['loss']:.3g}, gradient {off['gradient']:.3g}" + ", the same bits" * same
-    return within(max(off.values()), 0.05, note=note)
+    return check_limit(max(off.values()), 0.05, note=note)
 
 
 @question("recorded: passes of two sizes replayed as CUDA graphs, against unrecorded")
-def recorded(context: Context) -> dict[str, Any]:
+def check_recorded(context: Context) -> dict[str, Any]:
     """Compare a model replayed from CUDA graphs with the same model unrecorded."""
     return compare_steps(context, compiled=False, recorded=True)
 
 
 @question("compile: a FLUX block as eager, attention without cuDNN")
-def compiled(context: Context) -> dict[str, Any]:
+def check_compiled(context: Context) -> dict[str, Any]:
     """Compare a compiled model with the same model uncompiled, as training runs it."""
     return compare_steps(context, compiled=True, recorded=False)
 
 
 @question("compile and record: a FLUX block as eager, attention without cuDNN")
-def compiled_and_recorded(context: Context) -> dict[str, Any]:
+def check_compiled_and_recorded(context: Context) -> dict[str, Any]:
     """Compare a compiled model replayed from CUDA graphs with the same model run plainly."""
     return compare_steps(context, compiled=True, recorded=True)
 
 
 @question("compile: a FLUX block as eager, attention with cuDNN")
-def compiled_cudnn(context: Context) -> dict[str, Any]:
+def check_compiled_cudnn(context: Context) -> dict[str, Any]:
     """Compare a compiled model with the same model uncompiled, with torch's own choice for attention."""
     return compare_steps(context, compiled=True, recorded=False, cudnn=True)

@@ -17,7 +17,7 @@ WANTED = ("kohya unscaled cast", "torchao float8 training", "diffusers layerwise
 def run(record: Record, context: Context) -> None:
     """Measure each peer compiled, then eager."""
     pixels, size = (64, "tiny") if context.toy else (1024, "full")
-    candidates = [one for one in bench_step.candidates() if one.name in WANTED and not one.checkpointing]
+    candidates = [one for one in bench_step.list_candidates() if one.name in WANTED and not one.checkpointing]
     candidates = [one for one in candidates if not (context.toy and one.compile)]
     for one in sorted(candidates, key=lambda one: (not one.compile, WANTED.index(one.name))):
         name = f"flux {pixels}: {one.title}"
@@ -39,8 +39,8 @@ def measure(candidate: bench_step.Candidate, pixels: int, size: str, context: Co
         wait(context.device)
         warmup = time.perf_counter() - started
         memory.reset_peak(context.device)
-        taken = sorted(trainer.timed()[0] for _ in range(2 if context.toy else 5))
+        taken = sorted(trainer.time_step()[0] for _ in range(2 if context.toy else 5))
     except ImportError as error:  # a peer that is not installed is no fault of this machine or project
-        return {"ok": None, "note": bench_step.in_few_words(error)}
+        return {"ok": None, "note": bench_step.shorten_error(error)}
     facts = {"value": taken[len(taken) // 2], "unit": "s/step", "fastest": taken[0], "slowest": taken[-1]}
     return facts | {"warmup_seconds": warmup, "peak_gib": memory.read_peak_gib(context.device)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .demo import ROOT, UPCAST, export_hash, write_config
+from .demo import ROOT, UPCAST, compute_export_hash, write_config
 from .record import Context, NotHere, Record
 
 
@@ -30,5 +30,5 @@ def launch(context: Context) -> dict[str, Any]:
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=max(5.0, context.seconds_left + 10)
         ).returncode
     last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    ok = code == 0 and export_hash(folder) != ""
+    ok = code == 0 and compute_export_hash(folder) != ""
     return {"ok": ok, "note": "" if ok else f"exit code {code}: {''.join(last)[:300]}"}

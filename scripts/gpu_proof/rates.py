@@ -13,7 +13,7 @@ from lora_fp8 import precision, settings
 from lora_fp8.precision import formats, matmul
 
 from .numerics import BACKENDS
-from .record import Context, Record, need_cuda, wait
+from .record import Context, Record, require_cuda, wait
 
 SHAPES = {
     # model, layer: tokens M, output features N, input features K, at 1024 px
@@ -40,8 +40,8 @@ E4M3 = torch.float8_e4m3fn
 def run(record: Record, context: Context) -> None:
     """Time every operation at every shape, the most important shapes first."""
     for name, shape in (TOY if context.toy else SHAPES).items():
-        for operation, (function, work, unit) in operations(*shape, context.device).items():
-            if not context.asks(f"{name}: {operation}"):
+        for operation, (function, work, unit) in list_operations(*shape, context.device).items():
+            if not context.is_asked(f"{name}: {operation}"):
                 continue
             if context.seconds_left <= 0:
                 record.write(f"{name}: {operation}", None, note="not asked: no time left")
@@ -51,7 +51,7 @@ def run(record: Record, context: Context) -> None:
             )
     for name, size in (ATTENTION_TOY if context.toy else ATTENTION).items():
         for backend, kernel in BACKENDS.items():
-            if context.seconds_left > 0 and context.asks(f"attention, {name}: {backend}"):
+            if context.seconds_left > 0 and context.is_asked(f"attention, {name}: {backend}"):
                 record.ask(
                     f"attention, {name}: {backend}, forward and backward",
                     lambda s=size, k=kernel: time_attention(s, k, context),
@@ -60,20 +60,20 @@ def run(record: Record, context: Context) -> None:
 
 def time_attention(size: tuple[int, int, int], kernel: SDPBackend, context: Context) -> dict[str, Any]:
     """Return the rate of attention with one of torch's kernels: 3.5 times the forward's FLOPs."""
-    need_cuda(context.device)
+    require_cuda(context.device)
     heads, tokens, width = size
     shape = (1, tokens, heads, width)
     tensors = [torch.randn(shape, device=context.device, dtype=BF16).transpose(1, 2).requires_grad_() for _ in range(3)]
     grad = torch.randn(1, heads, tokens, width, device=context.device, dtype=BF16)
 
-    def both() -> None:
+    def run_both() -> None:
         with sdpa_kernel(kernel):
             torch.nn.functional.scaled_dot_product_attention(*tensors).backward(grad)
 
-    return time_it(both, 3.5 * 4 * tokens**2 * heads * width, "TFLOP/s", size, context)
+    return time_it(run_both, 3.5 * 4 * tokens**2 * heads * width, "TFLOP/s", size, context)
 
 
-def operations(
+def list_operations(
     num_tokens: int, num_out: int, num_in: int, device: torch.device
 ) -> dict[str, tuple[Callable[[], Any], float, str]]:
     """Return each operation as (function, work, unit): FLOPs with "TFLOP/s", bytes moved at least with "GB/s"."""
@@ -91,7 +91,7 @@ def operations(
         "decode W": (lambda: formats.decode(parts, "fp8", BF16), 3.0 * size_w, "GB/s"),
         "quantize x, torch": (lambda: matmul.quantize(x), 3.0 * size_x, "GB/s"),
         "transpose W, torch": (lambda: matmul.transpose(parts[0]), 2.0 * size_w, "GB/s"),
-        "epilogue, torch": (lambda: torch_epilogue(grad, x, parts[1]), 4.0 * size_y, "GB/s"),
+        "epilogue, torch": (lambda: apply_torch_epilogue(grad, x, parts[1]), 4.0 * size_y, "GB/s"),
         "encode W": (lambda: formats.encode(w), 3.0 * size_w, "GB/s"),
     }
     if not precision.find_problem(settings.Quantize(compute="fp8", kernels="triton"), device) and device.type == "cuda":
@@ -115,7 +115,7 @@ def operations(
     return found
 
 
-def torch_epilogue(sum_MN: Tensor, x_MK: Tensor, scale: Tensor) -> Tensor:
+def apply_torch_epilogue(sum_MN: Tensor, x_MK: Tensor, scale: Tensor) -> Tensor:
     """Apply both scales as `matmul` does without kernels."""
     y_MN = sum_MN.to(torch.float32) * x_MK[:, :1].to(torch.float32)
     return (y_MN * scale.view(1, -1)).to(BF16)

@@ -41,7 +41,7 @@ class Context:
         """Return the seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
-    def asks(self, name: str) -> bool:
+    def is_asked(self, name: str) -> bool:
         """Return True if a question with this name is to be asked."""
         return not self.questions or any(re.search(word, name) for word in self.questions)
 
@@ -102,12 +102,12 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1] if line.endswith("}")]
 
 
-def newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_newest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the last row of each question: a results file may hold several runs, one after the other."""
     return list({(row["stage"], row["name"]): row for row in rows}.values())
 
 
-def need_cuda(device: torch.device) -> None:
+def require_cuda(device: torch.device) -> None:
     """Raise NotHere on a device other than a CUDA GPU."""
     if device.type != "cuda":
         raise NotHere("needs a CUDA GPU")

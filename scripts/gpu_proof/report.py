@@ -11,7 +11,7 @@ GOALS = {"fp8 matmul": 1.25, "fp8 matmul + triton": 1.25, "fp8 upcast": 0.9}
 """Target speed of a mode at FLUX 1024 on Hopper, as a multiple of our compiled bf16."""
 
 
-def tables(rows: Rows) -> str:
+def render_tables(rows: Rows) -> str:
     """Return the report as Markdown."""
     facts = next((row["facts"] for row in rows if "facts" in row), {})
     wrong = [row for row in rows if row["ok"] is False]
@@ -26,30 +26,37 @@ def tables(rows: Rows) -> str:
         lines += ["Toy sizes: these figures only show that the script works.", ""]
     lines += [f"{len(rows)} rows, {len(wrong)} wrong." + " They are listed first." * bool(wrong), ""]
     lines += [f"* {row['stage']}: {row['name']}: {clean(row.get('note', ''))}" for row in wrong]
-    lines += ["", "![Seconds per step](step.svg)", "", *step_table(rows), *profiles(rows), *rate_table(rows)]
+    lines += [
+        "",
+        "![Seconds per step](step.svg)",
+        "",
+        *render_step_table(rows),
+        *render_profiles(rows),
+        *render_rate_table(rows),
+    ]
     for stage in ("numerics", "demo", "processes"):
         lines += ["", f"## {stage}", "", "| question | answer | value | limit | note |", "|---|---|---|---|---|"]
-        for row in of_stage(rows, stage):
-            value = f"{number(row.get('value'))} {row.get('unit', '')}".strip()
-            cells = [row["name"], SIGNS[row["ok"]], value, number(row.get("limit")), clean(row.get("note", ""))]
+        for row in select_stage(rows, stage):
+            value = f"{format_number(row.get('value'))} {row.get('unit', '')}".strip()
+            cells = [row["name"], SIGNS[row["ok"]], value, format_number(row.get("limit")), clean(row.get("note", ""))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def of_stage(rows: Rows, stage: str) -> Rows:
+def select_stage(rows: Rows, stage: str) -> Rows:
     """Return the rows of one stage."""
     return [row for row in rows if row["stage"] == stage]
 
 
-def step_rows(rows: Rows) -> Rows:
+def select_steps(rows: Rows) -> Rows:
     """Return the measured steps with `ratio` and `predicted_gib`.
 
     The ratio is how many times as fast a step is as one in bf16 with the same suffix: compiled, recorded, attention
     kept. The peers' are relative to our compiled one.
     """
-    predicted = {row["name"]: row["value"] for row in of_stage(rows, "predict") if row.get("value")}
+    predicted = {row["name"]: row["value"] for row in select_stage(rows, "predict") if row.get("value")}
     found = []
-    for row in [*of_stage(rows, "models"), *of_stage(rows, "peers")]:
+    for row in [*select_stage(rows, "models"), *select_stage(rows, "peers")]:
         if row.get("unit") != "s/step":
             continue
         model, _, mode = row["name"].partition(": ")
@@ -67,7 +74,7 @@ def split_mode(mode: str) -> tuple[str, str]:
     return mode[:start], mode[start:]
 
 
-def step_table(rows: Rows) -> list[str]:
+def render_step_table(rows: Rows) -> list[str]:
     """Return the table of seconds per step as Markdown lines."""
     lines = ["## Seconds per step", "", "Batch 1, LoRA rank 16, 8-bit AdamW (peers: torch's AdamW), random weights."]
     lines += ["Predicted: base, adapters, optimizer and step, calculated on the meta device without compilation.", ""]
@@ -76,7 +83,7 @@ def step_table(rows: Rows) -> list[str]:
         "| note |"
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
-    for row in step_rows(rows):
+    for row in select_steps(rows):
         mode = row["name"].split(": ")[1]
         is_goal = row["name"].startswith("flux 1024") and "compiled" in mode
         goal = GOALS.get(split_mode(mode)[0]) if is_goal else None
@@ -84,21 +91,27 @@ def step_table(rows: Rows) -> list[str]:
         peak = row["peak_gib"]
         off = f"{peak / guess - 1:+.1%}" if guess and peak else ""
         cells = [row["name"], f"{row['value']:.4f}", f"{row['fastest']:.4f} - {row['slowest']:.4f}"]
-        cells += [number(row["ratio"]), number(goal), f"{peak:.2f}" if peak else "", number(guess), off]
+        cells += [
+            format_number(row["ratio"]),
+            format_number(goal),
+            f"{peak:.2f}" if peak else "",
+            format_number(guess),
+            off,
+        ]
         cells += [clean(row.get("note", ""))]
         lines.append("| " + " | ".join(cells) + " |")
     others = [row for row in rows if row["stage"] in ("models", "peers") and row.get("unit") != "s/step"]
     lines += [
         "",
         *[
-            f"* {row['name']}: {number(row.get('value'))} {row.get('unit', '')} {clean(row.get('note', ''))}"
+            f"* {row['name']}: {format_number(row.get('value'))} {row.get('unit', '')} {clean(row.get('note', ''))}"
             for row in others
         ],
     ]
     return lines
 
 
-def profiles(rows: Rows) -> list[str]:
+def render_profiles(rows: Rows) -> list[str]:
     """Return where each profiled step's GPU time goes, as Markdown lines."""
     lines = []
     for row in rows:
@@ -117,7 +130,7 @@ def profiles(rows: Rows) -> list[str]:
     return ["", "## Where a step's time goes", *lines] if lines else []
 
 
-def rate_table(rows: Rows) -> list[str]:
+def render_rate_table(rows: Rows) -> list[str]:
     """Return the table of rates as Markdown lines."""
     lines = [
         "",
@@ -126,18 +139,24 @@ def rate_table(rows: Rows) -> list[str]:
         "| shape (M, N, K) | operation | rate | microseconds | note |",
         "|---|---|---|---|---|",
     ]
-    for row in of_stage(rows, "rates"):
+    for row in select_stage(rows, "rates"):
         shape, _, operation = row["name"].partition(": ")
-        rate = f"{number(row.get('value'))} {row.get('unit', '')}".strip()
+        rate = f"{format_number(row.get('value'))} {row.get('unit', '')}".strip()
         size = " ".join(map(str, row.get("shape", ())))
-        cells = [f"{shape} ({size})", operation, rate, number(row.get("microseconds")), clean(row.get("note", ""))]
+        cells = [
+            f"{shape} ({size})",
+            operation,
+            rate,
+            format_number(row.get("microseconds")),
+            clean(row.get("note", "")),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
 def plot(rows: Rows) -> str:
     """Return a bar chart of the steps as SVG."""
-    steps = step_rows(rows)
+    steps = select_steps(rows)
     largest: dict[str, float] = {}
     for row in steps:
         model = row["name"].split(":")[0]
@@ -157,7 +176,7 @@ def plot(rows: Rows) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def number(value: Any) -> str:
+def format_number(value: Any) -> str:
     """Format a number with four digits; "" for None."""
     if value is None:
         return ""

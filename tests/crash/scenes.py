@@ -170,7 +170,7 @@ class Queue(Scene):
             return lambda place: change(Queue(place / "home"))
 
         return [
-            ("open", on(lambda queue: queue.view())),
+            ("open", on(lambda queue: queue.list_jobs())),
             ("submit", on(lambda queue: queue.submit_command("resize", ["a.safetensors"]))),
             ("submit another", on(lambda queue: queue.submit_command("merge", ["b.safetensors"]))),
             ("move", on(lambda queue: queue.move(2, 1))),
@@ -184,7 +184,7 @@ class Queue(Scene):
     def view(self, place: Path) -> Any:
         from lora_fp8.jobs import Queue
 
-        jobs = Queue(place / "home").view()
+        jobs = Queue(place / "home").list_jobs()
         rows = Queue(place / "home").store.read_rows()
         assert len(jobs) == len(rows)
         return [(row.id, row.name, row.command, row.phase, row.wanted, row.priority) for row in rows]

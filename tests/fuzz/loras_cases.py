@@ -74,8 +74,8 @@ class Cases:
         torch.set_num_threads(1)
         section = settings.Model(family="sd15", path="demo")
         self.family: Any = families.get("sd15")(section, device="cpu", dtype=torch.float32)
-        self.sizes = self.family.denoiser_config()
-        shapes = type(self.family).layer_shapes(self.sizes)
+        self.sizes = self.family.read_denoiser_config()
+        shapes = type(self.family).list_layer_shapes(self.sizes)
         attention = [name for name in shapes if name.endswith(("attn1.to_q", "attn2.to_v"))][:2]
         convolution = [name for name in shapes if name.endswith("conv1")][:1]
         self.layers = {name: shapes[name] for name in (*attention, *convolution)}

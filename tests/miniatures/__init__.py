@@ -43,7 +43,7 @@ def save(name: str, folder: Path, seed: int = 0) -> None:
         if hasattr(miniature, "save"):
             miniature.save(parts, folder)
         else:
-            family.pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
+            family.get_pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
 
 
 def get_config(name: str) -> dict[str, Any]:

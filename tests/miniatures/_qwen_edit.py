@@ -42,7 +42,7 @@ def make_parts() -> dict[str, Any]:
 
 def save(name: str, parts: dict[str, Any], folder: Path) -> None:
     """Save the parts as a pipeline folder with a processor, as the released models have one."""
-    families.get(name).pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
+    families.get(name).get_pipeline_type()(**parts).save_pretrained(folder, safe_serialization=True)
     for part in (Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=28 * 28 * 16384), parts["tokenizer"]):
         part.save_pretrained(folder / "processor")
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))

@@ -81,13 +81,13 @@ def stop(site: Site) -> None:
         queue = jobs.Queue(site.home)
 
         def ended() -> bool:
-            left = [job for job in queue.view(shell=False) if job.state not in jobs.ENDED]
+            left = [job for job in queue.list_jobs(shell=False) if job.state not in jobs.ENDED]
             for job in left:
                 if not job.asked:
                     queue.cancel(job.id)
             return not left
 
-        wait_until(ended, lambda: f"does not end: {queue.view(shell=False)}")
+        wait_until(ended, lambda: f"does not end: {queue.list_jobs(shell=False)}")
         end_worker(site.home)
 
 

@@ -118,8 +118,8 @@ def test_a_newcomers_way_to_a_training(site: Site, visit: Callable[..., Page]) -
     other.click("#new-start")
     other.wait_for_url(re.compile(rf"/{language}/run\?run=\d+"))
     queue = jobs.Queue(site.home)
-    job = queue.job(int(other.url.rpartition("=")[2]))
-    kept = config.loads(queue.config(job.id))
+    job = queue.get_job(int(other.url.rpartition("=")[2]))
+    kept = config.loads(queue.read_config(job.id))
     queue.cancel(job.id)
     assert kept.name == name and kept.train.steps == 21000 and kept.adapter.rank == 3 and kept.optimizer.lr == 0.0025
     folder = Path(kept.dataset.folders[0].path)

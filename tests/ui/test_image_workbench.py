@@ -108,8 +108,8 @@ def test_a_folder_is_sent_captioned_by_keyboard_and_by_a_model(
     expect(page.locator("#auto-begin")).to_have_text(say("auto.begin", count=IMAGES - 4))
     page.click("#auto-begin")
     expect(page.locator(".wb-counts")).to_have_text(say("counts.all", count=IMAGES))
-    (job,) = [job for job in jobs.Queue(site.home).view() if job.command[:2] == ("caption", str(folder))]
-    wait_for(page, lambda: jobs.Queue(site.home).job(job.id).state == "done")
+    (job,) = [job for job in jobs.Queue(site.home).list_jobs() if job.command[:2] == ("caption", str(folder))]
+    wait_for(page, lambda: jobs.Queue(site.home).get_job(job.id).state == "done")
     expect(boxes.nth(1)).not_to_have_value("")
     assert read_captions(folder).items() > before.items() and len(read_captions(folder)) == IMAGES
     picture_of(page, "images_captioned")

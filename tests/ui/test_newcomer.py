@@ -137,7 +137,7 @@ def test_a_few_clicks_lead_from_photos_to_a_running_job(
     assert person.clicks <= MOST_CLICKS and person.typed <= most_typed, (person.clicks, person.typed)
     queue, number = jobs.Queue(site.home), int(page.url.rpartition("=")[2])
     queue.cancel(number)
-    while queue.job(number).state not in jobs.ENDED:  # the next test's training waits for its place
+    while queue.get_job(number).state not in jobs.ENDED:  # the next test's training waits for its place
         page.wait_for_timeout(100)
 
 
@@ -184,7 +184,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
 
     # It trains: loss and previews arrive by themselves. It is held, as it must not end before it is stopped.
     state = page.locator("#head .state")
-    folder: Path = wait_until(lambda: jobs.Queue(site.home).job(number).folder)
+    folder: Path = wait_until(lambda: jobs.Queue(site.home).get_job(number).folder)
     run = Run(folder)
     wait_until(lambda: any(event.get("stage") == "train" for event in run.read_events()))
     with held(procs.find_holder(run.lock_file)) as trainer:
@@ -208,7 +208,7 @@ def test_from_an_empty_page_to_a_lora_that_is_proved(
         page.locator("#head [data-do=stop]").click()
         wait_until((run.control / "stop").exists)
     expect(state).to_have_text(say("state.stopped"), timeout=LONG)
-    saved = jobs.Queue(site.home).job(number).saved_step
+    saved = jobs.Queue(site.home).get_job(number).saved_step
     assert saved is not None and 0 < saved < STEPS
     expect(page.locator("#head .said")).to_have_text(say("job.stopped", step=saved))
     picture_of(page, "newcomer_2_stopped")

@@ -104,15 +104,15 @@ def test_two_clicks_do_it_once(site: Site, visit: Callable[..., Page]) -> None:
     )  # of a group that is not there: it waits
     queue.cancel(id)
     page = visit()
-    known = {job.id for job in queue.view(shell=False)}
+    known = {job.id for job in queue.list_jobs(shell=False)}
     rerun = page.locator(f'[data-job="{id}"] [data-do=rerun]')
     rerun.click()
     expect(page.locator("#said")).to_contain_text("twice")
     rerun.dispatch_event("click", SECOND)
     page.get_by_label(translations.say("en", "runs.kind.ended")).check()
-    [made] = [job.id for job in queue.view(shell=False) if job.id not in known]
+    [made] = [job.id for job in queue.list_jobs(shell=False) if job.id not in known]
     expect(page.locator(f'[data-job="{made}"]')).to_have_count(0)  # by an answer that came after
-    assert [job.id for job in queue.view(shell=False) if job.id not in known] == [made]
+    assert [job.id for job in queue.list_jobs(shell=False) if job.id not in known] == [made]
     queue.cancel(made)
 
     Draft(site.home).write('name = "kept"\n')
@@ -187,7 +187,7 @@ def test_each_button_counts_while_another_waits_for_its_answer(site: Site, visit
     expect(other.locator(".state")).to_have_text(translations.say("en", "state.cancelled"))
     expect(one.locator(".figures")).to_contain_text(translations.say("en", "runs.priority"))
     queue.cancel(ids[0])
-    assert queue.job(ids[0]).priority == 1
+    assert queue.get_job(ids[0]).priority == 1
 
 
 def test_a_preview_that_was_chosen_stays_when_a_newer_one_comes(site: Site, visit: Callable[..., Page]) -> None:

@@ -191,7 +191,7 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     expect(first.locator(".said")).to_contain_text(re.compile("77|no background worker"))
     second.locator("[data-do=up]").click()
     expect(page.locator("#said")).to_contain_text("moved up")
-    order = [job.id for job in queue.view(shell=False) if job.id in ids]
+    order = [job.id for job in queue.list_jobs(shell=False) if job.id in ids]
     assert order == ids[::-1]
     first.locator("[data-do=cancel]").click()
     expect(first.locator(".state")).to_have_text("cancelled", timeout=SOON)
@@ -205,7 +205,7 @@ def test_a_job_is_moved_and_deleted_by_its_name(site: Site, visit: Callable[...,
     delete.click()
     expect(first).to_have_count(0, timeout=SOON)
     queue.cancel(ids[1])
-    assert [job.id for job in queue.view(shell=False) if job.id in ids] == [ids[1]]
+    assert [job.id for job in queue.list_jobs(shell=False) if job.id in ids] == [ids[1]]
     queue.delete(ids[1])
 
 

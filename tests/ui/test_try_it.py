@@ -51,7 +51,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 
 
 def ended(queue: jobs.Queue, id: int) -> Callable[[], bool]:
-    return lambda: queue.job(id).state in jobs.ENDED
+    return lambda: queue.get_job(id).state in jobs.ENDED
 
 
 def events(folder: Path, kind: str) -> list[dict]:
@@ -67,7 +67,7 @@ def test_drawing_beside_a_training_that_stays_the_same(site: Site, visit: Callab
     queue, folder = jobs.Queue(site.home), site.root / "runs" / "asked"
     asked = queue.submit(JOB.format(name="asked", root=site.root, steps=100_000))
     jobs.ensure_worker(site.home)
-    wait_until(lambda: any(folder.glob("checkpoints/step-*")), lambda: queue.log_tail(asked))
+    wait_until(lambda: any(folder.glob("checkpoints/step-*")), lambda: queue.read_log_tail(asked))
 
     # It trains until it is stopped, and its steps are done again below: as few of them as there may be.
     with slowed(procs.find_holder(Run.open(folder).lock_file)):
@@ -93,14 +93,14 @@ def test_drawing_beside_a_training_that_stays_the_same(site: Site, visit: Callab
         page.get_by_label("On the CPU, at once").check()
         page.locator("#draw-start").click()
         expect(page.locator("#drawing .state")).to_have_text("done", timeout=SOON)
-        assert queue.job(asked).state == "running"
+        assert queue.get_job(asked).state == "running"
     queue.stop(asked)
-    wait_until(ended(queue, asked), lambda: queue.job(asked))
+    wait_until(ended(queue, asked), lambda: queue.get_job(asked))
     stopped_at = newest(folder)
     steps = int(stopped_at.name.removeprefix("step-"))
     undisturbed = queue.submit(JOB.format(name="undisturbed", root=site.root, steps=steps))
-    wait_until(ended(queue, undisturbed), lambda: queue.job(undisturbed))
-    assert queue.job(undisturbed).state == "done", queue.log_tail(undisturbed)
+    wait_until(ended(queue, undisturbed), lambda: queue.get_job(undisturbed))
+    assert queue.get_job(undisturbed).state == "done", queue.read_log_tail(undisturbed)
     same = site.root / "runs" / "undisturbed" / "checkpoints" / stopped_at.name
     assert tensors(same) == tensors(stopped_at) and len(tensors(same)) == 2
 

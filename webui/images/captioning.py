@@ -166,7 +166,7 @@ def describe_job(ui: Ui, folder: Path) -> dict[str, Any] | None:
     view = find_job(ui, folder)
     if view is None:
         return None
-    lines = run_monitor.get_monitor(ui.place).queue.log_tail(view.id)
+    lines = run_monitor.get_monitor(ui.place).queue.read_log_tail(view.id)
     done, total = dataset_folder.parse_progress(lines)
     note = ui.say("images.auto.progress", done=done, total=total) if total else ""
     if (download := dataset_folder.parse_download(lines)) is not None:

@@ -32,7 +32,7 @@ class TrainingSettings:
                 if view.kind == "train" and type(view.id) is int
             ]
             if trainings:
-                text = run_monitor.get_monitor(self.ui.place).queue.config(
+                text = run_monitor.get_monitor(self.ui.place).queue.read_config(
                     max(trainings, key=lambda training: training.created).id
                 )
         return form.read_values(text, home)

@@ -194,7 +194,7 @@ def _read_config(ui: Ui, view: JobView) -> dict[str, Any]:
     try:
         return config.read_toml(reading.load_text(run_monitor.get_run_folder(ui, view) / "config.toml"))
     except (OSError, ValueError):  # not started yet: use the submitted config
-        text = run_monitor.get_monitor(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
+        text = run_monitor.get_monitor(ui.place).queue.read_config(view.id) if isinstance(view.id, int) else ""
         return config.read_toml(text)
 
 

@@ -189,7 +189,7 @@ def count_files(path: str, family: str) -> tuple[int, int] | None:
         missing = sum(file.size for file in files if host.find(answer.revision, file) is None)
         return sum(file.size for file in files), missing
     if isinstance(host, hosts.HuggingFace) and (commit := host.find_commit()):
-        if cached := _select_cached(host.folder(commit), family, path):
+        if cached := _select_cached(host.get_folder(commit), family, path):
             return sum(file.size for file in (*cached.small, *cached.weights)), 0
     return None
 
@@ -217,9 +217,9 @@ def describe_files(
         commit = host.find_commit() if isinstance(host, hosts.HuggingFace) else ""
         if not commit:
             raise
-        answer, origin = Answer(commit, tuple(_list_files(host.folder(commit)))), "local"
+        answer, origin = Answer(commit, tuple(_list_files(host.get_folder(commit)))), "local"
     if answer.gated and origin == "asked" and not host.may_read():
-        raise UserError(host.gate_problem())
+        raise UserError(host.describe_gate())
     wanted = set(choose([file.path for file in answer.files]))
     chosen = [file for file in answer.files if file.path in wanted]
     if isinstance(host, hosts.HuggingFace):
@@ -227,7 +227,7 @@ def describe_files(
     if origin == "asked":
         remembered.write(_find_memory_file(host), answer)
     files = tuple(BaseFile(*file, host.find(answer.revision, file)) for file in chosen)
-    folder = host.folder(answer.revision)
+    folder = host.get_folder(answer.revision)
     return BaseDescription(reference, answer.revision, branch=host.revision, files=files, folder=folder, origin=origin)
 
 
@@ -252,7 +252,7 @@ def fetch_configs(reference: Reference, folders: Iterable[str]) -> Path:
     host.fetch_small(answer.revision, _select_configs(answer, folders))
     if origin == "asked":
         remembered.write(_find_memory_file(host), answer)
-    return host.folder(answer.revision)
+    return host.get_folder(answer.revision)
 
 
 def find_configs(reference: Reference, folders: Iterable[str]) -> Path | None:
@@ -262,7 +262,7 @@ def find_configs(reference: Reference, folders: Iterable[str]) -> Path | None:
     files = _select_configs(answer, folders) if answer else []
     if answer is None or not files or any(host.find(answer.revision, file) is None for file in files):
         return None
-    return host.folder(answer.revision)
+    return host.get_folder(answer.revision)
 
 
 def _select_configs(answer: Answer, folders: Iterable[str]) -> list[RemoteFile]:
@@ -390,14 +390,14 @@ def _describe_answer(host: Host, answer: Answer, origin: Origin, family: str) ->
         reference,
         commit,
         branch=host.revision,
-        folder=host.folder(commit),
+        folder=host.get_folder(commit),
         licence=Licence(answer.licence, answer.licence_link) if answer.licence else None,
         gate=gate,
         origin=origin,
     )
     is_closed = gate is not None and gate.is_open is False
     recognised, chosen = _select(host, answer, family, is_closed)
-    problems = (host.gate_problem(),) if is_closed else chosen.problems
+    problems = (host.describe_gate(),) if is_closed else chosen.problems
     headers: dict[str, Header] = {}
     if not problems:
         if isinstance(host, hosts.HuggingFace):
@@ -453,7 +453,7 @@ def _select(host: Host, answer: Answer, family: str, is_closed: bool) -> tuple[s
 def _recognise(host: Host, answer: Answer) -> tuple[str, list[str]]:
     """Fetch the configs that tell the architecture. Returns the family or "", and those with the same pipeline."""
     commit = answer.revision
-    folder = host.folder(commit)
+    folder = host.get_folder(commit)
     host.fetch_small(commit, [file for file in answer.files if file.path in selection.INDEXES])
     candidates = find_candidates(folder)
     if len(candidates) > 1:
@@ -466,7 +466,7 @@ def _find_family_problem(host: Host, answer: Answer, recognised: str, family: st
     """Return the problem of a repository of no family here, or of another than the job's; "" if there is none."""
     name = repr(host.reference.name)
     if not recognised:
-        pipeline = read_pipeline(host.folder(answer.revision)) or "?"
+        pipeline = read_pipeline(host.get_folder(answer.revision)) or "?"
         return Message(
             "model.path = {name} is made for {pipeline}, which this program cannot train", name=name, pipeline=pipeline
         )
@@ -518,7 +518,7 @@ def _describe_unasked(host: Host, family: str, why: str) -> BaseDescription:
     """Describe a base whose host cannot be asked and never was: from the cache, or by published sizes."""
     reference, known = host.reference, known_bases.get(host.reference.repo)
     if isinstance(host, hosts.HuggingFace) and not reference.is_single_file and (commit := host.find_commit()):
-        folder = host.folder(commit)
+        folder = host.get_folder(commit)
         recognised = find_family(folder)
         usual = recognised or family
         if usual and (chosen := _select_cached(folder, usual, reference.name)):

@@ -90,17 +90,17 @@ class Host:
         """Return True if the account of this machine's token may read the files of a gated model."""
         return True
 
-    def folder(self, commit: str) -> Path:
+    def get_folder(self, commit: str) -> Path:
         """Return the folder for files of this commit."""
         raise NotImplementedError
 
-    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    def make_address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file, and the header fields of the request for it."""
         raise NotImplementedError
 
     def find(self, commit: str, file: RemoteFile) -> Path | None:
         """Return where a file is on this machine, complete; None if it is not."""
-        path = self.folder(commit) / file.path
+        path = self.get_folder(commit) / file.path
         return path if _has_size(path, file.size) else None
 
     def fetch_small(self, commit: str, files: Sequence[RemoteFile]) -> None:
@@ -110,7 +110,7 @@ class Host:
             UserError, NoAnswer: as for `ask`.
         """
         missing = [file for file in files if self.find(commit, file) is None]
-        self._each(lambda file: self._fetch(commit, file), missing)
+        self._run_for_each(lambda file: self._fetch(commit, file), missing)
 
     def fetch_headers(self, commit: str, files: Sequence[RemoteFile]) -> dict[str, Header]:
         """Fetch the headers of weight files, by range requests.
@@ -120,23 +120,23 @@ class Host:
         """
 
         def fetch(file: RemoteFile) -> tuple[str, Header]:
-            address, fields = self.address(commit, file.path)
+            address, fields = self.make_address(commit, file.path)
             where = f"{self.reference.name}: {file.path}"
             return file.path, headers.fetch(address, fields, file.size, where)
 
-        return dict(self._each(fetch, files))
+        return dict(self._run_for_each(fetch, files))
 
     def _fetch(self, commit: str, file: RemoteFile) -> None:
         from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
-        address, fields = self.address(commit, file.path)
+        address, fields = self.make_address(commit, file.path)
         response = http_backoff("GET", address, headers=fields, timeout=TIMEOUT, max_retries=RETRIES)
         hf_raise_for_status(response)
-        target = self.folder(commit) / file.path
+        target = self.get_folder(commit) / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(target, response.content)
 
-    def _each(self, action: Callable[[RemoteFile], T], files: Sequence[RemoteFile]) -> list[T]:
+    def _run_for_each(self, action: Callable[[RemoteFile], T], files: Sequence[RemoteFile]) -> list[T]:
         """Run an action for each file on a few threads; the first error ends all, and is explained."""
         with ThreadPoolExecutor(WORKERS) as pool:
             futures = [pool.submit(action, file) for file in files]
@@ -166,7 +166,7 @@ class Host:
         if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)) and is_offline():
             return NoAnswer(Message("HF_HUB_OFFLINE forbids connections"))
         if isinstance(error, errors.GatedRepoError):
-            return UserError(self.gate_problem())
+            return UserError(self.describe_gate())
         if isinstance(error, errors.RevisionNotFoundError):
             return UserError(
                 Message(
@@ -177,7 +177,7 @@ class Host:
                 )
             )
         if isinstance(error, errors.RepositoryNotFoundError | errors.HFValidationError):
-            return UserError(self.missing_problem())
+            return UserError(self.describe_missing())
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, httpx2.HTTPError | errors.HfHubHTTPError) and status is not None:
             return self._explain_status(status)
@@ -191,7 +191,7 @@ class Host:
         if status == 429:
             return NoAnswer(Message("{host} limits the number of requests (429); wait some minutes", host=host))
         if status == 404:
-            return UserError(self.missing_problem())
+            return UserError(self.describe_missing())
         if status == 401 and self.has_token():
             return UserError(
                 Message(
@@ -214,7 +214,7 @@ class Host:
             )
         return NoAnswer(Message("{host} answered with status {status}", host=host, status=status))
 
-    def missing_problem(self) -> Message:
+    def describe_missing(self) -> Message:
         """Return the problem of a model that the host does not have, or does not show to this account."""
         name, host = repr(self.reference.name), urlsplit(self.endpoint).netloc
         setting = self.reference.settings[0]
@@ -235,7 +235,7 @@ class Host:
             how=self.how_to_log_in,
         )
 
-    def gate_problem(self) -> Message:
+    def describe_gate(self) -> Message:
         """Return the problem of a gated model that this machine may not read."""
         if self.has_token():
             return Message(
@@ -326,7 +326,7 @@ class HuggingFace(Host):
             raise self.explain(error) from error
         return True
 
-    def folder(self, commit: str) -> Path:
+    def get_folder(self, commit: str) -> Path:
         """Return the snapshot's folder in huggingface_hub's cache."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
@@ -336,7 +336,7 @@ class HuggingFace(Host):
 
     def find_commit(self) -> str:
         """Return the commit that the cache has for the revision; "" if it has none."""
-        name = self.folder("").parent
+        name = self.get_folder("").parent
         if (name / "snapshots" / (self.revision or "-")).is_dir():
             return self.revision
         try:
@@ -344,7 +344,7 @@ class HuggingFace(Host):
         except (OSError, ValueError):
             return ""
 
-    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    def make_address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file, with the token if there is one."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
@@ -355,17 +355,17 @@ class HuggingFace(Host):
         """Return a file of the snapshot, or the content of the same file of another one."""
         if path := super().find(commit, file):
             return path
-        blob = self.folder(commit).parent.parent / "blobs" / (file.sha256 or "-")
+        blob = self.get_folder(commit).parent.parent / "blobs" / (file.sha256 or "-")
         return blob if _has_size(blob, file.size) else None
 
     def link(self, commit: str, files: Sequence[RemoteFile]) -> None:
         """Link files into this snapshot whose content is here from another one; nothing is transferred."""
         here = [file for file in files if (path := self.find(commit, file)) and path.parent.name == "blobs"]
         for file in here:
-            pointer = self.folder(commit) / file.path
+            pointer = self.get_folder(commit) / file.path
             pointer.parent.mkdir(parents=True, exist_ok=True)
             pointer.unlink(missing_ok=True)
-            blob = self.folder(commit).parent.parent / "blobs" / str(file.sha256)
+            blob = self.get_folder(commit).parent.parent / "blobs" / str(file.sha256)
             try:
                 pointer.symlink_to(os.path.relpath(blob, pointer.parent))
             except OSError:  # Windows without the right to make links
@@ -397,12 +397,12 @@ class HuggingFaceDataset(HuggingFace):
         """The dataset's page."""
         return f"https://huggingface.co/datasets/{self.reference.repo}"
 
-    def folder(self, commit: str) -> Path:
+    def get_folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         owner, name = self.reference.repo.split("/")
         return find_cache_folder() / "datasets" / f"{owner}--{name}" / commit
 
-    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    def make_address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file, with the token if there is one."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
@@ -443,8 +443,10 @@ class ModelScope(Host):
         revision = self.revision or "master"
         base = f"{self.endpoint}/api/v1/models/{self.reference.repo}"
         try:
-            listing = self._get_json(f"{base}/repo/files?Revision={quote(revision)}&Recursive=true", self._fields())
-            about = self._get_json(f"{base}?Revision={quote(revision)}", self._fields())
+            listing = self._get_json(
+                f"{base}/repo/files?Revision={quote(revision)}&Recursive=true", self._make_fields()
+            )
+            about = self._get_json(f"{base}?Revision={quote(revision)}", self._make_fields())
         except Exception as error:
             raise self.explain(error) from error
         entries = [entry for entry in listing["Data"]["Files"] if entry.get("Type") == "blob"]
@@ -455,17 +457,17 @@ class ModelScope(Host):
         licence = str((about.get("Data") or {}).get("License") or (known.licence if known else ""))
         return Answer(commit, files, licence=licence, licence_link=known.licence_link if known else "")
 
-    def folder(self, commit: str) -> Path:
+    def get_folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         owner, name = self.reference.repo.split("/")
         return find_cache_folder() / "models" / f"modelscope--{owner}--{name}" / commit
 
-    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    def make_address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file at the revision that was asked for."""
         repo, revision = self.reference.repo, self.revision or "master"
-        return f"{self.endpoint}/models/{repo}/resolve/{quote(revision)}/{quote(path)}", self._fields()
+        return f"{self.endpoint}/models/{repo}/resolve/{quote(revision)}/{quote(path)}", self._make_fields()
 
-    def _fields(self) -> dict[str, str]:
+    def _make_fields(self) -> dict[str, str]:
         token = os.environ.get("MODELSCOPE_API_TOKEN")
         return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -499,12 +501,12 @@ class Civitai(Host):
             ("model-versions", self.reference.version) if self.reference.version else ("models", self.reference.model)
         )
         try:
-            about = self._get_json(f"{self.endpoint}/api/v1/{kind}/{number}", self._fields())
+            about = self._get_json(f"{self.endpoint}/api/v1/{kind}/{number}", self._make_fields())
         except Exception as error:
             raise self.explain(error) from error
         version = about if self.reference.version else next(iter(about.get("modelVersions") or ()), None)
         if version is None:
-            raise UserError(self.missing_problem())
+            raise UserError(self.describe_missing())
         model = about.get("model") or about
         kind = str(model.get("type") or "Checkpoint")
         if kind != "Checkpoint":
@@ -530,15 +532,15 @@ class Civitai(Host):
         remote = RemoteFile(Path(file["name"]).name, round(float(file["sizeKB"]) * 1024), sha256)
         return Answer(str(version["id"]), (remote,), title=str(model.get("name") or ""))
 
-    def folder(self, commit: str) -> Path:
+    def get_folder(self, commit: str) -> Path:
         """Return a folder in the program's own cache."""
         return find_cache_folder() / "models" / f"civitai--{commit}"
 
-    def address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
+    def make_address(self, commit: str, path: str) -> tuple[str, dict[str, str]]:
         """Return the address of the version's file."""
-        return f"{self.endpoint}/api/download/models/{commit}", self._fields()
+        return f"{self.endpoint}/api/download/models/{commit}", self._make_fields()
 
-    def _fields(self) -> dict[str, str]:
+    def _make_fields(self) -> dict[str, str]:
         token = os.environ.get("CIVITAI_TOKEN")
         return {"Authorization": f"Bearer {token}"} if token else {}
 

@@ -173,7 +173,7 @@ class Transfer:
         Raises:
             Retry: the connection ended early, or the server could not answer now.
         """
-        address, fields = self._host.address(self._description.revision, self.file.path)
+        address, fields = self._host.make_address(self._description.revision, self.file.path)
         with open_stream(address, fields, self.done) as response:
             if is_from_start(response, self.file.size, self.done):  # the server ignores ranges
                 self._restart()

@@ -334,6 +334,6 @@ def render_config(ui: Ui, view: JobView) -> str:
         text = path.read_text(encoding="utf-8", errors="replace")
         link = f'<a class="button" href="{escape(ui.make_download_link(path))}" download>{ui.say("run.download")}</a>'
     except OSError:  # the job has not started: its submitted config is what it will run with
-        text = run_monitor.get_monitor(ui.place).queue.config(view.id) if isinstance(view.id, int) else ""
+        text = run_monitor.get_monitor(ui.place).queue.read_config(view.id) if isinstance(view.id, int) else ""
         link = ""
     return f'<div class="buttons">{link}</div><pre tabindex="0">{escape(text)}</pre>'
