@@ -350,7 +350,7 @@ def _read_timeline(image: Image.Image) -> clips.Timeline:
 
 
 @lru_cache
-def _list_formats() -> tuple[str, ...]:
+def list_formats() -> tuple[str, ...]:
     """Return Pillow's names of the formats that are read."""
     if not can_read_heic():
         return FORMATS
@@ -385,7 +385,7 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     try:
         with contextlib.ExitStack() as held:
             file = held.enter_context(open_regular(source)) if isinstance(source, str | Path) else source
-            yield held.enter_context(Image.open(file, formats=_list_formats()))
+            yield held.enter_context(Image.open(file, formats=list_formats()))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
