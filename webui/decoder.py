@@ -207,8 +207,7 @@ def _open_header(path: str) -> Iterator[Any]:
             opened = Image.open(file, formats=decoding.list_formats())
         except UnidentifiedImageError:  # Pillow names a file object, which tells nobody anything
             empty = os.fstat(file.fileno()).st_size == 0
-            line = Message("the file is empty (0 bytes)") if empty else Message("this is not a readable image")
-            raise decoding.NoImage(line) from None
+            raise decoding.NoImage(decoding.EMPTY if empty else decoding.NOT_READABLE) from None
         with opened as image:
             if image.width * image.height > MOST_PIXELS:
                 raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
