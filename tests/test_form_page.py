@@ -39,7 +39,7 @@ from webui import (
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.images import routes
-from webui.images.listing import FolderView
+from webui.images.listing import Filter, FolderView
 from webui.images.training_settings import TrainingSettings
 from webui.pages import dataset, new
 from webui.pages.new import layout, painting, questions, styles
@@ -301,21 +301,42 @@ def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_pa
     assert count == 0 and len(refused) == 1 and (kept / "a.png").read_bytes() == files["a.png"]
 
 
+def test_captions_in_another_encoding_prevent_a_start_until_they_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training refuses them; Windows in Chinese has written many."""
+    with gr.Blocks():
+        page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (folder / "a.txt").write_bytes("一只猫，坐着".encode("gb18030"))
+    text = form.START + f"[[dataset.folders]]\npath = '{folder}'\n"
+    problem = dict(page.problems.find(text))["dataset.folders"]
+    assert "a.txt" in problem and "gb18030" in problem
+    view = FolderView(page.ui, str(folder))
+    assert view.list_rows(Filter(), 0, 9)["without"] == 0, "a caption that cannot be read is not missing"
+    (folder / "a.txt").write_text("一只猫", encoding="utf-8")
+    monkeypatch.setattr(dataset_folder, "FRESH_SECONDS", 0)
+    assert not {"dataset.folders", "dataset.missing_caption"} & dict(page.problems.find(text)).keys()
+
+
 def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     from lora_fp8.data import images
 
-    for name in ("a.png", "b.PNG", "sub/c.png", ".hidden/d.png", "x.gifx"):
+    for name in ("a.png", "b.PNG", "sub/c.png", ".hidden/d.png", "x.gifx", "empty.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(png(64, 64))
     for name in ("a.txt", "sub/c.caption"):
         (tmp_path / name).write_text("a caption")
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf \r\n")
     scanned = images.scan(settings.Dataset(folders=[settings.Folder(path=str(tmp_path))], missing_caption="skip"))
     found = image_folders.count_files(tmp_path)
-    assert (found.pictures, found.without_caption) == (3, 1)
+    assert (found.pictures, found.without_caption) == (4, 2)
     assert len(scanned.examples) == found.pictures - found.without_caption
     (tmp_path / image_edits.FILE).write_text('["x.png"]\nexclude = true\n["sub/c.png"]\nexclude = true\n')
     image_folders._counted.clear()
-    assert image_folders.count_files(tmp_path).pictures == 2
+    assert image_folders.count_files(tmp_path).pictures == 3
     (tmp_path / image_edits.FILE).unlink()
     (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
     assert image_folders.count_files(tmp_path, "*_mask") == found, "a mask beside its picture is none"

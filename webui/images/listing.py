@@ -109,7 +109,8 @@ class FolderView:
             only = self.examine().list_files(wanted.finding)
             names = [name for name in names if name in only]
         if wanted.showing == "uncaptioned":
-            names = [name for name in names if not self.dataset.texts[name].strip()]
+            without = {*self.dataset.list_uncaptioned()}
+            names = [name for name in names if name in without]
         if wanted.showing == "chosen":
             chosen = set(wanted.chosen)
             names = [name for name in names if name in chosen]
@@ -141,7 +142,7 @@ class FolderView:
             "offset": offset,
             "matching": len(names),
             "total": len(texts),
-            "without": sum(not text.strip() for text in texts.values()),
+            "without": len(self.dataset.list_uncaptioned()),
             "problem": self.ui.translate(self.dataset.problem),
             "excluded": len(self.list_excluded()),
             "rows": [
