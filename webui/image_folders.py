@@ -167,7 +167,7 @@ def add_file(file: Path, folder: Path, name: str) -> bool:
         UserError: the name or the file is refused, or another file has this name.
         OSError: the folder cannot be written.
     """
-    parts = [sanitize.check_name(part) for part in name.split("/")]
+    parts = [sanitize.check_name(part, sanitize.LONGEST_IMAGE_NAME) for part in name.split("/")]
     if len(parts) > DEEPEST:
         raise UserError(Message("{name}: folders are nested too deeply", name=sanitize.shorten(name)))
     _check_upload(file)
