@@ -321,6 +321,33 @@ def test_captions_in_another_encoding_prevent_a_start_until_they_are_converted(
     assert not {"dataset.folders", "dataset.missing_caption"} & dict(page.problems.find(text)).keys()
 
 
+def test_the_crop_that_is_shown_is_the_one_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo has buckets in steps of 16 pixels; with those of 64, a third of this image would be cut."""
+    ui = Ui("en", Place(tmp_path / "home", [tmp_path]))
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(96, 64))
+    commands: list[list[str]] = []
+
+    def stand_in(examination: dataset_folder.Examination) -> None:
+        commands.append(examination._command)
+        examination.report = {"pictures": [{"file": "a.png", "width": 96, "height": 64}], "findings": []}
+
+    monkeypatch.setattr(dataset_folder.Examination, "_run", stand_in)
+    folders = f"[[dataset.folders]]\npath = '{folder}'\n"
+    for extra, box, given in (
+        ("bucket_step = 16\n", "80 × 48", ["dataset.bucket_step=16"]),
+        ("bucket_step = 5\nupscale = false\n", "64 × 64", ["dataset.upscale=false"]),
+    ):
+        base = '[model]\nfamily = "sd15"\npath = "demo"\n[dataset]\nresolution = 64\n'
+        Draft(ui.place.home).write(f"{base}{extra}{folders}")
+        view = FolderView(ui, str(folder), fresh=True)
+        wait_until(lambda view=view: view.examine().report)
+        (row,) = view.list_rows(Filter(), 0, 9)["rows"]
+        assert row["figures"][1].startswith(f"trained at {box}"), row["figures"]
+        assert [part for part in commands[-1] if part.startswith("dataset.")] == given
+
+
 def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     from lora_fp8.data import images
 
