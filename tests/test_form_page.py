@@ -671,6 +671,8 @@ def test_the_arithmetic_is_the_engines() -> None:
     """12 pictures twice an epoch, batches of 2, two of them a step."""
     found = {"train.batch_size": 2, "train.accumulate": 2, "train.steps": 60}
     assert estimate_panel.count_epochs(24, found) == estimate_panel.Epochs(24, 4, 6.0, 10.0)
+    estimate = {"steps_per_epoch": 8.0, "epochs": 7.5}  # with the buckets
+    assert estimate_panel.count_epochs(24, found, estimate) == estimate_panel.Epochs(24, 4, 8.0, 7.5, True)
     for wrong in ({"train.steps": 0}, {"train.batch_size": "x"}, {"train.accumulate": True}):
         assert estimate_panel.count_epochs(24, found | wrong) is None
     assert estimate_panel.count_epochs(0, found) is None
