@@ -133,7 +133,7 @@ def test_a_decoder_gives_the_first_frame_and_previews_that_move(
         ("list.mp4", False, "not one of .mp4"),
         ("long.gif", True, f"{large} frames; shown moving are 2 to {decoder.MOST_FRAMES}"),
         ("one.png", True, "1 frames"),
-        ("a.mp4", True, "cannot identify"),
+        ("a.mp4", True, "not a readable image"),
     ):
         with pytest.raises(UserError, match=f"^{name}: the .* cannot be read .*{why}"):
             decoders.encode_webp(tmp_path / name, 96, moving)

@@ -39,7 +39,7 @@ from webui import (
 from webui.context import Place, Ui
 from webui.draft import Draft
 from webui.images import routes
-from webui.images.listing import FolderView
+from webui.images.listing import Filter, FolderView
 from webui.images.training_settings import TrainingSettings
 from webui.pages import dataset, new
 from webui.pages.new import layout, painting, questions, styles
@@ -301,21 +301,69 @@ def test_uploads_are_kept_byte_for_byte_and_what_is_no_picture_is_refused(tmp_pa
     assert count == 0 and len(refused) == 1 and (kept / "a.png").read_bytes() == files["a.png"]
 
 
+def test_captions_in_another_encoding_prevent_a_start_until_they_are_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training refuses them; Windows in Chinese has written many."""
+    with gr.Blocks():
+        page = new.Page(Ui("zh-CN", Place(tmp_path / "home", [tmp_path])))
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png())
+    (folder / "a.txt").write_bytes("一只猫，坐着".encode("gb18030"))
+    text = form.START + f"[[dataset.folders]]\npath = '{folder}'\n"
+    problem = dict(page.problems.find(text))["dataset.folders"]
+    assert "a.txt" in problem and "gb18030" in problem
+    view = FolderView(page.ui, str(folder))
+    assert view.list_rows(Filter(), 0, 9)["without"] == 0, "a caption that cannot be read is not missing"
+    (folder / "a.txt").write_text("一只猫", encoding="utf-8")
+    monkeypatch.setattr(dataset_folder, "FRESH_SECONDS", 0)
+    assert not {"dataset.folders", "dataset.missing_caption"} & dict(page.problems.find(text)).keys()
+
+
+def test_the_crop_that_is_shown_is_the_one_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo has buckets in steps of 16 pixels; with those of 64, a third of this image would be cut."""
+    ui = Ui("en", Place(tmp_path / "home", [tmp_path]))
+    folder = tmp_path / "cats"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png(96, 64))
+    commands: list[list[str]] = []
+
+    def stand_in(examination: dataset_folder.Examination) -> None:
+        commands.append(examination._command)
+        examination.report = {"pictures": [{"file": "a.png", "width": 96, "height": 64}], "findings": []}
+
+    monkeypatch.setattr(dataset_folder.Examination, "_run", stand_in)
+    folders = f"[[dataset.folders]]\npath = '{folder}'\n"
+    for extra, box, given in (
+        ("bucket_step = 16\n", "80 × 48", ["dataset.bucket_step=16"]),
+        ("bucket_step = 5\nupscale = false\n", "64 × 64", ["dataset.upscale=false"]),
+    ):
+        base = '[model]\nfamily = "sd15"\npath = "demo"\n[dataset]\nresolution = 64\n'
+        Draft(ui.place.home).write(f"{base}{extra}{folders}")
+        view = FolderView(ui, str(folder), fresh=True)
+        wait_until(lambda view=view: view.examine().report)
+        (row,) = view.list_rows(Filter(), 0, 9)["rows"]
+        assert row["figures"][1].startswith(f"trained at {box}"), row["figures"]
+        assert [part for part in commands[-1] if part.startswith("dataset.")] == given
+
+
 def test_pictures_are_counted_as_training_counts_them(tmp_path: Path) -> None:
     from lora_fp8.data import images
 
-    for name in ("a.png", "b.PNG", "sub/c.png", ".hidden/d.png", "x.gifx"):
+    for name in ("a.png", "b.PNG", "sub/c.png", ".hidden/d.png", "x.gifx", "empty.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(png(64, 64))
     for name in ("a.txt", "sub/c.caption"):
         (tmp_path / name).write_text("a caption")
+    (tmp_path / "empty.txt").write_bytes(b"\xef\xbb\xbf \r\n")
     scanned = images.scan(settings.Dataset(folders=[settings.Folder(path=str(tmp_path))], missing_caption="skip"))
     found = image_folders.count_files(tmp_path)
-    assert (found.pictures, found.without_caption) == (3, 1)
+    assert (found.pictures, found.without_caption) == (4, 2)
     assert len(scanned.examples) == found.pictures - found.without_caption
     (tmp_path / image_edits.FILE).write_text('["x.png"]\nexclude = true\n["sub/c.png"]\nexclude = true\n')
     image_folders._counted.clear()
-    assert image_folders.count_files(tmp_path).pictures == 2
+    assert image_folders.count_files(tmp_path).pictures == 3
     (tmp_path / image_edits.FILE).unlink()
     (tmp_path / "sub/c_mask.png").write_bytes(png(64, 64))
     assert image_folders.count_files(tmp_path, "*_mask") == found, "a mask beside its picture is none"
@@ -623,6 +671,8 @@ def test_the_arithmetic_is_the_engines() -> None:
     """12 pictures twice an epoch, batches of 2, two of them a step."""
     found = {"train.batch_size": 2, "train.accumulate": 2, "train.steps": 60}
     assert estimate_panel.count_epochs(24, found) == estimate_panel.Epochs(24, 4, 6.0, 10.0)
+    estimate = {"steps_per_epoch": 8.0, "epochs": 7.5}  # with the buckets
+    assert estimate_panel.count_epochs(24, found, estimate) == estimate_panel.Epochs(24, 4, 8.0, 7.5, True)
     for wrong in ({"train.steps": 0}, {"train.batch_size": "x"}, {"train.accumulate": True}):
         assert estimate_panel.count_epochs(24, found | wrong) is None
     assert estimate_panel.count_epochs(0, found) is None

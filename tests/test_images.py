@@ -18,9 +18,9 @@ import pytest
 from PIL import Image, ImageCms, ImageFile, ImageOps
 
 from lora_fp8.data import caption_text, decoding, doctor, image_files, images
-from lora_fp8.errors import UserErrors
+from lora_fp8.errors import UserError, UserErrors
 from lora_fp8.settings import Dataset, Folder
-from webui import translations
+from webui import decoder, translations
 
 
 def save(image: Image.Image, path, **options):
@@ -445,8 +445,8 @@ def written(name: str, data: bytes):
 
 
 BROKEN = [
-    (truncated_jpeg, "the file cannot be decoded: .*truncated"),
-    (truncated_png, "cannot be decoded"),
+    (truncated_jpeg, "the file is truncated; copy or download it again"),
+    (truncated_png, "the file is truncated"),
     (flipped_bit_png, "cannot be decoded"),
     (written("bad.png", b""), "is empty \\(0 bytes\\)"),
     (written("bad.png", b"hello, I am text"), "this is not a readable image .*hello"),
@@ -802,15 +802,15 @@ def without_heic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patched.delitem(decoding.EXTENSIONS, suffix)
             patched.setitem(image_files.HEIC_IMAGES, suffix, "HEIC")
         patched.setattr(image_files, "UNREADABLE", (*image_files.UNREADABLE, *decoding.HEIC_EXTENSIONS))
-        decoding._list_formats.cache_clear()
+        decoding.list_formats.cache_clear()
         yield
-    decoding._list_formats.cache_clear()
+    decoding.list_formats.cache_clear()
 
 
 def test_what_is_known_without_pillow_heif() -> None:
     """The constants are made when the modules are imported."""
     code = "import sys; sys.modules['pillow_heif'] = None\nfrom lora_fp8.data import decoding, image_files\n"
-    code += "print(decoding._list_formats() == decoding.FORMATS, '.heic' in decoding.EXTENSIONS, end=' ')\n"
+    code += "print(decoding.list_formats() == decoding.FORMATS, '.heic' in decoding.EXTENSIONS, end=' ')\n"
     code += "print(*image_files.HEIC_IMAGES)\n"
     code += "print('.hif' in image_files.UNREADABLE)"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -898,6 +898,19 @@ def test_a_photo_of_a_phone_is_upright_once(tmp_path: Path, orientation: int) ->
     (look,) = decoding.inspect_all([tmp_path / "a.heic"], Dataset())
     assert (look.width, look.height, look.format, look.error) == (*photo.size, "HEIF", "")
     assert look.sha256 == hashlib.sha256((tmp_path / "a.heic").read_bytes()).hexdigest()
+
+
+def test_the_page_takes_and_shows_photos_of_phones(tmp_path: Path) -> None:
+    (tmp_path / "IMG_1.HEIC").write_bytes(heic(marked(), 6))
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    (tmp_path / "list.png").write_text("a list", encoding="utf-8")
+    decoders = decoder.Decoders(count=1)
+    decoders.decode_whole(tmp_path / "IMG_1.HEIC")
+    assert Image.open(io.BytesIO(decoders.encode_webp(tmp_path / "IMG_1.HEIC", 96))).size == (64, 96)
+    for name, line in (("empty.jpg", "为空（0 字节）"), ("list.png", "不是可读取的图片")):
+        with pytest.raises(UserError) as refused:
+            decoders.decode_whole(tmp_path / name)
+        assert line in translations.translate("zh-CN", str(refused.value))
 
 
 def test_photos_are_trained_on_like_other_images(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from lora_fp8 import config
 from lora_fp8.config import dataset_recipe, recipes
-from webui import form
+from webui import form, image_folders
 from webui.context import Place, Ui
 from webui.pages import new
 from webui.pages.new import recipe as recipe_module
@@ -23,7 +23,7 @@ SDXL = '[model]\nfamily = "sdxl"\npath = "stabilityai/stable-diffusion-xl-base-1
 
 
 def add_images(folder: Path, count: int) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
         Image.new("RGB", (64, 64), "red").save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text("woman, red hair, park", encoding="utf-8")
@@ -84,6 +84,21 @@ def test_steps_and_validation_follow_goal_and_images_until_they_are_set_by_hand(
     use(page, many)
     assert settings_of(page)["train"]["steps"] == 1234, "set by hand"
     assert settings_of(page)["validation"]["pictures"] == 8, "still proposed"
+
+
+def test_repeats_of_kohyas_folder_names_are_taken(page: new.Page, tmp_path: Path) -> None:
+    train = tmp_path / "train"
+    inner = [add_images(train / name, 2) for name in ("10_zibo", "3_style")]
+    for folder in (train, inner[0]):
+        use(page, folder)
+    rows = settings_of(page)["dataset"]["folders"]
+    assert rows == [{"path": str(inner[0]), "repeats": 10}, {"path": str(inner[1]), "repeats": 3}]
+
+    page.draft.write(SDXL)
+    add_images(train / "others", 1)  # which would be left out
+    image_folders._counted.clear()
+    use(page, train)
+    assert settings_of(page)["dataset"]["folders"] == [{"path": str(train)}]
 
 
 def test_prompts_follow_the_trigger_word_and_stay_when_they_were_typed(page: new.Page, tmp_path: Path) -> None:

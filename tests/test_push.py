@@ -18,9 +18,11 @@ from lora_fp8.families.sources.download import Progress
 from lora_fp8.lora_files import safetensors_file
 from lora_fp8.run import Run
 from lora_fp8.tools import hub as uploads
+from lora_fp8.tools import kit
 from tests.test_kit import ask  # noqa: F401
 from webui import hub_uploads, run_cards
 from webui.context import Place, Ui
+from webui.pages.run.publishing import describe_note
 
 SENDING = ("POST", "PUT")
 
@@ -232,3 +234,10 @@ def test_the_page_checks_first_and_shows_the_upload_of_its_run(
     assert 'href="https://hub/ada/zibo"' in hub_uploads.render_link(ui, hub_uploads.read_progress(upload, tail)[2])
     tail = [json.dumps({"event": "done", "address": "javascript:alert(1)"})]
     assert hub_uploads.read_progress(upload, tail)[2] == ""
+
+
+def test_the_page_names_its_fields_where_the_shell_names_options(tmp_path: Path) -> None:
+    ui = Ui("zh-CN", Place(tmp_path / "home", [tmp_path]))
+    lines = [describe_note(ui, line) for line in kit._list_missing(kit.Facts("sd15", "fox"))]
+    assert lines[0] == "“触发词”没有填写，文件里也没有。" and len(set(lines)) == 4
+    assert not any("--" in line for line in lines)

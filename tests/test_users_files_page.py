@@ -42,6 +42,7 @@ READING = {
     *("run._bind_buttons.<lambda>", "run.choose_preview"),
     *(
         "run.announce_export",
+        "run.announce_kit",
         "run.end_run",
         "run.refresh",
         "run.pair_up",

@@ -74,6 +74,10 @@ class DatasetFolder:
         """Names of the videos."""
         return [name for name in self.files if is_video(name)]
 
+    def list_uncaptioned(self) -> list[str]:
+        """List the images without a caption. One that cannot be read is a caption, and has a problem of its own."""
+        return [name for name, text in self.texts.items() if not text.strip() and name not in self.wrong]
+
     def count_tags(self, names: list[str] | None = None) -> Counter[str]:
         """Count the captions that have each tag."""
         counted: Counter[str] = Counter()
@@ -307,6 +311,15 @@ def find_unreadable(folder: Path) -> dict[str, str]:
         for name, why in unreadable.items()
         if name not in excluded and not is_video(name) and not _has_changed(folder / name, newest.began_at)
     }
+
+
+def find_undecodable_captions(folder: Path, mask: str) -> list[str]:
+    """Return the caption files that are not UTF-8, or cannot be read, as of a few seconds ago. `mask`: as given."""
+    try:
+        dataset = open_folder(folder, mask=mask)
+    except UserError:  # the folder has just been deleted
+        return []
+    return list(dict.fromkeys(dataset.files[name] for name in dataset.wrong))
 
 
 def _has_changed(file: Path, since: float) -> bool:

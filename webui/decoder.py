@@ -198,14 +198,20 @@ def _open_picture(path: str) -> Any:
 @contextlib.contextmanager
 def _open_header(path: str) -> Iterator[Any]:
     """Yield the image with only its header read, if it is not too large."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     from lora_fp8.data import decoding
 
-    with reading.open_regular(path) as file, Image.open(file, formats=decoding.FORMATS) as image:
-        if image.width * image.height > MOST_PIXELS:
-            raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
-        yield image
+    with reading.open_regular(path) as file:
+        try:
+            opened = Image.open(file, formats=decoding.list_formats())
+        except UnidentifiedImageError:  # Pillow names a file object, which tells nobody anything
+            empty = os.fstat(file.fileno()).st_size == 0
+            raise decoding.NoImage(decoding.EMPTY if empty else decoding.NOT_READABLE) from None
+        with opened as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels; shown are up to {MOST_PIXELS // 2**20} million")
+            yield image
 
 
 def _serve() -> None:

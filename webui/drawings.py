@@ -139,7 +139,7 @@ def list_sources(ui: Ui) -> list[tuple[str, str]]:
     sources = []
     for folder, view in runs.items():
         if list_steps(Path(folder)):
-            sources.append((f"{ui.say('draw.run')}: {view.name}", folder))
+            sources.append((ui.say("draw.run", name=view.name), folder))
     files: set[Path] = set((ui.place.home / "tools").glob("*.safetensors"))
     for root in ui.place.roots:
         files |= {path for path in root.glob("*.safetensors") if path.stat().st_size < 4 * 2**30}

@@ -39,23 +39,28 @@ class Epochs:
     Attributes:
         samples: images (or pieces of clips) of an epoch, each counted with its folder's repeats.
         per_step: images of a step. A batch has at most those of an epoch.
-        steps: steps of an epoch. A batch holds one shape only, so a few more may be needed.
+        steps: steps of an epoch. A batch holds one shape only, so a few more may be needed; an estimate has the number.
         epochs: passes over all images.
+        has_buckets: `steps` and `epochs` are those of an estimate, which knows the shapes, and other than without them.
     """
 
     samples: float
     per_step: int
     steps: float
     epochs: float
+    has_buckets: bool = False
 
 
-def count_epochs(samples: float, values: dict[str, Any]) -> Epochs | None:
-    """Count epochs from a form's values; None if the values are not valid."""
+def count_epochs(samples: float, values: dict[str, Any], estimate: dict[str, Any] | str | None = None) -> Epochs | None:
+    """Count epochs from a form's values, and from their estimate if there is one; None if the values are not valid."""
     numbers = [values["train.batch_size"], values["train.accumulate"], values["train.steps"]]
     if not samples or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in numbers):
         return None
     per_step = min(numbers[0], math.ceil(samples)) * numbers[1]
-    return Epochs(samples, per_step, samples / per_step, numbers[2] * per_step / samples)
+    rough = Epochs(samples, per_step, samples / per_step, numbers[2] * per_step / samples)
+    if not isinstance(estimate, dict) or abs(estimate["steps_per_epoch"] - rough.steps) < 0.01 * rough.steps:
+        return rough
+    return Epochs(samples, per_step, estimate["steps_per_epoch"], estimate["epochs"], has_buckets=True)
 
 
 def count_examples(report: dict[str, Any], skipping: bool) -> int:

@@ -4,6 +4,7 @@ Uploads go into the page's own folder, or into the folder that is open on the Da
 process with limits has decoded each. An existing file is never overwritten.
 """
 
+import codecs
 import contextlib
 import filecmp
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_fp8.common import system
+from lora_fp8.common.reading import read_bytes
 from lora_fp8.common.writing import make_folder, sync_folder, write_synced
 from lora_fp8.data import clips, image_edits
 from lora_fp8.data.caption_text import CAPTIONS
@@ -81,7 +83,11 @@ def count_files(folder: Path, mask: str = "") -> Count:
             excluded = {os.path.join(folder, name) for name, edit in edits.items() if edit.exclude}
         for inner, folders, names in os.walk(folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            captions = {Path(name).stem for name in names if Path(name).suffix in CAPTIONS}
+            captions = {
+                Path(name).stem
+                for name in names
+                if Path(name).suffix in CAPTIONS and not _is_empty_text(os.path.join(inner, name))
+            }
             labels = find_label_files(names)
             labelled_masks += sum(find_masked_stem(LABEL, name) != "" for name in labels)
             for name in names:
@@ -100,6 +106,14 @@ def count_files(folder: Path, mask: str = "") -> Count:
         without = sum(not has for has in seen.values())
         known = _counted[folder, mask] = (now, Count(pictures, without, videos, masks, likely))
     return known[1]
+
+
+def _is_empty_text(path: str) -> bool:
+    """Return True if a text file has no letters; only files of a few bytes are read."""
+    try:
+        return os.path.getsize(path) <= 8 and not read_bytes(path).removeprefix(codecs.BOM_UTF8).strip()
+    except OSError:
+        return False
 
 
 def find_likely_masks(names: Collection[str], captioned: Callable[[str], bool]) -> tuple[str, int]:
@@ -153,7 +167,7 @@ def add_file(file: Path, folder: Path, name: str) -> bool:
         UserError: the name or the file is refused, or another file has this name.
         OSError: the folder cannot be written.
     """
-    parts = [sanitize.check_name(part) for part in name.split("/")]
+    parts = [sanitize.check_name(part, sanitize.LONGEST_IMAGE_NAME) for part in name.split("/")]
     if len(parts) > DEEPEST:
         raise UserError(Message("{name}: folders are nested too deeply", name=sanitize.shorten(name)))
     _check_upload(file)

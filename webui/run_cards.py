@@ -12,7 +12,7 @@ from typing import Any
 
 from lora_fp8.common.messages import restore
 from lora_fp8.common.numbers import format_bytes
-from lora_fp8.jobs import JobView, Sentence
+from lora_fp8.jobs import ENDED, JobView, Sentence
 
 from .context import Ui
 from .sanitize import escape
@@ -172,7 +172,7 @@ def render_figures(ui: Ui, view: JobView) -> str:
         figures.append(("GPU", view.assigned))
     if view.place:
         figures.append((ui.say("runs.place"), str(view.place)))
-    if view.priority:
+    if view.priority and view.state not in ENDED:
         figures.append((ui.say("runs.priority"), str(view.priority)))
     spans = "".join(f"<span><span>{name}</span> <b>{escape(value)}</b></span>" for name, value in figures)
     return f'<div class="figures">{spans}</div>' if figures else ""

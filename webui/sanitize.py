@@ -117,8 +117,16 @@ def write_windows_path(given: str) -> str | None:
     return path[:3] + "\\".join(parts)
 
 
-def check_name(text: str) -> str:
+LONGEST_IMAGE_NAME = 200
+"""Bytes of an image's name: prompts become names, and a Chinese character takes three bytes. Systems allow 255."""
+
+
+def check_name(text: str, longest: int = 120) -> str:
     """Check the name of a new file or folder, without its location.
+
+    Args:
+        text: the name.
+        longest: most bytes; suffixes such as -step-000500.safetensors are added to the usual one.
 
     Raises:
         UserError: it would not be a single valid name on every system.
@@ -128,8 +136,10 @@ def check_name(text: str) -> str:
         raise UserError(
             Message("{text}: this is not a valid file name; use letters, digits, spaces, _ and -", text=shorten(text))
         )
-    if len(given.encode()) > 120:  # suffixes such as -step-000500.safetensors are added
-        raise UserError(Message("{text}: the name is too long; the limit is 120 bytes", text=shorten(text)))
+    if len(given.encode()) > longest:
+        raise UserError(
+            Message("{text}: the name is too long; the limit is {most} bytes", text=shorten(text), most=longest)
+        )
     return given
 
 

@@ -45,6 +45,8 @@ from .image_edits import NOTHING, Box, ImageEdit
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "AVIF")
 HEIC_EXTENSIONS = (".heic", ".heif", ".hif")
+EMPTY = Message("the file is empty (0 bytes)")
+NOT_READABLE = Message("this is not a readable image")
 HEIC_NEEDED = Message(
     "this is a HEIC file, which needs pillow-heif; install it: pip install 'lora-fp8[heic]', or convert it to JPEG "
     "or PNG"
@@ -184,7 +186,7 @@ def _inspect_file(path: Path, section: settings.Dataset, measure: Measure | None
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not size:
-                return Looked(Message("the file is empty (0 bytes)"))
+                return Looked(EMPTY)
             beginning = file.read(12)
             file.seek(0)
             try:
@@ -350,7 +352,7 @@ def _read_timeline(image: Image.Image) -> clips.Timeline:
 
 
 @lru_cache
-def _list_formats() -> tuple[str, ...]:
+def list_formats() -> tuple[str, ...]:
     """Return Pillow's names of the formats that are read."""
     if not can_read_heic():
         return FORMATS
@@ -385,16 +387,19 @@ def _opened(source: str | Path | BinaryIO) -> Iterator[Image.Image]:
     try:
         with contextlib.ExitStack() as held:
             file = held.enter_context(open_regular(source)) if isinstance(source, str | Path) else source
-            yield held.enter_context(Image.open(file, formats=_list_formats()))
+            yield held.enter_context(Image.open(file, formats=list_formats()))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
-        raise NoImage(Message("this is not a readable image")) from None
+        raise NoImage(NOT_READABLE) from None
     except MemoryError:
         raise ImageError(Message("the image does not fit into memory when decoded")) from None
     # Decoders raise OSError, SyntaxError, ValueError, struct.error, EOFError and more for damaged files.
     except Exception as error:
-        raise ImageError(clips.CANNOT_BE_DECODED(why=str(error) or type(error).__name__)) from error
+        why = str(error) or type(error).__name__
+        if "truncated" in why.lower():  # Pillow counts bytes "not processed" here
+            raise ImageError(Message("the file is truncated; copy or download it again")) from error
+        raise ImageError(clips.CANNOT_BE_DECODED(why=why)) from error
 
 
 def _convert_to_rgb(image: Image.Image, background: str) -> _Decoded:

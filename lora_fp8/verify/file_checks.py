@@ -82,7 +82,7 @@ def _check_hash(file: Path, metadata: Mapping[str, str], report: Report) -> bool
     right = hashes == {sha} and sha != EMPTY_HASH
     names = Joined(" and ", sorted(f"{digest[:12]}..." for digest in hashes if digest)) or Message("nothing")
     detail = (
-        f"sha256 {sha[:12]}..."
+        Message("the header has the SHA-256 of the tensors, {sha}...", sha=sha[:12])
         if right
         else Message(
             "the data has the hash {hash}..., but the header says {told}: the file was changed or damaged after "

@@ -381,6 +381,9 @@ def test_a_page_that_loads_slowly_or_not_at_all_says_so_and_one_that_breaks_goes
         route.continue_()
     expect(page.locator(".site-header")).to_be_visible()
     expect(page.locator("#loading")).to_have_count(0)
+    told = "{message: 'ResizeObserver loop completed with undelivered notifications.', filename: location.href}"
+    page.evaluate(f"window.dispatchEvent(new ErrorEvent('error', {told}))")
+    expect(page.locator("#problem")).to_have_count(0)
     page.evaluate("document.querySelector('h1').setAttribute('onclick', 'throw new Error(`it broke`)')")
     page.evaluate("document.querySelector('h1').click()")
     expect(page.locator("#problem")).to_contain_text("it broke")

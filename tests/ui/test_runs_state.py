@@ -149,6 +149,7 @@ def test_page_and_worker_may_die_and_come_back(chromium: Browser, tmp_path: Path
         site.process.kill()
         site.process.wait()
         expect(page.locator("#lost")).to_contain_text("lora-fp8 ui", timeout=SOON)
+        expect(page.locator("[inert] #head")).to_have_count(1)  # what is typed now would be discarded
         one.steps(6, 9)
         port = site.address.rpartition(":")[2]
         site = start(tmp_path / "home", tmp_path / "root", "--port", port, *locked[0], **locked[1])

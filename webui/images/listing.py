@@ -1,6 +1,7 @@
 """What the grid shows of a folder: each image with its caption, problems, size and the crop that training takes."""
 
 import contextlib
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,6 @@ from .training_settings import TrainingSettings
 SHOWING = ("all", "uncaptioned", "chosen", "excluded")
 MOST_ROWS = 120
 """Images of one answer."""
-BUCKET_STEP = 64
 THUMBNAIL, LARGE = 320, 1280
 BADGES = ("problem", "warning")
 """Levels of findings that are shown at an image."""
@@ -79,6 +79,7 @@ class FolderView:
         self.family = family if family in families.list_families() else usual
         native = families.get(self.family).native_resolution
         self.resolution = resolution or (side if self.family == usual else 0) or native
+        self.buckets = self.training.read_bucket_settings() if self.family == usual else {}
 
     def examine(self, again: bool = False) -> dataset_folder.Examination:
         """Return the examination of the folder for this training.
@@ -91,6 +92,7 @@ class FolderView:
         }
         settings = dataset_folder.list_clip_settings(self.family, **held)
         settings = (*settings, *self.training.list_tag_settings(self.folder))
+        settings = (*settings, *(f"dataset.{name}={json.dumps(value)}" for name, value in self.buckets.items()))
         purpose = dataset_folder.Purpose(self.family, self.resolution, settings, self.dataset.mask)
         examination = dataset_folder.examine(self.folder, purpose, again)
         names = (*self.dataset.files, *sorted((name, repr(edit)) for name, edit in self.dataset.edits.items() if edit))
@@ -109,7 +111,8 @@ class FolderView:
             only = self.examine().list_files(wanted.finding)
             names = [name for name in names if name in only]
         if wanted.showing == "uncaptioned":
-            names = [name for name in names if not self.dataset.texts[name].strip()]
+            without = {*self.dataset.list_uncaptioned()}
+            names = [name for name in names if name in without]
         if wanted.showing == "chosen":
             chosen = set(wanted.chosen)
             names = [name for name in names if name in chosen]
@@ -141,7 +144,7 @@ class FolderView:
             "offset": offset,
             "matching": len(names),
             "total": len(texts),
-            "without": sum(not text.strip() for text in texts.values()),
+            "without": len(self.dataset.list_uncaptioned()),
             "problem": self.ui.translate(self.dataset.problem),
             "excluded": len(self.list_excluded()),
             "rows": [
@@ -209,7 +212,9 @@ class FolderView:
         row["size"] = [fact["width"], fact["height"]]
         row["figures"].append(f"{fact['width']} × {fact['height']}")
         try:
-            place = buckets.place((fact["width"], fact["height"]), self.resolution, BUCKET_STEP)
+            size, given = (fact["width"], fact["height"]), dict(self.buckets)
+            step = given.pop("bucket_step", families.get(self.family).bucket_step)
+            place = buckets.place(size, self.resolution, step, **given)
         except UserError:  # the doctor reports it
             return row
         (width, height), (left, top), (w, h) = place.resized_wh, place.crop_xy, place.bucket_wh

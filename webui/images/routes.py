@@ -98,7 +98,7 @@ def save_caption(ui: Ui, given: Given) -> Answer:
     view = _open(ui, given)
     dataset = view.dataset
     saved = captions.save(ui, dataset, given.get_text("name"), given.get_text("loaded"), given.get_text("caption"))
-    without = sum(not text.strip() for text in dataset.texts.values())
+    without = len(dataset.list_uncaptioned())
     history = captions.describe_history(ui, dataset.folder)
     return saved | {"without": without, "history": history, "stamp": view.make_stamp()}
 

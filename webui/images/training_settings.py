@@ -98,6 +98,17 @@ class TrainingSettings:
             return []
         return [f"dataset.{name}={json.dumps(values[f'dataset.{name}'])}" for name in dataset_folder.TAGS]
 
+    def read_bucket_settings(self) -> dict[str, Any]:
+        """Return the settings by which this training places images in buckets, where they are changed and valid."""
+        try:
+            values = self._read_training_values()
+        except UserError:  # New training and the list of runs report it
+            return {}
+        step, aspect = values["dataset.bucket_step"], values["dataset.max_aspect"]
+        given = {"bucket_step": step} if type(step) is int and 8 <= step <= 512 else {}
+        given |= {"max_aspect": aspect} if type(aspect) in (int, float) and 1 <= aspect <= 8 and aspect != 2 else {}
+        return given | {name: False for name in ("buckets", "upscale") if values[f"dataset.{name}"] is False}
+
     def _find_draft_rows(self, folder: Path) -> list[dict[str, Any]]:
         """Return the rows of dataset.folders in which New training names this folder."""
         home = self.ui.place.home

@@ -55,7 +55,7 @@ async def receive(pieces: AsyncIterator[bytes], name: str) -> Path:
     Raises:
         UserError: the name is no file name, or the upload is too large.
     """
-    own = sanitize.check_name(name.rsplit("/", 1)[-1])
+    own = sanitize.check_name(name.rsplit("/", 1)[-1], sanitize.LONGEST_IMAGE_NAME)
     most = MOST_ARCHIVE if is_archive(own) else MOST_FILE
     folder = Path(tempfile.mkdtemp(prefix="images-"))
     size = 0
@@ -178,7 +178,7 @@ def _extract(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, left: 
     Raises:
         UserError: it is a link, encrypted, damaged or too large, or its name is none.
     """
-    own = sanitize.check_name(name.rsplit("/", 1)[-1])
+    own = sanitize.check_name(name.rsplit("/", 1)[-1], sanitize.LONGEST_IMAGE_NAME)
     if entry.flag_bits & ENCRYPTED:
         raise UserError(Message("{name}: the file is encrypted; make an archive without a password", name=own))
     if stat.S_ISLNK(entry.external_attr >> 16):

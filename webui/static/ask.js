@@ -27,6 +27,8 @@ const suspect = async () => {
     bar.id = "lost";
     bar.setAttribute("role", "alert");
     bar.textContent = LOST.replace("{time}", since);
+    // What is typed now could not be sent, and the reload would discard it.
+    for (const part of document.body.children) part.inert = true;
     document.body.prepend(bar);
     document.body.classList.add("lost");
     while (!(await answers())) await pause(500);

@@ -912,11 +912,8 @@ class Uploads {
     const lines = [...(total.lines ?? [])];
     if (total.folder && total.count > total.archives)
       lines.unshift(say("upload.taken", { count: total.taken, folder: total.folder.split(/[/\\]/).at(-1) }));
-    if (total.refused.length) {
-      const more = total.refused.length > MOST_REFUSED ? " …" : "";
-      lines.push(say("upload.refused", { lines: total.refused.slice(0, MOST_REFUSED).join("; ") + more }));
-    }
-    this.workbench.note(lines.join(" "), total.refused.length > 0);
+    this.workbench.note(lines.join(" "));
+    if (total.refused.length) this.workbench.listRefused(total.refused);
     if (total.folder) this.workbench.filled(total.folder, total.refused.length > 0);
   }
 }
@@ -1053,6 +1050,16 @@ class Workbench {
 
   note(line, wrong = false) {
     this.message.replaceChildren(...(line ? [make("p", { class: wrong ? "wrong" : "", text: line })] : []));
+  }
+
+  // Below what was added: each refused file with its reason, on a line of its own.
+  listRefused(sentences) {
+    const { say } = this;
+    const rows = sentences.slice(0, MOST_REFUSED);
+    if (sentences.length > rows.length) rows.push(say("upload.more", { count: sentences.length - rows.length }));
+    this.message.append(make("div", { class: "wb-refused wrong" },
+      make("p", { text: say("upload.refused", { count: sentences.length }) }),
+      make("ul", {}, ...rows.map((text) => make("li", { text })))));
   }
 
   async open(folder) {

@@ -27,6 +27,8 @@ window.addEventListener("error", ({ target, message, filename }) => {
   const loading = document.getElementById("loading");
   if (target !== window) {  // a script or a style sheet of the page itself
     if (loading && target.matches?.("script, link[rel=stylesheet]")) loading.textContent = LOADING.slow;
+  } else if (message?.startsWith("ResizeObserver loop")) {
+    // The browser only postponed a measurement to its next frame, as on a phone when a long view is opened.
   } else if (filename?.split(/[?#]/)[0] === location.href.split(/[?#]/)[0]) {
     problem(LOADING.failed.replace("{what}", message));
   }

@@ -13,6 +13,8 @@ FIELDS = (
     *("strengths", "with_base", "where"),
 )
 """Components of the form, by the names that `drawings.start` takes."""
+SHOW_DRAWING = "() => document.getElementById('drawing')?.scrollIntoView({ block: 'nearest' })"
+"""The button is below the form, and the drawing is beside it, or on a phone beneath."""
 
 
 class Events:
@@ -41,7 +43,10 @@ class Events:
         )
         painted = [layout.note, layout.chosen, layout.drawing, layout.history, layout.seen]
         given = {name: getattr(layout, name) for name in FIELDS}
-        layout.start.click(handlers.start, inputs_kwargs=given, outputs=painted, trigger_mode="once", **self.now)
+        started = layout.start.click(
+            handlers.start, inputs_kwargs=given, outputs=painted, trigger_mode="once", **self.now
+        )
+        started.then(None, js=SHOW_DRAWING)
         asked = [*painted, layout.confirm, layout.doomed]
         pressed: dict[str, Any] = {"inputs_kwargs": {"chosen": layout.chosen}, "outputs": asked}
         live_panel.on_press(layout.drawing, handlers.handle_button, live_panel.ASKED, **pressed)

@@ -7,9 +7,10 @@ from typing import Any
 
 import gradio as gr
 
+from lora_fp8.config.dataset_recipe import expand_folder
 from lora_fp8.errors import UserError
 
-from ... import base_models, form, importer, live_panel, sanitize, submission
+from ... import base_models, form, image_folders, importer, live_panel, sanitize, submission
 from .painting import Painter
 from .questions import PROPOSING
 
@@ -93,9 +94,14 @@ class Handlers:
         return self.painter.update_side(everything) | self.painter.update_images(done)
 
     def _put_folder(self, folder: Path) -> None:
-        rows = self._read_rows()
-        if not any(self._names_folder(row, str(folder)) for row in rows):
-            self.draft.put("dataset.folders", [*rows, {"path": str(folder)}])
+        rows, added = self._read_rows(), []
+        for path, repeats in _expand_folder(folder):
+            if not any(self._names_folder(row, str(path)) for row in rows):
+                added.append({"path": str(path), **({"repeats": repeats} if repeats != 1 else {})})
+                if repeats != 1:
+                    gr.Info(self.ui.say("new.folders.repeats", folder=path.name, count=repeats))
+        if added:
+            self.draft.put("dataset.folders", [*rows, *added])
 
     def _read_rows(self) -> list[dict[str, Any]]:
         given = form.read_values(self.draft.load_text(), self.draft.home)["dataset.folders"]
@@ -266,3 +272,10 @@ class Handlers:
         self._warn_on_error(action)
         self._warn_on_error(lambda: self.recipe.follow(proposed))
         return before, self.draft.load_text()
+
+
+def _expand_folder(folder: Path) -> list[tuple[Path, int]]:
+    """Return a folder with its repeats; if all images are in folders such as kohya's `10_zibo`, those with theirs."""
+    inner = expand_folder(folder)
+    whole, parts = (sum(image_folders.count_files(path).files for path in paths) for paths in ([folder], dict(inner)))
+    return inner if whole == parts else [(folder, 1)]

@@ -68,14 +68,17 @@ class Problems:
                     yield key, self.ui.translate(str(error))
 
     def _find_folder_problems(self, values: dict[str, Any], invalid: set[str]) -> Iterable[tuple[str, str]]:
-        """Yield (setting, message) for image folders: empty ones, unreadable images, clips, missing captions."""
+        """Yield (setting, message) for image folders: empty ones, unreadable files, clips, missing captions."""
         counts = self.reader.count_folders(values)
-        for folder, contents, *_ in counts:
+        for folder, contents, _, mask in counts:
             if not contents.files:
                 yield "dataset.folders", self.ui.say("new.pictures.none", folder=folder.name)
             elif unreadable := dataset_folder.find_unreadable(folder):
                 files = self._list_files(unreadable)
                 yield "dataset.folders", self.ui.say("new.pictures.unreadable", folder=folder.name, files=files)
+            elif undecodable := dataset_folder.find_undecodable_captions(folder, mask):
+                files = self._join(undecodable[:4]) + " …" * (len(undecodable) > 4)
+                yield "dataset.folders", self.ui.say("new.captions.undecodable", folder=folder.name, files=files)
         if not invalid & {"model.family", "dataset.frames", "dataset.fps", "dataset.clip"}:
             yield from self._find_clip_problems(values, counts)
         without = sum(contents.without_caption for _, contents, *_ in counts)
@@ -150,8 +153,13 @@ class Problems:
 
     def _list_files(self, files: dict[str, str]) -> str:
         """List the first few files, each with its reason."""
-        lines = [f"{name} ({self.ui.translate(why)})" for name, why in list(files.items())[:4]]
-        return f"{', '.join(lines)}{' …' if len(files) > 4 else ''}"
+        brackets = " ({})" if self.ui.language == "en" else "（{}）"
+        lines = [name + brackets.format(self.ui.translate(why)) for name, why in list(files.items())[:4]]
+        return f"{self._join(lines)}{' …' if len(files) > 4 else ''}"
+
+    def _join(self, names: list[str]) -> str:
+        """Join the parts of a list as the page's language does."""
+        return (", " if self.ui.language == "en" else "、").join(names)
 
     def _translate_problem(self, problem: form.Problem) -> str:
         """Translate a problem without its setting's key, since it is shown at that setting."""

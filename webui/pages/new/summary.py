@@ -62,9 +62,10 @@ class Summary:
                 line = say("new.pictures.masks", folder=folder.name, mask=contents.mask, count=contents.masks)
                 parts.append(_render_paragraph(line, "wrong"))
         samples = self._count_samples(values, counts, bool(findings), parts)
-        details = [] if samples is None else self._count_steps(samples, values, parts, facts)
+        known = None if findings else self.estimates.get(text)
+        epochs = None if samples is None else estimate_panel.count_epochs(samples, values, known)
+        details = [] if samples is None else self._describe_epochs(samples, epochs, values, parts, facts)
         if not findings:
-            known = self.estimates.get(text)
             details += [self._estimate_time(values, facts), *self._render_memory(known, facts)]
             if isinstance(known, dict):
                 problems, warnings = estimate_panel.check_disk_space(known)
@@ -120,12 +121,16 @@ class Summary:
             samples -= round(samples * held_out / files)  # the seed decides which ones
         return samples
 
-    def _count_steps(
-        self, samples: float, values: dict[str, Any], parts: list[str], facts: list[tuple[str, str]]
+    def _describe_epochs(
+        self,
+        samples: float,
+        epochs: estimate_panel.Epochs | None,
+        values: dict[str, Any],
+        parts: list[str],
+        facts: list[tuple[str, str]],
     ) -> list[str]:
         """Add steps and epochs to the facts, and what is wrong with them to the parts; return the arithmetic."""
         say = self.ui.say
-        epochs = estimate_panel.count_epochs(samples, values)
         if epochs is None:
             parts += [] if samples else [_render_paragraph(say("new.summary.none"))]
             return []
@@ -135,7 +140,7 @@ class Summary:
         steps = say("new.fact.steps_of", steps=values["train.steps"], epochs=format_digits(epochs.epochs))
         facts.append((say("new.fact.steps"), steps))
         line = say(
-            "new.summary.epochs",
+            "new.summary.epochs.buckets" if epochs.has_buckets else "new.summary.epochs",
             samples=format_digits(epochs.samples),
             per_step=epochs.per_step,
             steps=format_digits(epochs.steps),

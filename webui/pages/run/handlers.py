@@ -16,7 +16,7 @@ from ... import engine, hub_uploads, live_panel, run_monitor
 from ...context import Ui
 from ...sanitize import escape
 from .. import runs
-from . import rendering
+from . import publishing, rendering
 from .preview_requests import render_samples
 
 BEST = -1
@@ -219,5 +219,5 @@ def make_kit(ui: Ui, view: JobView, title: str, trigger: str, licence: str, desc
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as packed:
         for path in sorted(path for path in out.rglob("*") if path.is_file()):
             packed.write(path, Path(out.name) / path.relative_to(out))
-    notes = "".join(f"<li>{escape(ui.translate(str(note)))}</li>" for note in answer["notes"])
+    notes = "".join(f"<li>{escape(publishing.describe_note(ui, str(note)))}</li>" for note in answer["notes"])
     return show_links(ui, ui.say("run.kit_made"), [archive], place, f"<ul>{notes}</ul>" if notes else "")

@@ -9,7 +9,19 @@ from lora_fp8.errors import UserError
 
 from ... import hub_uploads, live_panel, run_monitor
 from ...context import Ui
+from ...sanitize import escape
 from .. import runs
+
+FIELDS = {"--trigger": "run.kit_trigger", "--license": "run.kit_licence", "--description": "run.kit_description"}
+"""Options of `lora-fp8 kit` -> the fields in their place."""
+
+
+def describe_note(ui: Ui, note: str) -> str:
+    """Describe a note of `lora-fp8 kit` in the page's language: with fields in place of options."""
+    option = note.rpartition(" ")[2]
+    if option in FIELDS:
+        return ui.say("run.kit_missing", field=ui.say(FIELDS[option]))
+    return ui.say("run.kit_no_base") if option == "--base-model" else ui.translate(note)
 
 
 class Publishing:
@@ -57,12 +69,21 @@ class Publishing:
             "description": self.description,
         }
         working = live_panel.make_private_event(show_progress="minimal", concurrency_limit=2)
-        self.make.click(write_kit, inputs_kwargs=texts, outputs=[self.made], **working)
+        announcing = live_panel.make_private_event(queue=False)
+        self.make.click(self.announce_kit, outputs=[self.made], **announcing).then(
+            write_kit, inputs_kwargs=texts, outputs=[self.made], **working
+        )
         target: dict[str, Block] = {"repo": self.repo, "public": self.public, "update": self.update}
         self.push.click(self.start_push, inputs_kwargs={**target, **texts}, outputs=[self.note], **working)
 
+    def announce_kit(self) -> Any:
+        """Say that the package is being made, which takes some seconds."""
+        return gr.update(value=f'<p class="dim">{escape(self.ui.say("run.kit_making"))}</p>', visible=True)
+
     def start_push(self, request: gr.Request, repo: str, public: bool, update: bool, **texts: str) -> Any:
         """Handle the button that uploads: what is missing is said before anything is queued."""
+        if not repo.strip():
+            return runs.show_notice(self.ui.say("push.no_repo"), wrong=True)
         try:
             view, _ = self.find(self.ui, request)
             folder = run_monitor.get_run_folder(self.ui, view)
