@@ -310,7 +310,7 @@ def test_pictures_that_cannot_be_read_keep_no_other_waiting(made, folder: Path) 
     (folder / "b.jpg").write_bytes((folder / "b.jpg").read_bytes()[:300])
     (folder / "d.txt").write_bytes("红".encode("gb18030"))  # a caption, whatever its encoding
     result = captioner.run(folder, captioner.Settings(str(made("blip")), max_tokens=12, batch_size=2))
-    assert result.written == 2 and result.kept == 2 and "b.jpg: the file cannot be decoded" in result.problems[0]
+    assert result.written == 2 and result.kept == 2 and "b.jpg: the file is truncated" in result.problems[0]
     assert not (folder / "b.txt").exists()
 
 

@@ -272,7 +272,7 @@ def five_faults(tmp_path: Path) -> Path:
 
 
 FAULTS = {
-    "torn.jpg": "cannot be decoded",
+    "torn.jpg": "the file is truncated",
     "empty.png": "the file is empty (0 bytes)",
     "latin.txt": "the text is not UTF-8 at byte 5",
     "lonely.png": "has no caption (lonely.txt)",

@@ -359,7 +359,7 @@ OTHERS = [  # name of the file, its content, another file beside it, ours, words
      "        lokr_factor: -1\n", None, {"type": "lora", "rank": 32, "alpha": 32.0},
      ("network.lokr_factor, network.lokr_full_rank",)),
     ("config.json", SIMPLETUNER, LYCORIS, {"type": "lokr", "rank": 1024, "alpha": 1.0, "factor": 10},
-     ("apply_preset was not read", "one factor")),
+     ("apply_preset.module_algo_map was not read", "one factor")),
     ("config.json", SIMPLETUNER, {"bypass_mode": True, "algo": "lokr", "multiplier": 1.0, "full_matrix": True,
      "linear_dim": 10000, "linear_alpha": 1, "factor": 4}, {"type": "lokr", "rank": 1024, "factor": 4},
      ("bypass_mode",)),

@@ -6,7 +6,7 @@ from typing import Any
 from lora_fp8.common.numbers import format_bytes, format_digits
 from lora_fp8.errors import UserError
 
-from ... import dataset_folder, estimate_panel, form, image_folders, sanitize
+from ... import dataset_folder, estimate_panel, form, image_folders, run_cards, sanitize
 from ...context import Ui
 from ...draft import Draft
 from .draft_reader import DraftReader
@@ -158,9 +158,7 @@ class Summary:
             facts.append((say("new.fact.time"), say("new.summary.unknown")))
             return say("new.summary.no_time")
         seconds, run = known
-        minutes = seconds * values["train.steps"] / 60
-        name, count = ("new.time.minutes", minutes) if minutes < 90 else ("new.time.hours", minutes / 60)
-        length = say(name, count=format_digits(max(count, 1)))
+        length = run_cards.format_duration(self.ui, seconds * values["train.steps"])
         facts.append((say("new.fact.time"), say("new.fact.about", amount=length)))
         return say(
             "new.summary.time",
