@@ -91,8 +91,10 @@ def wait_for(state: str, name: str = NAME) -> None:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run that may be writing one: its last line counts once it has its end."""
     file = folder / "events.jsonl"
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @contextlib.contextmanager
