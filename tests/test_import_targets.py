@@ -121,6 +121,9 @@ def test_q_k_and_v_of_sd_scripts_are_one_lora_unless_split(tmp_path: Path) -> No
         made = importing.import_file(write(tmp_path / "kohya.toml", plain + arguments), "sd-scripts")
         assert (target_modules.LAYERS in [entry.key for entry in made.differs]) == told
         assert ("network_args" in [entry.key for entry in made.mapped]) == mapped
+    text = plain.replace("lora_flux", "lora") + "network_args = ['split_qkv=True']\n"
+    made = importing.import_file(write(tmp_path / "kohya.toml", text), "sd-scripts", "sdxl")
+    assert "network_args" in [entry.key for entry in made.no_counterpart], "a UNet has no such layers"
     page = {"flux1_checkbox": True, "LoRA_type": "Flux1", "split_qkv": True, "pretrained_model_name_or_path": "m"}
     made = importing.import_file(write(tmp_path / "page.json", page), "kohya_ss")
     assert "split_qkv" in [entry.key for entry in made.mapped]

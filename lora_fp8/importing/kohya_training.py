@@ -195,7 +195,9 @@ def set_network(draft: Draft) -> None:
         kohya_convolutions.set_convolutions(draft, given, lycoris, paged)
     if own_network:
         target_modules.assume_whole_blocks(draft)
-        split = given.pop("split_qkv", "").lower() == "true" or common_values.is_on(draft.get("split_qkv"))
+        split = common_values.is_on(draft.get("split_qkv"))
+        if draft.family in target_modules.FUSED_IN_SD_SCRIPTS:  # others know no such argument
+            split = given.pop("split_qkv", "").lower() == "true" or split
         target_modules.report_fused(draft, split)
     _report_arguments(draft, given)
     _report_page_keys(draft, plain_page)
