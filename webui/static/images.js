@@ -40,6 +40,16 @@ const make = (tag, given = {}, ...inside) => {
   return element;
 };
 const button = (text, click, more = {}) => make("button", { type: "button", class: "wb-button", text, click, ...more });
+
+// Replaces what an element holds where it is made of something else now. A button that is replaced while it is pressed
+// hears no click, and one that is replaced while it has the focus loses it.
+const madeOf = new WeakMap();
+const rebuild = (element, parts, build) => {
+  const now = JSON.stringify(parts);
+  if (madeOf.get(element) === now) return;
+  madeOf.set(element, now);
+  element.replaceChildren(...build());
+};
 const show = (element, on) => { element.hidden = !on; };
 const clean = (text) => text.replace(/\r\n?/g, "\n").trim(); // as webui/images/captions.is_same_text
 const fill = (text, values = {}) => text.replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole);
@@ -159,12 +169,16 @@ class Box {
     this.state.textContent = caption.state ? say(`state.${caption.state}`) : "";
     this.state.dataset.state = caption.state;
     show(this.note, Boolean(caption.note || this.unreadable));
-    if (!caption.note) return this.note.replaceChildren(this.unreadable);
-    const actions = caption.theirs == null
-      ? [button(say("again"), () => caption.save())]
-      : [button(say("take_theirs"), () => caption.settle(false)), button(say("keep_mine"), () => caption.settle(true))];
-    const theirs = caption.theirs == null ? [] : [make("q", { text: caption.theirs || say("caption.empty") })];
-    this.note.replaceChildren(caption.note, ...theirs, ...actions);
+    rebuild(this.note, [caption.note, caption.theirs, this.unreadable], () => {
+      if (!caption.note) return [this.unreadable];
+      if (caption.theirs == null) return [caption.note, button(say("again"), () => this.caption.save())];
+      return [
+        caption.note,
+        make("q", { text: caption.theirs || say("caption.empty") }),
+        button(say("take_theirs"), () => this.caption.settle(false)),
+        button(say("keep_mine"), () => this.caption.settle(true)),
+      ];
+    });
   }
 }
 
@@ -1107,10 +1121,11 @@ class Workbench {
     const pages = Math.ceil(this.matching / perPage);
     show(this.pager, pages > 1);
     const page = Math.floor(this.offset / perPage);
-    this.pager.replaceChildren(
+    rebuild(this.pager, [page, pages], () => [
       button(say("page.back"), () => this.turn(-1), { disabled: page === 0 }),
       make("span", { text: say("page", { page: page + 1, pages }) }),
-      button(say("page.on"), () => this.turn(1), { disabled: page + 1 >= pages }));
+      button(say("page.on"), () => this.turn(1), { disabled: page + 1 >= pages }),
+    ]);
     show(this.empty, !answer.rows.length);
     const some = this.total + this.excluded > 0;
     this.empty.textContent = [say(some ? "nothing" : "no_images"), answer.problem].join(" ");
