@@ -17,7 +17,7 @@ SEED = 0
 @pytest.mark.parametrize("kind", SHORT)
 def test_broken_files_are_used_or_refused_in_words(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     full = bool(os.environ.get("FUZZ"))
-    count = FULL[kind] if full else SHORT[kind] // (2 if request.config.getoption("short") else 1)
+    count = FULL[kind] if full else SHORT[kind] // (4 if request.config.getoption("short") else 1)
     keep = HERE.parents[1] / "fuzz-failures" if full else tmp_path
     command = [sys.executable, HERE / "fuzzing.py", kind, "--count", str(count), "--seed", str(SEED), "--keep", keep]
     environment = os.environ | {
